@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+from numpy.typing import NDArray
+
+class Region:
+    def __init__(self, base: int, size: int) -> None: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+def gather(
+    pages: Region,
+    layer_offsets: NDArray[np.int64],
+    block_ids: NDArray[np.int64],
+    block_stride: int,
+    page_bytes: int,
+    staging: Region,
+    staging_offset: int,
+    seed: int,
+) -> int: ...
+def scatter(
+    pages: Region,
+    layer_offsets: NDArray[np.int64],
+    block_ids: NDArray[np.int64],
+    block_stride: int,
+    page_bytes: int,
+    staging: Region,
+    staging_offset: int,
+    seed: int,
+) -> int: ...
+def checksum(region: Region, offset: int, num_bytes: int, seed: int) -> int: ...

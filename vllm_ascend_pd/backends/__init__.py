@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Foreign libraries behind narrow protocols; the only importer of Mooncake and of `_C`."""

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between scattered KV pages and one contiguous staging buffer, with a checksum.
+
+    pages (host memory)                                   staging
+    base + layer_offsets[l] + block_ids[b] * block_stride
+      layer 0:  [blk 0][blk 1][blk 2]...      gather      | l0 b0 | l0 b1 | ... | l1 b0 | ...
+      layer 1:  [blk 0][blk 1][blk 2]...      ------>       one page of page_bytes each,
+      ...                                     <------       layer-major, then in block_ids order
+                                              scatter
+
+The checksum is of the staging bytes, i.e. of the pages in that order. Over the little-endian 64-bit
+words w_i of the bytes, the last one padded with zeros, and modulo 2**64:
+
+    k_i  = (i + 1) * 0x9E3779B97F4A7C15        t_i = w_i ^ k_i
+    acc  = mix(seed) + sum_i( rot32(w_i) + (t_i mod 2**32) * (t_i div 2**32) )
+    sum  = mix(acc ^ (num_bytes * 0x9E3779B97F4A7C15))         mix = the splitmix64 finaliser
+
+This is the accumulate step of XXH3 (Collet), itself the NH family of UMAC (RFC 4418), with a
+counter for the secret. It finds faults of memory and transport; it is no MAC.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_ascend_pd.errors import BackendError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_CHUNK_BYTES = 1 << 20  # bounds the temporaries of the Python fallback; a multiple of 8
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A range of host memory of this process. Null and empty ranges are refused."""
+
+    base: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.base <= 0 or self.size <= 0 or self.base + self.size > 1 << 64:
+            raise ValueError(f"not a memory region: base={self.base:#x}, size={self.size}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageLayout:
+    """Where the KV pages of every (layer, block) lie inside one region.
+
+    A layer that keeps K and V apart has two entries in `layer_offsets`. Layers in several
+    allocations need one layout each; chain their checksums through `seed`.
+
+    Attributes:
+        region: The memory that holds all pages.
+        layer_offsets: int64 [num_layers], bytes from the start of the region to block 0.
+        block_stride: Bytes from one block to the next within a layer, at least `page_bytes`.
+        page_bytes: Bytes of one block in one layer.
+    """
+
+    region: Region
+    layer_offsets: NDArray[np.int64]
+    block_stride: int
+    page_bytes: int
+
+    def for_layers(self, start: int, stop: int) -> PageLayout:
+        """The same pages, only of layers [start, stop)."""
+        return replace(self, layer_offsets=self.layer_offsets[start:stop])
+
+    def num_bytes(self, num_blocks: int) -> int:
+        """Staging bytes that `num_blocks` blocks of all layers take."""
+        return len(self.layer_offsets) * num_blocks * self.page_bytes
+
+
+class BlockCopier(ABC):
+    """Moves KV pages to and from staging and checksums exactly the bytes that it stored.
+
+    Threads: stateless, any thread. The native one releases the GIL once per call and never takes
+    it back in between; the Python one holds it. Blocking: for the time of the copy.
+
+    The caller guarantees that both regions stay mapped during the call and that nobody writes to
+    the bytes being read, with one exception: staging may be hit by a late network write at any time
+    during `scatter`. Then the checksum is still that of the bytes that reached the pages.
+
+    All offsets, strides and sizes are bytes. `block_ids` is int64 [num_blocks], C-contiguous; other
+    dtypes are a `TypeError`. A page or staging range outside its region, an overlap of the two
+    regions in use, or an impossible layout is a `ValueError` that names the index at fault, and
+    then nothing has been copied.
+    """
+
+    @abstractmethod
+    def gather(
+        self,
+        layout: PageLayout,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int = 0,
+        seed: int = 0,
+    ) -> int:
+        """Copies pages to staging[staging_offset:] and returns their checksum."""
+
+    @abstractmethod
+    def scatter(
+        self,
+        layout: PageLayout,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int = 0,
+        seed: int = 0,
+    ) -> int:
+        """Copies staging[staging_offset:] to pages and returns the checksum of what was stored."""
+
+    @abstractmethod
+    def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
+        """Checksum of region[offset : offset + num_bytes]."""
+
+
+class NativeBlockCopier(BlockCopier):
+    """The extension `_C`: one pass over memory, without the GIL."""
+
+    def __init__(self) -> None:
+        try:
+            from vllm_ascend_pd import _C
+        except ImportError as error:
+            raise BackendError(f"the native extension is not available: {error}") from error
+        self._native = _C
+
+    def gather(
+        self,
+        layout: PageLayout,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int = 0,
+        seed: int = 0,
+    ) -> int:
+        return self._native.gather(
+            self._native.Region(layout.region.base, layout.region.size),
+            layout.layer_offsets,
+            block_ids,
+            layout.block_stride,
+            layout.page_bytes,
+            self._native.Region(staging.base, staging.size),
+            staging_offset,
+            seed,
+        )
+
+    def scatter(
+        self,
+        layout: PageLayout,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int = 0,
+        seed: int = 0,
+    ) -> int:
+        return self._native.scatter(
+            self._native.Region(layout.region.base, layout.region.size),
+            layout.layer_offsets,
+            block_ids,
+            layout.block_stride,
+            layout.page_bytes,
+            self._native.Region(staging.base, staging.size),
+            staging_offset,
+            seed,
+        )
+
+    def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
+        native_region = self._native.Region(region.base, region.size)
+        return self._native.checksum(native_region, offset, num_bytes, seed)
+
+
+class PythonBlockCopier(BlockCopier):
+    """numpy and ctypes only: the native one's reference, and the way out without a compiler."""
+
+    def gather(
+        self,
+        layout: PageLayout,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int = 0,
+        seed: int = 0,
+    ) -> int:
+        num_bytes = _check_copy(layout, block_ids, staging, staging_offset)
+        start = staging.base + staging_offset
+        for page, addr in enumerate(_page_addresses(layout, block_ids)):
+            ctypes.memmove(start + page * layout.page_bytes, addr, layout.page_bytes)
+        return _checksum(start, num_bytes, seed)
+
+    def scatter(
+        self,
+        layout: PageLayout,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int = 0,
+        seed: int = 0,
+    ) -> int:
+        num_bytes = _check_copy(layout, block_ids, staging, staging_offset)
+        if num_bytes == 0:
+            return _checksum(staging.base, 0, seed)
+        # A private copy, so that what is checksummed is what is stored.
+        stored = _bytes_at(staging.base + staging_offset, num_bytes).copy()
+        start = stored.ctypes.data
+        for page, addr in enumerate(_page_addresses(layout, block_ids)):
+            ctypes.memmove(addr, start + page * layout.page_bytes, layout.page_bytes)
+        return _checksum(start, num_bytes, seed)
+
+    def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
+        _check_range("region", region, offset, num_bytes)
+        return _checksum(region.base + offset, num_bytes, seed)
+
+
+def make_block_copier() -> BlockCopier:
+    """The native copier, or with one warning the Python one."""
+    try:
+        return NativeBlockCopier()
+    except BackendError as error:
+        logger.warning(
+            "%s; KV is copied by Python, slowly and with the GIL held. "
+            "Reinstall with a C++17 compiler present to get the native copy",
+            error,
+        )
+    return PythonBlockCopier()
+
+
+def _check_copy(
+    layout: PageLayout, block_ids: NDArray[np.int64], staging: Region, staging_offset: int
+) -> int:
+    """Refuses what would leave either region; returns the number of staging bytes."""
+    region, page_bytes, stride = layout.region, layout.page_bytes, layout.block_stride
+    if not 0 < page_bytes <= stride:
+        raise ValueError(f"need 0 < page_bytes <= block_stride, got {page_bytes}, {stride}")
+    _check_array("layer_offsets", layout.layer_offsets)
+    _check_array("block_ids", block_ids)
+    last_start = region.size - page_bytes
+    outside = (layout.layer_offsets < 0) | (layout.layer_offsets > last_start)
+    if outside.any():
+        i = int(outside.argmax())
+        raise ValueError(
+            f"layer_offsets[{i}] = {layout.layer_offsets[i]} puts a page of {page_bytes} bytes "
+            f"outside the region of {region.size} bytes"
+        )
+    max_layer_offset = int(layout.layer_offsets.max(initial=0))
+    max_block_id = (last_start - max_layer_offset) // stride
+    outside = (block_ids < 0) | (block_ids > max_block_id)
+    if layout.layer_offsets.size and outside.any():
+        i = int(outside.argmax())
+        raise ValueError(
+            f"block_ids[{i}] = {block_ids[i]} lies outside the region of {region.size} bytes, "
+            f"which holds {max_block_id + 1} blocks"
+        )
+    num_bytes = layout.num_bytes(len(block_ids))
+    _check_range("staging", staging, staging_offset, num_bytes)
+    if staging.base < region.base + region.size and region.base < staging.base + staging.size:
+        raise ValueError("the staging region overlaps the region of the pages")
+    return num_bytes
+
+
+def _check_array(name: str, array: NDArray[np.int64]) -> None:
+    if array.dtype != np.int64 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise TypeError(f"{name} must be a C-contiguous int64 vector")
+
+
+def _check_range(name: str, region: Region, offset: int, num_bytes: int) -> None:
+    if offset < 0 or num_bytes < 0 or offset + num_bytes > region.size:
+        raise ValueError(
+            f"{name} range of {num_bytes} bytes at offset {offset} leaves the region of "
+            f"{region.size} bytes"
+        )
+
+
+def _page_addresses(layout: PageLayout, block_ids: NDArray[np.int64]) -> list[int]:
+    block_offsets = block_ids * layout.block_stride
+    offsets = layout.layer_offsets[:, None] + block_offsets[None, :]
+    return [layout.region.base + offset for offset in offsets.ravel().tolist()]
+
+
+def _bytes_at(addr: int, num_bytes: int) -> NDArray[np.uint8]:
+    """A view of foreign memory, uint8 [num_bytes]."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(addr))
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _checksum(addr: int, num_bytes: int, seed: int) -> int:
+    acc = _mix(seed & _MASK)
+    for start in range(0, num_bytes, _CHUNK_BYTES):
+        num_chunk_bytes = min(_CHUNK_BYTES, num_bytes - start)
+        chunk = _bytes_at(addr + start, num_chunk_bytes)
+        if tail := num_chunk_bytes % 8:
+            chunk = np.concatenate([chunk, np.zeros(8 - tail, dtype=np.uint8)])
+        acc = (acc + _accumulate(chunk.view("<u8"), start // 8)) & _MASK
+    return _mix(acc ^ (num_bytes * _GOLDEN & _MASK))
+
+
+def _accumulate(words: NDArray[np.uint64], first_index: int) -> int:
+    """Sum over words; the first one has index `first_index`. uint64 arrays wrap silently."""
+    low_half, half_bits = np.uint64(0xFFFFFFFF), np.uint64(32)
+    counters = np.arange(first_index + 1, first_index + 1 + len(words), dtype=np.uint64)
+    mixed = words ^ (counters * np.uint64(_GOLDEN))
+    products = (mixed & low_half) * (mixed >> half_bits)
+    rotated = (words << half_bits) | (words >> half_bits)
+    return int((products + rotated).sum(dtype=np.uint64))

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer engines for tests and drills: one in process, and scripted faults around any engine."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import re
+import threading
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm_ascend_pd.backends.regions import RegionTable
+from vllm_ascend_pd.backends.transfer_engine import (
+    TransferEngine,
+    TransferHandle,
+    TransferStatus,
+)
+from vllm_ascend_pd.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class FaultKind(Enum):
+    """What happens to one write."""
+
+    OK = "ok"
+    FAIL = "fail"  # FAILED, nothing is written
+    DROP = "drop"  # DONE, nothing is written
+    SHORT = "short"  # DONE, only the first half is written
+    CORRUPT = "corrupt"  # DONE, one bit in the middle is wrong
+    DELAY = "delay"  # RUNNING for num_polls polls, then like OK
+    NEVER = "never"  # RUNNING for ever, nothing is written
+    LATE = "late"  # FAILED, and the bytes are written when the test says so
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One scripted outcome; `num_polls` belongs to DELAY."""
+
+    kind: FaultKind
+    num_polls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """The arguments of one `submit_write`, and how many came before it."""
+
+    index: int
+    session: str
+    src_addr: int
+    dst_addr: int
+    num_bytes: int
+
+
+OK = Fault(FaultKind.OK)
+
+_STEP = re.compile(r"(?P<kind>[a-z]+)(\((?P<polls>\d+)\))?(?P<star>\*(?P<count>\d+)?)?")
+
+
+class FaultScript:
+    """Decides the fault of each write: by order, or by a predicate. Thread safe.
+
+    Once an ordered script has run out, every further write is OK.
+    """
+
+    def __init__(
+        self,
+        faults: Iterable[Fault] = (),
+        *,
+        then: Fault = OK,
+        choose: Callable[[WriteRequest], Fault] | None = None,
+    ) -> None:
+        """`faults` are used up in order, then `choose` decides, or it is `then` for ever."""
+        self._faults = deque(faults)
+        self._then = then
+        self._choose = choose
+        self._lock = threading.Lock()
+
+    @classmethod
+    def parse(cls, text: str) -> FaultScript:
+        """Reads "ok*3,corrupt,delay(5)*2,ok*": `*n` repeats, a last `*` means for ever."""
+        faults: list[Fault] = []
+        then = OK
+        steps = [step.strip() for step in text.split(",")] if text.strip() else []
+        for i, step in enumerate(steps):
+            match = _STEP.fullmatch(step)
+            kinds = {kind.value: kind for kind in FaultKind}
+            if match is None or match["kind"] not in kinds:
+                raise ConfigError(f"fault script: {step!r} is none of {sorted(kinds)}")
+            kind = kinds[match["kind"]]
+            if (kind is FaultKind.DELAY) != (match["polls"] is not None):
+                raise ConfigError(f"fault script: {step!r}: write delay(n), and n only there")
+            fault = Fault(kind, int(match["polls"] or 0))
+            if match["star"] == "*":
+                if i + 1 != len(steps):
+                    raise ConfigError(f"fault script: nothing can follow the endless {step!r}")
+                then = fault
+            else:
+                faults.extend([fault] * int(match["count"] or 1))
+        return cls(faults, then=then)
+
+    def next_fault(self, write: WriteRequest) -> Fault:
+        with self._lock:
+            if self._faults:
+                return self._faults.popleft()
+        return self._choose(write) if self._choose is not None else self._then
+
+
+@dataclass(slots=True)
+class _ScriptedWrite:
+    """A write under the script; owned by the thread that polls its handle."""
+
+    request: WriteRequest
+    fault: Fault
+    num_polls: int = 0
+    inner: TransferHandle | None = None  # set once the inner engine has the write
+    bounce: mmap.mmap | None = None  # private source of a corrupted write
+
+
+class FaultyTransferEngine(TransferEngine):
+    """Wraps any engine, also one between real processes, and spoils writes by script."""
+
+    def __init__(self, inner: TransferEngine, script: FaultScript | None = None) -> None:
+        self._inner = inner
+        self._script = script if script is not None else FaultScript()
+        # Read and written by any thread, under the lock.
+        self._lock = threading.Lock()
+        self._next_handle = itertools.count(1)
+        self._writes: dict[TransferHandle, _ScriptedWrite] = {}
+        self._late: list[WriteRequest] = []
+        self._num_bounces = 0
+        self._abandoned: list[mmap.mmap] = []
+        self._num_writes = 0
+
+    @property
+    def session(self) -> str:
+        return self._inner.session
+
+    @property
+    def direct_placement(self) -> bool:
+        return self._inner.direct_placement
+
+    @property
+    def num_writes(self) -> int:
+        """Writes submitted so far, for tests."""
+        with self._lock:
+            return self._num_writes
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        self._inner.register(addr, num_bytes)
+
+    def unregister(self, addr: int) -> None:
+        self._inner.unregister(addr)
+
+    def num_regions(self) -> int:
+        with self._lock:
+            num_bounces = self._num_bounces
+        return self._inner.num_regions() - num_bounces
+
+    def submit_write(
+        self, session: str, src_addr: int, dst_addr: int, num_bytes: int
+    ) -> TransferHandle:
+        if num_bytes <= 0:
+            raise ValueError(f"a write of {num_bytes} bytes")
+        with self._lock:
+            index = self._num_writes
+            self._num_writes += 1
+        request = WriteRequest(index, session, src_addr, dst_addr, num_bytes)
+        write = _ScriptedWrite(request, self._script.next_fault(request))
+        if write.fault.kind in (FaultKind.OK, FaultKind.SHORT, FaultKind.CORRUPT):
+            self._start(write)
+        with self._lock:
+            handle = TransferHandle(next(self._next_handle))
+            self._writes[handle] = write
+        return handle
+
+    def poll(self, handle: TransferHandle) -> TransferStatus:
+        with self._lock:
+            write = self._writes[handle]
+        status = self._advance(write)
+        if status is not TransferStatus.RUNNING:
+            with self._lock:
+                self._writes.pop(handle, None)
+        return status
+
+    def land_late_writes(self) -> int:
+        """Writes the bytes of all LATE writes now; returns how many could still be written."""
+        with self._lock:
+            late, self._late = self._late, []
+        num_landed = 0
+        for request in late:
+            inner = self._submit_inner(request, request.num_bytes)
+            status = TransferStatus.RUNNING
+            while status is TransferStatus.RUNNING:
+                status = self._inner.poll(inner)
+            num_landed += status is TransferStatus.DONE
+        return num_landed
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _submit_inner(self, request: WriteRequest, num_bytes: int) -> TransferHandle:
+        return self._inner.submit_write(
+            request.session, request.src_addr, request.dst_addr, num_bytes
+        )
+
+    def _start(self, write: _ScriptedWrite) -> None:
+        request = write.request
+        if write.fault.kind is FaultKind.CORRUPT:
+            self._start_corrupted(write)
+        elif write.fault.kind is FaultKind.SHORT:
+            # The first half of a single byte is nothing at all.
+            if half := request.num_bytes // 2:
+                write.inner = self._submit_inner(request, half)
+        else:
+            write.inner = self._submit_inner(request, request.num_bytes)
+
+    def _start_corrupted(self, write: _ScriptedWrite) -> None:
+        """Sends a spoiled private copy, so that the caller's own memory stays as it is."""
+        request = write.request
+        bounce = mmap.mmap(-1, request.num_bytes)
+        bounce.write(ctypes.string_at(request.src_addr, request.num_bytes))
+        bounce[request.num_bytes // 2] ^= 1
+        bounce_addr = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
+        self._inner.register(bounce_addr, request.num_bytes)
+        with self._lock:
+            self._num_bounces += 1
+        write.bounce = bounce
+        write.inner = self._inner.submit_write(
+            request.session, bounce_addr, request.dst_addr, request.num_bytes
+        )
+
+    def _advance(self, write: _ScriptedWrite) -> TransferStatus:
+        kind = write.fault.kind
+        if kind is FaultKind.NEVER:
+            return TransferStatus.RUNNING
+        if kind is FaultKind.DROP:
+            return TransferStatus.DONE
+        if kind is FaultKind.FAIL:
+            return TransferStatus.FAILED
+        if kind is FaultKind.LATE:
+            with self._lock:
+                self._late.append(write.request)
+            return TransferStatus.FAILED
+        if kind is FaultKind.DELAY and write.inner is None:
+            if write.num_polls < write.fault.num_polls:
+                write.num_polls += 1
+                return TransferStatus.RUNNING
+            self._start(write)
+        if write.inner is None:
+            return TransferStatus.DONE
+        status = self._inner.poll(write.inner)
+        if status is not TransferStatus.RUNNING and write.bounce is not None:
+            self._inner.unregister(ctypes.addressof(ctypes.c_char.from_buffer(write.bounce)))
+            with self._lock:
+                self._num_bounces -= 1
+                if status is TransferStatus.FAILED:
+                    self._abandoned.append(write.bounce)  # the inner engine may still read it
+            write.bounce = None
+        return status
+
+
+@dataclass(slots=True)
+class _Pending:
+    peer: str
+    src_addr: int
+    dst_addr: int
+    num_bytes: int
+
+
+class InMemoryEngine(TransferEngine):
+    """Sessions of one process; the bytes move when the sender polls.
+
+    Moving them at the poll, not at the submit, fails a test that touches either side too early.
+    """
+
+    # Session -> engine; read and written by any thread, under the lock.
+    _sessions: ClassVar[dict[str, InMemoryEngine]] = {}
+    _sessions_lock: ClassVar[threading.Lock] = threading.Lock()
+    _next_session: ClassVar[itertools.count[int]] = itertools.count(1)
+
+    def __init__(self) -> None:
+        self._regions = RegionTable()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._next_handle = itertools.count(1)
+        self._pending: dict[TransferHandle, _Pending] = {}
+        with InMemoryEngine._sessions_lock:
+            self._session = f"fake:{next(InMemoryEngine._next_session)}"
+            InMemoryEngine._sessions[self._session] = self
+
+    @property
+    def session(self) -> str:
+        return self._session
+
+    @property
+    def direct_placement(self) -> bool:
+        return False
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        self._check_open()
+        self._regions.add(addr, num_bytes)
+
+    def unregister(self, addr: int) -> None:
+        self._check_open()
+        self._regions.remove(addr)
+
+    def num_regions(self) -> int:
+        return len(self._regions)
+
+    def submit_write(
+        self, session: str, src_addr: int, dst_addr: int, num_bytes: int
+    ) -> TransferHandle:
+        self._check_open()
+        self._regions.check_inside(src_addr, num_bytes)
+        with self._lock:
+            handle = TransferHandle(next(self._next_handle))
+            self._pending[handle] = _Pending(session, src_addr, dst_addr, num_bytes)
+        return handle
+
+    def poll(self, handle: TransferHandle) -> TransferStatus:
+        with self._lock:
+            write = self._pending.pop(handle)
+            closed = self._closed
+        with InMemoryEngine._sessions_lock:
+            peer = InMemoryEngine._sessions.get(write.peer)
+        if closed or peer is None or not peer._regions.contains(write.dst_addr, write.num_bytes):
+            return TransferStatus.FAILED
+        if not self._regions.contains(write.src_addr, write.num_bytes):
+            return TransferStatus.FAILED
+        ctypes.memmove(write.dst_addr, write.src_addr, write.num_bytes)
+        return TransferStatus.DONE
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        with InMemoryEngine._sessions_lock:
+            InMemoryEngine._sessions.pop(self._session, None)
+        self._regions.clear()
+
+    def _check_open(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise BackendError(f"transfer engine {self._session} is closed")
+
+
+class FakeTransferEngine(FaultyTransferEngine):
+    """The in-process engine with a script, for unit tests and drills without a network."""
+
+    def __init__(self, script: FaultScript | None = None) -> None:
+        super().__init__(InMemoryEngine(), script)

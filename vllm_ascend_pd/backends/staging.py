@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registered staging memory: KV is packed here, sent from here, and received here.
+
+    base                                             base + num_slots * stride
+     |  slot 0            |  slot 1            | ... |
+     |<-- slot_bytes -->|  |<-- slot_bytes -->|
+     |<----- stride ----->|                       stride = slot_bytes rounded up to a page
+
+Peers can reach only this memory, never live KV pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.backends.block_copy import Region
+from vllm_ascend_pd.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+
+logger = logging.getLogger(__name__)
+
+# Mappings of pools that were closed while somebody might still write to them. Unmapping those would
+# turn a late write into a crash, so they live as long as the process.
+_abandoned: list[mmap.mmap] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One piece of staging memory, held by whoever acquired it.
+
+    `generation` tells two holders of the same memory apart: a stale release is refused.
+    """
+
+    index: int
+    generation: int
+    addr: int
+    num_bytes: int
+
+    @property
+    def region(self) -> Region:
+        """The slot as an argument of `BlockCopier`."""
+        return Region(self.addr, self.num_bytes)
+
+
+class StagingPool:
+    """A fixed number of equal slots in one mapping that is registered once.
+
+    Thread safe and non-blocking; nothing is copied, mapped or registered under the lock.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        num_slots: int,
+        slot_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` returns seconds; the deadlines given to `quarantine` are on the same clock."""
+        if num_slots < 1 or slot_bytes < 1:
+            raise ValueError(f"need num_slots, slot_bytes >= 1, got {num_slots}, {slot_bytes}")
+        self._engine = engine
+        self._clock = clock
+        self._slot_bytes = slot_bytes
+        self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._num_slots = num_slots
+        self._map = _map_memory(num_slots * self._stride)
+        self._base = _address_of(self._map)
+        try:
+            engine.register(self._base, len(self._map))
+        except BaseException:
+            self._map.close()
+            raise
+        # All fields below are read and written by any thread, under the lock.
+        self._lock = threading.Lock()
+        self._closed = False
+        self._free = list(range(num_slots - 1, -1, -1))  # a stack: the warmest slot is taken first
+        self._generations = [0] * num_slots  # odd while the slot is held
+        self._quarantined: dict[int, float] = {}  # slot index -> end of the quarantine
+
+    @property
+    def region(self) -> Region:
+        """The whole registered range."""
+        return Region(self._base, self._num_slots * self._stride)
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slot_bytes
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `acquire` could hand out now."""
+        with self._lock:
+            self._end_quarantines()
+            return len(self._free)
+
+    def acquire(self) -> Slot | None:
+        """Takes a free slot, or returns None when all are held or in quarantine."""
+        with self._lock:
+            if self._closed:
+                raise BackendError("the staging pool is closed")
+            self._end_quarantines()
+            if not self._free:
+                return None
+            index = self._free.pop()
+            self._generations[index] += 1
+            generation = self._generations[index]
+        addr = self._base + index * self._stride
+        return Slot(index, generation, addr, self._slot_bytes)
+
+    def release(self, slot: Slot) -> None:
+        """Gives back a slot in which nothing can land any more."""
+        with self._lock:
+            self._give_up(slot)
+            self._free.append(slot.index)
+
+    def quarantine(self, slot: Slot, until: float) -> None:
+        """Gives back a slot in which late bytes may still land before `until` (seconds)."""
+        with self._lock:
+            self._give_up(slot)
+            self._quarantined[slot.index] = until
+
+    def close(self) -> None:
+        """Unregisters and unmaps; idempotent.
+
+        Memory in which a holder or a late write may still move bytes is closed to peers but stays
+        mapped until the process ends.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._end_quarantines()
+            num_busy = self._num_slots - len(self._free)
+        self._engine.unregister(self._base)
+        if num_busy:
+            logger.warning("staging memory stays mapped: %d slots may still be written", num_busy)
+            _abandoned.append(self._map)
+        else:
+            self._map.close()
+
+    def _give_up(self, slot: Slot) -> None:
+        if self._generations[slot.index] != slot.generation:
+            raise ValueError(f"slot {slot.index} is not held (generation {slot.generation})")
+        self._generations[slot.index] += 1
+
+    def _end_quarantines(self) -> None:
+        if not self._quarantined:
+            return
+        now = self._clock()
+        ended = [index for index, until in self._quarantined.items() if until <= now]
+        for index in ended:
+            del self._quarantined[index]
+        self._free.extend(ended)
+
+
+def _map_memory(num_bytes: int) -> mmap.mmap:
+    """Anonymous page-aligned memory; its pages exist from the start, so no copy pays for faults."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    return mmap.mmap(-1, num_bytes, flags=flags)
+
+
+def _address_of(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract between P2P transfer and whatever moves the bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import NewType
+
+TransferHandle = NewType("TransferHandle", int)
+
+
+class TransferStatus(Enum):
+    """What has become of one submitted write."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class TransferEngine(ABC):
+    """One-sided writes from registered memory of this process into registered memory of a peer.
+
+    Threads: every method may be called from any thread; the engine locks for itself and holds no
+    lock while bytes move. No call holds the GIL while it waits for the network.
+
+    Blocking: `submit_write` and `poll` return promptly, `register`, `unregister` and `close` may
+    take milliseconds to seconds and belong to start-up and shutdown. `submit_write` may make first
+    contact with a peer, bounded by the implementation's documented connect time-out.
+
+    The caller guarantees that source bytes do not change, and that source and destination stay
+    mapped, from `submit_write` until the write is terminal. After FAILED without
+    `direct_placement` late bytes may still land: the destination must not be reused, nor the
+    source rewritten, before the implementation's quarantine time has passed. The caller also sets
+    the deadline; a write that never ends is legal.
+
+    The implementation guarantees that DONE is reported only when all bytes are visible in the
+    memory of the peer, and that an outcome the network can cause (peer dead, unknown session,
+    address not registered over there) is FAILED and never an exception. Exceptions are
+    bugs of the caller: `ValueError` for bad arguments, `KeyError` for an unknown handle, and
+    `BackendError` for a call on a closed engine or a library that refuses a local operation.
+    """
+
+    @property
+    @abstractmethod
+    def session(self) -> str:
+        """Address that peers pass to `submit_write`, e.g. "127.0.0.1:15321"."""
+
+    @property
+    @abstractmethod
+    def direct_placement(self) -> bool:
+        """True only if no byte is ever written after FAILED; only then may live KV be a target."""
+
+    @abstractmethod
+    def register(self, addr: int, num_bytes: int) -> None:
+        """Opens [addr, addr + num_bytes) to peers and as a source.
+
+        Few large regions are far cheaper than many small ones.
+
+        Raises:
+            ValueError: null address, empty range, or overlap with a registered region.
+        """
+
+    @abstractmethod
+    def unregister(self, addr: int) -> None:
+        """Closes the region that starts at `addr`; `ValueError` if there is none."""
+
+    @abstractmethod
+    def submit_write(
+        self, session: str, src_addr: int, dst_addr: int, num_bytes: int
+    ) -> TransferHandle:
+        """Starts one contiguous write and returns at once; its outcome is told by `poll`.
+
+        Raises:
+            ValueError: the range is empty or the source is not inside one registered region.
+        """
+
+    @abstractmethod
+    def poll(self, handle: TransferHandle) -> TransferStatus:
+        """Status of a write; once DONE or FAILED has been returned, the handle is forgotten.
+
+        The caller polls a handle from one thread at a time. Writes that were pending when the
+        engine was closed are FAILED.
+        """
+
+    @abstractmethod
+    def num_regions(self) -> int:
+        """Number of registered regions, for leak checks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unregisters everything and leaves the network; idempotent."""
