@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Copies between scattered KV pages and one contiguous staging buffer, with a checksum of exactly
+// the bytes that were stored. The layout and the checksum are defined in
+// vllm_ascend_pd/backends/block_copy.py, whose Python copier must agree bit for bit.
+//
+// Nothing here checks bounds, takes a lock or knows Python: bindings.cpp does.
+
+#ifndef VLLM_ASCEND_PD_CSRC_BLOCK_COPY_H_
+#define VLLM_ASCEND_PD_CSRC_BLOCK_COPY_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace vllm_ascend_pd {
+
+// The pages base + layer_offsets[l] + block_ids[b] * block_stride, layer-major, then by b.
+// Borrows both arrays.
+struct PageList {
+  uint8_t* base;
+  const int64_t* layer_offsets;
+  size_t num_layers;
+  const int64_t* block_ids;
+  size_t num_blocks;
+  size_t block_stride;
+  size_t page_bytes;
+};
+
+// Copies the pages to staging, one after the other, and returns their checksum.
+uint64_t Gather(const PageList& pages, uint8_t* staging, uint64_t seed);
+
+// Copies staging to the pages and returns the checksum of what the pages hold afterwards. A write
+// that hits staging meanwhile cannot slip in between copy and check.
+uint64_t Scatter(const PageList& pages, const uint8_t* staging, uint64_t seed);
+
+uint64_t Checksum(const uint8_t* data, size_t num_bytes, uint64_t seed);
+
+}  // namespace vllm_ascend_pd
+
+#endif  // VLLM_ASCEND_PD_CSRC_BLOCK_COPY_H_
