@@ -3,13 +3,14 @@
 
     python -m vllm_ascend_pd.testing.tiny_model --out .cache/models/tiny
 
-The folder holds a Qwen3 with random weights and a byte-level BPE tokenizer. The same parameters give the same
-bytes. Its text is nonsense, yet it is a good witness for tests that compare tokens:
+The folder holds a Qwen3 with random weights and a byte-level BPE tokenizer. The same parameters
+give the same bytes. Its text is nonsense, yet it is a good witness for tests that compare tokens:
 
-* the next token depends on the whole context, not on the last token alone (some attention layers are sharp, and
-  what attention adds is as strong as the embedding), so one wrong block of KV changes the output;
+* the next token depends on the whole context (attention is sharp, and adds as much as the
+  embedding gives), so a single wrong block of KV changes the output;
 * the best logit stands clear of the second in float32, so equal inputs give equal tokens;
-* only printable ASCII is ever favoured and the end token never is: output is readable and reaches ``max_tokens``.
+* only tokens of ASCII text are favoured, and the end token never is: output is readable and
+  reaches ``max_tokens``.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,13 @@ CHAT_TEMPLATE: Final = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 LOGIT_STD: Final = 4.0
-ATTENTION_SHARPNESS: Final = (1.0, 2.5)  # std of the attention scores, layer by layer in turn
+ATTENTION_SHARPNESS: Final = (1.5, 3.0)  # std of the attention scores, layer by layer in turn
+# What a block adds, against an embedding of 1: below these, greedy decoding soon repeats itself.
+ATTENTION_GAIN: Final = 2.0
+MLP_GAIN: Final = 3.0
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Array = npt.NDArray[Any]
 
@@ -62,7 +68,7 @@ SHAPES: Final = {
     "tiny": ModelShape(128, 4, 4, 2, 32, 256),
     "60m": ModelShape(768, 8, 12, 6, 64, 2304),
 }
-DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as safetensors names them
+DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class MadeModel:
 def make_tiny_model(
     out: Path, size: str = "tiny", seed: int = 0, dtype: str = "float32", force: bool = False
 ) -> MadeModel:
-    """Write the model folder, or keep the one that is there if it was made with the same parameters."""
+    """Write the model folder, or keep one that was made there with the same parameters."""
     if size not in SHAPES:
         raise ValueError(f"unknown size {size!r}; valid: {sorted(SHAPES)}")
     if dtype not in DTYPES:
@@ -85,11 +91,12 @@ def make_tiny_model(
     shape = SHAPES[size]
     wanted = {"format": FORMAT, "size": size, "seed": seed, "dtype": dtype, **asdict(shape)}
     stamp = _read_stamp(out)
-    if stamp is not None and stamp["parameters"] == wanted and not force:
-        if all((out / name).stat().st_size == num_bytes for name, num_bytes in stamp["files"].items()):
+    if stamp is None and out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} holds other files, which are left alone: name another folder")
+    if stamp is not None and not force:
+        as_asked = stamp["parameters"] == wanted
+        if as_asked and stamp["files"] == _sizes(out):
             return MadeModel(out, stamp["num_parameters"], reused=True)
-    elif stamp is None and out.exists() and any(out.iterdir()) and not force:
-        raise FileExistsError(f"{out} is not empty and was not made by this tool; name another folder")
 
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
@@ -98,10 +105,8 @@ def make_tiny_model(
     token_ids = _write_tokenizer(partial)
     _write_config(partial, shape, dtype, token_ids)
     num_parameters = _write_weights(partial, shape, seed, dtype, _favoured_tokens(token_ids))
-    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    _write_json(
-        partial / STAMP, {"parameters": wanted, "num_parameters": num_parameters, "files": files}
-    )
+    stamp = {"parameters": wanted, "num_parameters": num_parameters, "files": _sizes(partial)}
+    _write_json(partial / STAMP, stamp)
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
     return MadeModel(out, num_parameters, reused=False)
@@ -113,6 +118,11 @@ def _read_stamp(out: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return stamp
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in folder.iterdir() if path.name != STAMP)
+    return {path.name: path.stat().st_size for path in files}
 
 
 def _write_json(path: Path, content: object) -> None:
@@ -154,7 +164,7 @@ def _write_tokenizer(out: Path) -> dict[str, int]:
 
 
 def _favoured_tokens(token_ids: dict[str, int]) -> Array:
-    """A mask of shape [vocab]: tokens of printable ASCII ("Ġ" is how byte-level BPE writes a space)."""
+    """A mask of shape [vocab]: ASCII text ("Ġ" is how byte-level BPE writes a space)."""
     favoured = np.zeros(VOCAB_SIZE, dtype=bool)
     for token, token_id in token_ids.items():
         text = token.replace("Ġ", " ")
@@ -192,8 +202,8 @@ def _write_config(out: Path, shape: ModelShape, dtype: str, token_ids: dict[str,
 def _weights(shape: ModelShape, seed: int, favoured: Array) -> Iterator[tuple[str, Array]]:
     """Yield (name, float32 array) of every weight, in a fixed order that the seed's stream follows.
 
-    Uniform draws, because they are exact on every machine. Each matrix keeps the scale of its input, so the
-    residual stream starts at 1 a component and each block adds about as much.
+    Uniform draws, because they are exact on every machine. A matrix of gain 1 keeps the scale of
+    its input; the residual stream starts at 1 a component, and each block adds about as much.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
 
@@ -214,13 +224,16 @@ def _weights(shape: ModelShape, seed: int, favoured: Array) -> Iterator[tuple[st
         yield prefix + "self_attn.q_proj.weight", matrix(q_size, hidden)
         yield prefix + "self_attn.k_proj.weight", matrix(kv_size, hidden)
         yield prefix + "self_attn.v_proj.weight", matrix(kv_size, hidden)
-        yield prefix + "self_attn.o_proj.weight", matrix(hidden, q_size, gain=2.0)
+        yield prefix + "self_attn.o_proj.weight", matrix(hidden, q_size, gain=ATTENTION_GAIN)
         yield prefix + "self_attn.q_norm.weight", qk_norm
         yield prefix + "self_attn.k_norm.weight", qk_norm.copy()
         yield prefix + "post_attention_layernorm.weight", np.ones(hidden, dtype=np.float32)
         yield prefix + "mlp.gate_proj.weight", matrix(shape.intermediate_size, hidden)
         yield prefix + "mlp.up_proj.weight", matrix(shape.intermediate_size, hidden)
-        yield prefix + "mlp.down_proj.weight", matrix(hidden, shape.intermediate_size)
+        yield (
+            prefix + "mlp.down_proj.weight",
+            matrix(hidden, shape.intermediate_size, gain=MLP_GAIN),
+        )
     yield "model.norm.weight", np.ones(hidden, dtype=np.float32)
     lm_head = matrix(VOCAB_SIZE, hidden, gain=LOGIT_STD)
     lm_head[~favoured] = 0.0
@@ -228,7 +241,7 @@ def _weights(shape: ModelShape, seed: int, favoured: Array) -> Iterator[tuple[st
 
 
 def _write_weights(out: Path, shape: ModelShape, seed: int, dtype: str, favoured: Array) -> int:
-    """Write model.safetensors: header length (8 bytes), JSON header, then the tensors back to back."""
+    """Write model.safetensors: length of the header, JSON header, tensors back to back."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     chunks: list[bytes] = []
     num_parameters = offset = 0
@@ -252,7 +265,7 @@ def _write_weights(out: Path, shape: ModelShape, seed: int, dtype: str, favoured
 
 
 def _as_bytes(weight: Array, dtype: str) -> bytes:
-    """Little-endian bytes of float32 values; bfloat16, unknown to numpy, is rounded to nearest even."""
+    """Little-endian bytes; bfloat16, which numpy lacks, is rounded to nearest even."""
     if dtype == "float32":
         return weight.astype("<f4").tobytes()
     if dtype == "float16":
@@ -265,8 +278,8 @@ def _as_bytes(weight: Array, dtype: str) -> bytes:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_ascend_pd.testing.tiny_model",
-        description="Make a small local Qwen3 with random weights for tests, examples and benchmarks.",
-        epilog="Serve it with: HF_HUB_OFFLINE=1 vllm serve DIR --dtype float32 --max-model-len 8192",
+        description="Make a small local Qwen3 with random weights, for tests and benchmarks.",
+        epilog="Serve it: HF_HUB_OFFLINE=1 vllm serve DIR --dtype float32 --max-model-len 8192",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     parser.add_argument(
@@ -276,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="float32", help="of the weights (default float32)"
     )
-    parser.add_argument("--force", action="store_true", help="make it again, whatever is there")
+    parser.add_argument("--force", action="store_true", help="make it again")
     args = parser.parse_args(argv)
     started = time.monotonic()
     try:
