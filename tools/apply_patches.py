@@ -273,25 +273,30 @@ def _refusal(series: Series, tree: Tree, found: Survey) -> str:
 
 
 def commit(move: Move) -> None:
-    """Write all files beside their targets, note the goal in the receipt, then rename."""
+    """Note what is under way, write all files beside their targets, then rename them."""
     root, receipt = move.tree.root, receipt_path(move.series, move.tree)
     writes = {root / p: data for p, data in move.wanted.items() if move.current[p] != data}
     for record in move.tree.records:
         old = record.read_bytes()
         if (new := _rewrite_record(old, move)) != old:
             writes[record] = new
+    touched = [*(root / path for path in move.wanted), *move.tree.records]
+    noted = receipt.read_bytes() if receipt.is_file() else None
     try:
+        _replace(receipt, receipt_text(move.series, complete=False))
         for target, data in writes.items():
             _write_beside(target, data)
-        _replace(receipt, receipt_text(move.series, complete=False))
     except OSError as error:
-        for target in [*writes, receipt]:
+        for target in [*touched, receipt]:
             _beside(target).unlink(missing_ok=True)
+        if noted is None:
+            receipt.unlink(missing_ok=True)
+        else:
+            _replace(receipt, noted)
         raise ToolError(f"{root}: cannot write ({error}); nothing was touched", REFUSED) from error
     for target in writes:
-        os.replace(_beside(target), target)  # stopped in between: see "interrupted"
-    for path in move.wanted:
-        target = root / path
+        os.replace(_beside(target), target)  # stopped in between: the verdict is "interrupted"
+    for target in touched:
         _beside(target).unlink(missing_ok=True)  # left by an interrupted move to the other end
         for stale in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
             stale.unlink(missing_ok=True)
