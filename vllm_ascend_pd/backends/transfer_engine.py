@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import NewType
+from typing import ClassVar, NewType
 
 TransferHandle = NewType("TransferHandle", int)
 
@@ -26,13 +26,14 @@ class TransferEngine(ABC):
 
     Blocking: `submit_write` and `poll` return promptly, `register`, `unregister` and `close` may
     take milliseconds to seconds and belong to start-up and shutdown. `submit_write` may make first
-    contact with a peer, bounded by the implementation's documented connect time-out.
+    contact with a peer, but does not wait for it.
 
     The caller guarantees that source bytes do not change, and that source and destination stay
-    mapped, from `submit_write` until the write is terminal. After FAILED without
-    `direct_placement` late bytes may still land: the destination must not be reused, nor the
-    source rewritten, before the implementation's quarantine time has passed. The caller also sets
-    the deadline; a write that never ends is legal.
+    mapped, from `submit_write` until the write is terminal. It sets its own deadline, since a write
+    that never ends is legal; after the deadline the source is still busy until `poll` is terminal.
+    After FAILED without `direct_placement` late bytes may still land in the destination: it must
+    rest for `LATE_WRITE_S` before it is reused, and what is copied out of it must be verified, as a
+    process that was stopped meanwhile can see bytes that come later still.
 
     The implementation guarantees that DONE is reported only when all bytes are visible in the
     memory of the peer, and that an outcome the network can cause (peer dead, unknown session,
@@ -40,6 +41,9 @@ class TransferEngine(ABC):
     bugs of the caller: `ValueError` for bad arguments, `KeyError` for an unknown handle, and
     `BackendError` for a call on a closed engine or a library that refuses a local operation.
     """
+
+    LATE_WRITE_S: ClassVar[float] = 10.0
+    """How long a destination rests after a write into it failed or timed out, seconds."""
 
     @property
     @abstractmethod

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of `TransferEngine`, the same for every implementation."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vllm_ascend_pd.backends.fake_engine import (
+    FakeTransferEngine,
+    FaultScript,
+    FaultyTransferEngine,
+    InMemoryEngine,
+)
+from vllm_ascend_pd.backends.transfer_engine import TransferStatus
+from vllm_ascend_pd.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferHandle
+
+REGION_BYTES = 1 << 20
+POLL_LIMIT_S = 20.0
+
+
+class MooncakePool:
+    """Real engines, used again by the next test: each takes a second to close."""
+
+    def __init__(self) -> None:
+        self.idle: list[TransferEngine] = []
+
+    def take(self) -> TransferEngine:
+        return self.idle.pop() if self.idle else self.start()
+
+    def start(self) -> TransferEngine:
+        pytest.importorskip("mooncake.engine", exc_type=ImportError)
+        from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+
+        pool = self
+
+        class PooledEngine(MooncakeTransferEngine):
+            def __init__(self) -> None:
+                super().__init__("127.0.0.1")
+                self.starts: set[int] = set()
+                self.is_closed = False
+
+            def register(self, addr: int, num_bytes: int) -> None:
+                super().register(addr, num_bytes)
+                self.starts.add(addr)
+
+            def unregister(self, addr: int) -> None:
+                super().unregister(addr)
+                self.starts.remove(addr)
+
+            def close(self) -> None:
+                super().close()
+                self.is_closed = True
+
+            def give_back(self) -> None:
+                if not self.is_closed:
+                    for addr in list(self.starts):
+                        self.unregister(addr)
+                    pool.idle.append(self)
+
+        return PooledEngine()
+
+
+@pytest.fixture(scope="module")
+def mooncake_pool() -> Iterator[MooncakePool]:
+    pool = MooncakePool()
+    yield pool
+    for engine in pool.idle:
+        engine.close()
+
+
+@pytest.fixture(params=["in_memory", "fake", "faulty", "mooncake", "faulty_mooncake"])
+def make_engine(request, mooncake_pool) -> Iterator[Callable[[], TransferEngine]]:
+    cleanups: list[Callable[[], None]] = []
+
+    def make() -> TransferEngine:
+        if "mooncake" in request.param:
+            engine = mooncake_pool.take()
+            cleanups.append(engine.give_back)
+        else:
+            engine = FakeTransferEngine() if request.param == "fake" else InMemoryEngine()
+            cleanups.append(engine.close)
+        if request.param.startswith("faulty"):
+            return FaultyTransferEngine(engine, FaultScript.parse("ok*"))
+        return engine
+
+    yield make
+    for cleanup in cleanups:
+        cleanup()
+
+
+class Memory:
+    """Page-aligned memory that outlives the engines of a test."""
+
+    def __init__(self, num_bytes: int = REGION_BYTES) -> None:
+        self.view = mmap.mmap(-1, num_bytes)
+        self.addr = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self.num_bytes = num_bytes
+
+
+def wait(engine: TransferEngine, handle: TransferHandle) -> TransferStatus:
+    deadline = time.monotonic() + POLL_LIMIT_S
+    while time.monotonic() < deadline:
+        status = engine.poll(handle)
+        if status is not TransferStatus.RUNNING:
+            return status
+    raise AssertionError(f"still running after {POLL_LIMIT_S} s")
+
+
+@pytest.fixture
+def pair(make_engine):
+    """(engine, its memory, peer engine, the peer's memory), all registered."""
+    engine, peer = make_engine(), make_engine()
+    source, target = Memory(), Memory()
+    engine.register(source.addr, source.num_bytes)
+    peer.register(target.addr, target.num_bytes)
+    return engine, source, peer, target
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 4096, 100_003, REGION_BYTES])
+def test_done_means_that_the_peer_has_every_byte(pair, num_bytes):
+    engine, source, peer, target = pair
+    source.view[:num_bytes] = (bytes(range(1, 252)) * (num_bytes // 251 + 1))[:num_bytes]
+    handle = engine.submit_write(peer.session, source.addr, target.addr, num_bytes)
+    assert wait(engine, handle) is TransferStatus.DONE
+    assert target.view[:] == source.view[:]
+
+
+def test_a_write_touches_only_its_own_range(pair):
+    engine, source, peer, target = pair
+    source.view[:] = b"s" * REGION_BYTES
+    target.view[:] = b"t" * REGION_BYTES
+    handle = engine.submit_write(peer.session, source.addr + 5, target.addr + 11, 100)
+    assert wait(engine, handle) is TransferStatus.DONE
+    assert target.view[:] == b"t" * 11 + b"s" * 100 + b"t" * (REGION_BYTES - 111)
+
+
+def test_many_writes_in_flight_all_arrive(pair):
+    engine, source, peer, target = pair
+    piece = 4096
+    source.view[:] = b"".join(bytes([i % 256]) * piece for i in range(REGION_BYTES // piece))
+    handles = [
+        engine.submit_write(peer.session, source.addr + start, target.addr + start, piece)
+        for start in range(0, REGION_BYTES, piece)
+    ]
+    assert len(set(handles)) == len(handles)
+    assert {wait(engine, handle) for handle in handles} == {TransferStatus.DONE}
+    assert target.view[:] == source.view[:]
+
+
+def test_writes_go_both_ways(pair):
+    engine, source, peer, target = pair
+    target.view[:3] = b"abc"
+    handle = peer.submit_write(engine.session, target.addr, source.addr, 3)
+    assert wait(peer, handle) is TransferStatus.DONE
+    assert source.view[:3] == b"abc"
+
+
+def test_a_finished_handle_is_forgotten(pair):
+    engine, source, peer, target = pair
+    handle = engine.submit_write(peer.session, source.addr, target.addr, 8)
+    wait(engine, handle)
+    with pytest.raises(KeyError):
+        engine.poll(handle)
+
+
+def test_two_engines_have_two_sessions(pair):
+    engine, _, peer, _ = pair
+    assert engine.session != peer.session
+
+
+def test_a_target_outside_the_peers_regions_fails(pair):
+    engine, source, peer, _ = pair
+    outside = Memory()
+    handle = engine.submit_write(peer.session, source.addr, outside.addr, 8)
+    assert wait(engine, handle) is TransferStatus.FAILED
+    assert not any(outside.view[:8])
+
+
+def test_a_target_that_leaves_its_region_fails(pair):
+    engine, source, peer, target = pair
+    end = target.addr + target.num_bytes
+    handle = engine.submit_write(peer.session, source.addr, end - 8, 16)
+    assert wait(engine, handle) is TransferStatus.FAILED
+
+
+def test_a_region_is_closed_to_peers_once_unregistered(pair):
+    engine, source, peer, target = pair
+    assert wait(engine, engine.submit_write(peer.session, source.addr, target.addr, 8)) is (
+        TransferStatus.DONE
+    )
+    peer.unregister(target.addr)
+    handle = engine.submit_write(peer.session, source.addr, target.addr, 8)
+    assert wait(engine, handle) is TransferStatus.FAILED
+
+
+def test_a_region_can_be_registered_after_first_contact(pair):
+    engine, source, peer, target = pair
+    wait(engine, engine.submit_write(peer.session, source.addr, target.addr, 8))
+    later = Memory()
+    peer.register(later.addr, later.num_bytes)
+    source.view[:4] = b"late"
+    handle = engine.submit_write(peer.session, source.addr, later.addr, 4)
+    assert wait(engine, handle) is TransferStatus.DONE
+    assert later.view[:4] == b"late"
+
+
+def test_an_unknown_session_fails(pair):
+    engine, source, _, target = pair
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        session = f"127.0.0.1:{unused.getsockname()[1]}"
+        handle = engine.submit_write(session, source.addr, target.addr, 8)
+        assert wait(engine, handle) is TransferStatus.FAILED
+
+
+def test_a_closed_peer_fails(pair):
+    engine, source, peer, target = pair
+    session = peer.session
+    peer.close()
+    handle = engine.submit_write(session, source.addr, target.addr, 8)
+    assert wait(engine, handle) is TransferStatus.FAILED
+
+
+@pytest.mark.parametrize(("addr", "num_bytes"), [(0, 4096), (1 << 20, 0), (1 << 20, -1)])
+def test_register_refuses_null_and_empty_ranges(make_engine, addr, num_bytes):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="cannot register"):
+        engine.register(addr, num_bytes)
+    assert engine.num_regions() == 0
+
+
+@pytest.mark.parametrize("shift", [-4096, 0, 4096])
+def test_register_refuses_an_overlap(make_engine, shift):
+    engine = make_engine()
+    memory = Memory()
+    engine.register(memory.addr + 4096, 8192)
+    with pytest.raises(ValueError, match="overlap"):
+        engine.register(memory.addr + 4096 + shift, 8192)
+    assert engine.num_regions() == 1
+
+
+def test_neighbouring_regions_do_not_overlap(make_engine):
+    engine = make_engine()
+    memory = Memory()
+    for i in (1, 0, 2):
+        engine.register(memory.addr + i * 4096, 4096)
+    assert engine.num_regions() == 3
+
+
+def test_unregister_refuses_an_unknown_address(pair):
+    engine, source, _, _ = pair
+    with pytest.raises(ValueError, match="no region"):
+        engine.unregister(source.addr + 8)
+    assert engine.num_regions() == 1
+
+
+def test_a_region_can_be_registered_again(pair):
+    engine, source, peer, target = pair
+    peer.unregister(target.addr)
+    peer.register(target.addr, target.num_bytes)
+    handle = engine.submit_write(peer.session, source.addr, target.addr, 8)
+    assert wait(engine, handle) is TransferStatus.DONE
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_submit_refuses_an_empty_range(pair, num_bytes):
+    engine, source, peer, target = pair
+    with pytest.raises(ValueError, match="a write of"):
+        engine.submit_write(peer.session, source.addr, target.addr, num_bytes)
+
+
+def test_submit_refuses_a_source_that_is_not_registered(pair):
+    engine, source, peer, target = pair
+    with pytest.raises(ValueError, match="registered"):
+        engine.submit_write(peer.session, source.addr, target.addr, REGION_BYTES + 1)
+
+
+def test_an_unknown_handle_is_a_key_error(pair):
+    engine, source, peer, target = pair
+    handle = engine.submit_write(peer.session, source.addr, target.addr, 8)
+    with pytest.raises(KeyError):
+        engine.poll(handle + 1)
+    wait(engine, handle)
+
+
+def test_close_unregisters_and_can_be_repeated(pair):
+    engine, _, _, _ = pair
+    engine.close()
+    engine.close()
+    assert engine.num_regions() == 0
+
+
+def test_a_closed_engine_refuses_work(pair):
+    engine, source, peer, target = pair
+    engine.close()
+    with pytest.raises(BackendError):
+        engine.register(source.addr, source.num_bytes)
+    with pytest.raises(BackendError):
+        engine.submit_write(peer.session, source.addr, target.addr, 8)
+
+
+def test_writes_pending_at_close_are_failed(pair):
+    engine, source, peer, target = pair
+    handle = engine.submit_write(peer.session, source.addr, target.addr, REGION_BYTES)
+    engine.close()
+    assert engine.poll(handle) is TransferStatus.FAILED
+
+
+def test_no_engine_here_may_target_live_pages(make_engine):
+    assert make_engine().direct_placement is False

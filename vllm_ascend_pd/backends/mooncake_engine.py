@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's transfer engine over TCP, without the ways in which it can hang or corrupt."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_ascend_pd.backends.regions import RegionTable
+from vllm_ascend_pd.backends.transfer_engine import (
+    TransferEngine,
+    TransferHandle,
+    TransferStatus,
+)
+from vllm_ascend_pd.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+# Mooncake reads these when it is loaded; a value that the user has set stays.
+_ENV_DEFAULTS = {
+    # A peer that makes no progress fails the write, and the connection is dropped before that is
+    # reported. The third one bounds a whole write and must be at least twice the others.
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
+    "MC_TRANSFER_TIMEOUT": "10",
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "3",
+    # The default of 1024 queued writes for each peer refuses the next one.
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_LOG_LEVEL": "ERROR",
+}
+
+_IMPORT_HELP = (
+    "Mooncake cannot be loaded: {error}. Install the extra of this host, vllm-ascend-pd[cpu], "
+    "[cuda] or [ascend], and on Debian or Ubuntu the libraries that its wheel needs: "
+    "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4"
+)
+
+# What transfer_check_status says; every other value is a failure.
+_CHECK_RUNNING = 0
+_CHECK_DONE = 1
+
+
+class _NativeEngine(Protocol):
+    """What is used of mooncake.engine.TransferEngine. All of it releases the GIL while it waits.
+
+    `get_first_buffer_address` does not: with a stopped peer it freezes the process for a minute.
+    """
+
+    def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int: ...
+    def get_rpc_port(self) -> int: ...
+    def register_memory(self, addr: int, num_bytes: int) -> int: ...
+    def unregister_memory(self, addr: int) -> int: ...
+    def send_probe(self, session: str) -> int: ...
+    def transfer_submit_write(self, session: str, src: int, dst: int, num_bytes: int) -> int: ...
+    def transfer_check_status(self, batch_id: int) -> int: ...
+
+
+class _Phase(Enum):
+    """Where one write stands.
+
+    WAITING -> STARTING -> STARTED
+       |          '------> FAILED     (Mooncake refused it)
+       '-----------------> FAILED     (first contact failed, or took too long)
+    """
+
+    WAITING = "waiting"  # for the first contact with its peer
+    STARTING = "starting"  # being handed to Mooncake
+    STARTED = "started"  # in Mooncake's hands, batch_id is valid
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class _Write:
+    """All fields are read and written by any thread, under the engine's lock."""
+
+    session: str
+    src_addr: int
+    dst_addr: int
+    num_bytes: int
+    phase: _Phase
+    contact_deadline: float
+    batch_id: int = 0
+
+
+class MooncakeTransferEngine(TransferEngine):
+    """One-sided writes over Mooncake TCP.
+
+    DONE comes after the peer's acknowledgement, so the bytes are in its memory. FAILED comes after
+    the connection has been dropped, so the source is no longer read; but bytes that had already
+    reached the socket of a peer that was stopped land when it goes on, however late. Only a
+    checksum of what the peer copies out of staging guards against those.
+
+    A live peer answers first contact in a few milliseconds. A stopped one would block Mooncake for
+    a minute, so a thread for each new peer does that, and its writes fail after
+    `contact_timeout_s`. With a peer that stops later, writes fail after about 3 s each, four at a
+    time.
+
+    The engine listens on two ports, the data port on all interfaces, without authentication.
+    """
+
+    def __init__(self, host: str, contact_timeout_s: float = 3.0) -> None:
+        """`host` is the address at which peers reach this process; Mooncake picks the port."""
+        self._contact_timeout_s = contact_timeout_s
+        engine = _load_mooncake()()
+        if rc := engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
+            raise BackendError(f"Mooncake cannot listen for {host!r}: rc {rc}")
+        self._session = f"{host}:{engine.get_rpc_port()}"
+        self._regions = RegionTable()
+        # All fields below are read and written by any thread, under the lock. Mooncake is never
+        # called under it; whoever calls it holds its own reference to the engine.
+        self._lock = threading.Lock()
+        self._engine: _NativeEngine | None = engine
+        self._next_handle = itertools.count(1)
+        self._writes: dict[TransferHandle, _Write] = {}
+        self._known_sessions: set[str] = set()
+        self._waiting: dict[str, list[_Write]] = {}  # session -> writes until first contact
+
+    @property
+    def session(self) -> str:
+        return self._session
+
+    @property
+    def direct_placement(self) -> bool:
+        return False
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        engine = self._open_engine()
+        # Mooncake accepts a null address and is unusable from then on; the table refuses it.
+        self._regions.add(addr, num_bytes)
+        if rc := engine.register_memory(addr, num_bytes):
+            self._regions.remove(addr)
+            raise BackendError(f"Mooncake cannot register {num_bytes} bytes at {addr:#x}: rc {rc}")
+
+    def unregister(self, addr: int) -> None:
+        engine = self._open_engine()
+        self._regions.remove(addr)
+        if rc := engine.unregister_memory(addr):
+            raise BackendError(f"Mooncake cannot unregister {addr:#x}: rc {rc}")
+
+    def num_regions(self) -> int:
+        return len(self._regions)
+
+    def submit_write(
+        self, session: str, src_addr: int, dst_addr: int, num_bytes: int
+    ) -> TransferHandle:
+        engine = self._open_engine()
+        self._regions.check_inside(src_addr, num_bytes)
+        deadline = time.monotonic() + self._contact_timeout_s
+        write = _Write(session, src_addr, dst_addr, num_bytes, _Phase.WAITING, deadline)
+        is_first = False
+        with self._lock:
+            handle = TransferHandle(next(self._next_handle))
+            if session in self._known_sessions:
+                write.phase = _Phase.STARTING
+            else:
+                is_first = session not in self._waiting
+                self._waiting.setdefault(session, []).append(write)
+            is_known = write.phase is _Phase.STARTING
+            self._writes[handle] = write
+        if is_known:
+            self._start(engine, write)
+        elif is_first:
+            name = f"mooncake-contact-{session}"
+            threading.Thread(
+                target=self._contact, args=(engine, session), name=name, daemon=True
+            ).start()
+        return handle
+
+    def poll(self, handle: TransferHandle) -> TransferStatus:
+        # Taken out while it is looked at: Mooncake frees the id of a finished write, so two threads
+        # that asked for the same one would touch freed memory.
+        with self._lock:
+            write = self._writes.pop(handle)
+            engine = self._engine
+            if write.phase is _Phase.WAITING and time.monotonic() >= write.contact_deadline:
+                write.phase = _Phase.FAILED
+            phase = write.phase
+        if engine is None or phase is _Phase.FAILED:
+            return TransferStatus.FAILED
+        if phase is _Phase.STARTED:
+            code = engine.transfer_check_status(write.batch_id)
+            if code != _CHECK_RUNNING:
+                return TransferStatus.DONE if code == _CHECK_DONE else TransferStatus.FAILED
+        with self._lock:
+            self._writes[handle] = write
+        return TransferStatus.RUNNING
+
+    def close(self) -> None:
+        with self._lock:
+            engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        for addr in self._regions.clear():
+            engine.unregister_memory(addr)
+        # The last reference that goes joins Mooncake's threads, for about a second. A thread that
+        # is stuck in first contact keeps it for at most another minute.
+        del engine
+
+    def _open_engine(self) -> _NativeEngine:
+        with self._lock:
+            if self._engine is None:
+                raise BackendError(f"transfer engine {self._session} is closed")
+            return self._engine
+
+    def _start(self, engine: _NativeEngine, write: _Write) -> None:
+        """Hands a STARTING write to Mooncake; about 10 us once the peer is known."""
+        batch_id = engine.transfer_submit_write(
+            write.session, write.src_addr, write.dst_addr, write.num_bytes
+        )
+        with self._lock:
+            write.batch_id = batch_id
+            write.phase = _Phase.STARTED if batch_id > 0 else _Phase.FAILED
+
+    def _contact(self, engine: _NativeEngine, session: str) -> None:
+        """Meets a new peer, then starts the writes that wait for it. Its own thread."""
+        try:
+            is_there = engine.send_probe(session) == 0
+        except Exception:  # a thread's boundary: the writes that wait fail below
+            logger.exception("first contact with %s failed", session)
+            is_there = False
+        if not is_there:
+            logger.warning("transfer peer %s does not answer", session)
+        while due := self._take_waiting(session, is_there):
+            for write in due:
+                self._start(engine, write)
+
+    def _take_waiting(self, session: str, is_there: bool) -> list[_Write]:
+        """Writes to start now; once there are none, first contact with the session is over."""
+        with self._lock:
+            due = [w for w in self._waiting[session] if w.phase is _Phase.WAITING]
+            is_open = self._engine is not None
+            for write in due:
+                write.phase = _Phase.STARTING if is_there and is_open else _Phase.FAILED
+            if is_there and is_open and due:
+                self._waiting[session] = []
+                return due
+            # From here on a peer that is there gets its writes without this detour, and one that is
+            # not is asked again by the next write.
+            del self._waiting[session]
+            if is_there:
+                self._known_sessions.add(session)
+            return []
+
+
+def _load_mooncake() -> Callable[[], _NativeEngine]:
+    for name, value in _ENV_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mooncake.engine import TransferEngine as NativeEngine
+    except ImportError as error:
+        raise ImportError(_IMPORT_HELP.format(error=error)) from error
+    native: Callable[[], _NativeEngine] = NativeEngine
+    return native
