@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` lists the targets. Everything that they make lies in .venv, .cache and build.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := .cache/models/tiny
+BOOTSTRAP := $(PYTHON) tools/bootstrap.py
+PATCHES := $(PYTHON) tools/apply_patches.py
+
+# Nothing here is fetched from a model hub.
+export HF_HUB_OFFLINE := 1
+export TRANSFORMERS_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint patch unpatch status clean
+
+help: ## list the targets
+	@echo "make <target>:"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@echo "One folder of tests: make test TESTS=tests/unit; options of pytest: PYTEST_ARGS='-k lease'"
+
+venv: ## make .venv: engine, Mooncake, this package, patches (BOOTSTRAP_ARGS='--plan' to look first)
+	@$(BOOTSTRAP) $(BOOTSTRAP_ARGS)
+
+demo: venv ## prefill in one engine, decode in another, and compare the tokens with a single engine's
+	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --out $(MODEL)
+	$(BIN)/python examples/offline_inference/disaggregated_prefill.py --model $(MODEL) --verify
+
+TESTS ?= tests
+test: venv ## run the tests
+	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+lint: venv ## run every check of .pre-commit-config.yaml on all files
+	$(BIN)/pre-commit run --all-files
+	$(BIN)/pre-commit run --all-files --hook-stage pre-push mypy
+
+patch: venv ## apply the patches to the installed engine
+	$(PATCHES) apply --python $(BIN)/python
+
+unpatch: ## restore the engine's released files, byte for byte
+	$(PATCHES) revert --python $(BIN)/python
+
+status: ## say in which state each patched file is
+	@$(PATCHES) status --python $(BIN)/python
+
+clean: ## remove what was built, and caches; .venv stays
+	rm -rf build .cache *.egg-info vllm_ascend_pd/_C*.so
+	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find vllm_ascend_pd tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
