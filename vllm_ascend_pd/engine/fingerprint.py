@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two engines must have in common to exchange KV, as one readable string."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.wire import WIRE_VERSION
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_SAMPLE_BYTES = 1 << 20
+
+
+def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """E.g. ``vllm=0.30.0 model=3f0c… dtype=torch.float32 … wire=1``; equal or no transfer."""
+    from vllm.version import __version__ as vllm_version
+
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    num_layers = sum(len(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors)
+    parts = {
+        "vllm": vllm_version.partition("+")[0],
+        "model": _model_identity(vllm_config),
+        "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "kv_dtype": vllm_config.cache_config.cache_dtype,
+        "layout": str(kv_cache_config.kv_cache_layout),
+        "block": str(spec.block_size),
+        "page": str(spec.page_size_bytes),
+        "layers": str(num_layers),
+        "isa": _page_isa(vllm_config, spec.block_size),
+        "hash": vllm_config.cache_config.prefix_caching_hash_algo,
+        "wire": str(WIRE_VERSION),
+    }
+    return " ".join(f"{key}={value}" for key, value in parts.items())
+
+
+def _page_isa(vllm_config: VllmConfig, block_size: int) -> str:
+    """The CPU backend packs K as its instruction set likes it; elsewhere pages are plain."""
+    if vllm_config.device_config.device_type != "cpu":
+        return "plain"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model = vllm_config.model_config
+    isa = _get_attn_isa(
+        model.dtype, block_size, model.get_head_size(), vllm_config.cache_config.cache_dtype
+    )
+    return f"{platform.machine()}-{isa}"
+
+
+def _model_identity(vllm_config: VllmConfig) -> str:
+    """Of a local folder: its configuration and samples of its weight files; else name@revision."""
+    model = vllm_config.model_config
+    digest = hashlib.sha256(model.hf_config.to_json_string().encode())
+    folder = Path(model.model)
+    if not folder.is_dir():
+        digest.update(f"{model.model}@{model.revision}".encode())
+    for weights in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        size = weights.stat().st_size
+        digest.update(f"{weights.name}:{size}".encode())
+        with weights.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

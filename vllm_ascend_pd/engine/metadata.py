@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler tells its worker in a step, and what the worker reports back.
+
+Plain and small: it is pickled over a shared-memory queue when the worker is another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+from vllm_ascend_pd.types import Endpoint, LoadId
+
+
+@dataclass(frozen=True, slots=True)
+class GrantSpec:
+    """Blocks that peers may read once this step has computed them."""
+
+    transfer_id: str
+    epoch: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeta:
+    """``SchedulerOutput.pd_metadata``; applied in the order of the fields, before the forward."""
+
+    revokes: tuple[str, ...] = ()
+    cancels: tuple[LoadId, ...] = ()
+    grants: tuple[GrantSpec, ...] = ()
+    loads: tuple[LoadSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepReport(KVConnectorWorkerMetadata):
+    """Rides on ``KVConnectorOutput.kv_connector_worker_meta``."""
+
+    results: tuple[LoadResult, ...] = ()
+    data_endpoint: Endpoint | None = None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of several workers: one worker is what this release supports."""
+        raise AssertionError("the in-engine path runs with one worker")

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose prompt a peer has computed: open, decide, load, release."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.config import LoadMode, SecurityConfig, TransferConfig
+from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
+from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.metrics import Provenance, Stats
+from vllm_ascend_pd.transfer.control import ControlClient
+from vllm_ascend_pd.transfer.leases import tail_digest
+from vllm_ascend_pd.transfer.receive import LoadSpec
+from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState, next_consumer_state
+from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, RemotePrefill
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BYTES_PER_MS = 300_000.0
+_SMOOTHING = 0.3
+
+
+class RemotePrompt:
+    """One request's session with its producer; a ``BlockSource`` once it is opened."""
+
+    def __init__(self, request: Request, remote: RemotePrefill, transfer: TransferConfig) -> None:
+        self.request = request
+        self.remote = remote
+        self.control = Endpoint(remote.remote_host, remote.remote_port)
+        self.state = ConsumerState.OPENING
+        self.queued_status = request.status
+        """The status to return to when nothing is pending any more."""
+        self.num_blocks = 0
+        self.num_tail_tokens = 0
+        self.num_loads = 0
+        self.placed = False
+        """Whether it has been decided to load in a step or parked."""
+        self.parked = False
+        """Whether a parked load is under way; the request waits for it."""
+        self.num_parked_tokens = 0
+        """Tokens that a parked load has brought into the prefix cache."""
+        self.admitted = False
+        self.released = False
+        self.provenance = Provenance(request.num_prompt_tokens)
+        self.wants_provenance = bool((request.kv_transfer_params or {}).get("return_provenance"))
+        self._transfer = transfer
+        self._data: Endpoint | None = None
+
+    def advance(self, event: ConsumerEvent) -> bool:
+        """Whether the event had an effect."""
+        state = next_consumer_state(self.state, event)
+        if state is None:
+            return False
+        self.state = state
+        return True
+
+    @property
+    def offers(self) -> bool:
+        """Whether the lookup of the waiting request may count on this source."""
+        return self.state in (ConsumerState.READY, ConsumerState.LOADING) and not self.parked
+
+    def opened(self, answer: Opened) -> None:
+        self.num_blocks = answer.num_blocks
+        self.num_tail_tokens = answer.num_tail_tokens
+        self._data = Endpoint(answer.data_host, answer.data_port)
+
+    def make_load(
+        self,
+        load_id: LoadId,
+        block_indices: tuple[int, ...],
+        block_ids: tuple[int, ...],
+        has_tail: bool,
+        in_step: bool,
+    ) -> LoadSpec:
+        assert self._data is not None
+        return LoadSpec(
+            load_id=load_id,
+            peer=self._data,
+            transfer_id=self.remote.transfer_id,
+            epoch=self.remote.remote_epoch,
+            block_indices=block_indices,
+            block_ids=block_ids,
+            has_tail=has_tail,
+            in_step=in_step,
+            timeout_s=self._transfer.step_load_timeout_s if in_step else self._transfer.load_timeout_s,
+        )
+
+    def load_started(self) -> None:
+        self.num_loads += 1
+        self.advance(ConsumerEvent.LOAD)
+
+    def load_ended(self, cause: str, num_bytes: int, elapsed_ms: float) -> None:
+        self.num_loads -= 1
+        self.provenance.num_peer_bytes += num_bytes
+        self.provenance.transfer_ms += elapsed_ms
+        if cause:
+            self.provenance.outcome = cause
+            self.advance(ConsumerEvent.LOAD_FAILED)
+        elif not self.num_loads:
+            self.advance(ConsumerEvent.LOADED)
+
+
+class Consumer:
+    """Scheduler thread. What crosses to the control client's thread goes through its queues."""
+
+    def __init__(
+        self,
+        client: ControlClient,
+        phantoms: PhantomBlocks,
+        fingerprint: str,
+        block_size: int,
+        bytes_per_block: int,
+        transfer: TransferConfig,
+        security: SecurityConfig,
+        stats: Stats,
+        others_wait: Callable[[], bool],
+    ) -> None:
+        self._client = client
+        self._phantoms = phantoms
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+        self._bytes_per_block = bytes_per_block
+        self._transfer = transfer
+        self._security = security
+        self._stats = stats
+        self._others_wait = others_wait
+        self._sessions: dict[str, RemotePrompt] = {}
+        self._users: dict[str, int] = {}
+        self._bytes_per_ms = _FIRST_BYTES_PER_MS
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, request: Request) -> RemotePrompt | None:
+        return self._sessions.get(request.request_id)
+
+    def add(self, request: Request, params: dict[str, Any]) -> None:
+        """Check what the client sent and ask the producer; the request waits for the answer."""
+        try:
+            remote = RemotePrefill.from_params(params)
+        except TransferError as e:
+            self._refuse(request, Cause.BAD_PARAMS, str(e))
+            return
+        if not self._security.allows(remote.remote_host):
+            self._refuse(
+                request,
+                Cause.PEER_NOT_ALLOWED,
+                f"kv_transfer_params.remote_host {remote.remote_host!r} is neither a loopback"
+                " address nor in security.allowed_peers",
+            )
+            return
+        session = RemotePrompt(request, remote, self._transfer)
+        self._sessions[request.request_id] = session
+        self._users[remote.transfer_id] = self._users.get(remote.transfer_id, 0) + 1
+        if request.num_tokens < 2 or request.skip_reading_prefix_cache:
+            # One token is computed in any case; prompt logprobs need the whole prompt computed.
+            session.provenance.outcome = "not_needed"
+            session.advance(ConsumerEvent.ABORT)
+            self._release(session)
+            return
+        num_full = (request.num_tokens - 1) // self._block_size
+        tail_start = num_full * self._block_size
+        num_tail = request.num_tokens - 1 - tail_start
+        parent = request.block_hashes[num_full - 1] if num_full else b""
+        tokens = request.all_token_ids[tail_start : tail_start + num_tail]
+        extra_keys = tail_extra_keys(request, tail_start, request.num_tokens)
+        self._client.open(
+            request.request_id,
+            session.control,
+            Open(
+                version=WIRE_VERSION,
+                fingerprint=self._fingerprint,
+                transfer_id=remote.transfer_id,
+                epoch=remote.remote_epoch,
+                block_hashes=tuple(request.block_hashes[:num_full]),
+                num_tail_tokens=num_tail,
+                tail_digest=tail_digest(parent, extra_keys, tokens),
+            ),
+        )
+        request.status = RequestStatus.WAITING_FOR_KV
+
+    def collect_outcomes(self) -> None:
+        """Fold in what producers have answered."""
+        while not self._client.outcomes.empty():
+            outcome = self._client.outcomes.get_nowait()
+            session = self._sessions.get(outcome.key)
+            if session is None or session.state is not ConsumerState.OPENING:
+                continue
+            answer = outcome.answer
+            if isinstance(answer, Refused):
+                session.advance(ConsumerEvent.REFUSED)
+                session.provenance.outcome = answer.cause
+                logger.warning(
+                    "request %s: its prompt will be computed here: %s (%s)",
+                    outcome.key,
+                    answer.cause,
+                    answer.detail,
+                )
+                self._release(session)
+                continue
+            session.opened(answer)
+            session.advance(ConsumerEvent.OPENED)
+            self._client.keep(
+                session.control, session.remote.transfer_id, session.remote.remote_epoch
+            )
+
+    def wants_parking(self, session: RemotePrompt, num_missing: int) -> bool:
+        """Whether this load is so long that the rest of the batch should not wait for it."""
+        mode = self._transfer.load_mode
+        if mode is not LoadMode.AUTO:
+            return mode is LoadMode.PARK
+        expected_ms = num_missing * self._bytes_per_block / self._bytes_per_ms
+        if expected_ms <= self._transfer.max_step_load_ms:
+            return False
+        return self._others_wait() or expected_ms > self._transfer.step_load_timeout_s * 500
+
+    def admitted(self, session: RemotePrompt, num_local: int, num_peer: int) -> None:
+        """The request is scheduled; with nothing on its way the session is over."""
+        session.admitted = True
+        prompt = session.provenance
+        prompt.num_local_tokens = num_local
+        prompt.num_peer_tokens = num_peer
+        prompt.num_computed_tokens = prompt.num_prompt_tokens - num_local - num_peer
+        prompt.num_peer_blocks = -(-num_peer // self._block_size)
+        if session.state is ConsumerState.READY:
+            self._done(session)
+
+    def load_ended(self, session: RemotePrompt, num_bytes: int, elapsed_ms: float) -> None:
+        """A load of this session ended; release the producer as soon as nothing more is needed."""
+        if num_bytes and elapsed_ms > 0:
+            measured = num_bytes / elapsed_ms
+            self._bytes_per_ms += _SMOOTHING * (measured - self._bytes_per_ms)
+        if session.num_loads:
+            return
+        if session.state.final:
+            if session.state is ConsumerState.FAILED:
+                prompt = session.provenance
+                prompt.num_computed_tokens += prompt.num_peer_tokens
+                prompt.num_peer_tokens = prompt.num_peer_blocks = 0
+            self._release(session)
+        elif session.state is ConsumerState.READY and session.admitted:
+            self._done(session)
+
+    def finish(self, request: Request) -> Provenance | None:
+        """The request ended, by whatever cause."""
+        session = self._sessions.pop(request.request_id, None)
+        if session is None:
+            return None
+        if session.advance(ConsumerEvent.ABORT):
+            session.provenance.outcome = session.provenance.outcome or Cause.CANCELLED.value
+            if not session.num_loads:
+                self._release(session)
+        self._phantoms.withdraw(session)
+        self._count(session)
+        return session.provenance
+
+    def _done(self, session: RemotePrompt) -> None:
+        session.advance(ConsumerEvent.DONE)
+        session.provenance.outcome = "loaded" if session.provenance.num_peer_tokens else "local"
+        self._release(session)
+
+    def _release(self, session: RemotePrompt) -> None:
+        """Nothing more is read from this lease by this request; the last one gives it back."""
+        if session.released:
+            return
+        session.released = True
+        transfer_id = session.remote.transfer_id
+        left = self._users.get(transfer_id, 0) - 1
+        if left > 0:
+            self._users[transfer_id] = left
+            return
+        if self._users.pop(transfer_id, None) is not None:
+            self._client.release(session.control, transfer_id, session.remote.remote_epoch)
+
+    def _refuse(self, request: Request, cause: Cause, detail: str) -> None:
+        self._stats.add("requests", label=cause.value)
+        logger.warning(
+            "request %s: its prompt will be computed here: %s (%s)",
+            request.request_id,
+            cause.value,
+            detail,
+        )
+
+    def _count(self, session: RemotePrompt) -> None:
+        prompt = session.provenance
+        self._stats.add("requests", label=prompt.outcome or "unknown")
+        for source, count in (
+            ("local", prompt.num_local_tokens),
+            ("peer", prompt.num_peer_tokens),
+            ("computed", prompt.num_computed_tokens),
+        ):
+            if count:
+                self._stats.add("prompt_tokens", count, source)
+        logger.debug("request %s: %s", session.request.request_id, prompt)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads between the step that carries them and the report that ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.engine.scheduler.phantom import Phantom
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+from vllm_ascend_pd.transfer.receive import LoadSpec
+from vllm_ascend_pd.types import LoadId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TailBlock:
+    """A private block that a load fills: valid while its request has not been preempted."""
+
+    request: Request
+    num_preemptions: int
+    index: int
+    block_id: int
+
+    def is_current(self) -> bool:
+        return not self.request.is_finished() and (
+            self.request.num_preemptions == self.num_preemptions
+        )
+
+
+@dataclass(slots=True, eq=False)
+class LoadRecord:
+    """One load: in-step ones fill cached blocks and perhaps a tail, parked ones fill held blocks."""
+
+    load_id: LoadId
+    source: BlockSource
+    phantoms: list[Phantom] = field(default_factory=list)
+    tail: TailBlock | None = None
+    users: set[Request] = field(default_factory=set)
+    """Requests whose tokens are computed on these blocks."""
+    parked_for: Request | None = None
+    held: list[KVCacheBlock] = field(default_factory=list)
+    held_indices: list[int] = field(default_factory=list)
+
+    def spec(self) -> LoadSpec:
+        if self.parked_for is not None:
+            return self.source.make_load(
+                self.load_id,
+                tuple(self.held_indices),
+                tuple(block.block_id for block in self.held),
+                has_tail=False,
+                in_step=False,
+            )
+        indices = [phantom.index for phantom in self.phantoms]
+        block_ids = [phantom.cached.block.block_id for phantom in self.phantoms]
+        if self.tail is not None:
+            indices.append(self.tail.index)
+            block_ids.append(self.tail.block_id)
+        return self.source.make_load(
+            self.load_id, tuple(indices), tuple(block_ids), self.tail is not None, in_step=True
+        )
+
+    def bad_block_ids(self) -> set[int]:
+        """If it failed: the blocks that still are what it should have filled."""
+        bad = {p.cached.block.block_id for p in self.phantoms if p.cached.is_current()}
+        if self.tail is not None and self.tail.is_current():
+            bad.add(self.tail.block_id)
+        return bad
+
+
+class Loads:
+    """Scheduler thread. ``take_new`` goes out with a step, ``end`` comes back with its output."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+        self._by_source: dict[int, LoadRecord] = {}
+        self._new: list[LoadRecord] = []
+        self._running: dict[LoadId, LoadRecord] = {}
+        self._in_step_blocks: dict[int, LoadRecord] = {}
+        self._cancels: list[LoadId] = []
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._new)
+
+    @property
+    def num_parked(self) -> int:
+        records = [*self._new, *self._running.values()]
+        return sum(record.parked_for is not None for record in records)
+
+    def claim(
+        self, request: Request, source: BlockSource, phantoms: Sequence[Phantom], tail: TailBlock | None
+    ) -> None:
+        """This step loads these blocks, because ``request`` has committed to them."""
+        record = self._by_source.get(id(source))
+        if record is None:
+            record = LoadRecord(LoadId(next(self._ids)), source)
+            self._by_source[id(source)] = record
+            self._new.append(record)
+            source.load_started()
+        record.phantoms.extend(phantoms)
+        record.tail = tail or record.tail
+        record.users.add(request)
+        for phantom in phantoms:
+            self._in_step_blocks[phantom.cached.block.block_id] = record
+
+    def park(
+        self,
+        request: Request,
+        source: BlockSource,
+        indices: list[int],
+        blocks: list[KVCacheBlock],
+    ) -> None:
+        """Load these held blocks beside the steps."""
+        record = LoadRecord(
+            LoadId(next(self._ids)),
+            source,
+            parked_for=request,
+            held=blocks,
+            held_indices=indices,
+        )
+        self._new.append(record)
+        source.load_started()
+
+    def note_user(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
+        """``request`` shares blocks; those of a load that has not ended make it a user."""
+        if self._in_step_blocks:
+            for block in blocks:
+                if record := self._in_step_blocks.get(block.block_id):
+                    record.users.add(request)
+
+    def cancel(self, request: Request) -> None:
+        """Give up the parked load of this request; its blocks come back when it has ended."""
+        for record in [*self._new, *self._running.values()]:
+            if record.parked_for is request:
+                self._cancels.append(record.load_id)
+
+    def take_new(self) -> tuple[LoadSpec, ...]:
+        """The loads that the worker starts in this step."""
+        if not self._new:
+            return ()
+        new, self._new = self._new, []
+        self._by_source.clear()
+        self._running.update((record.load_id, record) for record in new)
+        return tuple(record.spec() for record in new)
+
+    def take_cancels(self) -> tuple[LoadId, ...]:
+        """Loads that the worker gives up in this step."""
+        if not self._cancels:
+            return ()
+        new = {record.load_id for record in self._new}
+        cancels = tuple(i for i in self._cancels if i not in new)
+        self._cancels = [i for i in self._cancels if i in new]
+        return cancels
+
+    def end(self, load_id: LoadId) -> LoadRecord:
+        record = self._running.pop(load_id)
+        for phantom in record.phantoms:
+            if self._in_step_blocks.get(phantom.cached.block.block_id) is record:
+                del self._in_step_blocks[phantom.cached.block.block_id]
+        return record
+
+

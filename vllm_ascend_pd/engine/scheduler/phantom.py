@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that are in the prefix cache before their KV is.
+
+A phantom block is hashed and has reference count zero, like any cached block that nobody uses: the
+engine's own lookup finds it, every request may share it, and it is evicted when memory is short.
+Its KV is loaded in the step in which the first request commits to it. "Cached" has that meaning
+in the engine anyway: ``allocate_slots`` hashes blocks before they are computed.
+
+    publish()   hits  [h0][h1]   missing [m2]  cached [h3]   missing [m4]
+                                   │                           │
+                  get_new_blocks, cache_full_blocks, free_blocks: found by the next lookup
+    claim()     a request commits to h0..m4  ->  m2 and m4 are loaded in this step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.request import Request
+
+_GROUP_ID = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedBlock:
+    """A block and the very hash object it was cached with.
+
+    The block pool makes a new hash object each time it caches a block, so identity tells whether
+    the block still holds what it held: it does not once it was evicted, even if the same tokens
+    were cached in it again.
+    """
+
+    block: KVCacheBlock
+    block_hash: BlockHashWithGroupId | None
+
+    @classmethod
+    def now(cls, block: KVCacheBlock) -> CachedBlock:
+        return cls(block, block.block_hash)
+
+    def is_current(self) -> bool:
+        return self.block_hash is not None and self.block.block_hash is self.block_hash
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Phantom:
+    """A published block that waits for its load."""
+
+    cached: CachedBlock
+    source: BlockSource
+    index: int
+
+
+class PhantomBlocks:
+    """The published blocks whose loads have not been started (scheduler thread)."""
+
+    def __init__(self, block_pool: BlockPool, block_size: int) -> None:
+        self._pool = block_pool
+        self._block_size = block_size
+        self._phantoms: dict[int, Phantom] = {}
+
+    def __len__(self) -> int:
+        return len(self._phantoms)
+
+    def find_missing(self, request: Request, start: int, stop: int) -> list[int]:
+        """Indices in ``[start, stop)`` of the request's blocks that are not cached here."""
+        return [
+            index
+            for index in range(start, stop)
+            if self._pool.get_cached_block(request.block_hashes[index], [_GROUP_ID]) is None
+        ]
+
+    def publish(
+        self, request: Request, hits: Sequence[KVCacheBlock], source: BlockSource
+    ) -> int:
+        """Publish what ``source`` has after ``hits`` and is not cached; the number published.
+
+        No reference is kept: if the request is not scheduled now, nothing has to be undone.
+        """
+        last = min(source.num_blocks, (request.num_tokens - 1) // self._block_size)
+        if last <= len(hits):
+            return 0
+        missing: list[int] = []
+        # What is there already must survive get_new_blocks, which evicts the least recently used.
+        kept = list(hits)
+        for index in range(len(hits), last):
+            cached = self._pool.get_cached_block(request.block_hashes[index], [_GROUP_ID])
+            if cached is None:
+                missing.append(index)
+            else:
+                kept.extend(cached)
+        self._pool.touch(kept)
+        missing = missing[: self._pool.get_num_free_blocks()]
+        new = self._pool.get_new_blocks(len(missing)) if missing else []
+        self.cache(request, missing, new)
+        for index, block in zip(missing, new, strict=True):
+            self._phantoms[block.block_id] = Phantom(CachedBlock.now(block), source, index)
+        self._pool.free_blocks(reversed(new))
+        self._pool.free_blocks(reversed(kept))
+        return len(missing)
+
+    def cache(
+        self, request: Request, indices: Sequence[int], blocks: Sequence[KVCacheBlock]
+    ) -> None:
+        """Enter ``blocks`` into the prefix cache as the request's blocks ``indices`` (ascending)."""
+        table: list[KVCacheBlock] = [None] * (indices[-1] + 1 if indices else 0)  # type: ignore[list-item]
+        for index, block in zip(indices, blocks, strict=True):
+            table[index] = block
+        for start, stop in _runs(indices):
+            self._pool.cache_full_blocks(
+                request, table, start, stop, self._block_size, _GROUP_ID
+            )
+
+    def claim(self, blocks: Iterable[KVCacheBlock]) -> list[Phantom]:
+        """Take the phantoms among ``blocks``, to which a request has just committed."""
+        if not self._phantoms:
+            return []
+        taken = [
+            phantom
+            for block in blocks
+            if (phantom := self._phantoms.pop(block.block_id, None)) is not None
+        ]
+        return [phantom for phantom in taken if phantom.cached.is_current()]
+
+    def withdraw(self, source: BlockSource) -> None:
+        """Evict what ``source`` can no longer provide."""
+        gone = [i for i, phantom in self._phantoms.items() if phantom.source is source]
+        phantoms = [self._phantoms.pop(block_id) for block_id in gone]
+        self._pool.evict_blocks(
+            {p.cached.block.block_id for p in phantoms if p.cached.is_current()}
+        )
+
+    def withdraw_all(self) -> None:
+        """Evict every phantom: the prefix cache is about to be reset."""
+        phantoms, self._phantoms = self._phantoms, {}
+        self._pool.evict_blocks(
+            {i for i, phantom in phantoms.items() if phantom.cached.is_current()}
+        )
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """``[2, 3, 7]`` -> ``[(2, 4), (7, 8)]``."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs

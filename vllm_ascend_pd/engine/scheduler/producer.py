@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that this engine computes for a consumer: grants, pins, leases."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.engine.metadata import GrantSpec
+from vllm_ascend_pd.metrics import Stats
+from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
+from vllm_ascend_pd.transfer.session import ProducerState
+from vllm_ascend_pd.types import Endpoint, Epoch, TransferId
+from vllm_ascend_pd.wire import RemotePrefill
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_COMPLETE = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+_CHILD_ID = re.compile(r"\d+_(.+)")
+
+
+class Producer:
+    """Scheduler thread. The lease book is shared with the control server's thread.
+
+    The worker is told which blocks it may serve in the step that completes the prompt, so a
+    consumer that comes right after the response is served at once. When the request ends, its
+    blocks are pinned with a reference of their own and the request is freed as usual.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        book: LeaseBook,
+        engine_id: str,
+        epoch: Epoch,
+        endpoint: Endpoint,
+        stats: Stats,
+        block_size: int,
+    ) -> None:
+        self._manager = manager
+        self._book = book
+        self._engine_id = engine_id
+        self._epoch = epoch
+        self._endpoint = endpoint
+        self._stats = stats
+        self._block_size = block_size
+        self._expected: dict[str, Request] = {}
+        self._leases: dict[str, Lease] = {}
+        self._pins: dict[TransferId, list[KVCacheBlock]] = {}
+        self._revokes: list[str] = []
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return sum(len(blocks) for blocks in self._pins.values())
+
+    def expect(self, request: Request) -> None:
+        """This request asks for its KV to be kept for a consumer."""
+        self._expected[request.request_id] = request
+
+    def build_grants(self, output: SchedulerOutput) -> list[GrantSpec]:
+        """Grants of the prompts that this step completes."""
+        if not self._expected:
+            return []
+        for request_id in output.preempted_req_ids or ():
+            self._revoke(request_id)
+        grants = []
+        for request_id, request in self._expected.items():
+            num_scheduled = output.num_scheduled_tokens.get(request_id, 0)
+            num_computed = request.num_computed_tokens + num_scheduled
+            if not num_scheduled or num_computed < request.num_prompt_tokens:
+                continue
+            key = _prompt_key(request_id)
+            if key not in self._leases:
+                lease = self._make_lease(request)
+                self._leases[key] = lease
+                self._book.grant(lease)
+                self._stats.add("leases_granted")
+                grants.append(GrantSpec(lease.transfer_id, self._epoch, lease.block_ids))
+        return grants
+
+    def finish(self, request: Request) -> dict[str, Any] | None:
+        """The request ended: pin and lease its prompt, or take the grant back."""
+        if self._expected.pop(request.request_id, None) is None:
+            return None
+        lease = self._leases.get(_prompt_key(request.request_id))
+        if lease is None or request.status not in _COMPLETE:
+            self._revoke(request.request_id)
+            return None
+        if lease.state is ProducerState.OPEN:
+            blocks = self._manager.get_blocks(request.request_id).blocks[0]
+            pinned = list(blocks[: len(lease.block_ids)])
+            if tuple(block.block_id for block in pinned) != lease.block_ids:
+                # The prompt was computed by a sibling whose blocks these are not.
+                self._revoke(request.request_id)
+                return None
+            if not self._book.finish(lease):
+                return None
+            self._manager.block_pool.touch(pinned)
+            self._pins[lease.transfer_id] = pinned
+        return RemotePrefill(
+            remote_engine_id=self._engine_id,
+            remote_host=self._endpoint.host,
+            remote_port=self._endpoint.port,
+            remote_block_ids=lease.block_ids,
+            transfer_id=lease.transfer_id,
+            remote_epoch=self._epoch,
+            remote_num_tokens=lease.num_tokens,
+        ).to_params()
+
+    def collect_closed(self) -> None:
+        """Unpin what was released, expired or revoked."""
+        for lease in self._book.take_closed():
+            self._revokes.append(lease.transfer_id)
+            self._stats.add("leases_closed", label=lease.cause)
+            if blocks := self._pins.pop(lease.transfer_id, None):
+                self._manager.block_pool.free_blocks(reversed(blocks))
+            for key in [k for k, other in self._leases.items() if other is lease]:
+                del self._leases[key]
+
+    def take_revokes(self) -> tuple[str, ...]:
+        """Transfer ids that the worker must not serve from this step on."""
+        if not self._revokes:
+            return ()
+        revokes, self._revokes = tuple(self._revokes), []
+        return revokes
+
+    def revoke_blocks(self, bad_block_ids: set[int]) -> None:
+        """Give up every lease that holds one of these blocks."""
+        for lease in list(self._leases.values()):
+            if bad_block_ids.intersection(lease.block_ids):
+                self._book.revoke(lease)
+        self.collect_closed()
+
+    def revoke_all(self) -> None:
+        self._book.revoke_all()
+        self.collect_closed()
+
+    def _revoke(self, request_id: str) -> None:
+        lease = self._leases.get(_prompt_key(request_id))
+        if lease is not None and lease.state is ProducerState.OPEN:
+            self._book.revoke(lease)
+            self.collect_closed()
+
+    def _make_lease(self, request: Request) -> Lease:
+        num_tokens = request.num_prompt_tokens
+        num_full_before_tail = (num_tokens - 1) // self._block_size
+        tail_start = num_full_before_tail * self._block_size
+        table = self._manager.get_block_ids(request.request_id)[0]
+        return Lease(
+            transfer_id=TransferId(secrets.token_hex(16)),
+            block_ids=tuple(table[: num_full_before_tail + 1]),
+            block_hashes=tuple(request.block_hashes[: num_tokens // self._block_size]),
+            tail_token_ids=tuple(request.all_token_ids[tail_start:num_tokens]),
+            tail_extra_keys=tail_extra_keys(request, tail_start, num_tokens),
+            num_tokens=num_tokens,
+        )
+
+
+def tail_extra_keys(request: Request, start: int, stop: int) -> bytes:
+    """What vLLM would hash beside the tokens ``[start, stop)``: salt, LoRA, images, embeddings."""
+    keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+    return repr(keys).encode()
+
+
+def _prompt_key(request_id: str) -> str:
+    """The samples of one ``n > 1`` request (``0_id``, ``1_id``, …) share one lease."""
+    child = _CHILD_ID.fullmatch(request_id)
+    return child.group(1) if child else request_id

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a failed load: no block that it should have filled is ever read again.
+
+Bad blocks and every block computed after them are evicted from the prefix cache, and the running
+requests whose tables hold one are preempted. Their output of steps already in flight is dropped,
+so no token computed on bad KV is delivered, also when a step ahead has been scheduled already.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+
+def find_affected(tables: dict[str, list[int]], bad_block_ids: set[int]) -> tuple[set[str], set[int]]:
+    """Which requests use a bad block, and all blocks that are bad because of it.
+
+    A block after a bad one in any table was computed on bad KV, so it is bad too; that may affect
+    further requests, hence the fixed point.
+    """
+    bad = set(bad_block_ids)
+    affected: set[str] = set()
+    changed = True
+    while changed:
+        changed = False
+        for request_id, table in tables.items():
+            if request_id in affected:
+                continue
+            first = next((i for i, block_id in enumerate(table) if block_id in bad), None)
+            if first is not None:
+                affected.add(request_id)
+                bad.update(table[first:])
+                changed = True
+    return affected, bad
+
+
+def recover(scheduler: Scheduler, bad_block_ids: set[int]) -> tuple[list[Request], set[int]]:
+    """Evict and preempt; returns the preempted requests and all evicted block ids."""
+    manager = scheduler.kv_cache_manager
+    tables = {
+        request.request_id: manager.get_block_ids(request.request_id)[0]
+        for request in scheduler.running
+    }
+    affected, bad = find_affected(tables, bad_block_ids)
+    null_block_id = manager.block_pool.null_block.block_id
+    manager.evict_blocks(bad - {null_block_id})
+    preempted = [request for request in scheduler.running if request.request_id in affected]
+    now = time.monotonic()
+    # Backwards, because each goes to the head of the waiting queue.
+    for request in reversed(preempted):
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, now, drop_stale_output=True)
+        # It may be resumed by the very next step, with its whole block table.
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    return preempted, bad

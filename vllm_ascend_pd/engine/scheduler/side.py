@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's hooks: one object per engine, in the EngineCore process."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.carrier import PDStats
+from vllm_ascend_pd.engine.fingerprint import fingerprint
+from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
+from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads, TailBlock
+from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.engine.scheduler.recovery import recover
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.metrics import Stats
+from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
+from vllm_ascend_pd.transfer.leases import LeaseBook
+from vllm_ascend_pd.transfer.receive import LoadResult
+from vllm_ascend_pd.transfer.session import ConsumerState
+from vllm_ascend_pd.types import Epoch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+def create(scheduler: Scheduler) -> SchedulerSide:
+    """Check that this engine can take part, then open what its role needs."""
+    config = PDConfig.from_kv_transfer_config(scheduler.vllm_config.kv_transfer_config)
+    check_supported(scheduler)
+    return SchedulerSide(scheduler, config)
+
+
+def check_supported(scheduler: Scheduler) -> None:
+    """Refuse by name what would be silently wrong."""
+    config = scheduler.vllm_config
+    parallel = config.parallel_config
+    speculative = config.speculative_config
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if groups else None
+    for wrong, message in (
+        (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
+        (
+            len(groups) != 1 or type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"),
+            f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group of"
+            " full attention is supported",
+        ),
+        (parallel.world_size > 1, "tensor and pipeline parallel sizes above 1"),
+        (parallel.data_parallel_size > 1, "data parallel sizes above 1"),
+        (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
+        (
+            speculative is not None and speculative.method != "ngram",
+            "speculative decoding with a draft model (ngram works)",
+        ),
+        (scheduler.is_encoder_decoder, "encoder-decoder models"),
+        (
+            not config.model_config.disable_cascade_attn,
+            "cascade attention, which counts block references (leave disable_cascade_attn on)",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"kv_connector InEngine does not support: {message}")
+    assert isinstance(spec, FullAttentionSpec)
+
+
+class SchedulerSide:
+    """Implements ``hooks.SchedulerHooks``. One thread, the scheduler's; decides, never blocks."""
+
+    def __init__(self, scheduler: Scheduler, config: PDConfig) -> None:
+        self._scheduler = scheduler
+        self._config = config
+        self._manager = scheduler.kv_cache_manager
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._block_size = scheduler.block_size
+        self._stats = Stats()
+        self._engine_core: Any = None
+        self._phantoms = PhantomBlocks(self._pool, self._block_size)
+        self._loads = Loads()
+        identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
+        epoch = Epoch(secrets.token_hex(8))
+        transfer = config.transfer
+        self._book = LeaseBook(epoch, identity, transfer.lease_s, time.monotonic)
+        self._server: ControlServer | None = None
+        self._producer: Producer | None = None
+        self._client: ControlClient | None = None
+        self._consumer: Consumer | None = None
+        if config.role.produces:
+            self._server = ControlServer(config.host, config.port, self._book, self._wake)
+            self._producer = Producer(
+                self._manager,
+                self._book,
+                config.engine_id,
+                epoch,
+                self._server.endpoint,
+                self._stats,
+                self._block_size,
+            )
+            self._server.start()
+            logger.info("in-engine transfers: consumers reach this engine at %s", self._server.endpoint)
+        if config.role.consumes:
+            self._client = ControlClient(transfer.open_timeout_s, transfer.lease_s / 3)
+            spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+            num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
+            self._consumer = Consumer(
+                client=self._client,
+                phantoms=self._phantoms,
+                fingerprint=identity,
+                block_size=self._block_size,
+                bytes_per_block=spec.page_size_bytes * num_layers,
+                transfer=transfer,
+                security=config.security,
+                stats=self._stats,
+                others_wait=self._others_wait,
+            )
+            self._client.start()
+            # A parked load is not ordered against a step that is still writing freed blocks.
+            if scheduler.vllm_config.max_concurrent_batches > 1:
+                scheduler.defer_block_free = True
+        logger.debug("fingerprint: %s", identity)
+
+    # Arrival and waiting.
+
+    def on_request_added(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_prefill"):
+            if self._consumer is None:
+                self._ignore(request, "do_remote_prefill", "kv_consumer or kv_both")
+            else:
+                self._consumer.add(request, params)
+        if params.get("do_remote_decode"):
+            if self._producer is None:
+                self._ignore(request, "do_remote_decode", "kv_producer or kv_both")
+            else:
+                self._producer.expect(request)
+
+    def _ignore(self, request: Request, field: str, roles: str) -> None:
+        self._stats.add("requests", label="wrong_role")
+        logger.warning(
+            "request %s: kv_transfer_params.%s is ignored, because kv_role here is %s; it needs %s",
+            request.request_id,
+            field,
+            self._config.role.value,
+            roles,
+        )
+
+    def try_promote(self, request: Request) -> bool:
+        assert self._consumer is not None
+        self._consumer.collect_outcomes()
+        session = self._consumer.get(request)
+        if session is None:
+            request.status = RequestStatus.WAITING
+            return True
+        if session.state is ConsumerState.OPENING or session.parked:
+            return False
+        if session.state is ConsumerState.READY and not session.placed:
+            session.placed = True
+            if self._park(session):
+                return False
+        request.status = session.queued_status
+        return request.status == RequestStatus.WAITING
+
+    def _others_wait(self) -> bool:
+        """Whether an in-step load would hold up other requests."""
+        return bool(self._scheduler.running) or len(self._scheduler.requests) > 1
+
+    def _park(self, session: RemotePrompt) -> bool:
+        """Load the missing blocks beside the steps, if that is worth it and memory allows."""
+        assert self._consumer is not None
+        request = session.request
+        last = min(session.num_blocks, (request.num_tokens - 1) // self._block_size)
+        missing = self._phantoms.find_missing(request, 0, last)
+        if not missing or not self._consumer.wants_parking(session, len(missing)):
+            return False
+        kept = [
+            block
+            for index in range(last)
+            for block in self._pool.get_cached_block(request.block_hashes[index], [0]) or ()
+        ]
+        self._pool.touch(kept)
+        # Running requests grow into the free blocks; a load that waits must not starve them.
+        margin = self._pool.num_gpu_blocks // 10
+        enough = self._pool.get_num_free_blocks() - len(missing) >= margin
+        if enough:
+            blocks = self._pool.get_new_blocks(len(missing))
+            self._loads.park(request, session, missing, blocks)
+            session.parked = True
+        self._pool.free_blocks(reversed(kept))
+        return enough
+
+    # Lookup and allocation.
+
+    def get_external_prefix_cache_blocks(
+        self, request: Request, hit: tuple[Any, int, int]
+    ) -> tuple[Any, int, int]:
+        if self._consumer is None:
+            return hit
+        session = self._consumer.get(request)
+        if session is None or not session.offers:
+            return hit
+        if self._phantoms.publish(request, hit[0][0], session):
+            hit = self._manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+        blocks, num_tokens, num_uncached = hit
+        num_full = (request.num_tokens - 1) // self._block_size
+        if session.num_tail_tokens and num_tokens == num_full * self._block_size:
+            num_tokens += session.num_tail_tokens
+        return blocks, num_tokens, num_uncached
+
+    def split_tail(
+        self, request: Request, num_local_tokens: int, num_external_tokens: int
+    ) -> tuple[int, int]:
+        num_tail = num_local_tokens % self._block_size
+        if not num_tail or self._consumer is None or self._consumer.get(request) is None:
+            return num_local_tokens, num_external_tokens
+        return num_local_tokens - num_tail, num_external_tokens + num_tail
+
+    def on_slots_allocated(
+        self, request: Request, new_computed_blocks: KVCacheBlocks | None
+    ) -> None:
+        if self._consumer is None or new_computed_blocks is None:
+            return
+        hits = list(new_computed_blocks.blocks[0])
+        session = self._consumer.get(request)
+        if session is not None and not session.offers:
+            session = None
+        phantoms = self._phantoms.claim(hits)
+        for phantom in phantoms:
+            self._loads.claim(request, phantom.source, [phantom], None)
+        self._loads.note_user(request, hits)
+        num_hit = len(hits) * self._block_size
+        num_peer = len(phantoms) * self._block_size
+        num_tail = 0
+        if session is not None:
+            num_full = (request.num_tokens - 1) // self._block_size
+            if session.num_tail_tokens and len(hits) == num_full:
+                num_tail = session.num_tail_tokens
+                table = self._manager.get_block_ids(request.request_id)[0]
+                tail = TailBlock(request, request.num_preemptions, num_full, table[num_full])
+                self._loads.claim(request, session, [], tail)
+            num_peer = min(num_hit, num_peer + session.num_parked_tokens)
+            self._consumer.admitted(session, num_hit - num_peer, num_peer + num_tail)
+        stats = request.prefill_stats
+        if stats is not None and num_peer + num_tail:
+            stats.num_local_cached_tokens -= num_peer + num_tail
+            stats.num_external_cached_tokens += num_peer + num_tail
+
+    # The step and its output.
+
+    def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
+        grants = self._producer.build_grants(scheduler_output) if self._producer else ()
+        revokes = self._producer.take_revokes() if self._producer else ()
+        cancels = self._loads.take_cancels()
+        loads = self._loads.take_new()
+        if not (revokes or cancels or grants or loads):
+            return None
+        return StepMeta(revokes, cancels, tuple(grants), loads)
+
+    def on_step_output(self, model_runner_output: ModelRunnerOutput) -> None:
+        output = model_runner_output.kv_connector_output
+        if output is None:
+            return
+        report = output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            if report.data_endpoint is not None:
+                self._book.data_endpoint = report.data_endpoint
+            bad_block_ids: set[int] = set()
+            for result in report.results:
+                bad_block_ids |= self._end_load(result)
+            if bad_block_ids:
+                self._recover(bad_block_ids)
+        if self._scheduler.log_stats and (values := self._stats.take()):
+            output.kv_connector_stats = PDStats(data=values)
+
+    def _end_load(self, result: LoadResult) -> set[int]:
+        """Fold one result in; the block ids that must be recovered from."""
+        record = self._loads.end(result.load_id)
+        source = record.source
+        self._stats.add("loads", label=result.cause or "ok")
+        self._stats.add("load_bytes", result.num_bytes)
+        self._stats.add("load_ms", result.elapsed_ms)
+        source.load_ended(result.cause, result.num_bytes, result.elapsed_ms)
+        bad = record.bad_block_ids() if result.cause else set()
+        if result.cause:
+            self._phantoms.withdraw(source)
+            for request in record.users:
+                if request.status == RequestStatus.PREEMPTED and request.num_stale_output_tokens:
+                    request.drop_stale_output = True
+        if record.parked_for is not None:
+            self._end_parked(record, bool(result.cause))
+        if isinstance(source, RemotePrompt) and self._consumer is not None:
+            self._consumer.load_ended(source, result.num_bytes, result.elapsed_ms)
+        return bad
+
+    def _end_parked(self, record: LoadRecord, failed: bool) -> None:
+        """Held blocks become cached ones, or go back unused."""
+        session, request = record.source, record.parked_for
+        assert request is not None
+        if not failed and not request.is_finished():
+            self._phantoms.cache(request, record.held_indices, record.held)
+            if isinstance(session, RemotePrompt):
+                session.num_parked_tokens = len(record.held) * self._block_size
+        self._pool.free_blocks(reversed(record.held))
+        if isinstance(session, RemotePrompt):
+            session.parked = False
+
+    def _recover(self, bad_block_ids: set[int]) -> None:
+        preempted, bad = recover(self._scheduler, bad_block_ids)
+        if self._producer is not None:
+            self._producer.revoke_blocks(bad)
+        self._stats.add("recovered_requests", len(preempted))
+        for request in preempted:
+            logger.warning("request %s: recomputing after a failed load", request.request_id)
+            if request.prefill_stats is not None:
+                request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
+
+    # The end.
+
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        params: dict[str, Any] | None = None
+        if self._producer is not None:
+            params = self._producer.finish(request)
+        if self._consumer is not None:
+            session = self._consumer.get(request)
+            if session is not None and session.parked:
+                self._loads.cancel(request)
+            provenance = self._consumer.finish(request)
+            if session is not None and provenance is not None and session.wants_provenance:
+                params = {**(params or {}), "provenance": dataclasses.asdict(provenance)}
+        return params
+
+    def has_pending_work(self) -> bool:
+        if self._consumer is not None:
+            self._consumer.collect_outcomes()
+        if self._producer is not None:
+            self._producer.collect_closed()
+        return self._loads.num_parked > 0
+
+    def on_engine_started(self, engine_core: object) -> None:
+        self._engine_core = engine_core
+
+    def reset(self) -> None:
+        if self._producer is not None:
+            self._producer.revoke_all()
+        self._phantoms.withdraw_all()
+
+    def shutdown(self) -> None:
+        for thread in (self._server, self._client):
+            if thread is not None:
+                thread.stop()
+
+    def counts(self) -> dict[str, int]:
+        """What a leak check compares; all but ``free_blocks`` are zero when nothing is under way."""
+        self.has_pending_work()
+        return {
+            "free_blocks": self._pool.get_num_free_blocks(),
+            "phantoms": len(self._phantoms),
+            "loads": len(self._loads),
+            "sessions": len(self._consumer) if self._consumer else 0,
+            "leases": len(self._book),
+            "pinned_blocks": self._producer.num_pinned_blocks if self._producer else 0,
+        }
+
+    def _wake(self) -> None:
+        """Make the engine loop look at ``has_pending_work``. Called by the control thread."""
+        input_queue = getattr(self._engine_core, "input_queue", None)
+        if input_queue is not None:
+            input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the worker side, once the KV caches exist."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd import envs
+from vllm_ascend_pd.backends.block_copy import make_block_copier
+from vllm_ascend_pd.backends.fake_engine import FaultScript, FaultyTransferEngine
+from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.worker.kv_caches import locate
+from vllm_ascend_pd.engine.worker.step import WorkerSide
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.send import DataServer, Grants
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+def create(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> WorkerSide:
+    """Open the transfer engine, register the staging memory, start the threads of the role."""
+    config = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config)
+    caches = locate(kv_cache_config, kv_caches)
+    transfer = config.transfer
+    if caches.layout.page_bytes > transfer.staging_slot_bytes:
+        raise ConfigError(
+            f"transfer.staging_slot_bytes {transfer.staging_slot_bytes} is less than one layer's"
+            f" page of a block ({caches.layout.page_bytes} bytes); raise it"
+        )
+    engine: TransferEngine = MooncakeTransferEngine(config.host)
+    if script := envs.fault_script():
+        logger.warning("%s is set: writes fail as scripted (%s)", envs.FAULTS, script)
+        engine = FaultyTransferEngine(engine, FaultScript.parse(script))
+    copier = make_block_copier()
+    grants = Grants()
+    pools: list[StagingPool] = []
+
+    def make_pool() -> StagingPool:
+        pools.append(StagingPool(engine, transfer.staging_slots, transfer.staging_slot_bytes))
+        return pools[-1]
+
+    server = loader = None
+    if config.role.produces:
+        server = DataServer(
+            host=config.host,
+            engine=engine,
+            copier=copier,
+            layout=caches.layout,
+            pool=make_pool(),
+            grants=grants,
+            allows_host=config.security.allows,
+            write_timeout_s=transfer.load_timeout_s,
+        )
+        server.start()
+    if config.role.consumes:
+        loader = Loader(engine.session, copier, caches.layout, make_pool())
+        loader.start()
+    logger.info(
+        "in-engine transfers: role %s, Mooncake session %s, %d layers, %d bytes per page, %s",
+        config.role.value,
+        engine.session,
+        len(caches.layout.layer_offsets),
+        caches.layout.page_bytes,
+        type(copier).__name__,
+    )
+    return WorkerSide(caches.layer_index, engine, pools, grants, server, loader)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of the worker: begin, start loads, wait layer by layer, report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from vllm_ascend_pd import hooks
+from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+from vllm_ascend_pd.engine.metadata import GrantSpec, StepMeta, StepReport
+from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.send import DataServer, Grants
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class ArmedStep:
+    """Wraps the forward of a step that loads KV; implements ``hooks.StepHooks`` inside it."""
+
+    def __init__(self, loader: Loader, layer_index: Mapping[str, int], wait_all: bool) -> None:
+        self._loader = loader
+        self._layer_index = layer_index
+        self._wait_all = wait_all
+
+    def __enter__(self) -> None:
+        """The loads are under way since ``begin_step``; wait for what may not overlap.
+
+        The attention of a layer runs after the new tokens' KV has been written, so a tail block,
+        which holds a new token too, is in place before the forward. A FULL graph runs no layer
+        hook, so everything is.
+        """
+        if self._wait_all:
+            self._loader.wait_all()
+        else:
+            self._loader.wait_tails()
+            hooks.current_step = self
+
+    def wait_layer(self, layer_name: str) -> None:
+        self._loader.wait_layer(self._layer_index[layer_name])
+
+    def save_layer(self, layer_name: str) -> None:
+        """Nothing is saved layer by layer in this release."""
+
+    def __exit__(self, *exc: object) -> None:
+        hooks.current_step = None
+
+
+class WorkerSide:
+    """Implements ``hooks.WorkerHooks``: main thread of the worker process."""
+
+    def __init__(
+        self,
+        layer_index: Mapping[str, int],
+        engine: TransferEngine,
+        pools: Sequence[StagingPool],
+        grants: Grants,
+        server: DataServer | None,
+        loader: Loader | None,
+    ) -> None:
+        self._layer_index = layer_index
+        self._engine = engine
+        self._pools = pools
+        self._grants = grants
+        self._server = server
+        self._loader = loader
+        self._meta: StepMeta | None = None
+        self._armed = False
+        self._new_grants: tuple[GrantSpec, ...] = ()
+        self._reported_endpoint = server is None
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        meta = scheduler_output.pd_metadata
+        if meta is None or meta is self._meta:
+            return
+        assert isinstance(meta, StepMeta)
+        self._meta = meta
+        # First what may no longer be served: this step may reuse those blocks.
+        self._grants.discard(meta.revokes)
+        self._new_grants += meta.grants
+        if self._loader is not None:
+            for load_id in meta.cancels:
+                self._loader.cancel(load_id)
+            for load in meta.loads:
+                self._loader.start_load(load)
+            self._armed = any(load.in_step for load in meta.loads)
+
+    def take_armed_step(self, wait_all: bool) -> ArmedStep | None:
+        if not self._armed:
+            return None
+        self._armed = False
+        assert self._loader is not None
+        return ArmedStep(self._loader, self._layer_index, wait_all)
+
+    @contextmanager
+    def step_output(self) -> Iterator[KVConnectorOutput]:
+        output = KVConnectorOutput()
+        yield output
+        if self._loader is not None:
+            self._loader.wait_all()
+        for grant in self._new_grants:
+            self._grants.add(grant.transfer_id, grant.epoch, grant.block_ids)
+        self._new_grants = ()
+        output.kv_connector_worker_meta = self._report()
+
+    def no_forward(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput.with_kv_conn_output_only(
+            KVConnectorOutput(kv_connector_worker_meta=self._report())
+        )
+
+    def _report(self) -> StepReport | None:
+        results = self._loader.take_results() if self._loader is not None else []
+        endpoint = None
+        if not self._reported_endpoint and self._server is not None:
+            self._reported_endpoint = True
+            endpoint = self._server.endpoint
+        if not results and endpoint is None:
+            return None
+        return StepReport(tuple(results), endpoint)
+
+    def counts(self) -> dict[str, int]:
+        """What a leak check compares: all but ``regions`` are zero when nothing is under way."""
+        return {
+            "regions": self._engine.num_regions(),
+            "busy_slots": sum(pool.num_slots - pool.num_free for pool in self._pools),
+            "loads": self._loader.num_loads() if self._loader is not None else 0,
+            "grants": len(self._grants),
+        }
+
+    def shutdown(self) -> None:
+        for thread in (self._server, self._loader):
+            if thread is not None:
+                thread.stop()
+        for pool in self._pools:
+            pool.close()
+        self._engine.close()
+        logger.info("in-engine transfers stopped")

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment variables of this package, read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+
+FAULTS = "VLLM_ASCEND_PD_FAULTS"
+
+
+def fault_script() -> str | None:
+    """A fault script for the transfer engine (tests only), see ``backends.fake_engine``."""
+    return os.environ.get(FAULTS) or None

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception of this package.
+
+    PDError
+    ├── ConfigError      a value the user set is wrong; names the field and the fix
+    ├── TransferError    a peer or a message of a peer is not acceptable
+    └── BackendError     a foreign library failed where no value can say so
+
+Expected outcomes (a lease that expired, a read that failed) are values, not exceptions.
+"""
+
+
+class PDError(Exception):
+    """Base of all errors of vllm_ascend_pd."""
+
+
+class ConfigError(PDError, ValueError):
+    """A configuration value is wrong. The message names the field and the fix."""
+
+
+class TransferError(PDError):
+    """A peer's message or reference cannot be accepted."""
+
+
+class BackendError(PDError):
+    """A foreign library failed; mapped once, in ``vllm_ascend_pd.backends``."""

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only names that a patch of the engine may call.
+
+This module imports neither vLLM nor the rest of the package, so a patched engine file may import
+it at its top without a cycle. Until the engine selects the in-engine path with
+``kv_connector="InEngine"``, every function returns its neutral value and the engine behaves as the
+unpatched one does. The engine side of the package is loaded by name, on first use.
+
+Patched files reach this module as ``vllm.config.kv_transfer.pd_hooks``, which is ``None`` when
+the package is not installed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request
+
+IN_ENGINE = "InEngine"
+"""The reserved ``kv_connector`` name that selects the in-engine path."""
+
+
+class SchedulerHooks(Protocol):
+    """What the patched scheduler calls (EngineCore process, scheduler thread; never blocks)."""
+
+    def on_request_added(self, request: Request) -> None:
+        """Called before a new request is queued; may set ``WAITING_FOR_KV``."""
+
+    def try_promote(self, request: Request) -> bool:
+        """Whether a ``WAITING_FOR_KV`` request may be scheduled now."""
+
+    def get_external_prefix_cache_blocks(
+        self, request: Request, hit: tuple[Any, int, int]
+    ) -> tuple[Any, int, int]:
+        """Publish external blocks and return the engine's own lookup result, maybe extended."""
+
+    def split_tail(
+        self, request: Request, num_local_tokens: int, num_external_tokens: int
+    ) -> tuple[int, int]:
+        """Split an unaligned hit into aligned local tokens and an external tail."""
+
+    def on_slots_allocated(
+        self, request: Request, new_computed_blocks: KVCacheBlocks | None
+    ) -> None:
+        """Attach loads to the blocks that ``allocate_slots`` just committed."""
+
+    def build_step(self, scheduler_output: SchedulerOutput) -> object | None:
+        """This step's message to the worker, or ``None``."""
+
+    def on_step_output(self, model_runner_output: ModelRunnerOutput) -> None:
+        """Fold the worker's report in; recover from failed loads before any token is used."""
+
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """The request ended; its ``kv_transfer_params`` for the response, if any."""
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping although no request is unfinished."""
+
+    def on_engine_started(self, engine_core: object) -> None:
+        """The engine core is complete; keep what wakes its loop."""
+
+    def reset(self) -> None:
+        """The prefix cache is about to be reset: give up every pin that can be given up."""
+
+    def shutdown(self) -> None:
+        """The engine stops."""
+
+
+class StepHooks(Protocol):
+    """What the patched model runner calls during one forward (worker process, main thread)."""
+
+    def wait_layer(self, layer_name: str) -> None:
+        """Before a layer's attention: its KV has landed, or its load is marked failed."""
+
+    def save_layer(self, layer_name: str) -> None:
+        """After a layer's attention: its new KV is in the cache."""
+
+
+class WorkerHooks(Protocol):
+    """What the functions below delegate to, once a worker has installed it."""
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None: ...
+    def take_armed_step(self, wait_all: bool) -> AbstractContextManager[object] | None: ...
+    def step_output(self) -> AbstractContextManager[KVConnectorOutput | None]: ...
+    def no_forward(self) -> ModelRunnerOutput: ...
+    def shutdown(self) -> None: ...
+
+
+current_step: StepHooks | None = None
+"""The armed step while its forward runs, else ``None``. Written by the worker's main thread."""
+
+_worker: WorkerHooks | None = None
+_IDLE: AbstractContextManager[object] = nullcontext()
+
+
+def in_engine(kv_transfer_config: Any) -> bool:
+    """Whether this configuration selects the in-engine path (so no connector object is made)."""
+    return getattr(kv_transfer_config, "kv_connector", None) == IN_ENGINE
+
+
+def create_scheduler_hooks(scheduler: Scheduler) -> SchedulerHooks | None:
+    """The scheduler's hooks, or ``None`` when the in-engine path is not selected."""
+    if not in_engine(scheduler.vllm_config.kv_transfer_config):
+        return None
+    hooks: SchedulerHooks = import_module("vllm_ascend_pd.engine.scheduler.side").create(scheduler)
+    return hooks
+
+
+def install_worker(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Any]
+) -> None:
+    """Called once with the allocated KV caches, in the worker process."""
+    global _worker
+    if in_engine(vllm_config.kv_transfer_config):
+        side = import_module("vllm_ascend_pd.engine.worker.side")
+        _worker = side.create(vllm_config, kv_cache_config, kv_caches)
+
+
+def make_v2_connector() -> Any:
+    """The connector object through which Model Runner V2 drives the installed worker side."""
+    return import_module("vllm_ascend_pd.engine.worker.mrv2").InEngineKVConnector(_worker)
+
+
+def active() -> bool:
+    """Whether this worker takes part in transfers."""
+    return _worker is not None
+
+
+def begin_step(scheduler_output: SchedulerOutput) -> None:
+    """Arm the step: parse its metadata and start its loads. Idempotent per scheduler output."""
+    if _worker is not None:
+        _worker.begin_step(scheduler_output)
+
+
+def armed_step(
+    attn_metadata: object | None, cudagraph_mode: Any
+) -> AbstractContextManager[object]:
+    """Wraps the forward of an armed step; a null context for dummy runs, drafters, idle steps.
+
+    On entry it waits for what the forward may not overlap with, and ``current_step`` is set
+    inside.
+    """
+    if _worker is None or attn_metadata is None:
+        return _IDLE
+    wait_all = getattr(cudagraph_mode, "name", "NONE") == "FULL"
+    return _worker.take_armed_step(wait_all) or _IDLE
+
+
+def step_output() -> AbstractContextManager[KVConnectorOutput | None]:
+    """Wraps the forward; yields the object that carries the worker's report."""
+    assert _worker is not None
+    return _worker.step_output()
+
+
+def no_forward() -> ModelRunnerOutput:
+    """The output of a step that computes nothing but may still move KV."""
+    assert _worker is not None
+    return _worker.no_forward()
+
+
+def shutdown_worker() -> None:
+    """The worker stops: end every thread and unregister every region."""
+    global _worker, current_step
+    current_step = None
+    if _worker is not None:
+        _worker.shutdown()
+        _worker = None

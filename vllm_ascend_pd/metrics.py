@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted. The scheduler adds up, the front end exposes (``engine.carrier``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+COUNTERS: dict[str, tuple[str, str | None]] = {
+    # name: (help, label or None)
+    "leases_granted": ("Prompts kept for a consumer", None),
+    "leases_closed": ("Leases that ended, by cause", "cause"),
+    "requests": ("Requests that asked for a peer's KV, by how it ended", "outcome"),
+    "loads": ("Loads from a peer, by how they ended", "outcome"),
+    "load_bytes": ("Bytes of KV loaded from peers", None),
+    "load_ms": ("Milliseconds from the start to the end of loads, added up", None),
+    "prompt_tokens": ("Prompt tokens by where their KV came from", "source"),
+    "recovered_requests": ("Requests preempted because KV under them failed to load", None),
+}
+"""Exposed as ``vllm:pd_<name>_total``."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Increments since the last ``take``; scheduler thread."""
+
+    _values: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, value: float = 1, label: str | None = None) -> None:
+        """``label`` is the value of the counter's label."""
+        self._values[name if label is None else f"{name}/{label}"] += value  # type: ignore[assignment]
+
+    def take(self) -> dict[str, float]:
+        """``{name or name/label: increment}``, and start again."""
+        taken, self._values = dict(self._values), Counter()
+        return taken
+
+
+@dataclass(slots=True)
+class Provenance:
+    """Where the KV of one request's prompt came from. Tokens add up to the prompt's length."""
+
+    num_prompt_tokens: int
+    num_local_tokens: int = 0
+    num_peer_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_peer_blocks: int = 0
+    num_peer_bytes: int = 0
+    transfer_ms: float = 0.0
+    outcome: str = ""
+    """``loaded``, ``local`` (nothing was missing), or the cause why the peer's KV was not used."""

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control sockets between the scheduler processes of two engines: open, heartbeat, release."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from vllm_ascend_pd.config import DEFAULT_KV_PORT
+from vllm_ascend_pd.errors import ConfigError, TransferError
+from vllm_ascend_pd.transfer.leases import LeaseBook
+from vllm_ascend_pd.transfer.reactor import Reactor
+from vllm_ascend_pd.types import Cause, Endpoint
+from vllm_ascend_pd.wire import (
+    ControlMessage,
+    Heartbeat,
+    Open,
+    Opened,
+    Refused,
+    Release,
+    decode_control,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_IDLE_CONNECTION_S = 300.0
+
+
+class ControlServer(Reactor):
+    """Answers consumers out of the lease book (producer, EngineCore process, own thread)."""
+
+    def __init__(
+        self, host: str, port: int, book: LeaseBook, wake_scheduler: Callable[[], None]
+    ) -> None:
+        """Binds at once, so a port that is taken is an error of the start.
+
+        Raises:
+            ConfigError: ``port`` is in use and was chosen by the user.
+        """
+        super().__init__("pd-control-server")
+        self._book = book
+        self._wake_scheduler = wake_scheduler
+        self._socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.endpoint = Endpoint(host, _bind(self._socket, host, port))
+        self.watch(self._socket, self._on_message)
+
+    def _on_message(self) -> None:
+        identity, frame = self._socket.recv_multipart()
+        try:
+            message = decode_control(frame)
+        except TransferError as e:
+            logger.warning("dropped a frame of a peer: %s", e)
+            return
+        if isinstance(message, Open):
+            self._socket.send_multipart([identity, encode(self._book.open(message))])
+        elif isinstance(message, Heartbeat):
+            self._book.heartbeat(message.transfer_ids, message.epoch)
+        elif isinstance(message, Release) and self._book.release(
+            message.transfer_id, message.epoch
+        ):
+            self._wake_scheduler()
+
+    def on_tick(self) -> float | None:
+        num_expired, next_expiry = self._book.expire()
+        if num_expired:
+            self._wake_scheduler()
+        # A lease granted meanwhile has a whole term to run, so a turn a second is soon enough.
+        return 1.0 if next_expiry is None else min(1.0, next_expiry)
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
+    where = f"[{host}]" if ":" in host else host
+    if ":" in host:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(f"tcp://{where}:{port or '*'}")
+    except zmq.ZMQError as e:
+        if e.errno != zmq.EADDRINUSE or port != DEFAULT_KV_PORT:
+            raise ConfigError(
+                f"kv_port {port} on kv_ip {host} cannot be used ({e}); choose another kv_port, or"
+                " leave it out to have a free one chosen"
+            ) from e
+        socket.bind(f"tcp://{where}:*")
+    endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)
+    return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+
+
+@dataclass(slots=True)
+class _Peer:
+    socket: zmq.Socket[bytes]
+    used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOutcome:
+    """What became of one ``open``; ``key`` is the caller's."""
+
+    key: str
+    answer: Opened | Refused
+
+
+class ControlClient(Reactor):
+    """Asks producers (consumer, EngineCore process, own thread).
+
+    ``outcomes`` is read by the scheduler thread; every ``open`` ends there exactly once, at the
+    latest after ``open_timeout_s``.
+    """
+
+    def __init__(self, open_timeout_s: float, heartbeat_s: float) -> None:
+        super().__init__("pd-control-client")
+        self.outcomes: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
+        self._open_timeout_s = open_timeout_s
+        self._heartbeat_s = heartbeat_s
+        self._peers: dict[Endpoint, _Peer] = {}
+        self._pending: dict[tuple[Endpoint, str], list[tuple[str, float]]] = {}
+        self._kept: dict[tuple[Endpoint, str], set[str]] = {}
+        self._next_heartbeat = 0.0
+
+    def open(self, key: str, peer: Endpoint, request: Open) -> None:
+        """Ask; the answer comes as an ``OpenOutcome``, and an opened lease is kept alive."""
+        deadline = time.monotonic() + self._open_timeout_s
+
+        def send() -> None:
+            self._pending.setdefault((peer, request.transfer_id), []).append((key, deadline))
+            self._send(peer, request)
+
+        self.submit(send)
+
+    def release(self, peer: Endpoint, transfer_id: str, epoch: str) -> None:
+        """Tell the producer that nothing more is needed, and stop the heartbeat."""
+
+        def send() -> None:
+            if kept := self._kept.get((peer, epoch)):
+                kept.discard(transfer_id)
+            self._send(peer, Release(transfer_id, epoch))
+
+        self.submit(send)
+
+    def keep(self, peer: Endpoint, transfer_id: str, epoch: str) -> None:
+        """Renew this lease until it is released."""
+        self.submit(lambda: self._kept.setdefault((peer, epoch), set()).add(transfer_id))
+
+    def on_tick(self) -> float | None:
+        now = time.monotonic()
+        for place, waiters in list(self._pending.items()):
+            late = [key for key, deadline in waiters if deadline <= now]
+            self._pending[place] = [w for w in waiters if w[1] > now]
+            if not self._pending[place]:
+                del self._pending[place]
+            for key in late:
+                detail = f"{place[0]} did not answer within {self._open_timeout_s:g} s"
+                refused = Refused(place[1], Cause.PEER_UNREACHABLE.value, detail)
+                self.outcomes.put(OpenOutcome(key, refused))
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._heartbeat_s
+            for (peer, epoch), transfer_ids in list(self._kept.items()):
+                if transfer_ids:
+                    self._send(peer, Heartbeat(tuple(transfer_ids), epoch))
+                else:
+                    del self._kept[peer, epoch]
+            self._close_idle(now)
+        deadlines = [deadline for waiters in self._pending.values() for _, deadline in waiters]
+        if self._kept or self._peers:
+            deadlines.append(self._next_heartbeat)
+        return max(0.0, min(deadlines) - now) if deadlines else None
+
+    def _close_idle(self, now: float) -> None:
+        for peer, connection in list(self._peers.items()):
+            if now - connection.used_at > _IDLE_CONNECTION_S:
+                self.unwatch(connection.socket)
+                del self._peers[peer]
+
+    def _send(self, peer: Endpoint, message: ControlMessage) -> None:
+        connection = self._peers.get(peer)
+        if connection is None:
+            socket: zmq.Socket[bytes] = connect_dealer(self.context, peer)
+            connection = self._peers[peer] = _Peer(socket, 0.0)
+            self.watch(socket, lambda: self._on_message(peer, socket))
+        connection.used_at = time.monotonic()
+        try:
+            connection.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("%s takes no more messages; dropped %s", peer, type(message).__name__)
+
+    def _on_message(self, peer: Endpoint, socket: zmq.Socket[bytes]) -> None:
+        message = decode_control(socket.recv())
+        if not isinstance(message, Opened | Refused):
+            return
+        for key, _ in self._pending.pop((peer, message.transfer_id), ()):
+            self.outcomes.put(OpenOutcome(key, message))
+
+
+def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], peer: Endpoint) -> zmq.Socket[bytes]:
+    """A DEALER that reconnects by itself and never blocks its thread."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 10_000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    where = f"[{peer.host}]" if ":" in peer.host else peer.host
+    if ":" in peer.host:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(f"tcp://{where}:{peer.port}")
+    return socket

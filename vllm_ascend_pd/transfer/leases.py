@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts that a producer keeps for its consumers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.transfer.session import (
+    ProducerEvent,
+    ProducerState,
+    next_producer_state,
+)
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
+from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused
+
+logger = logging.getLogger(__name__)
+
+
+def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int]) -> bytes:
+    """Identifies the tokens of a block that is not full, with all that its hash would cover.
+
+    Args:
+        parent_hash: Hash of the block before it, or ``b""``.
+        extra_keys: What vLLM adds to the hash beside tokens (cache salt, LoRA, images).
+        token_ids: The tokens of the tail.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (parent_hash, extra_keys):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    digest.update(array("q", token_ids).tobytes())
+    return digest.digest()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One prompt's blocks on this engine. Immutable but for ``state`` and ``expires_at``.
+
+    ``block_ids[i]`` holds the tokens ``[i * block_size, (i + 1) * block_size)`` of the prompt; the
+    last one is the tail block, whose tokens are ``tail_token_ids`` (1..block_size of them).
+    """
+
+    transfer_id: TransferId
+    block_ids: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+    tail_token_ids: tuple[int, ...]
+    tail_extra_keys: bytes
+    num_tokens: int
+    state: ProducerState = ProducerState.OPEN
+    expires_at: float = 0.0
+    cause: str = ""
+
+    def match(self, request: Open) -> tuple[int, int]:
+        """How many leading blocks, and how many tail tokens, ``request`` may read."""
+        num_blocks = 0
+        for ours, theirs in zip(self.block_hashes, request.block_hashes, strict=False):
+            if ours != theirs:
+                break
+            num_blocks += 1
+        num_before_tail = len(self.block_ids) - 1
+        count = request.num_tail_tokens
+        if (
+            num_blocks < num_before_tail
+            or len(request.block_hashes) != num_before_tail
+            or not 0 < count <= len(self.tail_token_ids)
+        ):
+            return num_blocks, 0
+        parent = self.block_hashes[num_before_tail - 1] if num_before_tail else b""
+        digest = tail_digest(parent, self.tail_extra_keys, self.tail_token_ids[:count])
+        return num_blocks, count if digest == request.tail_digest else 0
+
+
+@dataclass(slots=True)
+class LeaseCounts:
+    """Totals since start, for the metrics."""
+
+    granted: int = 0
+    closed: dict[str, int] = field(default_factory=dict)
+
+
+class LeaseBook:
+    """The leases by transfer id.
+
+    Written by the scheduler thread (grant, finish, revoke) and by the control thread (open,
+    heartbeat, release, expire), under one lock; nothing is sent or freed under it. A closed lease
+    waits in ``take_closed`` until the scheduler thread unpins its blocks.
+    """
+
+    def __init__(
+        self, epoch: Epoch, fingerprint: str, lease_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._epoch = epoch
+        self._fingerprint = fingerprint
+        self._lease_s = lease_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[str, Lease] = {}
+        self._closed: list[Lease] = []
+        self._counts = LeaseCounts()
+        self.data_endpoint: Endpoint | None = None
+        """Where the worker serves pages; written by the scheduler thread at the first report."""
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._leases)
+
+    def counts(self) -> LeaseCounts:
+        with self._lock:
+            return LeaseCounts(self._counts.granted, dict(self._counts.closed))
+
+    # Scheduler thread.
+
+    def grant(self, lease: Lease) -> None:
+        with self._lock:
+            self._leases[lease.transfer_id] = lease
+            self._counts.granted += 1
+
+    def finish(self, lease: Lease) -> bool:
+        """The prompt is computed and pinned: consumers may open it from now on."""
+        with self._lock:
+            state = next_producer_state(lease.state, ProducerEvent.FINISHED)
+            if state is None:
+                return False
+            lease.state = state
+            lease.expires_at = self._clock() + self._lease_s
+            return True
+
+    def revoke(self, lease: Lease) -> bool:
+        return self._end(lease.transfer_id, ProducerEvent.REVOKED)
+
+    def revoke_all(self) -> None:
+        with self._lock:
+            ids = list(self._leases)
+        for transfer_id in ids:
+            self._end(transfer_id, ProducerEvent.REVOKED)
+
+    def take_closed(self) -> list[Lease]:
+        """Leases that ended since the last call; their blocks may be unpinned."""
+        if not self._closed:
+            return []
+        with self._lock:
+            closed, self._closed = self._closed, []
+            return closed
+
+    # Control thread.
+
+    def open(self, request: Open) -> Opened | Refused:
+        """Answer a consumer; an accepted open renews the lease."""
+
+        def refuse(cause: Cause, detail: str) -> Refused:
+            logger.warning("refused transfer %s: %s", request.transfer_id, detail)
+            return Refused(request.transfer_id, cause.value, detail)
+
+        if request.version != WIRE_VERSION:
+            return refuse(
+                Cause.INCOMPATIBLE, f"wire version {request.version} there, {WIRE_VERSION} here"
+            )
+        if request.epoch != self._epoch:
+            return refuse(Cause.WRONG_EPOCH, "this engine was restarted since the prefill")
+        if request.fingerprint != self._fingerprint:
+            return refuse(
+                Cause.INCOMPATIBLE,
+                f"the engines differ: {request.fingerprint} there, {self._fingerprint} here",
+            )
+        with self._lock:
+            lease = self._leases.get(request.transfer_id)
+            if lease is not None and lease.state is ProducerState.LEASED:
+                lease.expires_at = self._clock() + self._lease_s
+            else:
+                lease = None
+            endpoint = self.data_endpoint
+        if lease is None or endpoint is None:
+            return refuse(Cause.LEASE_EXPIRED, "no such lease (expired, released or revoked)")
+        num_blocks, num_tail_tokens = lease.match(request)
+        if not num_blocks and not num_tail_tokens:
+            return refuse(Cause.HASH_MISMATCH, "the lease holds another prompt's KV")
+        return Opened(
+            request.transfer_id, num_blocks, num_tail_tokens, endpoint.host, endpoint.port
+        )
+
+    def heartbeat(self, transfer_ids: Sequence[str], epoch: str) -> None:
+        if epoch != self._epoch:
+            return
+        with self._lock:
+            for transfer_id in transfer_ids:
+                if lease := self._leases.get(transfer_id):
+                    lease.expires_at = self._clock() + self._lease_s
+
+    def release(self, transfer_id: str, epoch: str) -> bool:
+        return epoch == self._epoch and self._end(transfer_id, ProducerEvent.RELEASED)
+
+    def expire(self) -> tuple[int, float | None]:
+        """End what is over; (number of those, seconds to the next expiry or ``None``)."""
+        now = self._clock()
+        with self._lock:
+            leased = [x for x in self._leases.values() if x.state is ProducerState.LEASED]
+            over = [x.transfer_id for x in leased if x.expires_at <= now]
+            left = [x.expires_at - now for x in leased if x.expires_at > now]
+        for transfer_id in over:
+            self._end(transfer_id, ProducerEvent.EXPIRED)
+            logger.warning(
+                "lease %s expired: no consumer came for it within %g s", transfer_id, self._lease_s
+            )
+        return len(over), min(left, default=None)
+
+    def _end(self, transfer_id: str, event: ProducerEvent) -> bool:
+        with self._lock:
+            lease = self._leases.get(transfer_id)
+            state = next_producer_state(lease.state, event) if lease else None
+            if lease is None or state is None:
+                return False
+            lease.state = state
+            lease.cause = event.name.lower()
+            del self._leases[transfer_id]
+            self._closed.append(lease)
+            self._counts.closed[lease.cause] = self._counts.closed.get(lease.cause, 0) + 1
+            return True

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer's data side: asks a producer for pages, verifies them, puts them in place."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+
+from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+from vllm_ascend_pd.backends.staging import Slot, StagingPool
+from vllm_ascend_pd.transfer.control import connect_dealer
+from vllm_ascend_pd.transfer.plan import Piece, plan_pieces
+from vllm_ascend_pd.transfer.reactor import Reactor
+from vllm_ascend_pd.transfer.send import QUARANTINE_S
+from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Blocks of one lease to load, scheduler to worker.
+
+    ``block_indices[i]`` of the producer's lease goes to ``block_ids[i]`` of this engine. With
+    ``has_tail`` the last one is a tail block, which must be in place before the forward.
+    An ``in_step`` load ends within the step that carries it.
+    """
+
+    load_id: LoadId
+    peer: Endpoint
+    transfer_id: str
+    epoch: str
+    block_indices: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    has_tail: bool
+    in_step: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How a load ended, worker to scheduler: ``cause`` is empty or a value of ``types.Cause``."""
+
+    load_id: LoadId
+    cause: str
+    num_bytes: int
+    elapsed_ms: float
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One load under way.
+
+    ``lock`` guards ``ended`` and the scatter into live pages: once ``ended`` is set, by any
+    thread, not one byte more is written for this load.
+    """
+
+    spec: LoadSpec
+    pieces: deque[Piece]
+    pieces_of_layer: list[int]
+    tail_pieces: int
+    num_pieces: int
+    started: float
+    deadline: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: LoadResult | None = None
+    num_bytes: int = 0
+
+    def end(self, cause: str) -> bool:
+        """Final, once; waits for a scatter that is under way (a memcpy)."""
+        with self.lock:
+            if self.ended is not None:
+                return False
+            elapsed_ms = (time.monotonic() - self.started) * 1000
+            self.ended = LoadResult(self.spec.load_id, cause, self.num_bytes, elapsed_ms)
+            return True
+
+
+@dataclass(slots=True)
+class _InFlight:
+    load: _Load
+    piece: Piece
+    slot: Slot
+    seed: int
+
+
+class Loader(Reactor):
+    """Runs loads (worker process, own thread); the main thread starts, waits and takes results.
+
+    A piece lands in a staging slot, is checked while it is copied into its pages, and only then
+    counts. A load that fails, for whatever cause, has ended before its result can be taken.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        copier: BlockCopier,
+        layout: PageLayout,
+        pool: StagingPool,
+    ) -> None:
+        super().__init__("pd-loader")
+        self._session = session
+        self._copier = copier
+        self._layout = layout
+        self._pool = pool
+        self._num_layers = len(layout.layer_offsets)
+        self._peers: dict[Endpoint, zmq.Socket[bytes]] = {}
+        self._active: list[_Load] = []
+        self._in_flight: dict[int, _InFlight] = {}
+        self._next_fetch_id = random.getrandbits(48)
+        self._landed = threading.Condition()
+        # Main thread only.
+        self._loads: dict[LoadId, _Load] = {}
+
+    # Main thread.
+
+    def start_load(self, spec: LoadSpec) -> None:
+        """Begin a load; returns at once."""
+        pieces = plan_pieces(
+            self._num_layers,
+            len(spec.block_ids),
+            spec.has_tail,
+            self._layout.page_bytes,
+            self._pool.slot_bytes,
+        )
+        pieces_of_layer = [0] * self._num_layers
+        for piece in pieces:
+            for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
+                pieces_of_layer[layer] += 1
+        now = time.monotonic()
+        load = _Load(
+            spec=spec,
+            pieces=deque(pieces),
+            pieces_of_layer=pieces_of_layer,
+            tail_pieces=sum(piece.tail for piece in pieces),
+            num_pieces=len(pieces),
+            started=now,
+            deadline=now + spec.timeout_s,
+        )
+        self._loads[spec.load_id] = load
+
+        def begin() -> None:
+            self._active.append(load)
+
+        self.submit(begin)
+
+    def cancel(self, load_id: LoadId) -> None:
+        """Give a load up; it ends at once unless it has ended already."""
+        if load := self._loads.get(load_id):
+            self._end(load, Cause.CANCELLED.value)
+
+    def wait_layer(self, layer: int) -> None:
+        """Until this layer of every in-step load has landed, or that load has ended."""
+        for load in self._loads.values():
+            if load.spec.in_step and load.pieces_of_layer[layer] and load.ended is None:
+                self._wait(load, lambda load=load: not load.pieces_of_layer[layer])  # type: ignore[misc]
+
+    def wait_tails(self) -> None:
+        """Until every in-step tail block is in place."""
+        for load in self._loads.values():
+            if load.spec.in_step and load.tail_pieces and load.ended is None:
+                self._wait(load, lambda load=load: not load.tail_pieces)  # type: ignore[misc]
+
+    def wait_all(self) -> None:
+        """Until every in-step load has ended."""
+        for load in self._loads.values():
+            if load.spec.in_step and load.ended is None:
+                self._wait(load, lambda: False)
+
+    def take_results(self) -> list[LoadResult]:
+        """The loads that ended since the last call."""
+        if not self._loads:
+            return []
+        results = [load.ended for load in self._loads.values() if load.ended is not None]
+        for result in results:
+            del self._loads[result.load_id]
+        return results
+
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    def _wait(self, load: _Load, landed: object) -> None:
+        assert callable(landed)
+        with self._landed:
+            self._landed.wait_for(
+                lambda: load.ended is not None or landed(),
+                timeout=max(0.0, load.deadline - time.monotonic()),
+            )
+        if load.ended is None and not landed():
+            self._end(load, Cause.DEADLINE.value)
+
+    def _end(self, load: _Load, cause: str) -> None:
+        if load.end(cause):
+            if cause:
+                logger.warning(
+                    "load %d of transfer %s from %s failed: %s",
+                    load.spec.load_id,
+                    load.spec.transfer_id,
+                    load.spec.peer,
+                    cause,
+                )
+            with self._landed:
+                self._landed.notify_all()
+
+    # Reactor thread.
+
+    def on_tick(self) -> float | None:
+        now = time.monotonic()
+        for load in list(self._active):
+            if load.ended is None and now >= load.deadline:
+                self._end(load, Cause.DEADLINE.value)
+            if load.ended is not None:
+                self._active.remove(load)
+                self._quarantine_in_flight(load, now)
+        self._send_fetches()
+        if not self._active:
+            return None
+        return max(0.0, min(load.deadline for load in self._active) - now)
+
+    def _quarantine_in_flight(self, load: _Load, now: float) -> None:
+        for fetch_id, flight in list(self._in_flight.items()):
+            if flight.load is load:
+                del self._in_flight[fetch_id]
+                self._pool.quarantine(flight.slot, now + QUARANTINE_S)
+
+    def _send_fetches(self) -> None:
+        for load in self._active:
+            while load.pieces and load.ended is None:
+                slot = self._pool.acquire()
+                if slot is None:
+                    return
+                self._send_fetch(load, load.pieces.popleft(), slot)
+
+    def _send_fetch(self, load: _Load, piece: Piece, slot: Slot) -> None:
+        spec = load.spec
+        self._next_fetch_id += 1
+        seed = random.getrandbits(63)
+        self._in_flight[self._next_fetch_id] = _InFlight(load, piece, slot, seed)
+        fetch = Fetch(
+            fetch_id=self._next_fetch_id,
+            transfer_id=spec.transfer_id,
+            epoch=spec.epoch,
+            first_layer=piece.first_layer,
+            num_layers=piece.num_layers,
+            block_indices=spec.block_indices[piece.start : piece.stop],
+            session=self._session,
+            address=slot.addr,
+            num_bytes=piece.num_bytes(self._layout.page_bytes),
+            seed=seed,
+        )
+        self._peer(spec.peer).send(encode(fetch), zmq.NOBLOCK)
+
+    def _peer(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        socket = self._peers.get(endpoint)
+        if socket is None:
+            socket = self._peers[endpoint] = connect_dealer(self.context, endpoint)
+            self.watch(socket, lambda: self._on_message(socket))
+        return socket
+
+    def _on_message(self, socket: zmq.Socket[bytes]) -> None:
+        message = decode_data(socket.recv())
+        if not isinstance(message, Fetched):
+            return
+        flight = self._in_flight.pop(message.fetch_id, None)
+        if flight is None:
+            return
+        if message.cause:
+            late_write = message.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value)
+            if late_write:
+                self._pool.quarantine(flight.slot, time.monotonic() + QUARANTINE_S)
+            else:
+                self._pool.release(flight.slot)
+            self._end(flight.load, message.cause)
+            return
+        self._place(flight, message.checksum)
+        self._pool.release(flight.slot)
+
+    def _place(self, flight: _InFlight, expected: int) -> None:
+        """Copy a piece into its pages and count it if it is what the producer packed."""
+        load, piece = flight.load, flight.piece
+        layers = self._layout.for_layers(piece.first_layer, piece.first_layer + piece.num_layers)
+        ids = np.array(load.spec.block_ids[piece.start : piece.stop], dtype=np.int64)
+        with load.lock:
+            if load.ended is not None:
+                return
+            checksum = self._copier.scatter(layers, ids, flight.slot.region, 0, flight.seed)
+            if checksum == expected:
+                load.num_bytes += piece.num_bytes(self._layout.page_bytes)
+        if checksum != expected:
+            self._end(load, Cause.CHECKSUM.value)
+            return
+        with self._landed:
+            for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
+                load.pieces_of_layer[layer] -= 1
+            load.tail_pieces -= piece.tail
+            load.num_pieces -= 1
+            self._landed.notify_all()
+        if not load.num_pieces:
+            self._end(load, "")

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Identifiers and small values that several layers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+EngineId = NewType("EngineId", str)
+Epoch = NewType("Epoch", str)
+"""Random, new at each start of an engine: a restarted peer is never taken for the old one."""
+TransferId = NewType("TransferId", str)
+"""Random and unguessable: it names one prompt's blocks on their producer."""
+LoadId = NewType("LoadId", int)
+"""Names one load of a consumer, counted by its scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Host and TCP port of a control or data socket."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Cause(str, Enum):
+    """Why a transfer did not happen. The value is the label of the failure metric."""
+
+    BAD_PARAMS = "bad_params"
+    PEER_NOT_ALLOWED = "peer_not_allowed"
+    PEER_UNREACHABLE = "peer_unreachable"
+    INCOMPATIBLE = "incompatible"
+    WRONG_EPOCH = "wrong_epoch"
+    LEASE_EXPIRED = "lease_expired"
+    HASH_MISMATCH = "hash_mismatch"
+    CHECKSUM = "checksum"
+    TRANSFER_FAILED = "transfer_failed"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    INTERNAL = "internal"

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message between two engines, and the fields a request carries between them.
+
+Control messages travel between the scheduler processes (consumer asks, producer answers); data
+messages between the worker processes. All are msgspec structs in MessagePack, one per ZMQ frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.errors import TransferError
+
+# History: 1 - first version (prefill first, the consumer asks for pieces).
+WIRE_VERSION = 1
+
+_MAX_PARAM_LENGTH = 256
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """Consumer: may I read this prompt? Starts or renews the lease.
+
+    ``block_hashes`` are the consumer's own hashes of its full prompt blocks, in order;
+    ``tail_digest`` is that of the first ``num_tail_tokens`` tokens after them. The producer
+    compares both with its lease, so a reference to another prompt's KV is refused.
+    """
+
+    version: int
+    fingerprint: str
+    transfer_id: str
+    epoch: str
+    block_hashes: tuple[bytes, ...]
+    num_tail_tokens: int
+    tail_digest: bytes
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """Producer: the first ``num_blocks`` blocks and ``num_tail_tokens`` more can be read."""
+
+    transfer_id: str
+    num_blocks: int
+    num_tail_tokens: int
+    data_host: str
+    data_port: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Producer: no; ``cause`` is a value of ``types.Cause``, ``detail`` is for a person."""
+
+    transfer_id: str
+    cause: str
+    detail: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Consumer: keep these leases."""
+
+    transfer_ids: tuple[str, ...]
+    epoch: str
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Consumer: this prompt is not needed any more."""
+
+    transfer_id: str
+    epoch: str
+
+
+class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+    """Consumer: write these pages, layer-major, into my staging memory at ``address``."""
+
+    fetch_id: int
+    transfer_id: str
+    epoch: str
+    first_layer: int
+    num_layers: int
+    block_indices: tuple[int, ...]
+    session: str
+    address: int
+    num_bytes: int
+    seed: int
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """Producer: written, with this checksum (``cause`` empty), or not (``cause`` set)."""
+
+    fetch_id: int
+    checksum: int
+    cause: str = ""
+
+
+ControlMessage = Open | Opened | Refused | Heartbeat | Release
+DataMessage = Fetch | Fetched
+
+_encoder = msgspec.msgpack.Encoder()
+_control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_data_decoder = msgspec.msgpack.Decoder(DataMessage)
+
+
+def encode(message: ControlMessage | DataMessage) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_control(frame: bytes) -> ControlMessage:
+    """A control message; ``TransferError`` for anything else."""
+    try:
+        return _control_decoder.decode(frame)
+    except msgspec.MsgspecError as e:
+        raise TransferError(f"not a control message: {e}") from e
+
+
+def decode_data(frame: bytes) -> DataMessage:
+    """A data message; ``TransferError`` for anything else."""
+    try:
+        return _data_decoder.decode(frame)
+    except msgspec.MsgspecError as e:
+        raise TransferError(f"not a data message: {e}") from e
+
+
+class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """What a producer returns in ``kv_transfer_params`` and a router hands to the consumer.
+
+    The first group are upstream's names, with their meaning. ``remote_block_ids`` is there for
+    routers that look at it; no engine of ours reads it, because it comes from a client.
+    """
+
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+    remote_block_ids: tuple[int, ...] | None = None
+    tp_size: int = 1
+    # Ours.
+    transfer_id: str = ""
+    remote_epoch: str = ""
+    remote_num_tokens: int = 0
+
+    def to_params(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        params: dict[str, Any] = msgspec.to_builtins(self)
+        return params
+
+    @classmethod
+    def from_params(cls, params: dict[str, Any]) -> RemotePrefill:
+        """Check a client's values; ``TransferError`` names the wrong field."""
+        known = {name: params[name] for name in cls.__struct_fields__ if name in params}
+        known.pop("remote_block_ids", None)
+        try:
+            remote = msgspec.convert(known, cls)
+        except msgspec.ValidationError as e:
+            raise TransferError(f"kv_transfer_params: {e}") from e
+        for name in ("transfer_id", "remote_epoch", "remote_host", "remote_engine_id"):
+            value = getattr(remote, name)
+            if not 0 < len(value) <= _MAX_PARAM_LENGTH:
+                raise TransferError(
+                    f"kv_transfer_params.{name} must be 1..{_MAX_PARAM_LENGTH} characters"
+                )
+        if not 0 < remote.remote_port <= 65535:
+            raise TransferError(f"kv_transfer_params.remote_port: {remote.remote_port}")
+        return remote
