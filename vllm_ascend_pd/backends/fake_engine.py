@@ -135,6 +135,7 @@ class FaultyTransferEngine(TransferEngine):
         self._late: list[WriteRequest] = []
         self._num_bounces = 0
         self._abandoned: list[mmap.mmap] = []
+        self._closed = False
         self._num_writes = 0
 
     @property
@@ -182,7 +183,8 @@ class FaultyTransferEngine(TransferEngine):
     def poll(self, handle: TransferHandle) -> TransferStatus:
         with self._lock:
             write = self._writes[handle]
-        status = self._advance(write)
+            closed = self._closed
+        status = TransferStatus.FAILED if closed else self._advance(write)
         if status is not TransferStatus.RUNNING:
             with self._lock:
                 self._writes.pop(handle, None)
@@ -202,6 +204,8 @@ class FaultyTransferEngine(TransferEngine):
         return num_landed
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
         self._inner.close()
 
     def _submit_inner(self, request: WriteRequest, num_bytes: int) -> TransferHandle:

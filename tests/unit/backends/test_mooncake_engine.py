@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a peer in another process can show: real Mooncake, dying and stopped peers."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vllm_ascend_pd.backends import mooncake_engine
+from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+from vllm_ascend_pd.backends.transfer_engine import TransferStatus
+
+DONE, RUNNING, FAILED = TransferStatus.DONE, TransferStatus.RUNNING, TransferStatus.FAILED
+NUM_BYTES = 64 << 20
+CONTACT_TIMEOUT_S = 0.5
+
+PEER = """
+import ctypes, mmap, sys
+from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+engine = MooncakeTransferEngine("127.0.0.1")
+memory = mmap.mmap(int(sys.argv[1]), int(sys.argv[2]))
+addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+engine.register(addr, len(memory))
+print(engine.session, addr, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mooncake():
+    return pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
+
+class Peer:
+    """A process with one registered region, whose memory this process sees too."""
+
+    def __init__(self) -> None:
+        fd = os.memfd_create("peer")
+        os.ftruncate(fd, NUM_BYTES)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER, str(fd), str(NUM_BYTES)],
+            pass_fds=(fd,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.memory = mmap.mmap(fd, NUM_BYTES)
+        os.close(fd)
+        self.session, addr = self.process.stdout.readline().decode().split()
+        self.addr = int(addr)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def peer():
+    peer = Peer()
+    yield peer
+    peer.end()
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.engine = MooncakeTransferEngine("127.0.0.1", contact_timeout_s=CONTACT_TIMEOUT_S)
+        self.memory = mmap.mmap(-1, NUM_BYTES)
+        self.addr = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.engine.register(self.addr, NUM_BYTES)
+
+    def submit(self, peer: Peer, num_bytes: int):
+        return self.engine.submit_write(peer.session, self.addr, peer.addr, num_bytes)
+
+    def wait(self, handle, limit_s: float = 20.0) -> TransferStatus:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            status = self.engine.poll(handle)
+            if status is not RUNNING:
+                return status
+        raise AssertionError(f"still running after {limit_s} s")
+
+
+@pytest.fixture(scope="module")
+def sender(mooncake):
+    sender = Sender()
+    yield sender
+    sender.engine.close()
+
+
+def test_done_means_that_another_process_has_every_byte(sender, peer):
+    for i in range(300):
+        num_bytes = (1, 4096, 65_537, 3 << 20)[i % 4]
+        sender.memory[:num_bytes] = bytes([i % 255 + 1]) * num_bytes
+        assert sender.wait(sender.submit(peer, num_bytes)) is DONE
+        assert peer.memory[:num_bytes] == sender.memory[:num_bytes]
+
+
+def test_a_peer_that_dies_during_a_write_fails_it(sender, peer):
+    assert sender.wait(sender.submit(peer, 8)) is DONE
+    handle = sender.submit(peer, NUM_BYTES)
+    assert sender.engine.poll(handle) is RUNNING
+    peer.end()
+    assert sender.wait(handle) is FAILED
+    assert sender.wait(sender.submit(peer, 8)) is FAILED
+
+
+def test_first_contact_with_a_stopped_peer_neither_blocks_nor_lands_later(sender, peer):
+    peer.stop()
+    started = time.monotonic()
+    handles = [sender.submit(peer, 8) for _ in range(3)]
+    submitted = time.monotonic()
+    sender.memory[:8] = b"too late"
+    assert [sender.wait(handle, CONTACT_TIMEOUT_S + 2) for handle in handles] == [FAILED] * 3
+    assert submitted - started < CONTACT_TIMEOUT_S
+    # The peer goes on and is met at last: what has been given up is not sent any more.
+    peer.process.send_signal(signal.SIGCONT)
+    status = FAILED
+    while status is FAILED:
+        status = sender.wait(
+            sender.engine.submit_write(peer.session, sender.addr + 8, peer.addr + 8, 8)
+        )
+    assert status is DONE
+    assert peer.memory[:8] == bytes(8)
+
+
+def test_a_peer_that_stops_fails_its_writes_in_bounded_time(sender, peer):
+    assert sender.wait(sender.submit(peer, 8)) is DONE
+    peer.stop()
+    assert sender.wait(sender.submit(peer, NUM_BYTES), limit_s=10.0) is FAILED
+    peer.process.send_signal(signal.SIGCONT)
+    assert sender.wait(sender.submit(peer, 8)) is DONE
+
+
+def test_the_environment_of_the_user_wins(monkeypatch, mooncake):
+    for name in mooncake_engine._ENV_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "77")
+    mooncake_engine._load_mooncake()
+    expected = {**mooncake_engine._ENV_DEFAULTS, "MC_TRANSFER_TIMEOUT": "77"}
+    assert {name: os.environ[name] for name in expected} == expected
+
+
+def test_a_missing_library_is_explained(monkeypatch):
+    real_import = builtins.__import__
+
+    def fail(name, *args, **kwargs):
+        if name.startswith("mooncake"):
+            raise ImportError("libibverbs.so.1: cannot open shared object file")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    with pytest.raises(ImportError, match=r"libibverbs\.so\.1.*\[cpu\].*apt-get install"):
+        MooncakeTransferEngine("127.0.0.1")

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import threading
+
+import pytest
+
+from vllm_ascend_pd.backends import staging
+from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
+from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.errors import BackendError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def engine():
+    engine = FakeTransferEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool(engine, clock):
+    pool = StagingPool(engine, num_slots=3, slot_bytes=5000, clock=clock)
+    yield pool
+    pool.close()
+
+
+def test_slots_are_page_aligned_disjoint_and_registered_as_one_region(engine, pool):
+    slots = [pool.acquire() for _ in range(3)]
+    starts = sorted(slot.addr for slot in slots)
+    assert all(start % mmap.PAGESIZE == 0 for start in starts)
+    assert all(b - a >= 5000 for a, b in itertools.pairwise(starts))
+    assert starts[0] == pool.region.base
+    assert starts[-1] + 5000 <= pool.region.base + pool.region.size
+    assert {slot.num_bytes for slot in slots} == {5000}
+    assert engine.num_regions() == 1
+
+
+def test_a_slot_can_be_written_to_its_last_byte(pool):
+    slot = pool.acquire()
+    ctypes.memset(slot.addr, 0x5A, slot.num_bytes)
+    assert ctypes.string_at(slot.addr, slot.num_bytes) == b"\x5a" * 5000
+    pool.release(slot)
+
+
+def test_an_exhausted_pool_gives_none(pool):
+    slots = [pool.acquire() for _ in range(3)]
+    assert pool.acquire() is None
+    assert pool.num_free == 0
+    pool.release(slots[1])
+    assert pool.num_free == 1
+    assert pool.acquire().addr == slots[1].addr
+
+
+def test_a_quarantined_slot_rests_until_its_deadline(pool, clock):
+    slots = [pool.acquire() for _ in range(3)]
+    pool.quarantine(slots[0], until=110.0)
+    clock.now = 109.9
+    assert pool.num_free == 0
+    assert pool.acquire() is None
+    clock.now = 110.0
+    assert pool.num_free == 1
+    assert pool.acquire().addr == slots[0].addr
+
+
+def test_quarantines_end_one_by_one(pool, clock):
+    slots = [pool.acquire() for _ in range(3)]
+    for slot, until in zip(slots, (130.0, 110.0, 120.0), strict=True):
+        pool.quarantine(slot, until)
+    free = []
+    for clock.now in (105.0, 115.0, 125.0, 135.0):
+        free.append(pool.num_free)
+    assert free == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("first", ["release", "quarantine"])
+@pytest.mark.parametrize("second", ["release", "quarantine"])
+def test_a_slot_cannot_be_given_back_twice(pool, first, second):
+    slot = pool.acquire()
+    give_back = {"release": pool.release, "quarantine": lambda slot: pool.quarantine(slot, 0.0)}
+    give_back[first](slot)
+    with pytest.raises(ValueError, match="not held"):
+        give_back[second](slot)
+    assert pool.num_free == 3
+
+
+def test_a_stale_holder_cannot_give_back_the_next_ones_slot(pool):
+    stale = pool.acquire()
+    pool.release(stale)
+    fresh = pool.acquire()
+    assert fresh.addr == stale.addr
+    with pytest.raises(ValueError, match="not held"):
+        pool.release(stale)
+    assert pool.num_free == 2
+    pool.release(fresh)
+
+
+def test_close_unregisters_and_unmaps_and_can_be_repeated(engine, pool, caplog):
+    abandoned = len(staging._abandoned)
+    pool.release(pool.acquire())
+    pool.close()
+    pool.close()
+    assert engine.num_regions() == 0
+    assert len(staging._abandoned) == abandoned
+    assert not caplog.records
+    with pytest.raises(BackendError):
+        pool.acquire()
+
+
+@pytest.mark.parametrize("how", ["held", "quarantined"])
+def test_memory_that_may_still_be_written_stays_mapped_after_close(engine, pool, how, caplog):
+    slot = pool.acquire()
+    if how == "quarantined":
+        pool.quarantine(slot, until=1000.0)
+    pool.close()
+    ctypes.memset(slot.addr, 1, slot.num_bytes)  # a crash if it were unmapped
+    assert ctypes.string_at(slot.addr, 1) == b"\x01"
+    assert engine.num_regions() == 0
+    assert "stays mapped: 1 slots" in caplog.text
+
+
+def test_a_slot_can_be_released_after_close(pool):
+    slot = pool.acquire()
+    pool.close()
+    pool.release(slot)
+    assert pool.num_free == 3
+
+
+def test_a_refused_registration_leaves_no_memory_behind(engine, monkeypatch):
+    def refuse(addr: int, num_bytes: int) -> None:
+        raise BackendError("no")
+
+    mappings = []
+    map_memory = staging._map_memory
+    monkeypatch.setattr(
+        staging, "_map_memory", lambda size: mappings.append(map_memory(size)) or mappings[0]
+    )
+    monkeypatch.setattr(engine, "register", refuse)
+    with pytest.raises(BackendError):
+        StagingPool(engine, 1, 4096)
+    assert mappings[0].closed
+
+
+@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 4096), (1, 0), (-1, 4096)])
+def test_an_empty_pool_is_refused(engine, num_slots, slot_bytes):
+    with pytest.raises(ValueError, match="need num_slots"):
+        StagingPool(engine, num_slots, slot_bytes)
+
+
+def test_threads_never_share_a_slot(engine):
+    pool = StagingPool(engine, num_slots=4, slot_bytes=4096)
+    holders: dict[int, int] = {}
+    clashes = []
+
+    def work(me: int) -> None:
+        for _ in range(500):
+            slot = pool.acquire()
+            if slot is None:
+                continue
+            if holders.setdefault(slot.index, me) != me:
+                clashes.append((slot.index, me))
+            del holders[slot.index]
+            pool.release(slot)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clashes == []
+    assert pool.num_free == 4
+    pool.close()
