@@ -94,6 +94,7 @@ class Hasher {
   explicit Hasher(uint64_t seed) : sum_(Mix(seed)) {}
 
   void Update(const uint8_t* data, size_t num_bytes) {
+    if (num_bytes == 0) return;
     num_bytes_ += num_bytes;
     if (num_pending_ != 0) {
       const size_t taken = std::min(num_bytes, kWordBytes - num_pending_);
