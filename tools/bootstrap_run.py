@@ -3,6 +3,7 @@
 
 import argparse
 import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def install(
     """Everything up to the patches; returns how many steps had to run."""
     if missing:
         install_system_packages(environment, missing)
-    with only_one_at_a_time(environment.path):
+    with only_one_at_a_time(REPO):
         make_environment(environment)
         if not with_lock:
             environment.constraints = None
@@ -114,15 +115,18 @@ def install_system_packages(environment: Environment, missing: dict[str, str]) -
 
 
 @contextmanager
-def only_one_at_a_time(path: Path) -> Iterator[None]:
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / "bootstrap.lock").open("w") as lock:
+def only_one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a lock on the folder itself, which needs no file and ends with this process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another bootstrap of {path} ...", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            print("waiting for another bootstrap of this checkout ...", flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def make_environment(environment: Environment) -> None:
@@ -130,11 +134,13 @@ def make_environment(environment: Environment) -> None:
     path, title = environment.path, "virtual environment"
     if environment.python.exists() and (path / "pyvenv.cfg").exists():
         return
-    if (path / "pyvenv.cfg").exists() and not (path / "bootstrap.json").exists():
+    broken = (path / "pyvenv.cfg").exists()
+    if broken and not (path / "bootstrap.json").exists():
         reason = f"{path} is broken, and was not made by this command"
         raise StepError(title, reason, f"remove it, or name another one with --venv: rm -rf {path}")
     fix = "apt-get install python3-venv, or use a Python that has the venv and ensurepip modules"
-    environment.call(title, [sys.executable, "-m", "venv", "--clear", str(path)], fix)
+    clear = ["--clear"] if broken else []
+    environment.call(title, [sys.executable, "-m", "venv", *clear, str(path)], fix)
 
 
 def report_conflicts(environment: Environment) -> None:

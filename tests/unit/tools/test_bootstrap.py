@@ -274,3 +274,18 @@ def test_the_command_explains_itself() -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "--plan" in printed
     assert "examples:" in printed
+
+
+def test_a_broken_environment_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "pyvenv.cfg").write_text("home = /gone\n")
+    with pytest.raises(StepError, match="not made by this command"):
+        bootstrap_run.make_environment(Environment(REPO, tmp_path, None))
+    assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
+
+
+def test_a_working_environment_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    bootstrap_run.make_environment(Environment(REPO, tmp_path, None))
+    assert not (tmp_path / "bootstrap.log").exists()
