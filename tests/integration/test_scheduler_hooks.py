@@ -1,0 +1,1301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side in the real patched schedulers. No model is run: a worker is simulated.
+
+The simulated worker knows, for each slot of each KV block, the tokens that the slot's KV stands
+for. A request's next token is right only if every slot below it is; else it is ``WRONG_TOKEN``.
+So a stale block, a load into the wrong block or a token computed on bad KV shows in the output.
+At the end of each test every cached block holds what its hash says and nothing has leaked.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.scheduler.side import check_supported
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+NUM_LAYERS = 2
+WRONG_TOKEN = 7
+POLL_LIMIT_S = 10.0
+DATA_ENDPOINT = Endpoint("127.0.0.1", 1)
+
+init_none_hash(sha256)
+_hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+_SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def right_token(position: int) -> int:
+    """What the simulated model says at ``position``, whatever came before."""
+    return 100 + position
+
+
+def prompt_of(num_tokens: int, start: int = 1000) -> list[int]:
+    return list(range(start, start + num_tokens))
+
+
+@dataclass
+class SimulatedRequest:
+    """A request in the worker's persistent batch."""
+
+    prompt: list[int]
+    table: list[int]
+    num_computed: int = 0
+    _contents: list[int] = field(default_factory=list)
+
+    def content(self, position: int) -> int:
+        """Stands for the KV at ``position``, which depends on all tokens up to it."""
+        while len(self._contents) <= position:
+            at = len(self._contents)
+            token = self.prompt[at] if at < len(self.prompt) else right_token(at)
+            self._contents.append(hash((self._contents[-1] if at else 0, token)))
+        return self._contents[position]
+
+
+class SimulatedWorker:
+    """Executes scheduler outputs in order, as Model Runner V1 and the worker side do."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], int] = {}
+        self.grants: dict[str, tuple[int, ...]] = {}
+        self.requests: dict[str, SimulatedRequest] = {}
+        self.parked: dict[LoadId, LoadSpec] = {}
+        self.cause_of: Callable[[LoadSpec], str] = lambda spec: ""
+        self.peers: list[SimulatedWorker] = []
+        self._results: list[LoadResult] = []
+        self._endpoint: Endpoint | None = DATA_ENDPOINT
+        self._garbage = count(1)
+
+    def execute(self, output: SchedulerOutput, samples: set[str]) -> ModelRunnerOutput:
+        meta = output.pd_metadata
+        new_grants: dict[str, tuple[int, ...]] = {}
+        if meta is not None:
+            assert isinstance(meta, StepMeta)
+            for transfer_id in meta.revokes:
+                self.grants.pop(transfer_id, None)
+            new_grants = {grant.transfer_id: grant.block_ids for grant in meta.grants}
+            for load_id in meta.cancels:
+                if load_id in self.parked:
+                    self.end_parked(load_id, Cause.CANCELLED.value)
+            for load in meta.loads:
+                if load.in_step:
+                    self._run(load, self.cause_of(load))
+                else:
+                    self.parked[load.load_id] = load
+        self._update_states(output)
+        tokens = [self._compute(r, n, r in samples) for r, n in output.num_scheduled_tokens.items()]
+        self.grants.update(new_grants)
+        report = None
+        if self._results or self._endpoint:
+            report = StepReport(tuple(self._results), self._endpoint)
+        self._results, self._endpoint = [], None
+        kv_output = KVConnectorOutput(kv_connector_worker_meta=report)
+        if not output.num_scheduled_tokens:
+            return ModelRunnerOutput.with_kv_conn_output_only(kv_output)
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=tokens,
+            kv_connector_output=kv_output,
+        )
+
+    def end_parked(self, load_id: LoadId, cause: str = "") -> None:
+        """The parked load ends now; the next step's output reports it."""
+        self._run(self.parked.pop(load_id), cause)
+
+    def _run(self, load: LoadSpec, cause: str) -> None:
+        source: SimulatedWorker | None = None
+        for peer in self.peers:
+            if load.transfer_id in peer.grants:
+                source = peer
+        if source is None and not cause:
+            cause = Cause.LEASE_EXPIRED.value
+        for index, block_id in zip(load.block_indices, load.block_ids, strict=True):
+            for offset in range(BLOCK_SIZE):
+                content = -next(self._garbage)
+                if not cause and source is not None:
+                    theirs = source.grants[load.transfer_id][index]
+                    content = source.slots.get((theirs, offset), content)
+                self.slots[block_id, offset] = content
+        num_bytes = 0 if cause else 1024 * len(load.block_ids)
+        self._results.append(LoadResult(load.load_id, cause, num_bytes, 1.0))
+
+    def _update_states(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self.requests[new.req_id] = SimulatedRequest(
+                list(new.prompt_token_ids or ()), list(new.block_ids[0]), new.num_computed_tokens
+            )
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            request = self.requests[request_id]
+            new_blocks = cached.new_block_ids[i]
+            if request_id in cached.resumed_req_ids:
+                assert new_blocks is not None
+                request.table = list(new_blocks[0])
+            elif new_blocks is not None:
+                request.table = request.table + list(new_blocks[0])
+            request.num_computed = cached.num_computed_tokens[i]
+
+    def _compute(self, request_id: str, num_tokens: int, samples: bool) -> list[int]:
+        request = self.requests[request_id]
+        start = request.num_computed
+        right = all(self.holds(request, position) for position in range(start))
+        for position in range(start, start + num_tokens):
+            block_id = request.table[position // BLOCK_SIZE]
+            content = request.content(position) if right else -next(self._garbage)
+            self.slots[block_id, position % BLOCK_SIZE] = content
+        if not samples:
+            return []
+        return [right_token(start + num_tokens) if right else WRONG_TOKEN]
+
+    def holds(self, request: SimulatedRequest, position: int) -> bool:
+        slot = request.table[position // BLOCK_SIZE], position % BLOCK_SIZE
+        return self.slots.get(slot) == request.content(position)
+
+
+@dataclass
+class Step:
+    """A scheduled step that has not been executed yet."""
+
+    output: SchedulerOutput
+    samples: set[str]
+
+    @property
+    def meta(self) -> StepMeta:
+        meta = self.output.pd_metadata
+        assert isinstance(meta, StepMeta), "this step carries nothing for the worker"
+        return meta
+
+    @property
+    def loads(self) -> tuple[LoadSpec, ...]:
+        meta = self.output.pd_metadata
+        return meta.loads if isinstance(meta, StepMeta) else ()
+
+
+class Engine:
+    """A real scheduler, a simulated worker, and the engine core's loop over both."""
+
+    def __init__(self, scheduler: Scheduler, runs_ahead: bool) -> None:
+        self.scheduler = scheduler
+        self.worker = SimulatedWorker()
+        self.runs_ahead = runs_ahead
+        self.in_flight: deque[Step] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.params: dict[str, dict[str, Any] | None] = {}
+        self.requests: dict[str, Request] = {}
+        self.counts_at_start = self.counts()
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def counts(self) -> dict[str, int]:
+        counts: dict[str, int] = self.scheduler.pd.counts()
+        return counts
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: dict[str, Any] | None = None,
+        max_tokens: int = 1,
+        **sampling: Any,
+    ) -> Request:
+        extra = {"kv_transfer_params": params} if params is not None else None
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **sampling
+            ),
+            pooling_params=None,
+            block_hasher=_hasher,
+        )
+        self.requests[request_id] = request
+        self.tokens[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> Step:
+        output = self.scheduler.schedule()
+        requests = self.scheduler.requests
+        samples = {r for r in output.num_scheduled_tokens if not requests[r].is_prefill_chunk}
+        step = Step(output, samples)
+        self.in_flight.append(step)
+        return step
+
+    def finish_step(self) -> Step:
+        """Execute the oldest step in flight and fold its output in."""
+        step = self.in_flight.popleft()
+        runner_output = self.worker.execute(step.output, step.samples)
+        per_client = self.scheduler.update_from_output(step.output, runner_output)
+        for outputs in per_client.values():
+            for output in outputs.outputs:
+                self.tokens[output.request_id] += output.new_token_ids
+                if output.kv_transfer_params is not None:
+                    self.params[output.request_id] = output.kv_transfer_params
+        return step
+
+    def step(self) -> Step:
+        """One turn of the loop; an engine that runs ahead keeps a second step in flight."""
+        step = self.schedule()
+        while self.in_flight and (len(self.in_flight) > self.runs_ahead or not step.samples):
+            self.finish_step()
+        return step
+
+    def run(self, until: Callable[[], bool]) -> list[Step]:
+        """Turn the loop until something holds; fails when it does not in time."""
+        steps = []
+        deadline = time.monotonic() + POLL_LIMIT_S
+        while not until():
+            assert time.monotonic() < deadline, f"still waiting: {self.counts()}"
+            steps.append(self.step())
+        return steps
+
+    def run_to_end(self) -> list[Step]:
+        steps = self.run(lambda: not self.scheduler.has_requests())
+        while self.in_flight:
+            self.finish_step()
+        return steps
+
+    def schedule_until_admitted(self, request: Request) -> Step:
+        """Poll for the producer's answer; the step that first schedules the request."""
+        deadline = time.monotonic() + POLL_LIMIT_S
+        while True:
+            assert time.monotonic() < deadline, f"never admitted: {request.status.name}"
+            step = self.schedule()
+            if request.request_id in step.output.num_scheduled_tokens:
+                return step
+            self.finish_step()
+
+    def poll(self, until: Callable[[], bool]) -> None:
+        """Wait for the control threads, without a step."""
+        deadline = time.monotonic() + POLL_LIMIT_S
+        while not until():
+            assert time.monotonic() < deadline, f"still waiting: {self.counts()}"
+
+    def wait_for_answer(self) -> None:
+        """A producer has answered; the scheduler has not looked yet."""
+        self.poll(lambda: not self.scheduler.pd._client.outcomes.empty())
+
+    def prefill(self, request_id: str, prompt: list[int], **sampling: Any) -> dict[str, Any]:
+        """Compute a prompt for a consumer; the response's ``kv_transfer_params``."""
+        self.add(request_id, prompt, {"do_remote_decode": True}, **sampling)
+        self.run(lambda: request_id in self.params)
+        params = self.params[request_id]
+        assert params is not None
+        return params
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def warm(self, request_id: str, prompt: list[int]) -> None:
+        """Compute a prompt here, so that its full blocks are cached."""
+        self.add(request_id, prompt)
+        self.run_to_end()
+
+    def cached_block(self, request: Request, index: int) -> Any:
+        blocks = self.pool.get_cached_block(request.block_hashes[index], [0])
+        return blocks[0] if blocks else None
+
+    def evict(self, request: Request, *indices: int) -> None:
+        """Make holes in what is cached of a prompt."""
+        self.pool.evict_blocks({self.cached_block(request, i).block_id for i in indices})
+
+    def expect_tokens(self, request_id: str, num_tokens: int) -> None:
+        start = self.requests[request_id].num_prompt_tokens
+        assert self.tokens[request_id] == [right_token(start + i) for i in range(num_tokens)]
+
+    def expect_nothing_leaked(self) -> None:
+        self.run_to_end()
+        self.poll(lambda: self.counts() == self.counts_at_start)
+        contents = {}
+        for request in self.requests.values():
+            simulated = SimulatedRequest(list(request.prompt_token_ids or ()), [])
+            for index, block_hash in enumerate(request.block_hashes):
+                first = index * BLOCK_SIZE
+                contents[block_hash] = [simulated.content(first + i) for i in range(BLOCK_SIZE)]
+        for block in self.pool.blocks:
+            if block.block_hash is not None:
+                held = [self.worker.slots.get((block.block_id, i)) for i in range(BLOCK_SIZE)]
+                expected = contents[get_block_hash(block.block_hash)]
+                assert held == expected, f"block {block.block_id} is cached with KV of other tokens"
+
+
+@pytest.fixture(scope="session")
+def base_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    folder: Path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(folder)
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(folder), dtype="float32", seed=0, max_model_len=2048),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=2048,
+            max_model_len=2048,
+            is_encoder_decoder=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        device_config=DeviceConfig("cpu"),
+    )
+    config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    return config
+
+
+def kv_cache_config_of(num_blocks: int, *specs: Any) -> KVCacheConfig:
+    page = _SPEC.page_size_bytes
+    names = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(page * num_blocks * NUM_LAYERS, names, page * num_blocks, page)
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec) for spec in specs or (_SPEC,)],
+        kv_cache_layout="LBHNC",
+    )
+
+
+class Engines:
+    """Makes engines of one scheduler class, and ends them all."""
+
+    def __init__(self, scheduler_class: type[Scheduler], base: VllmConfig) -> None:
+        self.scheduler_class = scheduler_class
+        self.base = base
+        self.made: list[Engine] = []
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.scheduler_class is AsyncScheduler
+
+    def config(self, role: str, transfer: dict[str, Any], **scheduler_fields: Any) -> VllmConfig:
+        config = copy.copy(self.base)
+        config.scheduler_config = copy.copy(self.base.scheduler_config)
+        config.cache_config = copy.copy(self.base.cache_config)
+        config.model_config = copy.copy(self.base.model_config)
+        config.parallel_config = copy.copy(self.base.parallel_config)
+        # The CPU platform switches it off; two batches in flight is what the other ones have.
+        config.scheduler_config.async_scheduling = self.runs_ahead
+        for name, value in scheduler_fields.items():
+            setattr(config.scheduler_config, name, value)
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="InEngine",
+            kv_role=role,
+            kv_port=0,
+            kv_connector_extra_config={"transfer": transfer},
+        )
+        return config
+
+    def make(
+        self,
+        role: str,
+        num_blocks: int = NUM_BLOCKS,
+        scheduler_fields: dict[str, Any] | None = None,
+        **transfer: Any,
+    ) -> Engine:
+        config = self.config(role, {"load_mode": "step", **transfer}, **(scheduler_fields or {}))
+        scheduler = self.scheduler_class(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config_of(num_blocks),
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+        )
+        engine = Engine(scheduler, self.runs_ahead)
+        for other in self.made:
+            engine.worker.peers.append(other.worker)
+        self.made.append(engine)
+        return engine
+
+    def end(self) -> None:
+        try:
+            # The last made first: a consumer's end is what releases its producer.
+            for engine in reversed(self.made):
+                engine.expect_nothing_leaked()
+        finally:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        for engine in self.made:
+            engine.scheduler.shutdown()
+
+
+@pytest.fixture(params=[Scheduler, AsyncScheduler], ids=["sync", "async"])
+def engines(request: pytest.FixtureRequest, base_config: VllmConfig) -> Iterator[Engines]:
+    engines = Engines(request.param, base_config)
+    num_failed = request.session.testsfailed
+    yield engines
+    if request.session.testsfailed > num_failed:
+        engines.shutdown()
+    else:
+        engines.end()
+
+
+@pytest.fixture
+def producer(engines: Engines) -> Engine:
+    return engines.make("kv_producer")
+
+
+@pytest.fixture
+def consumer(producer: Engine, engines: Engines) -> Engine:
+    return engines.make("kv_consumer")
+
+
+def fail_all(spec: LoadSpec) -> str:
+    return Cause.CHECKSUM.value
+
+
+# The producer.
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 96, 100])
+def test_grant_is_in_the_step_that_completes_the_prompt(producer: Engine, num_tokens: int) -> None:
+    producer.add("p", prompt_of(num_tokens), {"do_remote_decode": True})
+    step = producer.schedule()
+    (grant,) = step.meta.grants
+    table = producer.scheduler.kv_cache_manager.get_block_ids("p")[0]
+    assert grant.block_ids == tuple(table[: (num_tokens - 1) // BLOCK_SIZE + 1])
+    producer.finish_step()
+    params = producer.params["p"]
+    assert params is not None
+    assert params["transfer_id"] == grant.transfer_id
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_chunked_prompt_is_granted_with_its_last_chunk(engines: Engines) -> None:
+    producer = engines.make("kv_producer", scheduler_fields={"max_num_batched_tokens": 40})
+    producer.scheduler.max_num_scheduled_tokens = 40
+    producer.add("p", prompt_of(100), {"do_remote_decode": True})
+    grants = []
+    for num_expected in (40, 40, 20):
+        step = producer.schedule()
+        producer.finish_step()
+        assert step.output.num_scheduled_tokens == {"p": num_expected}
+        meta = step.output.pd_metadata
+        grants.append(len(meta.grants) if isinstance(meta, StepMeta) else 0)
+    assert grants == [0, 0, 1]
+    assert producer.params["p"] is not None
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_response_carries_upstreams_names(producer: Engine) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    assert params["do_remote_prefill"] is True
+    assert params["do_remote_decode"] is False
+    assert params["remote_host"] == "127.0.0.1"
+    assert 0 < params["remote_port"] <= 65535
+    assert params["remote_engine_id"]
+    assert len(params["remote_block_ids"]) == 7
+    assert params["tp_size"] == 1
+    assert params["remote_num_tokens"] == 100
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_finishing_pins_the_prompts_blocks_until_they_are_released(
+    producer: Engine, consumer: Engine
+) -> None:
+    params = producer.prefill("p", prompt_of(100), max_tokens=3)
+    counts = producer.counts()
+    assert counts["pinned_blocks"] == 7
+    assert counts["leases"] == 1
+    assert counts["free_blocks"] == producer.counts_at_start["free_blocks"] - 7
+    consumer.add("c", prompt_of(100), params)
+    consumer.run_to_end()
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+def test_expired_lease_frees_its_blocks_without_a_request(engines: Engines) -> None:
+    producer = engines.make("kv_producer", lease_s=0.2)
+    producer.prefill("p", prompt_of(100))
+    assert producer.counts()["pinned_blocks"] == 7
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+def test_reset_of_the_prefix_cache_gives_up_leases(producer: Engine) -> None:
+    producer.prefill("p", prompt_of(100))
+    assert producer.scheduler.reset_prefix_cache()
+    assert producer.counts() == producer.counts_at_start
+    producer.add("q", prompt_of(20))
+    assert len(producer.schedule().meta.revokes) == 1
+    producer.finish_step()
+
+
+def test_abort_before_the_end_revokes(producer: Engine) -> None:
+    producer.add("p", prompt_of(100), {"do_remote_decode": True}, max_tokens=5)
+    (grant,) = producer.step().meta.grants
+    producer.abort("p")
+    producer.add("q", prompt_of(20, start=3000))
+    assert producer.schedule().meta.revokes == (grant.transfer_id,)
+    producer.run_to_end()
+    assert "p" not in producer.params
+    assert grant.transfer_id not in producer.worker.grants
+
+
+def test_preempted_prompt_is_revoked_and_granted_again(producer: Engine) -> None:
+    producer.add("p", prompt_of(100), {"do_remote_decode": True}, max_tokens=3)
+    step = producer.schedule()
+    (first,) = step.meta.grants
+    request = producer.scheduler.running.pop()
+    producer.scheduler._preempt_request(request, time.monotonic())
+    producer.finish_step()
+    steps = producer.run_to_end()
+    metas = [s.output.pd_metadata for s in steps if isinstance(s.output.pd_metadata, StepMeta)]
+    assert first.transfer_id in [i for meta in metas for i in meta.revokes]
+    grants = [grant for meta in metas for grant in meta.grants]
+    assert len(grants) == 1
+    assert grants[0].transfer_id != first.transfer_id
+    params = producer.params["p"]
+    assert params is not None
+    assert params["transfer_id"] == grants[0].transfer_id
+    producer.expect_tokens("p", 3)
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_samples_of_one_request_share_one_lease(producer: Engine) -> None:
+    for i in range(3):
+        producer.add(f"{i}_p", prompt_of(100), {"do_remote_decode": True})
+    producer.run_to_end()
+    params = [producer.params[f"{i}_p"] for i in range(3)]
+    assert len({p["transfer_id"] for p in params if p}) == 1
+    assert None not in params
+    assert producer.counts()["leases"] == 1
+    assert producer.counts()["pinned_blocks"] == 7
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_sample_that_ends_first_keeps_the_shared_lease(producer: Engine) -> None:
+    """The lease is of the first sample's blocks, and the second one ends before it."""
+    producer.add("0_p", prompt_of(100), {"do_remote_decode": True}, max_tokens=4)
+    producer.add("1_p", prompt_of(100), {"do_remote_decode": True}, max_tokens=1)
+    producer.run_to_end()
+    assert producer.params.get("0_p") is not None
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_consumer_role_ignores_do_remote_decode(consumer: Engine) -> None:
+    consumer.add("c", prompt_of(40), {"do_remote_decode": True})
+    consumer.run_to_end()
+    assert "c" not in consumer.params
+    consumer.expect_tokens("c", 1)
+
+
+# The consumer.
+
+
+@pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 33, 96, 97, 100])
+def test_remote_prompt_is_loaded_and_one_token_computed(
+    producer: Engine, consumer: Engine, num_tokens: int
+) -> None:
+    params = producer.prefill("p", prompt_of(num_tokens))
+    request = consumer.add("c", prompt_of(num_tokens), params, max_tokens=4)
+    assert request.status is RequestStatus.WAITING_FOR_KV
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 1}
+    num_full = (num_tokens - 1) // BLOCK_SIZE
+    num_tail = (num_tokens - 1) % BLOCK_SIZE
+    (load,) = step.loads
+    table = consumer.scheduler.kv_cache_manager.get_block_ids("c")[0]
+    assert load.block_indices == tuple(range(num_full + bool(num_tail)))
+    assert load.block_ids == tuple(table[: num_full + bool(num_tail)])
+    assert load.has_tail is bool(num_tail)
+    assert load.in_step
+    assert load.peer == DATA_ENDPOINT
+    assert load.transfer_id == params["transfer_id"]
+    assert load.epoch == params["remote_epoch"]
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 4)
+
+
+def test_request_waits_without_holding_up_others(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", open_timeout_s=0.2)
+    params = producer.prefill("p", prompt_of(100))
+    # Nobody listens on the discard port.
+    waits = consumer.add("c", prompt_of(100), {**params, "remote_port": 9})
+    consumer.add("other", prompt_of(40, start=500))
+    step = consumer.step()
+    assert step.output.num_scheduled_tokens == {"other": 40}
+    assert waits.status is RequestStatus.WAITING_FOR_KV
+    consumer.run_to_end()
+    consumer.expect_tokens("other", 1)
+    consumer.expect_tokens("c", 1)
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_unreachable_producer_means_compute_here(engines: Engines, producer: Engine) -> None:
+    consumer = engines.make("kv_consumer", open_timeout_s=0.2)
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), {**params, "remote_port": 9})
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 100}
+    assert not step.loads
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_second_request_of_the_step_shares_the_load(producer: Engine, consumer: Engine) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    first = consumer.add("c", prompt_of(100), params, max_tokens=3)
+    consumer.wait_for_answer()
+    second = consumer.add("d", [*prompt_of(96), 5, 6, 8], max_tokens=3)
+    step = consumer.schedule_until_admitted(first)
+    assert step.output.num_scheduled_tokens == {"c": 1, "d": 3}
+    assert len(step.loads) == 1
+    tables = [
+        consumer.scheduler.kv_cache_manager.get_block_ids(r.request_id)[0] for r in (first, second)
+    ]
+    assert tables[0][:6] == tables[1][:6]
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 3)
+    consumer.expect_tokens("d", 3)
+
+
+def test_lookup_is_idempotent_while_the_request_cannot_be_scheduled(
+    producer: Engine, engines: Engines
+) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    consumer = engines.make("kv_consumer", num_blocks=12)
+    consumer.add("long", prompt_of(70, start=500), max_tokens=30)
+    consumer.step()
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.wait_for_answer()
+    counts = [consumer.counts() for _ in range(4) if consumer.step()]
+    assert request.status is RequestStatus.WAITING
+    assert {c["phantoms"] for c in counts} == {6}
+    assert {c["free_blocks"] for c in counts} == {6}
+    assert {c["loads"] for c in counts} == {0}
+    consumer.run_to_end()
+    consumer.expect_tokens("long", 30)
+    consumer.expect_tokens("c", 1)
+
+
+def test_abort_after_the_lookup_withdraws_phantoms(producer: Engine, consumer: Engine) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.wait_for_answer()
+    consumer.scheduler.pd.try_promote(request)
+    _, num_tokens, _ = consumer.scheduler.kv_cache_manager.get_computed_blocks(request)
+    assert num_tokens == 99
+    assert consumer.counts()["phantoms"] == 6
+    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"]
+    consumer.abort("c")
+    assert consumer.counts()["phantoms"] == 0
+    assert consumer.cached_block(request, 0) is None
+
+
+def test_abort_while_the_peer_is_asked_leaves_nothing(producer: Engine, consumer: Engine) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), params)
+    consumer.abort("c")
+    consumer.run_to_end()
+    assert consumer.counts() == consumer.counts_at_start
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+def test_hole_is_filled_and_later_local_blocks_are_used(producer: Engine, consumer: Engine) -> None:
+    consumer.warm("w", prompt_of(100))
+    warm = consumer.requests["w"]
+    kept = [consumer.cached_block(warm, i).block_id for i in (0, 1, 4, 5)]
+    consumer.evict(warm, 2, 3)
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 1}
+    (load,) = step.loads
+    assert load.block_indices == (2, 3, 6)
+    table = consumer.scheduler.kv_cache_manager.get_block_ids("c")[0]
+    assert [table[i] for i in (0, 1, 4, 5)] == kept
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+
+
+def test_local_blocks_beyond_what_the_peer_has_are_used(producer: Engine, consumer: Engine) -> None:
+    consumer.warm("w", prompt_of(100))
+    consumer.evict(consumer.requests["w"], 0, 1)
+    params = producer.prefill("p", prompt_of(50))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 4}
+    (load,) = step.loads
+    assert load.block_indices == (0, 1)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+
+
+def test_only_the_tail_is_loaded_when_all_blocks_are_cached(
+    producer: Engine, consumer: Engine
+) -> None:
+    consumer.warm("w", prompt_of(100))
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    step = consumer.schedule_until_admitted(request)
+    (load,) = step.loads
+    assert load.block_indices == (6,)
+    assert load.has_tail
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+
+
+def test_nothing_is_loaded_when_all_is_cached(producer: Engine, consumer: Engine) -> None:
+    consumer.warm("w", prompt_of(97))
+    params = producer.prefill("p", prompt_of(97))
+    request = consumer.add("c", prompt_of(97), {**params, "return_provenance": True})
+    step = consumer.schedule_until_admitted(request)
+    assert not step.loads
+    consumer.run_to_end()
+    returned = consumer.params["c"]
+    assert returned is not None
+    assert returned["provenance"]["outcome"] == "local"
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+def test_longer_prompt_loads_what_the_peer_has(producer: Engine, consumer: Engine) -> None:
+    params = producer.prefill("p", prompt_of(50))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 52}
+    (load,) = step.loads
+    assert load.block_indices == (0, 1, 2)
+    assert not load.has_tail
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+
+
+def test_reference_to_another_prompt_is_refused(producer: Engine, consumer: Engine) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100, start=700), {**params, "return_provenance": True})
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 100}
+    assert not step.loads
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+    returned = consumer.params["c"]
+    assert returned is not None
+    assert returned["provenance"]["outcome"] == Cause.HASH_MISMATCH.value
+    assert returned["provenance"]["num_computed_tokens"] == 100
+
+
+def test_each_request_of_a_lease_gets_the_answer_to_its_own_prompt(
+    producer: Engine, consumer: Engine
+) -> None:
+    """The same reference twice, once with another prompt, asked at the same time."""
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), params)
+    consumer.add("d", prompt_of(100, start=700), params)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+    consumer.expect_tokens("d", 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [
+        pytest.param(prompt_of(1), {}, id="one token is computed in any case"),
+        pytest.param(prompt_of(100), {"prompt_logprobs": 1}, id="prompt logprobs"),
+    ],
+)
+def test_kv_that_is_not_needed_is_given_back(
+    producer: Engine, consumer: Engine, prompt: list[int], sampling: dict[str, Any]
+) -> None:
+    params = producer.prefill("p", prompt)
+    request = consumer.add("c", prompt, params, **sampling)
+    assert request.status is RequestStatus.WAITING
+    step = consumer.step()
+    assert step.output.num_scheduled_tokens == {"c": len(prompt)}
+    assert not step.loads
+    consumer.run_to_end()
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_port": "x"},
+        {"remote_port": 0},
+        {"transfer_id": ""},
+        {"remote_host": None},
+        {"remote_host": "192.0.2.1"},
+        {"remote_epoch": 5},
+    ],
+    ids=str,
+)
+def test_bad_params_mean_compute_here(
+    producer: Engine, consumer: Engine, wrong: dict[str, Any]
+) -> None:
+    params = producer.prefill("p", prompt_of(40))
+    request = consumer.add("c", prompt_of(40), {**params, **wrong})
+    assert request.status is RequestStatus.WAITING
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_provenance_adds_up_to_the_prompt(producer: Engine, consumer: Engine) -> None:
+    consumer.warm("w", prompt_of(40))
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), {**params, "return_provenance": True})
+    consumer.run_to_end()
+    returned = consumer.params["c"]
+    assert returned is not None
+    provenance = returned["provenance"]
+    assert provenance["num_prompt_tokens"] == 100
+    assert provenance["num_local_tokens"] == 32
+    assert provenance["num_peer_tokens"] == 67
+    assert provenance["num_computed_tokens"] == 1
+    assert provenance["num_peer_blocks"] == 5
+    assert provenance["outcome"] == "loaded"
+
+
+def test_prefill_stats_count_peer_tokens_as_external(producer: Engine, consumer: Engine) -> None:
+    consumer.warm("w", prompt_of(40))
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.schedule_until_admitted(request)
+    stats = request.prefill_stats
+    assert stats is not None
+    assert stats.num_local_cached_tokens == 32
+    assert stats.num_external_cached_tokens == 67
+    assert stats.num_computed_tokens == 1
+
+
+# Parked loads.
+
+
+def test_parked_load_holds_its_blocks_and_ends_cached(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    ((load_id, load),) = consumer.worker.parked.items()
+    assert load.block_indices == tuple(range(6))
+    assert not load.in_step
+    assert not load.has_tail
+    assert request.status is RequestStatus.WAITING_FOR_KV
+    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 6
+    assert consumer.cached_block(request, 0) is None
+    consumer.step()
+    assert request.status is RequestStatus.WAITING_FOR_KV
+    consumer.worker.end_parked(load_id)
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 1}
+    table = consumer.scheduler.kv_cache_manager.get_block_ids("c")[0]
+    assert tuple(table[:6]) == load.block_ids
+    (tail,) = step.loads
+    assert tail.block_indices == (6,)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+
+
+def test_other_requests_run_beside_a_parked_load(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.add("other", prompt_of(40, start=500), max_tokens=3)
+    consumer.run(lambda: len(consumer.tokens["other"]) == 3)
+    consumer.expect_tokens("other", 3)
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+
+
+def test_failed_parked_load_frees_its_blocks(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), {**params, "return_provenance": True})
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)), Cause.TRANSFER_FAILED.value)
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 100}
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+    returned = consumer.params["c"]
+    assert returned is not None
+    assert returned["provenance"]["outcome"] == Cause.TRANSFER_FAILED.value
+    assert returned["provenance"]["num_computed_tokens"] == 100
+
+
+def test_abort_of_a_parked_request_frees_after_the_report(
+    producer: Engine, engines: Engines
+) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.abort("c")
+    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 6
+    assert consumer.scheduler.has_requests()
+    consumer.run_to_end()
+    assert consumer.counts() == consumer.counts_at_start
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+def test_abort_before_the_parked_load_left_frees_after_the_report(
+    producer: Engine, engines: Engines
+) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.wait_for_answer()
+    assert not consumer.scheduler.pd.try_promote(request)
+    consumer.abort("c")
+    consumer.run_to_end()
+    assert consumer.counts() == consumer.counts_at_start
+
+
+@pytest.mark.parametrize(("num_blocks", "parks"), [(13, False), (14, True)])
+def test_load_is_not_parked_into_the_last_free_blocks(
+    producer: Engine, engines: Engines, num_blocks: int, parks: bool
+) -> None:
+    """Six blocks are in use and six are missing; a tenth of all has to stay free."""
+    params = producer.prefill("p", prompt_of(100))
+    consumer = engines.make("kv_consumer", num_blocks=num_blocks, load_mode="park")
+    consumer.add("long", prompt_of(90, start=500), max_tokens=4)
+    consumer.step()
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.wait_for_answer()
+    consumer.step()
+    assert request.status is (RequestStatus.WAITING_FOR_KV if parks else RequestStatus.WAITING)
+    assert consumer.counts()["loads"] == parks
+    if parks:
+        consumer.run(lambda: bool(consumer.worker.parked))
+        consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    consumer.run_to_end()
+    consumer.expect_tokens("long", 4)
+    consumer.expect_tokens("c", 1)
+
+
+def test_parked_load_brings_only_what_is_missing(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    consumer.warm("w", prompt_of(100))
+    consumer.evict(consumer.requests["w"], 1, 4)
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    ((load_id, load),) = consumer.worker.parked.items()
+    assert load.block_indices == (1, 4)
+    consumer.worker.end_parked(load_id)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+
+
+# Failed loads.
+
+
+def test_no_token_of_a_failed_load_is_delivered(producer: Engine, consumer: Engine) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    consumer.worker.cause_of = fail_all
+    request = consumer.add("c", prompt_of(100), params, max_tokens=5)
+    step = consumer.schedule_until_admitted(request)
+    hashes = [consumer.pool.blocks[i].block_hash for i in step.loads[0].block_ids[:6]]
+    assert None not in hashes
+    if consumer.runs_ahead:
+        ahead = consumer.schedule()
+        assert "c" in ahead.output.num_scheduled_tokens
+    consumer.finish_step()
+    assert consumer.tokens["c"] == []
+    assert request.status is RequestStatus.PREEMPTED
+    assert all(consumer.pool.blocks[i].block_hash is None for i in step.loads[0].block_ids)
+    again = consumer.schedule()
+    assert again.output.num_scheduled_tokens == {"c": 100}
+    assert not again.loads
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 5)
+
+
+def test_blocks_computed_on_a_failed_load_are_evicted(producer: Engine, consumer: Engine) -> None:
+    params = producer.prefill("p", prompt_of(50))
+    consumer.worker.cause_of = fail_all
+    request = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    consumer.schedule_until_admitted(request)
+    consumer.finish_step()
+    assert [consumer.cached_block(request, i) for i in range(6)] == [None] * 6
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+
+
+def test_request_that_shares_a_bad_block_is_preempted_too(
+    producer: Engine, consumer: Engine
+) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    consumer.worker.cause_of = fail_all
+    first = consumer.add("c", prompt_of(100), params, max_tokens=3)
+    consumer.wait_for_answer()
+    second = consumer.add("d", [*prompt_of(96), 5, 6, 8], max_tokens=3)
+    other = consumer.add("other", prompt_of(40, start=500), max_tokens=3)
+    step = consumer.schedule_until_admitted(first)
+    assert set(step.output.num_scheduled_tokens) == {"c", "d", "other"}
+    consumer.finish_step()
+    assert first.status is RequestStatus.PREEMPTED
+    assert second.status is RequestStatus.PREEMPTED
+    assert other.status is RequestStatus.RUNNING
+    assert consumer.tokens == {"c": [], "d": [], "other": [right_token(40)]}
+    consumer.run_to_end()
+    for request_id in ("c", "d", "other"):
+        consumer.expect_tokens(request_id, 3)
+
+
+def test_failed_hole_evicts_the_local_blocks_after_it(producer: Engine, consumer: Engine) -> None:
+    consumer.warm("w", prompt_of(100))
+    consumer.evict(consumer.requests["w"], 2)
+    params = producer.prefill("p", prompt_of(100))
+    consumer.worker.cause_of = fail_all
+    request = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    consumer.schedule_until_admitted(request)
+    consumer.finish_step()
+    assert consumer.cached_block(request, 1) is not None
+    assert consumer.cached_block(request, 2) is None
+    again = consumer.schedule()
+    assert again.output.num_scheduled_tokens == {"c": 68}
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+
+
+def test_request_preempted_before_the_report_delivers_no_stale_token(
+    producer: Engine, consumer: Engine
+) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    consumer.worker.cause_of = fail_all
+    request = consumer.add("c", prompt_of(100), params, max_tokens=3)
+    consumer.schedule_until_admitted(request)
+    consumer.scheduler.running.remove(request)
+    consumer.scheduler._preempt_request(request, time.monotonic())
+    consumer.finish_step()
+    assert consumer.tokens["c"] == []
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 3)
+
+
+def test_request_preempted_before_the_report_leaves_no_bad_block_cached(
+    producer: Engine, consumer: Engine
+) -> None:
+    """Blocks 3 to 5 are computed on the blocks that fail to load, and their table is gone."""
+    params = producer.prefill("p", prompt_of(50))
+    consumer.worker.cause_of = fail_all
+    request = consumer.add("c", prompt_of(100), params, max_tokens=3)
+    consumer.schedule_until_admitted(request)
+    consumer.scheduler.running.remove(request)
+    consumer.scheduler._preempt_request(request, time.monotonic())
+    consumer.finish_step()
+    assert [consumer.cached_block(request, i) for i in range(6)] == [None] * 6
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 3)
+
+
+def test_request_aborted_before_the_report_leaves_no_bad_block_cached(
+    producer: Engine, consumer: Engine
+) -> None:
+    params = producer.prefill("p", prompt_of(50))
+    consumer.worker.cause_of = fail_all
+    request = consumer.add("c", prompt_of(100), params, max_tokens=3)
+    consumer.schedule_until_admitted(request)
+    consumer.abort("c")
+    consumer.finish_step()
+    assert [consumer.cached_block(request, i) for i in range(6)] == [None] * 6
+    # The holes before such blocks are filled, and then they would be hits.
+    consumer.worker.cause_of = lambda spec: ""
+    consumer.add("d", prompt_of(100), producer.prefill("q", prompt_of(50)), max_tokens=3)
+    consumer.run_to_end()
+    consumer.expect_tokens("d", 3)
+
+
+def test_abort_during_a_load_that_succeeds_keeps_its_blocks(
+    producer: Engine, consumer: Engine
+) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=3)
+    consumer.schedule_until_admitted(request)
+    consumer.abort("c")
+    consumer.finish_step()
+    assert consumer.cached_block(request, 5) is not None
+    consumer.add("d", prompt_of(100), max_tokens=2)
+    assert consumer.step().output.num_scheduled_tokens == {"d": 4}
+    consumer.run_to_end()
+    consumer.expect_tokens("d", 2)
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+def test_phantoms_of_a_failed_source_are_withdrawn(producer: Engine, engines: Engines) -> None:
+    """The second half of the prompt is published, but no request has committed to it yet."""
+    consumer = engines.make("kv_consumer")
+    params = producer.prefill("p", prompt_of(100))
+    first = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    consumer.wait_for_answer()
+    consumer.scheduler.pd.try_promote(first)
+    consumer.scheduler.kv_cache_manager.get_computed_blocks(first)
+    assert consumer.counts()["phantoms"] == 6
+    consumer.scheduler.waiting.remove_requests([first])
+    consumer.scheduler.skipped_waiting.remove_requests([first])
+    # A short request commits to the first blocks only, and their load fails.
+    short = consumer.add("d", [*prompt_of(32), 5, 6], max_tokens=2)
+    consumer.worker.cause_of = fail_all
+    step = consumer.schedule_until_admitted(short)
+    assert step.loads[0].block_indices == (0, 1)
+    assert consumer.counts()["phantoms"] == 4
+    consumer.finish_step()
+    assert consumer.counts()["phantoms"] == 0
+    assert consumer.cached_block(first, 5) is None
+    consumer.scheduler.waiting.add_request(first)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+    consumer.expect_tokens("d", 2)
+
+
+def test_leases_on_bad_blocks_are_revoked(producer: Engine, engines: Engines) -> None:
+    """A kv_both engine passes on what it loads; when the load fails, so does the lease."""
+    both = engines.make("kv_both")
+    params = producer.prefill("p", prompt_of(100))
+    both.worker.cause_of = fail_all
+    request = both.add("b", prompt_of(100), {**params, "do_remote_decode": True}, max_tokens=2)
+    step = both.schedule_until_admitted(request)
+    (grant,) = step.meta.grants
+    both.finish_step()
+    both.run_to_end()
+    both.expect_tokens("b", 2)
+    assert grant.transfer_id not in both.worker.grants
+    returned = both.params["b"]
+    assert returned is not None
+    assert returned["transfer_id"] != grant.transfer_id
+    both.scheduler.reset_prefix_cache()
+
+
+def test_second_source_serves_after_the_first_has_failed(
+    producer: Engine, consumer: Engine
+) -> None:
+    """A request preempted because another's load failed loads from its own peer again."""
+    params = producer.prefill("p", prompt_of(100))
+    other_params = producer.prefill("q", prompt_of(100))
+    first = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    consumer.wait_for_answer()
+    consumer.scheduler.pd.try_promote(first)
+    second = consumer.add("d", prompt_of(100), other_params, max_tokens=2)
+    consumer.wait_for_answer()
+    failed = params["transfer_id"]
+    consumer.worker.cause_of = lambda s: fail_all(s) if s.transfer_id == failed else ""
+    step = consumer.schedule_until_admitted(second)
+    assert set(step.output.num_scheduled_tokens) == {"c", "d"}
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+    consumer.expect_tokens("d", 2)
+
+
+def test_prefill_stats_stay_sane_when_a_recovered_request_loads_again(
+    producer: Engine, consumer: Engine
+) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    other_params = producer.prefill("q", prompt_of(100))
+    first = consumer.add("c", prompt_of(100), params)
+    consumer.wait_for_answer()
+    consumer.scheduler.pd.try_promote(first)
+    second = consumer.add("d", prompt_of(100), other_params)
+    consumer.wait_for_answer()
+    failed = params["transfer_id"]
+    consumer.worker.cause_of = lambda s: fail_all(s) if s.transfer_id == failed else ""
+    consumer.schedule_until_admitted(second)
+    stats = [first.prefill_stats, second.prefill_stats]
+    consumer.finish_step()
+    consumer.schedule()
+    for one in stats:
+        assert one is not None
+        assert one.num_local_cached_tokens >= 0
+        assert one.num_local_cached_tokens + one.num_external_cached_tokens <= 100
+
+
+# What is refused.
+
+
+def check(engines: Engines, spec: Any = _SPEC, **changes: Any) -> None:
+    """``check_supported`` of a scheduler built without the in-engine path, then reconfigured."""
+    config = engines.config("kv_both", {})
+    config.kv_transfer_config = None
+    scheduler = engines.scheduler_class(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config_of(NUM_BLOCKS),
+        log_stats=False,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+        hash_block_size=BLOCK_SIZE,
+    )
+    assert scheduler.pd is None
+    scheduler.kv_cache_config = (
+        kv_cache_config_of(NUM_BLOCKS, *spec) if spec != _SPEC else (scheduler.kv_cache_config)
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        target: Any = scheduler
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+    check_supported(scheduler)
+
+
+_WINDOW = SlidingWindowSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vllm_config__cache_config__enable_prefix_caching": False}, "prefix caching is off"),
+        ({"spec": (_SPEC, _SPEC)}, "2 KV cache groups"),
+        ({"spec": (_WINDOW,)}, "SlidingWindowSpec"),
+        ({"vllm_config__parallel_config__world_size": 2}, "tensor and pipeline parallel"),
+        ({"vllm_config__parallel_config__data_parallel_size": 2}, "data parallel"),
+        ({"hash_block_size": 8}, "hash blocks smaller"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"vllm_config__model_config__disable_cascade_attn": False}, "cascade attention"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_engine_is_refused_by_name(
+    engines: Engines, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(engines, **changes)
+
+
+def test_supported_engine_is_accepted(engines: Engines) -> None:
+    check(engines)
+    assert engines.made == []
