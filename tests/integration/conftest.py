@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines for the tests of this folder: started on first use, shared, checked for leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.integration.engines import (
+    Answer,
+    Engine,
+    EngineConfig,
+    Fleet,
+    assert_no_leak,
+    make_prompt,
+)
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+
+
+class Engines:
+    """The engines of one test. When it ends, each of them must hold nothing more than before."""
+
+    def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._before: dict[Engine, dict[str, int]] = {}
+        self._own: list[Engine] = []
+
+    def shared(self, role: str, **options: Any) -> Engine:
+        """An engine that other tests use too; ``transfer`` are options of that section."""
+        return self._watch(self._fleet.engine(self._configure(role, **options)))
+
+    def own(self, role: str, **options: Any) -> Engine:
+        """An engine that this test may kill."""
+        engine = self._fleet.start(self._configure(role, **options))
+        self._own.append(engine)
+        return self._watch(engine)
+
+    def kill(self, engine: Engine) -> None:
+        self._fleet.kill(engine)
+
+    def close(self) -> None:
+        for engine, before in self._before.items():
+            if engine.alive and engine not in self._own:
+                try:
+                    assert_no_leak(engine, before)
+                except BaseException:
+                    self._fleet.discard(engine)
+                    raise
+
+    def close_own(self) -> None:
+        try:
+            for engine in self._own:
+                if engine.alive:
+                    assert_no_leak(engine, self._before[engine])
+        finally:
+            for engine in self._own:
+                if engine.alive:
+                    self._fleet.retire(engine)
+
+    def _watch(self, engine: Engine) -> Engine:
+        if engine not in self._before:
+            self._before[engine] = engine.counts()
+        return engine
+
+    def _configure(
+        self, role: str, transfer: dict[str, Any] | None = None, **options: Any
+    ) -> EngineConfig:
+        config = replace(self._config, role=role, **options)
+        return config.with_transfer(**(transfer or {}))
+
+
+class SingleEngine:
+    """What one ordinary engine answers, each question asked once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._answers: dict[str, Answer] = {}
+
+    def __call__(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> Answer:
+        key = repr((prompt, max_tokens, sorted(more.items())))
+        if key not in self._answers:
+            self._answers[key] = self._engine.ask(prompt, max_tokens, **more)
+        return self._answers[key]
+
+
+@pytest.fixture(scope="session")
+def base_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    model = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return EngineConfig(str(model.path))
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory, base_config: EngineConfig) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("engines")) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="session")
+def single(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
+    return SingleEngine(fleet.engine(replace(base_config, executor="uni")))
+
+
+@pytest.fixture
+def engines(fleet: Fleet, base_config: EngineConfig) -> Iterator[Engines]:
+    engines = Engines(fleet, base_config)
+    yield engines
+    try:
+        engines.close()
+    finally:
+        engines.close_own()
+
+
+@pytest.fixture
+def producer(engines: Engines) -> Engine:
+    return engines.shared("kv_producer")
+
+
+@pytest.fixture
+def consumer(engines: Engines) -> Engine:
+    return engines.shared("kv_consumer")
+
+
+@pytest.fixture
+def prompt_of(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
+    """``prompt_of(num_tokens, part="")``: tokens that no other test has seen."""
+
+    def make(num_tokens: int, part: str = "") -> list[int]:
+        return make_prompt(num_tokens, request.node.nodeid + part)
+
+    return make

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other side of ``engines``: a process that imports vLLM once and forks engines.
+
+    tests ──"fork"──► zygote ──fork──► engine (EngineCore, stepped by hand) ──fork──► worker
+
+Started as ``engine_process.py ADDRESS``. The zygote and each engine connect back to the tests and
+obey one command at a time; every answer is ``("ok", value)`` or ``("error", traceback)``. No
+torch operation runs before a fork, so no thread of a parallel region is lost in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+_IMPORTS = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.qwen3",
+    "vllm.tokenizers.hf",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm_ascend_pd.engine.carrier",
+    "vllm_ascend_pd.engine.scheduler.side",
+    "vllm_ascend_pd.engine.worker.side",
+)
+
+_IDLE_STEP_S = 0.002
+
+
+def _worker_counts(worker: object) -> dict[str, int]:
+    """Runs in the worker process: its counts, and how many busy slots are only quarantined."""
+    from vllm_ascend_pd import hooks
+
+    side: Any = hooks._worker
+    if side is None:
+        return {}
+    counts = side.counts()
+    quarantined = sum(len(pool._quarantined) for pool in side._pools)
+    return {**counts, "busy_slots": counts["busy_slots"] - quarantined, "quarantined": quarantined}
+
+
+def _set_worker_faults(worker: object, script: str) -> None:
+    """Runs in the worker process of an engine that was started with a fault script: a new one."""
+    from vllm_ascend_pd import hooks
+    from vllm_ascend_pd.backends.fake_engine import FaultScript
+
+    side: Any = hooks._worker
+    side._engine._script = FaultScript.parse(script)
+
+
+def _external_id(internal_id: str) -> str:
+    """vLLM appends a random part to what the client calls a request."""
+    return internal_id.rpartition("-")[0]
+
+
+class EngineServer:
+    """One engine. Every public method is a command; its value must be plain data."""
+
+    def __init__(self, llm_options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+        from vllm.v1.executor import multiproc_executor
+
+        # The CPU platform asks for "spawn", which imports everything again.
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+        kv_transfer_config = None
+        if transfer is not None:
+            kv_transfer_config = KVTransferConfig(kv_connector="InEngine", **transfer)
+        self._llm = LLM(
+            **llm_options, kv_transfer_config=kv_transfer_config, disable_log_stats=False
+        )
+        self._engine = self._llm.llm_engine
+        self._core: Any = self._engine.engine_core.engine_core
+        self._scheduler: Any = self._core.scheduler
+        self._answers: dict[str, dict[str, Any]] = {}
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        cache_salt: str | None,
+        sampling: dict[str, Any],
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        if sampling.get("n", 1) > 1:
+            sampling = {**sampling, "output_kind": RequestOutputKind.FINAL_ONLY}
+        inputs = TokensPrompt(prompt_token_ids=prompt)
+        if cache_salt is not None:
+            inputs["cache_salt"] = cache_salt
+        self._engine.add_request(request_id, inputs, SamplingParams(**sampling))
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort_request([request_id])
+
+    def abort_in_step(self, request_id: str) -> dict[str, list[list[int]]]:
+        """A step during whose forward the abort arrives."""
+        self._core.aborts_queue.put([self._internal_id(request_id)])
+        return self.step()
+
+    def step(self) -> dict[str, list[list[int]]]:
+        """One step; the tokens so far of every request that got some in it."""
+        return {
+            output.request_id: [list(sample.token_ids) for sample in output.outputs]
+            for output in map(self._note, self._engine.step())
+        }
+
+    def run(self, timeout: float) -> dict[str, dict[str, Any]]:
+        """Step as the engine's own loop does, until it would sleep; the answers since the last."""
+        deadline = time.monotonic() + timeout
+        while self._engine.has_unfinished_requests() or self._scheduler.has_requests():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"requests did not end in {timeout} s: {self.requests()}")
+            if not self.step():
+                time.sleep(_IDLE_STEP_S)
+        answers, self._answers = self._answers, {}
+        return answers
+
+    def step_until(
+        self, request_id: str, key: str, values: list[Any], timeout: float
+    ) -> dict[str, Any]:
+        """Step until ``requests()[request_id][key]`` is one of ``values``."""
+        deadline = time.monotonic() + timeout
+        while True:
+            found = self.requests().get(request_id, {})
+            if found.get(key) in values:
+                return found
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{key} of {request_id} not in {values}: {self.requests()}")
+            if not self.step():
+                time.sleep(_IDLE_STEP_S)
+
+    def requests(self) -> dict[str, dict[str, Any]]:
+        """The unfinished requests, as the scheduler sees them."""
+        pd = self._scheduler.pd
+        consumer = pd._consumer if pd is not None else None
+        if consumer is not None:
+            consumer.collect_outcomes()
+        seen = {}
+        for internal_id, request in self._scheduler.requests.items():
+            session = consumer.get(request) if consumer is not None else None
+            seen[_external_id(internal_id)] = {
+                "status": request.status.name,
+                "num_computed_tokens": request.num_computed_tokens,
+                "num_output_tokens": request.num_output_tokens,
+                "num_preemptions": request.num_preemptions,
+                "session": session.state.name if session is not None else None,
+            }
+        return seen
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The block table of an unfinished request."""
+        manager = self._scheduler.kv_cache_manager
+        return list(manager.get_block_ids(self._internal_id(request_id))[0])
+
+    def evict_blocks(self, block_ids: list[int]) -> None:
+        self._scheduler.kv_cache_manager.evict_blocks(set(block_ids))
+
+    def counts(self) -> dict[str, int]:
+        """Of the scheduler and of the worker side, in one."""
+        pd = self._scheduler.pd
+        if pd is None:
+            pool = self._scheduler.kv_cache_manager.block_pool
+            return {"free_blocks": pool.get_num_free_blocks()}
+        worker_counts = self._llm.collective_rpc(_worker_counts)[0]
+        return {
+            "requests": len(self._scheduler.requests),
+            **pd.counts(),
+            **{f"worker_{name}": count for name, count in worker_counts.items()},
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """``{name or name/label: total}`` of the exposed counters, and what waits to be exposed."""
+        totals: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if metric.name == "vllm:num_preemptions":
+                totals["preemptions"] = metric.value
+            if not metric.name.startswith("vllm:pd_"):
+                continue
+            labels = [
+                value for key, value in metric.labels.items() if key not in ("model_name", "engine")
+            ]
+            name = "/".join([metric.name.removeprefix("vllm:pd_"), *labels])
+            totals[name] = totals.get(name, 0) + metric.value
+        if self._scheduler.pd is not None:
+            for name, value in self._scheduler.pd._stats._values.items():
+                totals[name] = totals.get(name, 0) + value
+        return totals
+
+    def set_faults(self, script: str) -> None:
+        self._llm.collective_rpc(_set_worker_faults, args=(script,))
+
+    def reset_prefix_cache(self) -> bool:
+        return self._engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _internal_id(self, request_id: str) -> str:
+        return next(i for i in self._scheduler.requests if _external_id(i) == request_id)
+
+    def _note(self, output: Any) -> Any:
+        if output.finished:
+            self._answers[output.request_id] = {
+                "token_ids": [list(sample.token_ids) for sample in output.outputs],
+                "text": output.outputs[0].text,
+                "finish_reason": output.outputs[0].finish_reason,
+                "num_prompt_logprobs": len(output.prompt_logprobs or ()),
+                "kv_transfer_params": output.kv_transfer_params or {},
+            }
+        return output
+
+
+def _serve(connection: Connection, target: Callable[[str, dict[str, Any]], Any]) -> None:
+    """Obey until the other side is gone."""
+    while True:
+        try:
+            name, options = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            answer = ("ok", target(name, options))
+        except BaseException:  # noqa: BLE001 - a process boundary: the tests raise it
+            answer = ("error", traceback.format_exc())
+        connection.send(answer)
+
+
+def _run_engine(address: str, log_path: str, env: dict[str, str], options: dict[str, Any]) -> None:
+    os.setsid()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.environ.update(env)
+    connection = Client(address, "AF_UNIX")
+    try:
+        server = EngineServer(**options)
+    except BaseException:  # noqa: BLE001 - a process boundary: the tests raise it
+        connection.send(("error", traceback.format_exc()))
+        return
+    connection.send(("ok", None))
+    _serve(connection, lambda name, arguments: getattr(server, name)(**arguments))
+    server.shutdown()
+
+
+class Zygote:
+    """Forks engines, and kills what is left of them when the tests are gone."""
+
+    def __init__(self) -> None:
+        self._engine_ids: set[int] = set()
+
+    def fork(self, **options: Any) -> int:
+        process_id = os.fork()
+        if process_id:
+            self._engine_ids.add(process_id)
+            return process_id
+        try:
+            _run_engine(**options)
+        except BaseException:  # noqa: BLE001 - must not return into the zygote's loop
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    def reap(self, process_id: int, timeout: float) -> bool:
+        """Whether this engine has ended by then."""
+        deadline = time.monotonic() + timeout
+        while process_id in self._engine_ids:
+            if os.waitpid(process_id, os.WNOHANG)[0]:
+                self._engine_ids.discard(process_id)
+            elif time.monotonic() > deadline:
+                return False
+            else:
+                time.sleep(0.01)
+        return True
+
+    def kill_all(self) -> None:
+        for process_id in self._engine_ids:
+            try:
+                os.killpg(process_id, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def main() -> None:
+    connection = Client(sys.argv[1], "AF_UNIX")
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    connection.send(("ok", len(os.listdir("/proc/self/task"))))
+    zygote = Zygote()
+    try:
+        _serve(connection, lambda name, options: getattr(zygote, name)(**options))
+    finally:
+        zygote.kill_all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines for tests: each in its own processes, stepped by hand, ready in seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from dataclasses import dataclass, field, replace
+from itertools import count
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+BLOCK_SIZE = 32
+START_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 30.0
+
+_PROCESS = Path(__file__).with_name("engine_process.py")
+_ROOT = Path(__file__).parents[2]
+_LOG_LINES = 40
+
+
+class EngineError(AssertionError):
+    """An engine answered with an exception, or not at all."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What distinguishes engines; equal ones are shared between tests."""
+
+    model: str
+    role: str | None = None
+    transfer: str = "{}"
+    """JSON of ``kv_connector_extra_config.transfer``."""
+    faults: str = ""
+    kv_port: int | None = None
+    block_size: int = BLOCK_SIZE
+    num_blocks: int = 256
+    max_num_batched_tokens: int = 256
+    max_model_len: int = 2048
+    dtype: str = "float32"
+    executor: str = "mp"
+    """``mp``: the worker is a process of its own, as in a deployment; or ``uni``."""
+
+    def with_transfer(self, **options: Any) -> EngineConfig:
+        merged = {**json.loads(self.transfer), **options}
+        return replace(self, transfer=json.dumps(merged, sort_keys=True))
+
+    def llm_options(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "enforce_eager": True,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": 16,
+            "block_size": self.block_size,
+            "kv_cache_memory_bytes": 64 << 20,
+            "num_gpu_blocks_override": self.num_blocks,
+            "distributed_executor_backend": self.executor,
+        }
+
+    def transfer_options(self) -> dict[str, Any] | None:
+        if self.role is None:
+            return None
+        options: dict[str, Any] = {
+            "kv_role": self.role,
+            "kv_connector_extra_config": {"transfer": json.loads(self.transfer)},
+        }
+        if self.kv_port is not None:
+            options["kv_port"] = self.kv_port
+        return options
+
+    def env(self) -> dict[str, str]:
+        return {"VLLM_ASCEND_PD_FAULTS": self.faults}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished request."""
+
+    token_ids: list[int]
+    samples: list[list[int]]
+    text: str
+    finish_reason: str
+    num_prompt_logprobs: int
+    kv_transfer_params: dict[str, Any]
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Of a request that was added with ``return_provenance``."""
+        return self.kv_transfer_params["provenance"]
+
+    @property
+    def sources(self) -> tuple[int, int, int]:
+        """Prompt tokens that were local, came from the peer, were computed."""
+        origin = self.provenance
+        return (
+            origin["num_local_tokens"],
+            origin["num_peer_tokens"],
+            origin["num_computed_tokens"],
+        )
+
+    @property
+    def outcome(self) -> str:
+        return self.provenance["outcome"]
+
+
+def _make_answer(raw: dict[str, Any]) -> Answer:
+    samples = raw["token_ids"]
+    return Answer(
+        token_ids=samples[0],
+        samples=samples,
+        text=raw["text"],
+        finish_reason=raw["finish_reason"],
+        num_prompt_logprobs=raw["num_prompt_logprobs"],
+        kv_transfer_params=raw["kv_transfer_params"],
+    )
+
+
+class Engine:
+    """A handle on one engine process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        process_id: int,
+        connection: Connection,
+        log_path: Path,
+        name: str,
+    ) -> None:
+        self.config = config
+        self.process_id = process_id
+        self.name = name
+        self._connection = connection
+        self._log_path = log_path
+        self._waiting = False
+        self.alive = True
+
+    # Commands.
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 8,
+        kv: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Queue a request; ``kv`` is its ``kv_transfer_params``, greedy unless said otherwise."""
+        options = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **sampling}
+        if kv is not None:
+            options["extra_args"] = {"kv_transfer_params": kv}
+        self._call(
+            "add", request_id=request_id, prompt=prompt, cache_salt=cache_salt, sampling=options
+        )
+
+    def abort(self, request_id: str) -> None:
+        self._call("abort", request_id=request_id)
+
+    def abort_in_step(self, request_id: str) -> dict[str, list[list[int]]]:
+        """A step during whose forward the abort arrives."""
+        return self._call("abort_in_step", request_id=request_id)
+
+    def step(self) -> dict[str, list[list[int]]]:
+        """One engine step: tokens so far of the requests that got some in it."""
+        return self._call("step")
+
+    def step_until(
+        self, request_id: str, key: str, *values: Any, timeout: float = 20.0
+    ) -> dict[str, Any]:
+        """Step until the request's ``key`` (see ``requests``) has one of the values."""
+        return self._call(
+            "step_until",
+            timeout + CALL_TIMEOUT_S,
+            request_id=request_id,
+            key=key,
+            values=list(values),
+            timeout=timeout,
+        )
+
+    def run(self, timeout: float = 60.0) -> dict[str, Answer]:
+        """Step as the engine's own loop does, until it is idle; what ended since the last run."""
+        self.start_run(timeout)
+        return self.join_run(timeout)
+
+    def start_run(self, timeout: float = 60.0) -> None:
+        self._send("run", {"timeout": timeout})
+
+    def join_run(self, timeout: float = 60.0) -> dict[str, Answer]:
+        answers = self._receive("run", timeout + CALL_TIMEOUT_S)
+        return {request_id: _make_answer(raw) for request_id, raw in answers.items()}
+
+    def ask(
+        self, prompt: list[int], max_tokens: int = 8, kv: dict[str, Any] | None = None, **more: Any
+    ) -> Answer:
+        """One request, from start to end."""
+        request_id = f"ask-{next(_numbers)}"
+        self.add(request_id, prompt, max_tokens, kv, **more)
+        return self.run()[request_id]
+
+    def prefill(self, prompt: list[int], **more: Any) -> dict[str, Any]:
+        """Compute a prompt for a consumer; what the client hands to it."""
+        answer = self.ask(prompt, 1, {"do_remote_decode": True}, **more)
+        return {**answer.kv_transfer_params, "return_provenance": True}
+
+    def requests(self) -> dict[str, dict[str, Any]]:
+        return self._call("requests")
+
+    def wait_for(self, request_id: str, key: str, *values: Any, timeout: float = 10.0) -> None:
+        """Until the request's ``key`` has one of the values, without any step."""
+        deadline = time.monotonic() + timeout
+        while (found := self.requests()[request_id][key]) not in values:
+            assert time.monotonic() < deadline, f"{key} of {request_id} is still {found}"
+            time.sleep(0.005)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The block table of an unfinished request."""
+        return self._call("block_ids", request_id=request_id)
+
+    def evict_blocks(self, block_ids: list[int]) -> None:
+        """Out of the prefix cache, as if memory had been short."""
+        self._call("evict_blocks", block_ids=block_ids)
+
+    def counts(self) -> dict[str, int]:
+        return self._call("counts")
+
+    def metrics(self) -> dict[str, float]:
+        return self._call("metrics")
+
+    def set_faults(self, script: str) -> None:
+        """Script the next writes of an engine that was started with ``faults``."""
+        self._call("set_faults", script=script)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._call("reset_prefix_cache")
+
+    # The process.
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the engine and to its worker."""
+        os.killpg(self.process_id, number)
+
+    def stop(self) -> None:
+        """Close the pipe: the engine ends by itself."""
+        self._connection.close()
+
+    def log(self) -> str:
+        """The end of its messages."""
+        return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+    def wait_log(self, text: str, timeout: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout
+        while text not in self._log_path.read_text(errors="replace"):
+            assert time.monotonic() < deadline, f"{self.name} did not log {text!r}\n{self.log()}"
+            time.sleep(0.01)
+
+    def wait_ready(self) -> None:
+        self._waiting = True
+        self._receive("start", START_TIMEOUT_S)
+
+    def _call(self, command: str, call_timeout: float = CALL_TIMEOUT_S, **options: Any) -> Any:
+        self._send(command, options)
+        return self._receive(command, call_timeout)
+
+    def _send(self, command: str, options: dict[str, Any]) -> None:
+        assert not self._waiting, f"{self.name} has not answered its last command"
+        self._connection.send((command, options))
+        self._waiting = True
+
+    def _receive(self, command: str, timeout: float) -> Any:
+        what = f"{self.name} ({self._log_path}): {command}"
+        if not self._connection.poll(timeout):
+            raise EngineError(f"{what}: no answer in {timeout} s\n{self.log()}")
+        try:
+            status, value = self._connection.recv()
+        except (EOFError, ConnectionResetError) as e:
+            raise EngineError(f"{what}: the engine has ended\n{self.log()}") from e
+        self._waiting = False
+        if status != "ok":
+            raise EngineError(f"{what}:\n{value}\n--- log\n{self.log()}")
+        return value
+
+
+_numbers = count()
+
+
+@dataclass
+class Fleet:
+    """All engines of a test session, forked from one process that has imported vLLM."""
+
+    folder: Path
+    _shared: dict[EngineConfig, Engine] = field(default_factory=dict)
+    _engines: list[Engine] = field(default_factory=list)
+
+    def __enter__(self) -> Fleet:
+        # Paths of sockets must be short.
+        self._sockets = tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp")
+        listener = self._listen()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        self._zygote_log = self.folder / "zygote.log"
+        with self._zygote_log.open("wb") as log:
+            self._zygote = subprocess.Popen(
+                [sys.executable, str(_PROCESS), str(listener.address)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._connection = self._accept(listener)
+        self._zygote_answer(START_TIMEOUT_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        alive = [engine for engine in self._engines if engine.alive]
+        for engine in alive:
+            engine.stop()
+        for engine in alive:
+            self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0)
+        self._connection.close()
+        try:
+            self._zygote.wait(20)
+        except subprocess.TimeoutExpired:
+            self._zygote.kill()
+            self._zygote.wait(10)
+        self._sockets.cleanup()
+
+    def engine(self, config: EngineConfig) -> Engine:
+        """A shared engine of this configuration; tests must leave it as they found it."""
+        if config not in self._shared:
+            self._shared[config] = self.start(config)
+        return self._shared[config]
+
+    def discard(self, engine: Engine) -> None:
+        """A test has left it spoiled: the next one gets another."""
+        self._shared = {c: e for c, e in self._shared.items() if e is not engine}
+        if engine.alive:
+            self.kill(engine)
+
+    def engines(self, *configs: EngineConfig) -> list[Engine]:
+        """Several shared ones, started at the same time."""
+        missing = [config for config in dict.fromkeys(configs) if config not in self._shared]
+        started = [self.launch(config) for config in missing]
+        for engine in started:
+            engine.wait_ready()
+            self._shared[engine.config] = engine
+        return [self._shared[config] for config in configs]
+
+    def start(self, config: EngineConfig) -> Engine:
+        """An engine of one's own, to be spoiled or killed."""
+        engine = self.launch(config)
+        engine.wait_ready()
+        return engine
+
+    def launch(self, config: EngineConfig) -> Engine:
+        """Like ``start``, without waiting until it is ready."""
+        name = f"engine-{len(self._engines)}-{config.role or 'single'}"
+        listener = self._listen()
+        log_path = self.folder / f"{name}.log"
+        log_path.touch()
+        process_id = self._ask_zygote(
+            "fork",
+            address=listener.address,
+            log_path=str(log_path),
+            env=config.env(),
+            options={
+                "llm_options": config.llm_options(),
+                "transfer": config.transfer_options(),
+            },
+        )
+        engine = Engine(config, process_id, self._accept(listener), log_path, name)
+        self._engines.append(engine)
+        return engine
+
+    def kill(self, engine: Engine) -> None:
+        """SIGKILL to the engine and its worker; returns when they are gone."""
+        engine.alive = False
+        engine.signal(signal.SIGKILL)
+        assert self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0)
+
+    def retire(self, engine: Engine) -> None:
+        """End an engine of one's own."""
+        engine.alive = False
+        engine.stop()
+        if not self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0):
+            self.kill(engine)
+
+    def _listen(self) -> Listener:
+        return Listener(f"{self._sockets.name}/{next(_numbers)}", "AF_UNIX")
+
+    def _accept(self, listener: Listener) -> Connection:
+        listener._listener._socket.settimeout(START_TIMEOUT_S)  # type: ignore[attr-defined]
+        with listener:
+            return listener.accept()
+
+    def _ask_zygote(self, command: str, **options: Any) -> Any:
+        self._connection.send((command, options))
+        return self._zygote_answer(CALL_TIMEOUT_S)
+
+    def _zygote_answer(self, timeout: float) -> Any:
+        log = self._zygote_log
+        if not self._connection.poll(timeout):
+            raise EngineError(f"no answer of the zygote in {timeout} s\n{log.read_text()}")
+        try:
+            status, value = self._connection.recv()
+        except EOFError as e:
+            raise EngineError(f"the zygote has ended\n{log.read_text()}") from e
+        if status != "ok":
+            raise EngineError(value)
+        return value
+
+
+def make_prompt(num_tokens: int, name: str) -> list[int]:
+    """Token ids that no other ``name`` has, so that tests that share engines share no blocks."""
+    rng = random.Random(zlib.crc32(name.encode()))
+    return [rng.randrange(300, 2000) for _ in range(num_tokens)]
+
+
+_COMPARED = (
+    "requests",
+    "free_blocks",
+    "phantoms",
+    "loads",
+    "sessions",
+    "leases",
+    "pinned_blocks",
+    "worker_regions",
+    "worker_busy_slots",
+    "worker_loads",
+    "worker_grants",
+)
+
+
+def assert_no_leak(engine: Engine, before: dict[str, int], timeout: float = 10.0) -> None:
+    """All counts are as they were ``before`` (staging slots in quarantine are not busy).
+
+    A producer's worker gives up its grants in the next step, so an idle one gets a step to do it.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        now = engine.counts()
+        differing = {
+            name: (before[name], now[name])
+            for name in _COMPARED
+            if name in before and before[name] != now[name]
+        }
+        if not differing:
+            return
+        if set(differing) == {"worker_grants"}:
+            engine.ask(make_prompt(2, f"leak {next(_numbers)}"), 1)
+        if time.monotonic() > deadline:
+            pytest.fail(f"{engine.name} leaks, (before, now): {differing}\n{engine.log()}")
+        time.sleep(0.02)
