@@ -57,7 +57,7 @@ class LoadRecord:
                 in_step=False,
             )
         indices = [phantom.index for phantom in self.phantoms]
-        block_ids = [phantom.cached.block.block_id for phantom in self.phantoms]
+        block_ids = [phantom.block.block_id for phantom in self.phantoms]
         if self.tail is not None:
             indices.append(self.tail.index)
             block_ids.append(self.tail.block_id)
@@ -67,7 +67,7 @@ class LoadRecord:
 
     def bad_block_ids(self) -> set[int]:
         """If it failed: the blocks that still are what it should have filled."""
-        bad = {p.cached.block.block_id for p in self.phantoms if p.cached.is_current()}
+        bad = {p.block.block_id for p in self.phantoms if p.is_current()}
         if self.tail is not None and self.tail.is_current():
             bad.add(self.tail.block_id)
         return bad
@@ -106,7 +106,7 @@ class Loads:
         record.tail = tail or record.tail
         record.users.add(request)
         for phantom in phantoms:
-            self._in_step_blocks[phantom.cached.block.block_id] = record
+            self._in_step_blocks[phantom.block.block_id] = record
 
     def park(
         self,
@@ -160,8 +160,8 @@ class Loads:
     def end(self, load_id: LoadId) -> LoadRecord:
         record = self._running.pop(load_id)
         for phantom in record.phantoms:
-            if self._in_step_blocks.get(phantom.cached.block.block_id) is record:
-                del self._in_step_blocks[phantom.cached.block.block_id]
+            if self._in_step_blocks.get(phantom.block.block_id) is record:
+                del self._in_step_blocks[phantom.block.block_id]
         return record
 
 

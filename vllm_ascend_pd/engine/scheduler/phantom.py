@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource
 
 if TYPE_CHECKING:
@@ -28,33 +30,22 @@ if TYPE_CHECKING:
 _GROUP_ID = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedBlock:
-    """A block and the very hash object it was cached with.
+@dataclass(slots=True, eq=False)
+class Phantom:
+    """A published block that waits for its load. Not changed after it is made.
 
-    The block pool makes a new hash object each time it caches a block, so identity tells whether
-    the block still holds what it held: it does not once it was evicted, even if the same tokens
-    were cached in it again.
+    ``block_hash`` is the very object that the block was cached with. The block pool makes a new
+    one each time it caches a block, so identity tells whether the block still holds what it held:
+    it does not once it was evicted, even if the same tokens were cached in it again.
     """
 
     block: KVCacheBlock
     block_hash: BlockHashWithGroupId | None
-
-    @classmethod
-    def now(cls, block: KVCacheBlock) -> CachedBlock:
-        return cls(block, block.block_hash)
+    source: BlockSource
+    index: int
 
     def is_current(self) -> bool:
         return self.block_hash is not None and self.block.block_hash is self.block_hash
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Phantom:
-    """A published block that waits for its load."""
-
-    cached: CachedBlock
-    source: BlockSource
-    index: int
 
 
 class PhantomBlocks:
@@ -78,40 +69,54 @@ class PhantomBlocks:
 
     def publish(
         self, request: Request, hits: Sequence[KVCacheBlock], source: BlockSource
-    ) -> int:
-        """Publish what ``source`` has after ``hits`` and is not cached; the number published.
+    ) -> list[KVCacheBlock]:
+        """Publish what ``source`` has after ``hits`` and is not cached; the request's hits then.
 
-        No reference is kept: if the request is not scheduled now, nothing has to be undone.
+        That is what a second lookup would return: with one full-attention group the hits are the
+        leading cached blocks. No reference is kept: if the request is not scheduled now, nothing
+        has to be undone.
         """
         last = min(source.num_blocks, (request.num_tokens - 1) // self._block_size)
+        table: list[KVCacheBlock] = list(hits)
         if last <= len(hits):
-            return 0
+            return table
         missing: list[int] = []
-        # What is there already must survive get_new_blocks, which evicts the least recently used.
-        kept = list(hits)
+        cached_block = self._pool.cached_block_hash_to_block.get_one_block
+        hashes = request.block_hashes
         for index in range(len(hits), last):
-            cached = self._pool.get_cached_block(request.block_hashes[index], [_GROUP_ID])
-            if cached is None:
+            block = cached_block(make_block_hash_with_group_id(hashes[index], _GROUP_ID))
+            if block is None:
                 missing.append(index)
-            else:
-                kept.extend(cached)
+            table.append(block)
+        # What is there already must survive get_new_blocks, which evicts the least recently used.
+        kept = [block for block in table if block is not None]
         self._pool.touch(kept)
-        missing = missing[: self._pool.get_num_free_blocks()]
-        new = self._pool.get_new_blocks(len(missing)) if missing else []
-        self.cache(request, missing, new)
+        num_free = self._pool.get_num_free_blocks()
+        if len(missing) > num_free:
+            del table[missing[num_free] :]
+            del missing[num_free:]
+        new = self._pool.get_new_blocks(len(missing))
         for index, block in zip(missing, new, strict=True):
-            self._phantoms[block.block_id] = Phantom(CachedBlock.now(block), source, index)
+            table[index] = block
+        self._enter(request, table, missing)
+        for index, block in zip(missing, new, strict=True):
+            self._phantoms[block.block_id] = Phantom(block, block.block_hash, source, index)
         self._pool.free_blocks(reversed(new))
         self._pool.free_blocks(reversed(kept))
-        return len(missing)
+        return table
 
     def cache(
         self, request: Request, indices: Sequence[int], blocks: Sequence[KVCacheBlock]
     ) -> None:
         """Enter ``blocks`` into the prefix cache as the request's blocks ``indices`` (ascending)."""
-        table: list[KVCacheBlock] = [None] * (indices[-1] + 1 if indices else 0)  # type: ignore[list-item]
+        table: list[KVCacheBlock | None] = [None] * (indices[-1] + 1)
         for index, block in zip(indices, blocks, strict=True):
             table[index] = block
+        self._enter(request, table, indices)
+
+    def _enter(
+        self, request: Request, table: list[KVCacheBlock | None], indices: Sequence[int]
+    ) -> None:
         for start, stop in _runs(indices):
             self._pool.cache_full_blocks(
                 request, table, start, stop, self._block_size, _GROUP_ID
@@ -126,21 +131,21 @@ class PhantomBlocks:
             for block in blocks
             if (phantom := self._phantoms.pop(block.block_id, None)) is not None
         ]
-        return [phantom for phantom in taken if phantom.cached.is_current()]
+        return [phantom for phantom in taken if phantom.is_current()]
 
     def withdraw(self, source: BlockSource) -> None:
         """Evict what ``source`` can no longer provide."""
         gone = [i for i, phantom in self._phantoms.items() if phantom.source is source]
         phantoms = [self._phantoms.pop(block_id) for block_id in gone]
         self._pool.evict_blocks(
-            {p.cached.block.block_id for p in phantoms if p.cached.is_current()}
+            {p.block.block_id for p in phantoms if p.is_current()}
         )
 
     def withdraw_all(self) -> None:
         """Evict every phantom: the prefix cache is about to be reset."""
         phantoms, self._phantoms = self._phantoms, {}
         self._pool.evict_blocks(
-            {i for i, phantom in phantoms.items() if phantom.cached.is_current()}
+            {i for i, phantom in phantoms.items() if phantom.is_current()}
         )
 
 

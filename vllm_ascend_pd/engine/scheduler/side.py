@@ -23,6 +23,7 @@ from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads, TailBlock
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
+from vllm_ascend_pd.engine.threads import shorten_turns
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
@@ -44,6 +45,7 @@ def create(scheduler: Scheduler) -> SchedulerSide:
     """Check that this engine can take part, then open what its role needs."""
     config = PDConfig.from_kv_transfer_config(scheduler.vllm_config.kv_transfer_config)
     check_supported(scheduler)
+    shorten_turns()
     return SchedulerSide(scheduler, config)
 
 
@@ -215,15 +217,10 @@ class SchedulerSide:
         session = self._consumer.get(request)
         if session is None or not session.offers:
             return hit
-        if self._phantoms.publish(request, hit[0][0], session):
-            hit = self._manager.coordinator.find_longest_cache_hit(
-                request.block_hashes, request.num_tokens - 1
-            )
-        blocks, num_tokens, num_uncached = hit
+        blocks = self._phantoms.publish(request, hit[0][0], session)
         num_full = (request.num_tokens - 1) // self._block_size
-        if session.num_tail_tokens and num_tokens == num_full * self._block_size:
-            num_tokens += session.num_tail_tokens
-        return blocks, num_tokens, num_uncached
+        num_tail = session.num_tail_tokens if len(blocks) == num_full else 0
+        return (blocks,), len(blocks) * self._block_size + num_tail, hit[2]
 
     def split_tail(
         self, request: Request, num_local_tokens: int, num_external_tokens: int

@@ -13,6 +13,7 @@ from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.threads import shorten_turns
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
@@ -51,6 +52,7 @@ def create(
         pools.append(StagingPool(engine, transfer.staging_slots, transfer.staging_slot_bytes))
         return pools[-1]
 
+    shorten_turns()
     server = loader = None
     if config.role.produces:
         server = DataServer(
