@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lease book: who may read what, until when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
+from vllm_ascend_pd.transfer.session import ProducerState
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
+from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused
+
+LEASE_S = 30.0
+HASHES = (b"h0", b"h1", b"h2")
+TAIL = (7, 8, 9, 10)
+KEYS = b"(None,)"
+
+
+class Clock:
+    """Time that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_lease(
+    hashes: tuple[bytes, ...] = HASHES, tail: tuple[int, ...] = TAIL, name: str = "t"
+) -> Lease:
+    num_blocks = len(hashes) + 1
+    return Lease(TransferId(name), tuple(range(1, num_blocks + 1)), hashes, tail, KEYS, 52)
+
+
+def make_open(
+    hashes: tuple[bytes, ...] = HASHES,
+    num_tail_tokens: int = 3,
+    tail: tuple[int, ...] = TAIL,
+    keys: bytes = KEYS,
+) -> Open:
+    parent = hashes[-1] if hashes else b""
+    digest = tail_digest(parent, keys, tail[:num_tail_tokens])
+    return Open(WIRE_VERSION, "same", "t", "epoch", hashes, num_tail_tokens, digest)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock: Clock) -> LeaseBook:
+    book = LeaseBook(Epoch("epoch"), "same", LEASE_S, clock)
+    book.data_endpoint = Endpoint("127.0.0.1", 5)
+    return book
+
+
+@pytest.fixture
+def lease(book: LeaseBook) -> Lease:
+    lease = make_lease()
+    book.grant(lease)
+    assert book.finish(lease)
+    return lease
+
+
+def cause_of(answer: Opened | Refused) -> str:
+    assert isinstance(answer, Refused)
+    return answer.cause
+
+
+# What a consumer's hashes match.
+
+
+@pytest.mark.parametrize("num_tail_tokens", [1, 3, 4])
+def test_same_prompt_gets_all_blocks_and_its_tail(num_tail_tokens: int) -> None:
+    assert make_lease().match(make_open(num_tail_tokens=num_tail_tokens)) == (3, num_tail_tokens)
+
+
+def test_prompt_within_one_block_gets_its_tail() -> None:
+    assert make_lease(hashes=()).match(make_open(hashes=())) == (0, 3)
+
+
+def test_prompt_of_whole_blocks_gets_its_last_block_as_tail() -> None:
+    """The last block has a hash too, but the consumer computes its last token."""
+    lease = replace(make_lease(), block_hashes=(*HASHES, b"h3"))
+    assert lease.match(make_open()) == (3, 3)
+
+
+def test_prompt_without_a_tail_gets_blocks_only() -> None:
+    assert make_lease().match(make_open(num_tail_tokens=0)) == (3, 0)
+
+
+def test_shorter_prompt_gets_its_blocks_but_no_tail() -> None:
+    assert make_lease().match(make_open(hashes=HASHES[:2])) == (2, 0)
+
+
+def test_longer_prompt_gets_the_leases_blocks_but_no_tail() -> None:
+    assert make_lease().match(make_open(hashes=(*HASHES, b"h3"))) == (3, 0)
+
+
+def test_blocks_after_a_different_one_do_not_match() -> None:
+    assert make_lease().match(make_open(hashes=(b"h0", b"x", b"h2"))) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        make_open(num_tail_tokens=5, tail=(*TAIL, 11)),
+        make_open(num_tail_tokens=-1),
+        make_open(tail=(7, 8, 99)),
+        make_open(keys=b"(('lora',),)"),
+        msgspec.structs.replace(make_open(), tail_digest=b""),
+    ],
+    ids=["more than there is", "negative", "other tokens", "other adapter", "no digest"],
+)
+def test_tail_that_differs_is_not_given(request_: Open) -> None:
+    assert make_lease().match(request_) == (3, 0)
+
+
+def test_digest_keeps_its_parts_apart() -> None:
+    digests = {
+        tail_digest(b"ab", b"c", [1]),
+        tail_digest(b"a", b"bc", [1]),
+        tail_digest(b"ab", b"c", [1, 0]),
+        tail_digest(b"", b"abc", [1]),
+    }
+    assert len(digests) == 4
+
+
+# Opening.
+
+
+def test_open_answers_where_to_read(book: LeaseBook, lease: Lease) -> None:
+    assert book.open(make_open()) == Opened("t", 3, 3, "127.0.0.1", 5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "cause"),
+    [
+        ("version", WIRE_VERSION + 1, Cause.INCOMPATIBLE),
+        ("fingerprint", "other", Cause.INCOMPATIBLE),
+        ("epoch", "before", Cause.WRONG_EPOCH),
+        ("transfer_id", "unknown", Cause.LEASE_EXPIRED),
+        ("block_hashes", (b"x", b"y", b"z"), Cause.HASH_MISMATCH),
+    ],
+)
+def test_open_is_refused_with_its_cause(
+    book: LeaseBook, lease: Lease, field: str, value: object, cause: Cause
+) -> None:
+    request = msgspec.structs.replace(make_open(), **{field: value})
+    assert cause_of(book.open(request)) == cause.value
+
+
+def test_prompt_that_is_not_finished_cannot_be_opened(book: LeaseBook) -> None:
+    book.grant(make_lease())
+    assert cause_of(book.open(make_open())) == Cause.LEASE_EXPIRED.value
+
+
+def test_open_before_the_worker_serves_is_refused(clock: Clock) -> None:
+    book = LeaseBook(Epoch("epoch"), "same", LEASE_S, clock)
+    lease = make_lease()
+    book.grant(lease)
+    book.finish(lease)
+    assert cause_of(book.open(make_open())) == Cause.LEASE_EXPIRED.value
+
+
+# Expiry.
+
+
+def test_lease_expires_after_its_term(book: LeaseBook, lease: Lease, clock: Clock) -> None:
+    clock.now += LEASE_S - 0.1
+    num_expired, next_expiry = book.expire()
+    assert num_expired == 0
+    assert next_expiry == pytest.approx(0.1)
+    clock.now += 0.1
+    assert book.expire() == (1, None)
+    assert book.take_closed() == [lease]
+    assert lease.cause == "expired"
+    assert len(book) == 0
+
+
+def test_open_renews_the_lease(book: LeaseBook, lease: Lease, clock: Clock) -> None:
+    clock.now += LEASE_S - 1
+    book.open(make_open())
+    clock.now += LEASE_S - 1
+    assert book.expire()[0] == 0
+
+
+def test_heartbeat_renews_the_leases_it_names(book: LeaseBook, lease: Lease, clock: Clock) -> None:
+    other = make_lease(name="other")
+    book.grant(other)
+    book.finish(other)
+    clock.now += LEASE_S - 1
+    book.heartbeat(("t", "unknown"), "epoch")
+    clock.now += 1
+    assert book.expire()[0] == 1
+    assert book.take_closed() == [other]
+
+
+def test_heartbeat_for_another_start_is_ignored(
+    book: LeaseBook, lease: Lease, clock: Clock
+) -> None:
+    clock.now += LEASE_S - 1
+    book.heartbeat(("t",), "before")
+    clock.now += 1
+    assert book.expire()[0] == 1
+
+
+def test_prompt_that_is_not_finished_does_not_expire(book: LeaseBook, clock: Clock) -> None:
+    book.grant(make_lease())
+    clock.now += 100 * LEASE_S
+    assert book.expire() == (0, None)
+    assert len(book) == 1
+
+
+# The end, once.
+
+
+def test_released_lease_is_closed_once(book: LeaseBook, lease: Lease) -> None:
+    assert book.release("t", "epoch")
+    assert not book.release("t", "epoch")
+    assert book.take_closed() == [lease]
+    assert book.take_closed() == []
+    assert book.counts().closed == {"released": 1}
+
+
+def test_release_for_another_start_is_ignored(book: LeaseBook, lease: Lease) -> None:
+    assert not book.release("t", "before")
+    assert len(book) == 1
+
+
+def test_consumer_cannot_release_what_is_not_finished(book: LeaseBook) -> None:
+    book.grant(make_lease())
+    assert not book.release("t", "epoch")
+    assert len(book) == 1
+
+
+def test_late_events_have_no_effect(book: LeaseBook, lease: Lease, clock: Clock) -> None:
+    assert book.revoke(lease)
+    assert not book.revoke(lease)
+    assert not book.finish(lease)
+    assert not book.release("t", "epoch")
+    book.heartbeat(("t",), "epoch")
+    clock.now += 2 * LEASE_S
+    assert book.expire() == (0, None)
+    assert cause_of(book.open(make_open())) == Cause.LEASE_EXPIRED.value
+    assert lease.state is ProducerState.CLOSED
+    assert lease.cause == "revoked"
+    assert book.take_closed() == [lease]
+    assert book.counts().closed == {"revoked": 1}
+
+
+def test_revoke_all_ends_every_lease(book: LeaseBook, lease: Lease) -> None:
+    unfinished = make_lease(name="u")
+    book.grant(unfinished)
+    book.revoke_all()
+    assert len(book) == 0
+    assert set(map(id, book.take_closed())) == {id(lease), id(unfinished)}
+    assert book.counts().granted == 2
