@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control server and client over loopback, with their real threads."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from vllm_ascend_pd.config import DEFAULT_KV_PORT
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.transfer import control
+from vllm_ascend_pd.transfer.control import (
+    ControlClient,
+    ControlServer,
+    OpenOutcome,
+    connect_dealer,
+)
+from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
+from vllm_ascend_pd.wire import (
+    WIRE_VERSION,
+    Heartbeat,
+    Open,
+    Opened,
+    Refused,
+    decode_control,
+    encode,
+)
+
+LEASE_S = 30.0
+LIMIT_S = 10.0
+NOBODY = Endpoint("127.0.0.1", 9)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+
+
+class Clock:
+    """Time of the lease book, which only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Producer:
+    """A lease book behind a control server."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.book = LeaseBook(Epoch("epoch"), "same", LEASE_S, self.clock)
+        self.book.data_endpoint = Endpoint("127.0.0.1", 5)
+        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.server = ControlServer("127.0.0.1", 0, self.book, lambda: self.wakes.put(None))
+        self.server.start()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.server.endpoint
+
+    def lease(self, name: str = "t", hashes: tuple[bytes, ...] = (b"h0", b"h1")) -> Lease:
+        ids = tuple(range(1, len(hashes) + 2))
+        lease = Lease(TransferId(name), ids, hashes, (1, 2, 3), b"", 35)
+        self.book.grant(lease)
+        assert self.book.finish(lease)
+        return lease
+
+    def wait_for_wake(self) -> None:
+        self.wakes.get(timeout=LIMIT_S)
+
+
+def make_open(name: str = "t", hashes: tuple[bytes, ...] = (b"h0", b"h1")) -> Open:
+    digest = tail_digest(hashes[-1], b"", [1, 2])
+    return Open(WIRE_VERSION, "same", name, "epoch", hashes, 2, digest)
+
+
+@pytest.fixture
+def producer() -> Iterator[Producer]:
+    producer = Producer()
+    yield producer
+    producer.server.stop()
+    assert not producer.server.is_alive()
+    assert producer.server.num_errors == 0
+
+
+@pytest.fixture
+def make_client() -> Iterator[Callable[..., ControlClient]]:
+    clients: list[ControlClient] = []
+
+    def make(open_timeout_s: float = LIMIT_S, heartbeat_s: float = LIMIT_S) -> ControlClient:
+        clients.append(ControlClient(open_timeout_s, heartbeat_s))
+        clients[-1].start()
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.stop()
+        assert not client.is_alive()
+
+
+def outcome_of(client: ControlClient) -> OpenOutcome:
+    return client.outcomes.get(timeout=LIMIT_S)
+
+
+# Opening.
+
+
+def test_open_is_answered(producer: Producer, make_client: Callable[..., ControlClient]) -> None:
+    producer.lease()
+    client = make_client()
+    client.open("r", producer.endpoint, make_open())
+    assert outcome_of(client) == OpenOutcome("r", Opened("t", 2, 2, "127.0.0.1", 5))
+
+
+def test_refusal_is_answered(producer: Producer, make_client: Callable[..., ControlClient]) -> None:
+    client = make_client()
+    client.open("r", producer.endpoint, make_open("unknown"))
+    outcome = outcome_of(client)
+    assert outcome.key == "r"
+    assert isinstance(outcome.answer, Refused)
+    assert outcome.answer.cause == Cause.LEASE_EXPIRED.value
+
+
+def test_every_request_of_one_lease_is_answered(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    producer.lease()
+    client = make_client()
+    for key in ("r", "s"):
+        client.open(key, producer.endpoint, make_open())
+    outcomes = [outcome_of(client), outcome_of(client)]
+    assert {outcome.key for outcome in outcomes} == {"r", "s"}
+    assert all(isinstance(outcome.answer, Opened) for outcome in outcomes)
+    assert client.outcomes.empty()
+
+
+def test_each_open_gets_its_own_answer(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    """Two requests refer to one lease, and only the first one's prompt is the lease's."""
+    producer.lease()
+    client = make_client()
+    client.open("same", producer.endpoint, make_open())
+    client.open("other", producer.endpoint, make_open(hashes=(b"x", b"y")))
+    answers = {outcome.key: outcome.answer for outcome in (outcome_of(client), outcome_of(client))}
+    assert isinstance(answers["same"], Opened)
+    assert isinstance(answers["other"], Refused)
+    assert answers["other"].cause == Cause.HASH_MISMATCH.value
+
+
+def test_peer_that_does_not_answer_is_unreachable(
+    make_client: Callable[..., ControlClient],
+) -> None:
+    client = make_client(open_timeout_s=0.2)
+    started = time.monotonic()
+    client.open("r", NOBODY, make_open())
+    outcome = outcome_of(client)
+    assert time.monotonic() - started >= 0.2
+    assert isinstance(outcome.answer, Refused)
+    assert outcome.answer.cause == Cause.PEER_UNREACHABLE.value
+    assert outcome.key == "r"
+
+
+def test_unreachable_peer_does_not_hold_up_another(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    producer.lease()
+    client = make_client(open_timeout_s=0.5)
+    client.open("lost", NOBODY, make_open())
+    client.open("found", producer.endpoint, make_open())
+    assert outcome_of(client).key == "found"
+    assert outcome_of(client).key == "lost"
+
+
+def test_open_without_an_answer_ends_once(make_client: Callable[..., ControlClient]) -> None:
+    client = make_client(open_timeout_s=0.1)
+    client.open("r", NOBODY, make_open())
+    client.open("s", NOBODY, make_open())
+    assert {outcome_of(client).key, outcome_of(client).key} == {"r", "s"}
+    client.open("last", NOBODY, make_open())
+    assert outcome_of(client).key == "last"
+    assert client.outcomes.empty()
+
+
+# Garbage.
+
+
+def test_server_drops_garbage_and_answers_the_next(producer: Producer) -> None:
+    producer.lease()
+    good = encode(make_open())
+    bad_text = good.replace(b"\xa5epoch", b"\xa5epoc\xff")
+    with zmq.Context() as context, connect_dealer(context, producer.endpoint) as peer:
+        for frame in (
+            b"",
+            b"\xc1",
+            b"garbage",
+            b"\x91" * 5000,
+            bad_text,
+            encode(Heartbeat((), "")),
+        ):
+            peer.send(frame)
+        peer.send_multipart([b"one", b"frame too many"])
+        peer.send(good)
+        assert peer.poll(int(LIMIT_S * 1000)), "no answer"
+        answer = decode_control(peer.recv())
+    assert isinstance(answer, Opened)
+
+
+def test_client_survives_garbage_from_a_producer(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    producer.lease()
+    client = make_client(open_timeout_s=0.5)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
+        port = liar.bind_to_random_port("tcp://127.0.0.1")
+        client.open("lied to", Endpoint("127.0.0.1", port), make_open())
+        assert liar.poll(int(LIMIT_S * 1000))
+        identity, _ = liar.recv_multipart()
+        for frame in (b"", b"\xc1", encode(make_open()), encode(Opened("else", 1, 0, "h", 1))):
+            liar.send_multipart([identity, frame])
+        outcome = outcome_of(client)
+        assert outcome.key == "lied to"
+        assert isinstance(outcome.answer, Refused)
+        assert outcome.answer.cause == Cause.PEER_UNREACHABLE.value
+    client.open("r", producer.endpoint, make_open())
+    assert isinstance(outcome_of(client).answer, Opened)
+
+
+# Keeping and releasing.
+
+
+def test_kept_lease_is_renewed(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    lease = producer.lease()
+    client = make_client(heartbeat_s=0.05)
+    client.keep(producer.endpoint, "t", "epoch")
+    for _ in range(3):
+        producer.clock.now += LEASE_S / 2
+        wait_until(lambda: lease.expires_at == producer.clock.now + LEASE_S)
+    assert len(producer.book) == 1
+
+
+def test_lease_without_a_heartbeat_expires_and_wakes_the_scheduler(producer: Producer) -> None:
+    lease = producer.lease()
+    producer.clock.now += LEASE_S
+    producer.wait_for_wake()
+    assert producer.book.take_closed() == [lease]
+    assert lease.cause == "expired"
+
+
+def test_release_closes_the_lease_and_wakes_the_scheduler(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    lease = producer.lease()
+    client = make_client()
+    client.release(producer.endpoint, "t", "epoch")
+    producer.wait_for_wake()
+    assert producer.book.take_closed() == [lease]
+    assert lease.cause == "released"
+
+
+def test_released_lease_is_not_renewed(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    kept, released = producer.lease("kept"), producer.lease("released")
+    client = make_client(heartbeat_s=0.05)
+    for lease in (kept, released):
+        client.keep(producer.endpoint, lease.transfer_id, "epoch")
+    # To another start of the engine, so the lease stays and only the heartbeat for it can end.
+    client.release(producer.endpoint, "released", "epoch")
+    producer.wait_for_wake()
+    old = released.expires_at
+    producer.clock.now += LEASE_S / 2
+    wait_until(lambda: kept.expires_at == producer.clock.now + LEASE_S)
+    assert released.expires_at == old
+
+
+def test_stop_sends_what_was_asked_for(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    lease = producer.lease()
+    client = make_client()
+    client.open("r", producer.endpoint, make_open())
+    assert isinstance(outcome_of(client).answer, Opened)
+    client.release(producer.endpoint, "t", "epoch")
+    client.stop()
+    producer.wait_for_wake()
+    assert lease.cause == "released"
+
+
+# Being idle.
+
+
+def test_idle_client_asks_for_no_turn() -> None:
+    client = ControlClient(open_timeout_s=1.0, heartbeat_s=1.0)
+    assert client.on_tick() is None
+    client.start()
+    client.stop()
+    assert not client.is_alive()
+
+
+def test_idle_connection_is_closed_and_opened_again(
+    producer: Producer, make_client: Callable[..., ControlClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_IDLE_CONNECTION_S", 0.0)
+    producer.lease()
+    client = make_client(heartbeat_s=0.05)
+    client.open("r", producer.endpoint, make_open())
+    assert isinstance(outcome_of(client).answer, Opened)
+    wait_until(lambda: not client._handlers)
+    client.open("s", producer.endpoint, make_open())
+    assert isinstance(outcome_of(client).answer, Opened)
+    assert client.num_errors == 0
+
+
+# Ports.
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def book() -> LeaseBook:
+    return LeaseBook(Epoch("epoch"), "same", LEASE_S, Clock())
+
+
+def test_port_that_is_taken_is_an_error_that_names_it(taken_port: int, book: LeaseBook) -> None:
+    with pytest.raises(ConfigError, match=rf"kv_port {taken_port} .*another kv_port"):
+        ControlServer("127.0.0.1", taken_port, book, lambda: None)
+
+
+def test_address_that_is_not_ours_is_an_error_that_names_it(book: LeaseBook) -> None:
+    with pytest.raises(ConfigError, match=r"kv_ip 192\.0\.2\.1"):
+        ControlServer("192.0.2.1", 0, book, lambda: None)
+
+
+def test_default_port_gives_way_to_a_free_one(
+    taken_port: int, book: LeaseBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "DEFAULT_KV_PORT", taken_port)
+    server = ControlServer("127.0.0.1", taken_port, book, lambda: None)
+    server.start()
+    server.stop()
+    assert server.endpoint.port not in (0, taken_port, DEFAULT_KV_PORT)

@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loader and data server together: real sockets and threads, scripted writes, one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from vllm_ascend_pd.backends.block_copy import (
+    BlockCopier,
+    PageLayout,
+    PythonBlockCopier,
+    Region,
+    make_block_copier,
+)
+from vllm_ascend_pd.backends.fake_engine import (
+    FakeTransferEngine,
+    Fault,
+    FaultKind,
+    FaultScript,
+    WriteRequest,
+)
+from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.transfer.control import connect_dealer
+from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.send import DataServer, Grants
+from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
+
+NUM_LAYERS = 4
+NUM_BLOCKS = 32
+PAGE = 256
+SLOT_BYTES = 4 * PAGE
+NUM_SLOTS = 4
+LIMIT_S = 10.0
+NEVER = Fault(FaultKind.NEVER)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+
+
+class Pages:
+    """KV pages of one engine: ``uint8 [NUM_LAYERS, NUM_BLOCKS, PAGE]`` in host memory."""
+
+    def __init__(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.bytes = random.integers(0, 256, (NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
+        self.layout = PageLayout(
+            region=Region(self.bytes.ctypes.data, self.bytes.nbytes),
+            layer_offsets=np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE,
+            block_stride=PAGE,
+            page_bytes=PAGE,
+        )
+
+
+class Pair:
+    """A producer's and a consumer's data side."""
+
+    def __init__(
+        self, script: FaultScript, write_timeout_s: float = 5.0, copier: BlockCopier | None = None
+    ) -> None:
+        self.time_passed = 0.0  # lets quarantines end
+        copier = copier or PythonBlockCopier()
+        self.theirs = Pages(1)
+        self.ours = Pages(2)
+        self.engine = FakeTransferEngine(script)
+        self.our_engine = FakeTransferEngine()
+        self.send_pool = StagingPool(self.engine, NUM_SLOTS, SLOT_BYTES, self._clock)
+        self.receive_pool = StagingPool(self.our_engine, NUM_SLOTS, SLOT_BYTES, self._clock)
+        self.grants = Grants()
+        self.server = DataServer(
+            host="127.0.0.1",
+            engine=self.engine,
+            copier=copier,
+            layout=self.theirs.layout,
+            pool=self.send_pool,
+            grants=self.grants,
+            allows_host=lambda host: host == "fake",
+            write_timeout_s=write_timeout_s,
+        )
+        self.loader = Loader(self.our_engine.session, copier, self.ours.layout, self.receive_pool)
+        self.server.start()
+        self.loader.start()
+        self._load_ids = count(1)
+
+    def _clock(self) -> float:
+        return time.monotonic() + self.time_passed
+
+    def grant(self, *block_ids: int, transfer_id: str = "t", epoch: str = "e") -> None:
+        self.grants.add(transfer_id, epoch, block_ids)
+
+    def spec(
+        self,
+        indices: tuple[int, ...],
+        block_ids: tuple[int, ...],
+        *,
+        transfer_id: str = "t",
+        epoch: str = "e",
+        has_tail: bool = False,
+        in_step: bool = True,
+        timeout_s: float = LIMIT_S,
+        peer: Endpoint | None = None,
+    ) -> LoadSpec:
+        return LoadSpec(
+            load_id=LoadId(next(self._load_ids)),
+            peer=peer or self.server.endpoint,
+            transfer_id=transfer_id,
+            epoch=epoch,
+            block_indices=indices,
+            block_ids=block_ids,
+            has_tail=has_tail,
+            in_step=in_step,
+            timeout_s=timeout_s,
+        )
+
+    def run(self, spec: LoadSpec) -> LoadResult:
+        self.loader.start_load(spec)
+        self.loader.wait_all()
+        (result,) = self.loader.take_results()
+        return result
+
+    def num_free(self) -> tuple[int, int]:
+        return self.send_pool.num_free, self.receive_pool.num_free
+
+    def stop(self) -> None:
+        self.loader.stop()
+        self.server.stop()
+        assert not self.loader.is_alive()
+        assert not self.server.is_alive()
+        self.send_pool.close()
+        self.receive_pool.close()
+        self.engine.close()
+        self.our_engine.close()
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(
+        script: str | FaultScript = "",
+        write_timeout_s: float = 5.0,
+        copier: BlockCopier | None = None,
+    ) -> Pair:
+        parsed = FaultScript.parse(script) if isinstance(script, str) else script
+        pairs.append(Pair(parsed, write_timeout_s, copier))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        num_errors = pair.server.num_errors, pair.loader.num_errors
+        pair.time_passed = 1000.0
+        pair.stop()
+        assert num_errors == (0, 0)
+        assert pair.engine.num_regions() == pair.our_engine.num_regions() == 0
+
+
+def expect_loaded(pair: Pair, indices_from: tuple[int, ...], to: tuple[int, ...]) -> None:
+    np.testing.assert_array_equal(
+        pair.ours.bytes[:, list(to)], pair.theirs.bytes[:, list(indices_from)]
+    )
+
+
+# Data.
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 4, 5, 13])
+@pytest.mark.parametrize("has_tail", [False, True])
+def test_pages_arrive_and_no_other_is_touched(
+    make_pair: Callable[..., Pair], num_blocks: int, has_tail: bool
+) -> None:
+    pair = make_pair()
+    before = pair.ours.bytes.copy()
+    sources = tuple(range(20, 20 - num_blocks, -1))
+    targets = tuple(range(3, 3 + 2 * num_blocks, 2))
+    pair.grant(*sources)
+    result = pair.run(pair.spec(tuple(range(num_blocks)), targets, has_tail=has_tail))
+    assert result.cause == ""
+    assert result.num_bytes == NUM_LAYERS * num_blocks * PAGE
+    expect_loaded(pair, sources, targets)
+    others = [block for block in range(NUM_BLOCKS) if block not in targets]
+    np.testing.assert_array_equal(pair.ours.bytes[:, others], before[:, others])
+    wait_until(lambda: pair.num_free() == (NUM_SLOTS, NUM_SLOTS))
+
+
+def test_some_of_a_leases_blocks_can_be_loaded(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.grant(9, 8, 7, 6)
+    assert pair.run(pair.spec((1, 3), (0, 1))).cause == ""
+    expect_loaded(pair, (8, 6), (0, 1))
+
+
+def test_several_loads_share_the_slots(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("delay(3)*")
+    pair.grant(*range(16))
+    specs = [pair.spec(tuple(range(i, i + 5)), tuple(range(i, i + 5))) for i in (0, 5, 10)]
+    for spec in specs:
+        pair.loader.start_load(spec)
+    pair.loader.wait_all()
+    assert [result.cause for result in pair.loader.take_results()] == ["", "", ""]
+    expect_loaded(pair, tuple(range(15)), tuple(range(15)))
+    assert pair.loader.num_loads() == 0
+
+
+def test_slow_writes_only_take_longer(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("delay(20)*")
+    pair.grant(*range(6))
+    assert pair.run(pair.spec(tuple(range(6)), tuple(range(6)))).cause == ""
+    expect_loaded(pair, tuple(range(6)), tuple(range(6)))
+
+
+# Waiting.
+
+
+def test_layer_is_in_place_before_later_layers(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(FaultScript([Fault(FaultKind.OK)] * 2, then=NEVER), write_timeout_s=0.5)
+    pair.grant(*range(4))
+    spec = pair.spec((0, 1, 2, 3), (4, 5, 6, 7))
+    pair.loader.start_load(spec)
+    pair.loader.wait_layer(0)
+    pair.loader.wait_layer(1)
+    np.testing.assert_array_equal(pair.ours.bytes[:2, 4:8], pair.theirs.bytes[:2, 0:4])
+    assert pair.loader.take_results() == []
+    pair.loader.cancel(spec.load_id)
+    assert [r.cause for r in pair.loader.take_results()] == [Cause.CANCELLED.value]
+
+
+def test_tail_is_in_place_before_the_blocks(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(FaultScript([Fault(FaultKind.OK)], then=NEVER), write_timeout_s=0.5)
+    pair.grant(*range(5))
+    spec = pair.spec((0, 1, 2, 3, 4), (10, 11, 12, 13, 14), has_tail=True)
+    pair.loader.start_load(spec)
+    pair.loader.wait_tails()
+    np.testing.assert_array_equal(pair.ours.bytes[:, 14], pair.theirs.bytes[:, 4])
+    assert pair.loader.take_results() == []
+    pair.loader.cancel(spec.load_id)
+    assert pair.loader.num_loads() == 1
+
+
+def test_parked_load_is_not_waited_for(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(FaultScript(then=NEVER), write_timeout_s=0.5)
+    pair.grant(*range(4))
+    spec = pair.spec((0, 1), (0, 1), in_step=False)
+    pair.loader.start_load(spec)
+    pair.loader.wait_layer(0)
+    pair.loader.wait_tails()
+    pair.loader.wait_all()
+    assert pair.loader.take_results() == []
+    pair.loader.cancel(spec.load_id)
+    assert len(pair.loader.take_results()) == 1
+
+
+def test_waiting_for_a_failed_load_returns(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("fail*")
+    pair.grant(*range(4))
+    pair.loader.start_load(pair.spec((0, 1), (0, 1)))
+    for layer in range(NUM_LAYERS):
+        pair.loader.wait_layer(layer)
+    pair.loader.wait_all()
+    assert [r.cause for r in pair.loader.take_results()] == [Cause.TRANSFER_FAILED.value]
+
+
+# Faults.
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (FaultKind.FAIL, Cause.TRANSFER_FAILED),
+        (FaultKind.DROP, Cause.CHECKSUM),
+        (FaultKind.SHORT, Cause.CHECKSUM),
+        (FaultKind.CORRUPT, Cause.CHECKSUM),
+        (FaultKind.NEVER, Cause.DEADLINE),
+        (FaultKind.LATE, Cause.TRANSFER_FAILED),
+    ],
+)
+@pytest.mark.parametrize("num_good", [0, 3])
+def test_fault_ends_the_load_with_its_cause(
+    make_pair: Callable[..., Pair], kind: FaultKind, cause: Cause, num_good: int
+) -> None:
+    pair = make_pair(
+        FaultScript([Fault(FaultKind.OK)] * num_good, then=Fault(kind)), write_timeout_s=0.3
+    )
+    pair.grant(*range(8))
+    result = pair.run(pair.spec(tuple(range(8)), tuple(range(8))))
+    assert result.cause == cause.value
+    assert result.num_bytes < NUM_LAYERS * 8 * PAGE
+    pair.time_passed = 1000.0
+    wait_until(lambda: pair.num_free() == (NUM_SLOTS, NUM_SLOTS))
+
+
+def test_load_after_a_failed_one_succeeds(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("corrupt")
+    pair.grant(*range(4))
+    assert pair.run(pair.spec((0, 1), (0, 1))).cause == Cause.CHECKSUM.value
+    assert pair.run(pair.spec((0, 1), (0, 1))).cause == ""
+    expect_loaded(pair, (0, 1), (0, 1))
+
+
+def test_slots_of_a_failed_write_rest(make_pair: Callable[..., Pair]) -> None:
+    """Late bytes may still land in them."""
+    pair = make_pair("late")
+    pair.grant(*range(4))
+    pair.run(pair.spec((0,), (0,)))
+    wait_until(lambda: pair.num_free() == (NUM_SLOTS - 1, NUM_SLOTS - 1))
+    pair.time_passed = 1000.0
+    assert pair.num_free() == (NUM_SLOTS, NUM_SLOTS)
+
+
+def test_late_write_reaches_no_page(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("late*")
+    pair.grant(*range(8))
+    assert pair.run(pair.spec(tuple(range(8)), tuple(range(8)))).cause
+    after = pair.ours.bytes.copy()
+    assert pair.engine.land_late_writes() > 0
+    pair.time_passed = 1000.0
+    assert pair.run(pair.spec((0,), (31,))).cause == Cause.TRANSFER_FAILED.value
+    np.testing.assert_array_equal(pair.ours.bytes, after)
+
+
+def test_piece_that_lands_after_the_end_reaches_no_page(make_pair: Callable[..., Pair]) -> None:
+    gate = threading.Event()
+
+    def choose(write: WriteRequest) -> Fault:
+        assert gate.wait(LIMIT_S)
+        return Fault(FaultKind.OK)
+
+    pair = make_pair(FaultScript(choose=choose))
+    pair.grant(*range(4))
+    before = pair.ours.bytes.copy()
+    spec = pair.spec((0, 1, 2), (0, 1, 2))
+    pair.loader.start_load(spec)
+    wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
+    pair.loader.cancel(spec.load_id)
+    assert [r.cause for r in pair.loader.take_results()] == [Cause.CANCELLED.value]
+    gate.set()
+    wait_until(lambda: pair.send_pool.num_free == NUM_SLOTS)
+    # Another load goes through the same sockets, so what came before it has been handled.
+    pair.run(pair.spec((3,), (31,)))
+    np.testing.assert_array_equal(pair.ours.bytes[:, :31], before[:, :31])
+
+
+def test_cancelled_load_gives_its_slots_back(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(FaultScript(then=NEVER), write_timeout_s=60.0)
+    pair.grant(*range(8))
+    spec = pair.spec(tuple(range(8)), tuple(range(8)), timeout_s=60.0)
+    pair.loader.start_load(spec)
+    wait_until(lambda: pair.receive_pool.num_free == 0)
+    pair.loader.cancel(spec.load_id)
+    pair.time_passed = 1000.0
+    wait_until(lambda: pair.receive_pool.num_free == NUM_SLOTS)
+    assert [r.cause for r in pair.loader.take_results()] == [Cause.CANCELLED.value]
+
+
+def test_cancel_of_an_ended_load_changes_nothing(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.grant(0)
+    spec = pair.spec((0,), (0,))
+    pair.loader.start_load(spec)
+    pair.loader.wait_all()
+    pair.loader.cancel(spec.load_id)
+    assert [r.cause for r in pair.loader.take_results()] == [""]
+
+
+def test_silent_peer_ends_in_deadline(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    spec = pair.spec((0,), (0,), timeout_s=0.2, peer=Endpoint("127.0.0.1", 9))
+    started = time.monotonic()
+    assert pair.run(spec).cause == Cause.DEADLINE.value
+    assert time.monotonic() - started < 5.0
+
+
+def test_parked_load_meets_its_deadline_too(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    peer = Endpoint("127.0.0.1", 9)
+    pair.loader.start_load(pair.spec((0,), (0,), timeout_s=0.2, peer=peer, in_step=False))
+    results: list[LoadResult] = []
+    wait_until(lambda: bool(results.extend(pair.loader.take_results()) or results))
+    assert [r.cause for r in results] == [Cause.DEADLINE.value]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({"transfer_id": "unknown"}, Cause.LEASE_EXPIRED),
+        ({"epoch": "before"}, Cause.WRONG_EPOCH),
+    ],
+)
+def test_load_is_refused_with_its_cause(
+    make_pair: Callable[..., Pair], wrong: dict[str, str], cause: Cause
+) -> None:
+    pair = make_pair()
+    pair.grant(0)
+    before = pair.ours.bytes.copy()
+    result = pair.run(pair.spec((0,), (0,), **wrong))  # type: ignore[arg-type]
+    assert result.cause == cause.value
+    np.testing.assert_array_equal(pair.ours.bytes, before)
+    wait_until(lambda: pair.num_free() == (NUM_SLOTS, NUM_SLOTS))
+
+
+def test_index_beyond_the_lease_is_refused(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.grant(0, 1)
+    assert pair.run(pair.spec((2,), (0,))).cause == Cause.BAD_PARAMS.value
+    assert pair.run(pair.spec((-1,), (0,))).cause == Cause.BAD_PARAMS.value
+
+
+def test_revoked_grant_is_refused(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.grant(0, 1)
+    assert pair.run(pair.spec((0,), (0,))).cause == ""
+    pair.grants.discard(["t"])
+    assert len(pair.grants) == 0
+    assert pair.run(pair.spec((1,), (1,))).cause == Cause.LEASE_EXPIRED.value
+
+
+def ask(pair: Pair, *frames: bytes) -> Fetched:
+    """Send frames as a peer would; the server's answer to the last one."""
+    with zmq.Context() as context:
+        socket = connect_dealer(context, pair.server.endpoint)
+        with socket:
+            for frame in frames:
+                socket.send(frame)
+            assert socket.poll(int(LIMIT_S * 1000)), "no answer"
+            answer = decode_data(socket.recv())
+    assert isinstance(answer, Fetched)
+    return answer
+
+
+def make_fetch(pair: Pair) -> Fetch:
+    return Fetch(
+        fetch_id=1,
+        transfer_id="t",
+        epoch="e",
+        first_layer=0,
+        num_layers=1,
+        block_indices=(0,),
+        session=pair.our_engine.session,
+        address=pair.receive_pool.region.base,
+        num_bytes=PAGE,
+        seed=5,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first_layer": -1},
+        {"first_layer": NUM_LAYERS},
+        {"num_layers": 0},
+        {"num_layers": -1},
+        {"num_layers": NUM_LAYERS + 1},
+        {"num_layers": 1 << 62},
+        {"block_indices": ()},
+        {"block_indices": (0,) * 5, "num_bytes": 5 * PAGE},
+        {"block_indices": (1 << 62,)},
+        {"num_bytes": PAGE - 1},
+        {"num_bytes": 0},
+        {"session": "192.0.2.1:5"},
+        {"session": ""},
+        {"seed": -1},
+        {"seed": (1 << 64) - 1},
+        {"address": -1},
+        {"address": 0},
+    ],
+    ids=str,
+)
+def test_fetch_that_makes_no_sense_is_answered_and_holds_no_slot(
+    make_pair: Callable[..., Pair], wrong: dict[str, object]
+) -> None:
+    pair = make_pair(copier=make_block_copier())  # the native one where it is built
+    pair.grant(0, 1)
+    answer = ask(pair, encode(msgspec.structs.replace(make_fetch(pair), **wrong)))
+    assert answer.fetch_id == 1
+    if "seed" not in wrong:
+        assert answer.cause
+    pair.time_passed = 1000.0
+    wait_until(lambda: pair.send_pool.num_free == NUM_SLOTS)
+
+
+def test_garbage_is_dropped_and_the_next_fetch_served(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.grant(0, 1)
+    good = encode(make_fetch(pair))
+    bad_text = good.replace(b"\xa1t", b"\xa1\xff")
+    assert bad_text != good
+    answer = ask(pair, b"", b"\xc1", b"garbage", bad_text, encode(Fetched(1, 2)), good)
+    assert answer.cause == ""
+
+
+def test_unregistered_address_fails_the_write_only(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.grant(0)
+    fetch = msgspec.structs.replace(make_fetch(pair), address=4096)
+    assert ask(pair, encode(fetch)).cause == Cause.TRANSFER_FAILED.value
+    assert pair.run(pair.spec((0,), (0,))).cause == ""
