@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phantom blocks in a real block pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks, _runs
+
+BLOCK_SIZE = 16
+init_none_hash(sha256)
+
+
+class Source:
+    """A peer that has the leading blocks of a prompt."""
+
+    num_tail_tokens = 0
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    def make_load(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("nothing is loaded here")
+
+    def load_started(self) -> None:
+        raise AssertionError("nothing is loaded here")
+
+    def load_ended(self, cause: str, num_bytes: int, elapsed_ms: float) -> None:
+        raise AssertionError("nothing is loaded here")
+
+
+def make_request(num_tokens: int = 100, start: int = 0) -> Request:
+    return Request(
+        request_id="r",
+        prompt_token_ids=list(range(start, start + num_tokens)),
+        sampling_params=SamplingParams(max_tokens=4),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+    )
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(num_gpu_blocks=20, enable_caching=True, hash_block_size=BLOCK_SIZE)
+
+
+@pytest.fixture
+def phantoms(pool: BlockPool) -> PhantomBlocks:
+    return PhantomBlocks(pool, BLOCK_SIZE)
+
+
+def cached(pool: BlockPool, request: Request) -> list[int | None]:
+    """The block id of each of the request's blocks, ``None`` for those not in the cache."""
+    ids: list[int | None] = []
+    for block_hash in request.block_hashes:
+        blocks = pool.get_cached_block(block_hash, [0])
+        ids.append(blocks[0].block_id if blocks else None)
+    return ids
+
+
+def publish(pool: BlockPool, phantoms: PhantomBlocks, request: Request, source: Source) -> None:
+    """As the lookup does: what is cached first, then what the source has."""
+    hits = []
+    for block_hash in request.block_hashes:
+        blocks = pool.get_cached_block(block_hash, [0])
+        if not blocks:
+            break
+        hits.append(blocks[0])
+    phantoms.publish(request, hits, source)
+
+
+def hits_of(pool: BlockPool, request: Request) -> list[Any]:
+    return [pool.blocks[i] for i in cached(pool, request) if i is not None]
+
+
+def fill(pool: BlockPool, phantoms: PhantomBlocks, request: Request, *indices: int) -> list[int]:
+    """Blocks that are computed here."""
+    blocks = pool.get_new_blocks(len(indices))
+    phantoms.cache(request, indices, blocks)
+    pool.free_blocks(reversed(blocks))
+    return [block.block_id for block in blocks]
+
+
+def test_published_blocks_are_found_and_hold_no_memory(
+    pool: BlockPool, phantoms: PhantomBlocks
+) -> None:
+    request = make_request()
+    publish(pool, phantoms, request, Source(6))
+    assert None not in cached(pool, request)
+    assert len(phantoms) == 6
+    assert pool.get_num_free_blocks() == 19
+    assert all(block.ref_cnt == 0 for block in hits_of(pool, request))
+
+
+def test_publishing_again_changes_nothing(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request, source = make_request(), Source(6)
+    publish(pool, phantoms, request, source)
+    before = cached(pool, request)
+    publish(pool, phantoms, request, source)
+    assert cached(pool, request) == before
+    assert len(phantoms) == 6
+
+
+def test_only_holes_are_published(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request = make_request()
+    local = fill(pool, phantoms, request, 0, 3, 4)
+    publish(pool, phantoms, request, Source(6))
+    ids = cached(pool, request)
+    assert [ids[0], ids[3], ids[4]] == local
+    assert None not in ids
+    claimed = phantoms.claim(hits_of(pool, request))
+    assert [phantom.index for phantom in claimed] == [1, 2, 5]
+
+
+def test_last_block_with_the_last_token_is_not_published(
+    pool: BlockPool, phantoms: PhantomBlocks
+) -> None:
+    request = make_request(num_tokens=96)
+    publish(pool, phantoms, request, Source(6))
+    assert len(phantoms) == 5
+    assert cached(pool, request)[5] is None
+
+
+def test_no_more_is_published_than_the_source_has(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request = make_request()
+    publish(pool, phantoms, request, Source(2))
+    assert [block_id is None for block_id in cached(pool, request)] == [False] * 2 + [True] * 4
+
+
+def test_hits_are_not_evicted_to_make_room(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request = make_request(num_tokens=19 * BLOCK_SIZE + 4)
+    local = fill(pool, phantoms, request, *range(10))
+    held = pool.get_new_blocks(5)
+    publish(pool, phantoms, request, Source(19))
+    ids = cached(pool, request)
+    assert ids[:10] == local
+    assert [block_id is None for block_id in ids[10:]] == [False] * 4 + [True] * 5
+    assert len(phantoms) == 4
+    pool.free_blocks(held)
+
+
+def test_full_pool_publishes_nothing(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    held = pool.get_new_blocks(19)
+    publish(pool, phantoms, make_request(), Source(6))
+    assert len(phantoms) == 0
+    pool.free_blocks(held)
+    assert pool.get_num_free_blocks() == 19
+
+
+def test_phantom_is_claimed_once(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request, source = make_request(), Source(6)
+    publish(pool, phantoms, request, source)
+    blocks = hits_of(pool, request)
+    claimed = phantoms.claim(blocks)
+    assert [phantom.index for phantom in claimed] == list(range(6))
+    assert all(phantom.source is source for phantom in claimed)
+    assert phantoms.claim(blocks) == []
+    assert len(phantoms) == 0
+
+
+def test_evicted_phantom_is_not_claimed(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request = make_request()
+    publish(pool, phantoms, request, Source(6))
+    blocks = hits_of(pool, request)
+    pool.evict_blocks({blocks[2].block_id})
+    assert [phantom.index for phantom in phantoms.claim(blocks)] == [0, 1, 3, 4, 5]
+
+
+def test_phantom_cached_again_by_a_computation_is_not_claimed(
+    pool: BlockPool, phantoms: PhantomBlocks
+) -> None:
+    """The same tokens in the same block, but computed here: nothing is to be loaded."""
+    request = make_request()
+    publish(pool, phantoms, request, Source(6))
+    blocks = hits_of(pool, request)
+    pool.evict_blocks({block.block_id for block in blocks})
+    pool.touch(blocks)
+    phantoms.cache(request, range(6), blocks)
+    assert phantoms.claim(blocks) == []
+    pool.free_blocks(reversed(blocks))
+
+
+def test_withdrawn_source_leaves_nothing_cached(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request, other = make_request(), make_request(start=500)
+    source = Source(6)
+    publish(pool, phantoms, request, source)
+    publish(pool, phantoms, other, Source(6))
+    phantoms.withdraw(source)
+    assert cached(pool, request) == [None] * 6
+    assert None not in cached(pool, other)
+    assert len(phantoms) == 6
+
+
+def test_withdrawing_leaves_claimed_blocks_cached(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request, source = make_request(), Source(6)
+    publish(pool, phantoms, request, source)
+    phantoms.claim(hits_of(pool, request)[:2])
+    phantoms.withdraw(source)
+    assert [block_id is None for block_id in cached(pool, request)] == [False] * 2 + [True] * 4
+
+
+def test_withdraw_all_leaves_nothing(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request = make_request()
+    publish(pool, phantoms, request, Source(6))
+    phantoms.withdraw_all()
+    assert cached(pool, request) == [None] * 6
+    assert len(phantoms) == 0
+
+
+def test_find_missing_names_what_is_not_cached(pool: BlockPool, phantoms: PhantomBlocks) -> None:
+    request = make_request()
+    fill(pool, phantoms, request, 1, 2)
+    assert phantoms.find_missing(request, 0, 6) == [0, 3, 4, 5]
+    assert phantoms.find_missing(request, 1, 4) == [3]
+
+
+@pytest.mark.parametrize(
+    ("indices", "runs"),
+    [
+        ([], []),
+        ([4], [(4, 5)]),
+        ([2, 3, 7], [(2, 4), (7, 8)]),
+        ([0, 1, 2], [(0, 3)]),
+        ([0, 2, 4], [(0, 1), (2, 3), (4, 5)]),
+    ],
+)
+def test_runs_of_indices(indices: list[int], runs: list[tuple[int, int]]) -> None:
+    assert _runs(indices) == runs

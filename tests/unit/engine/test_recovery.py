@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests and blocks a failed load takes with it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.engine.scheduler.recovery import find_affected
+
+
+def test_blocks_after_a_bad_one_are_bad() -> None:
+    assert find_affected({"a": [1, 2, 3, 4]}, {2}) == ({"a"}, {2, 3, 4})
+
+
+def test_request_without_a_bad_block_is_left_alone() -> None:
+    assert find_affected({"a": [1, 2], "b": [3, 4]}, {2}) == ({"a"}, {2})
+
+
+def test_request_that_shares_only_good_blocks_is_left_alone() -> None:
+    assert find_affected({"a": [1, 2, 3], "b": [1, 9]}, {2}) == ({"a"}, {2, 3})
+
+
+def test_block_that_became_bad_affects_requests_seen_before() -> None:
+    tables = {"a": [3, 4], "b": [2, 3], "c": [1, 2]}
+    assert find_affected(tables, {1}) == ({"a", "b", "c"}, {1, 2, 3, 4})
+
+
+def test_bad_block_that_nobody_uses_stays_bad() -> None:
+    assert find_affected({}, {7}) == (set(), {7})
+    assert find_affected({"a": []}, {7}) == (set(), {7})
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=2), st.lists(st.integers(1, 20), max_size=6, unique=True), max_size=6
+    ),
+    st.sets(st.integers(1, 20), max_size=3),
+)
+def test_result_is_a_fixed_point(tables: dict[str, list[int]], bad: set[int]) -> None:
+    affected, all_bad = find_affected(tables, bad)
+    assert find_affected(tables, all_bad) == (affected, all_bad)
+    assert bad <= all_bad
+    for request_id, table in tables.items():
+        assert (request_id in affected) == bool(all_bad.intersection(table))

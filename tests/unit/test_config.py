@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parsing the configuration: every error names the field and the fix."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.config import LoadMode, PDConfig, Role, SecurityConfig, TransferConfig
+from vllm_ascend_pd.errors import ConfigError, PDError
+
+
+@dataclass
+class KVTransfer:
+    """The fields of ``KVTransferConfig`` that are read."""
+
+    kv_role: Any = "kv_both"
+    engine_id: str | None = "engine"
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 14579
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+
+
+def parse(**fields: Any) -> PDConfig:
+    return PDConfig.from_kv_transfer_config(KVTransfer(**fields))
+
+
+def parse_extra(**extra: Any) -> PDConfig:
+    return parse(kv_connector_extra_config=extra)
+
+
+def test_nothing_set_works_on_one_machine() -> None:
+    config = parse()
+    assert config.host == "127.0.0.1"
+    assert config.transfer == TransferConfig()
+    assert config.security == SecurityConfig()
+    assert config.transfer.load_mode is LoadMode.AUTO
+
+
+@pytest.mark.parametrize(
+    ("role", "produces", "consumes"),
+    [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)],
+)
+def test_role_says_what_the_engine_does(role: str, produces: bool, consumes: bool) -> None:
+    config = parse(kv_role=role)
+    assert config.role is Role(role)
+    assert config.role.produces is produces
+    assert config.role.consumes is consumes
+
+
+def test_every_option_is_read() -> None:
+    config = parse_extra(
+        transfer={
+            "lease_s": 5,
+            "open_timeout_s": 0.5,
+            "step_load_timeout_s": 1,
+            "load_timeout_s": 2.5,
+            "load_mode": "park",
+            "max_step_load_ms": 0,
+            "staging_slots": 3,
+            "staging_slot_bytes": 65536,
+        },
+        security={"allow_non_loopback": True, "allowed_peers": ["192.0.2.0/24", "2001:db8::1"]},
+    )
+    assert config.transfer == TransferConfig(
+        5.0, 0.5, 1.0, 2.5, LoadMode.PARK, 0.0, staging_slots=3, staging_slot_bytes=65536
+    )
+    assert isinstance(config.transfer.lease_s, float)
+    assert config.security.allowed_peers == ("192.0.2.0/24", "2001:db8::1")
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        parse().transfer.lease_s = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"transfers": {}}, r"kv_connector_extra_config: unknown keys \['transfers'\]; valid"),
+        ({"transfer": {"lease": 1}}, r"transfer: unknown keys \['lease'\]; valid: .*'lease_s'"),
+        ({"security": {"peers": []}}, r"security: unknown keys \['peers'\]; valid"),
+        ({"transfer": 5}, "transfer must be a mapping, not int"),
+        ({"transfer": None}, "transfer must be a mapping, not NoneType"),
+        ({"transfer": {"lease_s": "30"}}, "transfer.lease_s must be float, not '30'"),
+        ({"transfer": {"lease_s": True}}, "transfer.lease_s must be float, not True"),
+        ({"transfer": {"lease_s": None}}, "transfer.lease_s must be float, not None"),
+        ({"transfer": {"lease_s": 0}}, "transfer.lease_s must be positive"),
+        ({"transfer": {"load_timeout_s": -1}}, "transfer.load_timeout_s must be positive"),
+        ({"transfer": {"max_step_load_ms": -1}}, "transfer.max_step_load_ms must not be negative"),
+        ({"transfer": {"staging_slots": 2.5}}, "transfer.staging_slots must be int, not 2.5"),
+        ({"transfer": {"staging_slots": 0}}, "transfer.staging_slots must be positive"),
+        ({"transfer": {"load_mode": "both"}}, r"transfer.load_mode: 'both' is not one of .*park"),
+        ({"security": {"allow_non_loopback": 1}}, "allow_non_loopback must be bool, not 1"),
+        ({"security": {"allowed_peers": "10.0.0.1"}}, "allowed_peers must be a list of strings"),
+        ({"security": {"allowed_peers": [1]}}, "allowed_peers must be a list of strings"),
+        (
+            {"security": {"allow_non_loopback": True, "allowed_peers": ["host"]}},
+            "allowed_peers: 'host' is not an IP address or network",
+        ),
+        (
+            {"security": {"allowed_peers": ["192.0.2.1"]}},
+            "allowed_peers needs security.allow_non_loopback",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_value_is_named(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_extra(**extra)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("option", ["lease_s", "staging_slots"])
+def test_number_that_is_no_number_is_refused(option: str, value: float) -> None:
+    """JSON as Python reads it has NaN and Infinity."""
+    with pytest.raises(ConfigError, match=option):
+        parse_extra(transfer={option: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_role": None}, "kv_role is missing; set it to one of kv_producer"),
+        ({"kv_ip": "somewhere"}, "kv_ip must be an IP address, not 'somewhere'"),
+        ({"kv_ip": "192.0.2.1"}, "kv_ip 192.0.2.1 is not a loopback address.*allow_non_loopback"),
+        ({"kv_ip": "0.0.0.0"}, "kv_ip 0.0.0.0 is not a loopback address"),
+        ({"kv_port": -1}, "kv_port must be within 0..65535, not -1"),
+        ({"kv_port": 65536}, "kv_port must be within 0..65535, not 65536"),
+    ],
+)
+def test_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(**fields)
+
+
+def test_errors_can_be_caught_as_ours_and_as_value_errors() -> None:
+    with pytest.raises(ValueError, match="kv_port") as caught:
+        parse(kv_port=-1)
+    assert isinstance(caught.value, PDError)
+
+
+def test_localhost_is_loopback() -> None:
+    assert parse(kv_ip="localhost").host == "127.0.0.1"
+
+
+def test_other_addresses_need_to_be_allowed() -> None:
+    config = parse(
+        kv_ip="192.0.2.1", kv_connector_extra_config={"security": {"allow_non_loopback": True}}
+    )
+    assert config.host == "192.0.2.1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_peers_are_allowed(host: str) -> None:
+    assert SecurityConfig().allows(host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "::", "example.com", "", "2130706433"])
+def test_other_peers_are_not_allowed_by_default(host: str) -> None:
+    assert not SecurityConfig().allows(host)
+
+
+def test_allowed_peers_are_addresses_or_networks() -> None:
+    security = SecurityConfig(True, ("192.0.2.0/24", "2001:db8::1"))
+    assert security.allows("192.0.2.200")
+    assert security.allows("2001:db8::1")
+    assert not security.allows("192.0.3.1")
+    assert not security.allows("2001:db8::2")
+    assert security.allows("127.0.0.1")

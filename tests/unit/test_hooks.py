@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks before anything is installed, and what importing them brings along."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_ascend_pd import hooks
+
+
+def modules_after(statement: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after ``statement``."""
+    code = f"{statement}; import json, sys; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(json.loads(done.stdout))
+
+
+def test_importing_hooks_imports_neither_vllm_nor_other_modules_of_ours() -> None:
+    loaded = modules_after("import vllm_ascend_pd.hooks")
+    ours = {name for name in loaded if name.partition(".")[0] == "vllm_ascend_pd"}
+    assert ours == {"vllm_ascend_pd", "vllm_ascend_pd.hooks"}
+    assert not {"vllm", "torch", "zmq", "numpy", "msgspec", "mooncake"} & loaded
+
+
+def test_nothing_is_active_before_a_worker_is_installed() -> None:
+    assert not hooks.active()
+    assert hooks.current_step is None
+    hooks.begin_step(SimpleNamespace())  # type: ignore[arg-type]
+    assert hooks.current_step is None
+
+
+def test_idle_step_is_the_same_object_each_time() -> None:
+    """So it allocates nothing in the engine's hot path."""
+    mode = SimpleNamespace(name="FULL")
+    steps = {id(hooks.armed_step(metadata, mode)) for metadata in (None, object(), object())}
+    assert len(steps) == 1
+    with hooks.armed_step(object(), mode):
+        assert hooks.current_step is None
+
+
+def test_shutdown_without_a_worker_does_nothing() -> None:
+    hooks.shutdown_worker()
+    hooks.shutdown_worker()
+    assert not hooks.active()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, False),
+        (SimpleNamespace(kv_connector=None), False),
+        (SimpleNamespace(kv_connector="NixlConnector"), False),
+        (SimpleNamespace(kv_connector="inengine"), False),
+        (SimpleNamespace(kv_connector="InEngine"), True),
+    ],
+)
+def test_in_engine_is_selected_by_its_reserved_name(config: object, expected: bool) -> None:
+    assert hooks.in_engine(config) is expected
+
+
+def test_other_connectors_get_no_hooks() -> None:
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="NixlConnector"))
+    scheduler = SimpleNamespace(vllm_config=config)
+    assert hooks.create_scheduler_hooks(scheduler) is None  # type: ignore[arg-type]
+    hooks.install_worker(config, None, {})  # type: ignore[arg-type]
+    assert not hooks.active()

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting in the scheduler."""
+
+from __future__ import annotations
+
+from vllm_ascend_pd.metrics import COUNTERS, Provenance, Stats
+
+
+def test_take_returns_increments_and_starts_again() -> None:
+    stats = Stats()
+    stats.add("leases_granted")
+    stats.add("loads", label="ok")
+    stats.add("loads", label="ok")
+    stats.add("loads", label="checksum")
+    stats.add("load_ms", 1.5)
+    assert stats.take() == {
+        "leases_granted": 1,
+        "loads/ok": 2,
+        "loads/checksum": 1,
+        "load_ms": 1.5,
+    }
+    assert stats.take() == {}
+
+
+def test_taken_values_do_not_change_later() -> None:
+    stats = Stats()
+    stats.add("loads", label="ok")
+    taken = stats.take()
+    stats.add("loads", label="ok")
+    assert taken == {"loads/ok": 1}
+
+
+def test_counter_names_hold_no_separator() -> None:
+    assert all("/" not in name for name in COUNTERS)
+    assert all(text for text, _ in COUNTERS.values())
+
+
+def test_provenance_starts_empty() -> None:
+    provenance = Provenance(100)
+    assert provenance.num_prompt_tokens == 100
+    assert provenance.num_local_tokens + provenance.num_peer_tokens == 0
+    assert provenance.outcome == ""
