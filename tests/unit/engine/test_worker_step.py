@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side's steps, over the fake transfer engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+
+from vllm_ascend_pd import hooks
+from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
+from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
+from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.engine.metadata import GrantSpec, StepMeta, StepReport
+from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
+from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
+from vllm_ascend_pd.transfer.send import DataServer, Grants
+from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+
+NUM_BLOCKS = 8
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+# Not in the order of the layers, as the engine may have it.
+NAMES = ["model.layers.10.attn", "model.layers.2.attn", "model.layers.0.attn"]
+
+
+def make_caches(layout: str = "LBHNC") -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """One allocation of all layers, one view per layer, and an alias of the first."""
+    page = SPEC.page_size_bytes
+    size = page * NUM_BLOCKS * len(NAMES)
+    buffer = torch.randint(0, 127, (size,), dtype=torch.int8)
+    stride = page * NUM_BLOCKS
+    caches = {name: buffer[i * stride : (i + 1) * stride] for i, name in enumerate(NAMES)}
+    caches["shares.layer.0"] = caches[NAMES[2]]
+    config = KVCacheConfig(
+        num_blocks=NUM_BLOCKS,
+        kv_cache_tensors=[KVCacheTensor(size, NAMES, stride, page)],
+        kv_cache_groups=[KVCacheGroupSpec(NAMES, SPEC)],
+        kv_cache_layout=layout,
+    )
+    return config, caches
+
+
+class Side:
+    """A worker side of both roles, and its pages as ``uint8 [layer, block, byte]``."""
+
+    def __init__(self) -> None:
+        config, self.caches = make_caches()
+        self.located: KVCaches = locate(config, self.caches)
+        self.engine = FakeTransferEngine()
+        copier, grants = PythonBlockCopier(), Grants()
+        pools = [StagingPool(self.engine, 2, 4 * SPEC.page_size_bytes) for _ in range(2)]
+        self.server = DataServer(
+            host="127.0.0.1",
+            engine=self.engine,
+            copier=copier,
+            layout=self.located.layout,
+            pool=pools[0],
+            grants=grants,
+            allows_host=lambda host: True,
+            write_timeout_s=5.0,
+        )
+        self.loader = Loader(self.engine.session, copier, self.located.layout, pools[1])
+        self.server.start()
+        self.loader.start()
+        self.worker = WorkerSide(
+            self.located.layer_index, self.engine, pools, grants, self.server, self.loader
+        )
+
+    def pages(self, name: str) -> Any:
+        return self.caches[name].numpy().reshape(NUM_BLOCKS, SPEC.page_size_bytes)
+
+    def step(self, meta: StepMeta | None = None) -> StepReport | None:
+        """A whole step as the runner drives it; its report."""
+        self.worker.begin_step(output_of(meta))
+        armed = self.worker.take_armed_step(wait_all=False)
+        if armed is not None:
+            with armed:
+                for name in NAMES:
+                    armed.wait_layer(name)
+                    armed.save_layer(name)
+        with self.worker.step_output() as output:
+            pass
+        report = output.kv_connector_worker_meta
+        assert report is None or isinstance(report, StepReport)
+        return report
+
+
+def output_of(meta: StepMeta | None) -> Any:
+    return SimpleNamespace(pd_metadata=meta)
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    side = Side()
+    yield side
+    side.worker.shutdown()
+    assert not side.server.is_alive()
+    assert not side.loader.is_alive()
+    assert side.server.num_errors == side.loader.num_errors == 0
+    assert side.engine.num_regions() == 0
+
+
+def load_spec(side: Side, load_id: int = 1, *, in_step: bool = True, **changes: Any) -> LoadSpec:
+    fields: dict[str, Any] = {
+        "load_id": LoadId(load_id),
+        "peer": side.server.endpoint,
+        "transfer_id": "t",
+        "epoch": "e",
+        "block_indices": (0, 1),
+        "block_ids": (6, 7),
+        "has_tail": False,
+        "in_step": in_step,
+        "timeout_s": 5.0,
+    }
+    return LoadSpec(**{**fields, **changes})
+
+
+GRANT = StepMeta(grants=(GrantSpec("t", "e", (1, 2)),))
+
+
+def test_layers_are_in_the_models_order_whatever_the_allocations(side: Side) -> None:
+    index = side.located.layer_index
+    assert [index[name] for name in NAMES] == [2, 1, 0]
+    base = side.located.layout.region.base
+    for name in NAMES:
+        offset = int(side.located.layout.layer_offsets[index[name]])
+        assert base + offset == side.caches[name].data_ptr()
+
+
+def test_layer_that_shares_a_cache_waits_for_the_same_pages(side: Side) -> None:
+    index = side.located.layer_index
+    assert index["shares.layer.0"] == index[NAMES[2]]
+
+
+def test_layout_without_whole_pages_is_refused_by_name() -> None:
+    config, caches = make_caches("LHBNC")
+    with pytest.raises(ConfigError, match=r"VLLM_KV_CACHE_LAYOUT=LHBNC.*LBHNC"):
+        locate(config, caches)
+
+
+def test_cache_that_is_not_in_host_memory_is_refused_by_name() -> None:
+    config, caches = make_caches()
+    with pytest.raises(ConfigError, match="on 'meta'"):
+        locate(config, {name: cache.to("meta") for name, cache in caches.items()})
+
+
+def test_first_step_tells_where_pages_are_served_and_later_ones_do_not(side: Side) -> None:
+    assert side.step() == StepReport((), side.server.endpoint)
+    assert side.step() is None
+
+
+def test_step_without_tokens_tells_it_too(side: Side) -> None:
+    side.worker.begin_step(output_of(None))
+    output = side.worker.no_forward().kv_connector_output
+    assert output is not None
+    assert output.kv_connector_worker_meta == StepReport((), side.server.endpoint)
+
+
+def test_granted_blocks_are_loaded_in_a_step(side: Side) -> None:
+    side.step(GRANT)
+    report = side.step(StepMeta(loads=(load_spec(side),)))
+    assert report is not None
+    (result,) = report.results
+    assert result.cause == ""
+    assert result.num_bytes == len(NAMES) * 2 * SPEC.page_size_bytes
+    for name in NAMES:
+        np.testing.assert_array_equal(side.pages(name)[6:8], side.pages(name)[1:3])
+    assert side.worker.counts() == {"regions": 2, "busy_slots": 0, "loads": 0, "grants": 1}
+
+
+def test_grant_is_served_only_after_its_step_has_computed_it(side: Side) -> None:
+    side.worker.begin_step(output_of(GRANT))
+    assert side.worker.counts()["grants"] == 0
+    with side.worker.step_output():
+        assert side.worker.counts()["grants"] == 0
+    assert side.worker.counts()["grants"] == 1
+
+
+def test_forward_that_fails_grants_nothing(side: Side) -> None:
+    side.worker.begin_step(output_of(GRANT))
+    with pytest.raises(ZeroDivisionError), side.worker.step_output():
+        raise ZeroDivisionError
+    assert side.worker.counts()["grants"] == 0
+
+
+def test_revoked_grant_is_given_up_before_the_forward(side: Side) -> None:
+    side.step(GRANT)
+    side.worker.begin_step(output_of(StepMeta(revokes=("t",))))
+    assert side.worker.counts()["grants"] == 0
+
+
+def test_step_is_begun_once(side: Side) -> None:
+    side.step(GRANT)
+    output = output_of(StepMeta(loads=(load_spec(side),)))
+    side.worker.begin_step(output)
+    side.worker.begin_step(output)
+    assert side.worker.take_armed_step(wait_all=True) is not None
+    side.worker.begin_step(output)
+    assert side.worker.take_armed_step(wait_all=True) is None
+    with side.worker.step_output() as kv_output:
+        pass
+    report = kv_output.kv_connector_worker_meta
+    assert isinstance(report, StepReport)
+    assert len(report.results) == 1
+
+
+def test_only_steps_with_loads_are_armed(side: Side) -> None:
+    side.worker.begin_step(output_of(None))
+    assert side.worker.take_armed_step(wait_all=False) is None
+    side.worker.begin_step(output_of(GRANT))
+    assert side.worker.take_armed_step(wait_all=False) is None
+    side.worker.begin_step(output_of(StepMeta(loads=(load_spec(side, in_step=False),))))
+    assert side.worker.take_armed_step(wait_all=False) is None
+
+
+def test_armed_step_is_current_only_inside(side: Side) -> None:
+    side.step(GRANT)
+    side.worker.begin_step(output_of(StepMeta(loads=(load_spec(side),))))
+    armed = side.worker.take_armed_step(wait_all=False)
+    assert isinstance(armed, ArmedStep)
+    assert hooks.current_step is None
+    with armed:
+        assert hooks.current_step is armed
+    assert hooks.current_step is None
+
+
+def test_full_graph_step_has_all_pages_before_it_runs(side: Side) -> None:
+    side.step(GRANT)
+    side.worker.begin_step(output_of(StepMeta(loads=(load_spec(side),))))
+    armed = side.worker.take_armed_step(wait_all=True)
+    assert armed is not None
+    with armed:
+        assert hooks.current_step is None
+        for name in NAMES:
+            np.testing.assert_array_equal(side.pages(name)[6:8], side.pages(name)[1:3])
+
+
+def test_tail_is_in_place_when_the_forward_begins(side: Side) -> None:
+    side.step(GRANT)
+    spec = load_spec(side, has_tail=True)
+    side.worker.begin_step(output_of(StepMeta(loads=(spec,))))
+    armed = side.worker.take_armed_step(wait_all=False)
+    assert armed is not None
+    with armed:
+        for name in NAMES:
+            np.testing.assert_array_equal(side.pages(name)[7], side.pages(name)[2])
+
+
+def test_cancelled_parked_load_is_reported_once(side: Side) -> None:
+    nobody = Endpoint("127.0.0.1", 9)
+    side.step(StepMeta(loads=(load_spec(side, in_step=False, peer=nobody),)))
+    report = side.step(StepMeta(cancels=(LoadId(1), LoadId(99))))
+    assert report is not None
+    assert [result.cause for result in report.results] == [Cause.CANCELLED.value]
+    assert side.step() is None
