@@ -59,6 +59,7 @@ def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any
         )
         [output] = llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
         pipe.send((output.metrics.first_token_latency * 1000, output.kv_transfer_params))
+    llm.llm_engine.engine_core.shutdown()
 
 
 def raw_sink(pipe: Connection, num_bytes: int) -> None:

@@ -34,6 +34,8 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     block_hashes: tuple[bytes, ...]
     num_tail_tokens: int
     tail_digest: bytes
+    open_id: int = 0
+    """Chosen by the client and echoed: several requests may ask for one transfer."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
@@ -44,6 +46,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     num_tail_tokens: int
     data_host: str
     data_port: int
+    open_id: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -52,6 +55,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     transfer_id: str
     cause: str
     detail: str
+    open_id: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

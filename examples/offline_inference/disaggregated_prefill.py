@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 PROMPTS = ["Hello, my name is", "Hi, your name is", "Tell me a very long story"]
-PRODUCER = {"kv_role": "kv_producer", "kv_rank": 0, "kv_port": 14601}
-CONSUMER = {"kv_role": "kv_consumer", "kv_rank": 1, "kv_port": 14602}
+PRODUCER = {"kv_role": "kv_producer", "kv_rank": 0}
+CONSUMER = {"kv_role": "kv_consumer", "kv_rank": 1}
 
 
 @dataclass
@@ -45,7 +45,7 @@ def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any
     kv_transfer_config = None
     if transfer is not None:
         kv_transfer_config = KVTransferConfig(
-            kv_connector="InEngine", kv_parallel_size=2, **transfer
+            kv_connector="InEngine", kv_parallel_size=2, kv_port=0, **transfer
         )
     llm = LLM(
         model=options.model,
@@ -78,6 +78,8 @@ def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any
                 )
             )
         pipe.send(answers)
+    # A multiprocessing child ends without the finalizers that would stop the engine's processes.
+    llm.llm_engine.engine_core.shutdown()
 
 
 class Engine:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError, TransferError
+from vllm_ascend_pd.transfer.dealers import Dealers
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.types import Cause, Endpoint
@@ -29,7 +32,7 @@ from vllm_ascend_pd.wire import (
 
 logger = logging.getLogger(__name__)
 
-_IDLE_CONNECTION_S = 300.0
+_MAX_FRAME_BYTES = 64 << 20
 
 
 class ControlServer(Reactor):
@@ -47,7 +50,7 @@ class ControlServer(Reactor):
         self._book = book
         self._wake_scheduler = wake_scheduler
         self._socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         self.endpoint = Endpoint(host, _bind(self._socket, host, port))
         self.watch(self._socket, self._on_message)
 
@@ -59,7 +62,8 @@ class ControlServer(Reactor):
             logger.warning("dropped a frame of a peer: %s", e)
             return
         if isinstance(message, Open):
-            self._socket.send_multipart([identity, encode(self._book.open(message))])
+            answer = msgspec.structs.replace(self._book.open(message), open_id=message.open_id)
+            self._socket.send_multipart([identity, encode(answer)])
         elif isinstance(message, Heartbeat):
             self._book.heartbeat(message.transfer_ids, message.epoch)
         elif isinstance(message, Release) and self._book.release(
@@ -92,10 +96,12 @@ def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
     return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
 
 
-@dataclass(slots=True)
-class _Peer:
-    socket: zmq.Socket[bytes]
-    used_at: float
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    key: str
+    peer: Endpoint
+    transfer_id: str
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +124,9 @@ class ControlClient(Reactor):
         self.outcomes: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
         self._open_timeout_s = open_timeout_s
         self._heartbeat_s = heartbeat_s
-        self._peers: dict[Endpoint, _Peer] = {}
-        self._pending: dict[tuple[Endpoint, str], list[tuple[str, float]]] = {}
+        self._peers = Dealers(self, self._on_frame, self._on_lost)
+        self._pending: dict[int, _Pending] = {}
+        self._open_ids = itertools.count(1)
         self._kept: dict[tuple[Endpoint, str], set[str]] = {}
         self._next_heartbeat = 0.0
 
@@ -128,8 +135,10 @@ class ControlClient(Reactor):
         deadline = time.monotonic() + self._open_timeout_s
 
         def send() -> None:
-            self._pending.setdefault((peer, request.transfer_id), []).append((key, deadline))
-            self._send(peer, request)
+            numbered = msgspec.structs.replace(request, open_id=next(self._open_ids))
+            pending = _Pending(key, peer, request.transfer_id, deadline)
+            self._pending[numbered.open_id] = pending
+            self._send(peer, numbered)
 
         self.submit(send)
 
@@ -149,15 +158,9 @@ class ControlClient(Reactor):
 
     def on_tick(self) -> float | None:
         now = time.monotonic()
-        for place, waiters in list(self._pending.items()):
-            late = [key for key, deadline in waiters if deadline <= now]
-            self._pending[place] = [w for w in waiters if w[1] > now]
-            if not self._pending[place]:
-                del self._pending[place]
-            for key in late:
-                detail = f"{place[0]} did not answer within {self._open_timeout_s:g} s"
-                refused = Refused(place[1], Cause.PEER_UNREACHABLE.value, detail)
-                self.outcomes.put(OpenOutcome(key, refused))
+        for open_id, pending in list(self._pending.items()):
+            if pending.deadline <= now:
+                self._refuse(open_id, f"did not answer within {self._open_timeout_s:g} s")
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s
             for (peer, epoch), transfer_ids in list(self._kept.items()):
@@ -165,47 +168,31 @@ class ControlClient(Reactor):
                     self._send(peer, Heartbeat(tuple(transfer_ids), epoch))
                 else:
                     del self._kept[peer, epoch]
-            self._close_idle(now)
-        deadlines = [deadline for waiters in self._pending.values() for _, deadline in waiters]
+            self._peers.close_idle()
+        deadlines = [pending.deadline for pending in self._pending.values()]
         if self._kept or self._peers:
             deadlines.append(self._next_heartbeat)
         return max(0.0, min(deadlines) - now) if deadlines else None
 
-    def _close_idle(self, now: float) -> None:
-        for peer, connection in list(self._peers.items()):
-            if now - connection.used_at > _IDLE_CONNECTION_S:
-                self.unwatch(connection.socket)
-                del self._peers[peer]
-
     def _send(self, peer: Endpoint, message: ControlMessage) -> None:
-        connection = self._peers.get(peer)
-        if connection is None:
-            socket: zmq.Socket[bytes] = connect_dealer(self.context, peer)
-            connection = self._peers[peer] = _Peer(socket, 0.0)
-            self.watch(socket, lambda: self._on_message(peer, socket))
-        connection.used_at = time.monotonic()
-        try:
-            connection.socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
+        if not self._peers.send(peer, encode(message)):
             logger.warning("%s takes no more messages; dropped %s", peer, type(message).__name__)
 
-    def _on_message(self, peer: Endpoint, socket: zmq.Socket[bytes]) -> None:
-        message = decode_control(socket.recv())
+    def _on_frame(self, peer: Endpoint, frame: bytes) -> None:
+        message = decode_control(frame)
         if not isinstance(message, Opened | Refused):
             return
-        for key, _ in self._pending.pop((peer, message.transfer_id), ()):
-            self.outcomes.put(OpenOutcome(key, message))
+        pending = self._pending.get(message.open_id)
+        if pending is not None and pending.peer == peer:
+            del self._pending[message.open_id]
+            self.outcomes.put(OpenOutcome(pending.key, message))
 
+    def _on_lost(self, peer: Endpoint) -> None:
+        for open_id in [i for i, pending in self._pending.items() if pending.peer == peer]:
+            self._refuse(open_id, "is not there (connection refused or lost)")
 
-def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], peer: Endpoint) -> zmq.Socket[bytes]:
-    """A DEALER that reconnects by itself and never blocks its thread."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 10_000)
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    where = f"[{peer.host}]" if ":" in peer.host else peer.host
-    if ":" in peer.host:
-        socket.setsockopt(zmq.IPV6, 1)
-    socket.connect(f"tcp://{where}:{peer.port}")
-    return socket
+    def _refuse(self, open_id: int, what: str) -> None:
+        pending = self._pending.pop(open_id)
+        detail = f"{pending.peer} {what}"
+        refused = Refused(pending.transfer_id, Cause.PEER_UNREACHABLE.value, detail)
+        self.outcomes.put(OpenOutcome(pending.key, refused))

@@ -11,18 +11,20 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
-import zmq
 
 from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
 from vllm_ascend_pd.backends.staging import Slot, StagingPool
-from vllm_ascend_pd.transfer.control import connect_dealer
+from vllm_ascend_pd.transfer.dealers import Dealers
 from vllm_ascend_pd.transfer.plan import Piece, plan_pieces
 from vllm_ascend_pd.transfer.reactor import Reactor
-from vllm_ascend_pd.transfer.send import QUARANTINE_S
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
 
 logger = logging.getLogger(__name__)
+
+QUARANTINE_S = 5.0
+"""A slot whose write may still land is not reused for so long. What lands even later spoils a
+checksum, never a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class _InFlight:
     piece: Piece
     slot: Slot
     seed: int
+    deadline: float
 
 
 class Loader(Reactor):
@@ -105,14 +108,19 @@ class Loader(Reactor):
         copier: BlockCopier,
         layout: PageLayout,
         pool: StagingPool,
+        answer_timeout_s: float = 2.0,
     ) -> None:
+        """``answer_timeout_s``: a producer that leaves a piece unanswered so long is gone."""
         super().__init__("pd-loader")
+        self._answer_timeout_s = answer_timeout_s
+        # One silent producer must not hold every slot until its pieces are given up.
+        self._slots_per_load = max(1, pool.num_slots - pool.num_slots // 4)
         self._session = session
         self._copier = copier
         self._layout = layout
         self._pool = pool
         self._num_layers = len(layout.layer_offsets)
-        self._peers: dict[Endpoint, zmq.Socket[bytes]] = {}
+        self._peers = Dealers(self, self._on_frame, self._on_lost)
         self._active: list[_Load] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._next_fetch_id = random.getrandbits(48)
@@ -214,36 +222,38 @@ class Loader(Reactor):
 
     def on_tick(self) -> float | None:
         now = time.monotonic()
+        for fetch_id, flight in list(self._in_flight.items()):
+            if now >= flight.deadline:
+                del self._in_flight[fetch_id]
+                self._pool.quarantine(flight.slot, now + QUARANTINE_S)
+                self._end(flight.load, Cause.DEADLINE.value)
         for load in list(self._active):
-            if load.ended is None and now >= load.deadline:
+            if now >= load.deadline:
                 self._end(load, Cause.DEADLINE.value)
             if load.ended is not None:
                 self._active.remove(load)
-                self._quarantine_in_flight(load, now)
         self._send_fetches()
-        if not self._active:
-            return None
-        return max(0.0, min(load.deadline for load in self._active) - now)
-
-    def _quarantine_in_flight(self, load: _Load, now: float) -> None:
-        for fetch_id, flight in list(self._in_flight.items()):
-            if flight.load is load:
-                del self._in_flight[fetch_id]
-                self._pool.quarantine(flight.slot, now + QUARANTINE_S)
+        self._peers.close_idle()
+        deadlines = [load.deadline for load in self._active]
+        deadlines += [flight.deadline for flight in self._in_flight.values()]
+        return max(0.0, min(deadlines) - now) if deadlines else None
 
     def _send_fetches(self) -> None:
         for load in self._active:
-            while load.pieces and load.ended is None:
+            num_held = sum(flight.load is load for flight in self._in_flight.values())
+            while load.pieces and load.ended is None and num_held < self._slots_per_load:
                 slot = self._pool.acquire()
                 if slot is None:
                     return
                 self._send_fetch(load, load.pieces.popleft(), slot)
+                num_held += 1
 
     def _send_fetch(self, load: _Load, piece: Piece, slot: Slot) -> None:
         spec = load.spec
         self._next_fetch_id += 1
         seed = random.getrandbits(63)
-        self._in_flight[self._next_fetch_id] = _InFlight(load, piece, slot, seed)
+        deadline = time.monotonic() + self._answer_timeout_s
+        self._in_flight[self._next_fetch_id] = _InFlight(load, piece, slot, seed, deadline)
         fetch = Fetch(
             fetch_id=self._next_fetch_id,
             transfer_id=spec.transfer_id,
@@ -256,32 +266,36 @@ class Loader(Reactor):
             num_bytes=piece.num_bytes(self._layout.page_bytes),
             seed=seed,
         )
-        self._peer(spec.peer).send(encode(fetch), zmq.NOBLOCK)
+        if not self._peers.send(spec.peer, encode(fetch)):
+            self._end(load, Cause.PEER_UNREACHABLE.value)
 
-    def _peer(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
-        socket = self._peers.get(endpoint)
-        if socket is None:
-            socket = self._peers[endpoint] = connect_dealer(self.context, endpoint)
-            self.watch(socket, lambda: self._on_message(socket))
-        return socket
-
-    def _on_message(self, socket: zmq.Socket[bytes]) -> None:
-        message = decode_data(socket.recv())
+    def _on_frame(self, peer: Endpoint, frame: bytes) -> None:
+        message = decode_data(frame)
         if not isinstance(message, Fetched):
             return
         flight = self._in_flight.pop(message.fetch_id, None)
         if flight is None:
             return
-        if message.cause:
-            late_write = message.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value)
-            if late_write:
-                self._pool.quarantine(flight.slot, time.monotonic() + QUARANTINE_S)
-            else:
-                self._pool.release(flight.slot)
-            self._end(flight.load, message.cause)
+        if not message.cause:
+            self._place(flight, message.checksum)
+            self._pool.release(flight.slot)
             return
-        self._place(flight, message.checksum)
-        self._pool.release(flight.slot)
+        self._end(flight.load, message.cause)
+        if message.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value):
+            self._pool.quarantine(flight.slot, time.monotonic() + QUARANTINE_S)
+        else:
+            self._pool.release(flight.slot)
+
+    def _on_lost(self, peer: Endpoint) -> None:
+        """The producer's process is gone: nobody will answer what is in flight to it."""
+        for load in self._active:
+            if load.spec.peer == peer:
+                self._end(load, Cause.PEER_UNREACHABLE.value)
+        until = time.monotonic() + QUARANTINE_S
+        for fetch_id, flight in list(self._in_flight.items()):
+            if flight.load.spec.peer == peer:
+                del self._in_flight[fetch_id]
+                self._pool.quarantine(flight.slot, until)
 
     def _place(self, flight: _InFlight, expected: int) -> None:
         """Copy a piece into its pages and count it if it is what the producer packed."""

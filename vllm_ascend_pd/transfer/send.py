@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_WRITES = 4
 _POLL_S = 50e-6
-QUARANTINE_S = 15.0
-"""A failed write may still land for so long; longer than the transfer engine's own time-outs."""
+_MAX_FRAME_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +74,7 @@ class _Write:
     handle: TransferHandle
     checksum: int
     deadline: float
+    answered: bool = False
 
 
 class DataServer(Reactor):
@@ -105,6 +105,7 @@ class DataServer(Reactor):
         self._queue: deque[tuple[bytes, Fetch]] = deque()
         self._writes: deque[_Write] = deque()
         self._socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         if ":" in host:
             self._socket.setsockopt(zmq.IPV6, 1)
         port = self._socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
@@ -174,22 +175,28 @@ class DataServer(Reactor):
         return None
 
     def _poll_writes(self) -> bool:
+        """Answer writes that ended. A slot is free only when its write is over, also a late one."""
         ended = False
+        now = time.monotonic()
         for write in list(self._writes):
             status = self._engine.poll(write.handle)
-            if status is TransferStatus.RUNNING and time.monotonic() < write.deadline:
+            if status is TransferStatus.RUNNING:
+                if now >= write.deadline and not write.answered:
+                    self._give_up(write, Cause.DEADLINE)
                 continue
             ended = True
             self._writes.remove(write)
-            if status is TransferStatus.DONE:
-                self._pool.release(write.slot)
+            self._pool.release(write.slot)
+            if status is TransferStatus.DONE and not write.answered:
                 self._reply(write.identity, Fetched(write.fetch_id, write.checksum))
-            else:
-                self._pool.quarantine(write.slot, time.monotonic() + QUARANTINE_S)
-                cause = Cause.TRANSFER_FAILED if status is TransferStatus.FAILED else Cause.DEADLINE
-                logger.warning("a write to a peer ended with %s", cause.value)
-                self._reply(write.identity, Fetched(write.fetch_id, 0, cause.value))
+            elif not write.answered:
+                self._give_up(write, Cause.TRANSFER_FAILED)
         return ended
+
+    def _give_up(self, write: _Write, cause: Cause) -> None:
+        write.answered = True
+        logger.warning("a write to a peer ended with %s", cause.value)
+        self._reply(write.identity, Fetched(write.fetch_id, 0, cause.value))
 
     def _reply(self, identity: bytes, message: Fetched) -> None:
         self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)

@@ -104,14 +104,12 @@ class Producer:
         if lease.state is ProducerState.OPEN:
             blocks = self._manager.get_blocks(request.request_id).blocks[0]
             pinned = list(blocks[: len(lease.block_ids)])
-            if tuple(block.block_id for block in pinned) != lease.block_ids:
-                # The prompt was computed by a sibling whose blocks these are not.
-                self._revoke(request.request_id)
-                return None
-            if not self._book.finish(lease):
-                return None
-            self._manager.block_pool.touch(pinned)
-            self._pins[lease.transfer_id] = pinned
+            # A sibling may hold other blocks of the same prompt; the one whose blocks the lease
+            # names pins them when it ends, which siblings do in the same step.
+            if tuple(block.block_id for block in pinned) == lease.block_ids:
+                self._book.finish(lease)
+                self._manager.block_pool.touch(pinned)
+                self._pins[lease.transfer_id] = pinned
         return RemotePrefill(
             remote_engine_id=self._engine_id,
             remote_host=self._endpoint.host,

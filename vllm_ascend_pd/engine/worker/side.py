@@ -67,7 +67,9 @@ def create(
         )
         server.start()
     if config.role.consumes:
-        loader = Loader(engine.session, copier, caches.layout, make_pool())
+        loader = Loader(
+            engine.session, copier, caches.layout, make_pool(), transfer.open_timeout_s
+        )
         loader.start()
     logger.info(
         "in-engine transfers: role %s, Mooncake session %s, %d layers, %d bytes per page, %s",
