@@ -111,7 +111,8 @@ class EngineServer:
 
     def abort_in_step(self, request_id: str) -> dict[str, list[list[int]]]:
         """A step during whose forward the abort arrives."""
-        self._core.aborts_queue.put([self._internal_id(request_id)])
+        internal_ids = self._engine.output_processor.abort_requests([request_id], internal=False)
+        self._core.aborts_queue.put(internal_ids)
         return self.step()
 
     def step(self) -> dict[str, list[list[int]]]:
@@ -180,7 +181,7 @@ class EngineServer:
             return {"free_blocks": pool.get_num_free_blocks()}
         worker_counts = self._llm.collective_rpc(_worker_counts)[0]
         return {
-            "requests": len(self._scheduler.requests),
+            "requests": len(self._scheduler.requests) + self._engine.get_num_unfinished_requests(),
             **pd.counts(),
             **{f"worker_{name}": count for name, count in worker_counts.items()},
         }

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory so short that requests are preempted while they use a peer's KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.engines import BLOCK_SIZE, Engine
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Engines, SingleEngine
+
+pytestmark = pytest.mark.engine
+
+SMALL = {"num_blocks": 17, "max_model_len": 384}
+"""16 blocks: three requests of four blocks, each of which grows by two."""
+NUM_TOKENS = 3 * BLOCK_SIZE + 20
+NUM_OUTPUT = 3 * BLOCK_SIZE
+NAMES = ("a", "b", "c")
+
+
+def decode_all(
+    producer: Engine, consumer: Engine, prompts: dict[str, list[int]], num_output: int
+) -> dict[str, list[int]]:
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, num_output, producer.prefill(prompt))
+    return {name: answer.token_ids for name, answer in consumer.run(120).items()}
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_requests_preempted_on_the_consumer_get_their_tokens(
+    engines: Engines,
+    producer: Engine,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    load_mode: str,
+) -> None:
+    consumer = engines.shared("kv_consumer", transfer={"load_mode": load_mode}, **SMALL)
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
+    before = consumer.metrics()["preemptions"]
+    answers = decode_all(producer, consumer, prompts, NUM_OUTPUT)
+    assert consumer.metrics()["preemptions"] > before
+    assert answers == {name: single(p, NUM_OUTPUT).token_ids for name, p in prompts.items()}
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_more_kv_on_its_way_than_memory_holds(
+    engines: Engines,
+    producer: Engine,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    load_mode: str,
+) -> None:
+    consumer = engines.shared("kv_consumer", transfer={"load_mode": load_mode}, **SMALL)
+    prompts = {f"{n}": prompt_of(7 * BLOCK_SIZE + 20, f"{n}") for n in range(5)}
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, 16, producer.prefill(prompt))
+    for name in prompts:
+        consumer.wait_for(name, "session", "READY")
+    answers = {name: answer.token_ids for name, answer in consumer.run(120).items()}
+    assert answers == {name: single(p, 16).token_ids for name, p in prompts.items()}
+
+
+def test_failed_loads_and_preemptions_together(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    slots = {"staging_slot_bytes": 64 * 1024, "staging_slots": 256}
+    producer = engines.shared("kv_producer", faults="ok*", transfer=slots)
+    consumer = engines.shared("kv_consumer", transfer=slots, **SMALL)
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, NUM_OUTPUT, producer.prefill(prompt))
+    producer.set_faults("ok*3,corrupt,ok*5,fail,ok*")
+    before = consumer.metrics()
+    answers = {name: answer.token_ids for name, answer in consumer.run(120).items()}
+    now = consumer.metrics()
+    assert answers == {name: single(p, NUM_OUTPUT).token_ids for name, p in prompts.items()}
+    assert now["recovered_requests"] > before.get("recovered_requests", 0)
+
+
+def test_prefills_preempted_on_the_producer_are_handed_over(
+    engines: Engines,
+    consumer: Engine,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+) -> None:
+    producer = engines.shared("kv_producer", **SMALL)
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
+    before = producer.metrics()["preemptions"]
+    for name, prompt in prompts.items():
+        # More than one token, so that the requests grow until one has to go.
+        producer.add(name, prompt, NUM_OUTPUT, {"do_remote_decode": True})
+    prefills = producer.run(120)
+    assert producer.metrics()["preemptions"] > before
+    for name, prompt in prompts.items():
+        answer = consumer.ask(prompt, 16, prefills[name].kv_transfer_params)
+        assert answer.token_ids == single(prompt, 16).token_ids
+
+
+def test_producer_full_of_leases_serves_again_when_they_end(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    producer = engines.shared("kv_producer", transfer={"lease_s": 0.5}, **SMALL)
+    for index in range(4):
+        producer.prefill(prompt_of(NUM_TOKENS, f"{index}"))
+    assert producer.counts()["free_blocks"] == 0
+    prompt = prompt_of(NUM_TOKENS, "late")
+    assert producer.ask(prompt, 8).token_ids == single(prompt, 8).token_ids
