@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 4 * BLOCK_SIZE + 9
+PARK = {"load_mode": "park", "open_timeout_s": 20}
+"""A piece may be on its way for longer than any of these tests makes it."""
 SLOW = "delay(4000)"
 """A write that takes some tenths of a second."""
 
 
 @pytest.fixture
 def consumer(engines: Engines) -> Engine:
-    return engines.shared("kv_consumer", transfer={"load_mode": "park"})
+    return engines.shared("kv_consumer", transfer=PARK)
 
 
 @pytest.fixture
@@ -145,7 +147,7 @@ def test_tail_that_fails_after_a_parked_load_is_recomputed(
 def test_parked_load_ends_at_its_deadline(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
-    consumer = engines.shared("kv_consumer", transfer={"load_mode": "park", "load_timeout_s": 0.5})
+    consumer = engines.shared("kv_consumer", transfer={**PARK, "load_timeout_s": 0.5})
     producer = engines.own("kv_producer", faults="ok*")
     prompt = prompt_of(NUM_TOKENS)
     start_parked(producer, consumer, prompt, "never")
@@ -177,7 +179,7 @@ def test_heartbeats_keep_the_lease_of_a_long_load(
 ) -> None:
     lease = {"lease_s": 0.5}
     producer = engines.shared("kv_producer", transfer=lease, faults="ok*")
-    consumer = engines.shared("kv_consumer", transfer={**lease, "load_mode": "park"})
+    consumer = engines.shared("kv_consumer", transfer={**PARK, **lease})
     prompt = prompt_of(NUM_TOKENS)
     before = producer.metrics()
     start_parked(producer, consumer, prompt, "delay(20000)")
