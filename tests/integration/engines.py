@@ -409,8 +409,12 @@ class Fleet:
     def kill(self, engine: Engine) -> None:
         """SIGKILL to the engine and its worker; returns when they are gone."""
         engine.alive = False
+        maps = Path(f"/proc/{engine.process_id}/maps").read_text().splitlines()
         engine.signal(signal.SIGKILL)
         assert self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0)
+        # What the engine would have removed itself.
+        for path in {line.split()[-1] for line in maps if "/dev/shm/psm_" in line}:
+            Path(path).unlink(missing_ok=True)
 
     def retire(self, engine: Engine) -> None:
         """End an engine of one's own."""
