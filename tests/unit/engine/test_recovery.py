@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.engine.scheduler.recovery import find_affected
@@ -31,6 +31,7 @@ def test_bad_block_that_nobody_uses_stays_bad() -> None:
     assert find_affected({"a": []}, {7}) == (set(), {7})
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=2), st.lists(st.integers(1, 20), max_size=6, unique=True), max_size=6

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -259,9 +260,11 @@ def test_tail_is_in_place_when_the_forward_begins(side: Side) -> None:
 
 
 def test_cancelled_parked_load_is_reported_once(side: Side) -> None:
-    nobody = Endpoint("127.0.0.1", 9)
-    side.step(StepMeta(loads=(load_spec(side, in_step=False, peer=nobody),)))
-    report = side.step(StepMeta(cancels=(LoadId(1), LoadId(99))))
+    side.step()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        peer = Endpoint("127.0.0.1", silent.bind_to_random_port("tcp://127.0.0.1"))
+        assert side.step(StepMeta(loads=(load_spec(side, in_step=False, peer=peer),))) is None
+        report = side.step(StepMeta(cancels=(LoadId(1), LoadId(99))))
     assert report is not None
     assert [result.cause for result in report.results] == [Cause.CANCELLED.value]
     assert side.step() is None

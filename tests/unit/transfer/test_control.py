@@ -13,13 +13,13 @@ import zmq
 
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.transfer import control
+from vllm_ascend_pd.transfer import control, dealers
 from vllm_ascend_pd.transfer.control import (
     ControlClient,
     ControlServer,
     OpenOutcome,
-    connect_dealer,
 )
+from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
 from vllm_ascend_pd.wire import (
@@ -108,6 +108,13 @@ def make_client() -> Iterator[Callable[..., ControlClient]]:
         assert not client.is_alive()
 
 
+@pytest.fixture
+def silent() -> Iterator[Endpoint]:
+    """A peer that takes everything and answers nothing."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket_:
+        yield Endpoint("127.0.0.1", socket_.bind_to_random_port("tcp://127.0.0.1"))
+
+
 def outcome_of(client: ControlClient) -> OpenOutcome:
     return client.outcomes.get(timeout=LIMIT_S)
 
@@ -119,7 +126,7 @@ def test_open_is_answered(producer: Producer, make_client: Callable[..., Control
     producer.lease()
     client = make_client()
     client.open("r", producer.endpoint, make_open())
-    assert outcome_of(client) == OpenOutcome("r", Opened("t", 2, 2, "127.0.0.1", 5))
+    assert outcome_of(client) == OpenOutcome("r", Opened("t", 2, 2, "127.0.0.1", 5, open_id=1))
 
 
 def test_refusal_is_answered(producer: Producer, make_client: Callable[..., ControlClient]) -> None:
@@ -158,12 +165,29 @@ def test_each_open_gets_its_own_answer(
     assert answers["other"].cause == Cause.HASH_MISMATCH.value
 
 
-def test_peer_that_does_not_answer_is_unreachable(
+@pytest.fixture
+def silent_peer() -> Iterator[Endpoint]:
+    """A socket that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Endpoint("127.0.0.1", listener.getsockname()[1])
+
+
+def test_peer_that_is_gone_is_unreachable_at_once(
     make_client: Callable[..., ControlClient],
+) -> None:
+    client = make_client(open_timeout_s=1000.0)
+    client.open("r", NOBODY, make_open())
+    answer = outcome_of(client).answer
+    assert isinstance(answer, Refused)
+    assert answer.cause == Cause.PEER_UNREACHABLE.value
+
+
+def test_peer_that_does_not_answer_is_unreachable(
+    silent: Endpoint, make_client: Callable[..., ControlClient]
 ) -> None:
     client = make_client(open_timeout_s=0.2)
     started = time.monotonic()
-    client.open("r", NOBODY, make_open())
+    client.open("r", silent, make_open())
     outcome = outcome_of(client)
     assert time.monotonic() - started >= 0.2
     assert isinstance(outcome.answer, Refused)
@@ -171,25 +195,62 @@ def test_peer_that_does_not_answer_is_unreachable(
     assert outcome.key == "r"
 
 
-def test_unreachable_peer_does_not_hold_up_another(
-    producer: Producer, make_client: Callable[..., ControlClient]
+def test_peer_that_goes_away_is_noticed_at_once(
+    make_client: Callable[..., ControlClient],
+) -> None:
+    client = make_client(open_timeout_s=2 * LIMIT_S)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
+        port = peer.bind_to_random_port("tcp://127.0.0.1")
+        client.open("r", Endpoint("127.0.0.1", port), make_open())
+        assert peer.poll(int(LIMIT_S * 1000)), "was not asked"
+    outcome = outcome_of(client)
+    assert isinstance(outcome.answer, Refused)
+    assert outcome.answer.cause == Cause.PEER_UNREACHABLE.value
+
+
+def test_silent_peer_does_not_hold_up_another(
+    producer: Producer, silent: Endpoint, make_client: Callable[..., ControlClient]
 ) -> None:
     producer.lease()
     client = make_client(open_timeout_s=0.5)
-    client.open("lost", NOBODY, make_open())
+    client.open("lost", silent, make_open())
     client.open("found", producer.endpoint, make_open())
     assert outcome_of(client).key == "found"
     assert outcome_of(client).key == "lost"
 
 
-def test_open_without_an_answer_ends_once(make_client: Callable[..., ControlClient]) -> None:
+def test_open_without_an_answer_ends_once(
+    silent: Endpoint, make_client: Callable[..., ControlClient]
+) -> None:
     client = make_client(open_timeout_s=0.1)
-    client.open("r", NOBODY, make_open())
-    client.open("s", NOBODY, make_open())
+    client.open("r", silent, make_open())
+    client.open("s", silent, make_open())
     assert {outcome_of(client).key, outcome_of(client).key} == {"r", "s"}
-    client.open("last", NOBODY, make_open())
+    client.open("last", silent, make_open())
     assert outcome_of(client).key == "last"
     assert client.outcomes.empty()
+
+
+def test_late_answer_is_not_taken_for_a_later_open(
+    make_client: Callable[..., ControlClient],
+) -> None:
+    """The first open is given up; its answer comes when the same lease is asked for again."""
+    client = make_client(open_timeout_s=0.2)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as slow:
+        peer = Endpoint("127.0.0.1", slow.bind_to_random_port("tcp://127.0.0.1"))
+        client.open("first", peer, make_open())
+        assert slow.poll(int(LIMIT_S * 1000))
+        identity, frame = slow.recv_multipart()
+        first = decode_control(frame)
+        assert isinstance(first, Open)
+        assert isinstance(outcome_of(client).answer, Refused)
+        client.open("second", peer, make_open(hashes=(b"x", b"y")))
+        assert slow.poll(int(LIMIT_S * 1000))
+        late = Opened("t", 2, 2, "127.0.0.1", 5, open_id=first.open_id)
+        slow.send_multipart([identity, encode(late)])
+        outcome = outcome_of(client)
+    assert outcome.key == "second"
+    assert isinstance(outcome.answer, Refused)
 
 
 # Garbage.
@@ -199,7 +260,8 @@ def test_server_drops_garbage_and_answers_the_next(producer: Producer) -> None:
     producer.lease()
     good = encode(make_open())
     bad_text = good.replace(b"\xa5epoch", b"\xa5epoc\xff")
-    with zmq.Context() as context, connect_dealer(context, producer.endpoint) as peer:
+    with zmq.Context() as context, make_dealer(context) as peer:
+        peer.connect(f"tcp://{producer.endpoint}")
         for frame in (
             b"",
             b"\xc1",
@@ -313,7 +375,7 @@ def test_idle_client_asks_for_no_turn() -> None:
 def test_idle_connection_is_closed_and_opened_again(
     producer: Producer, make_client: Callable[..., ControlClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_IDLE_CONNECTION_S", 0.0)
+    monkeypatch.setattr(dealers, "IDLE_CONNECTION_S", 0.0)
     producer.lease()
     client = make_client(heartbeat_s=0.05)
     client.open("r", producer.endpoint, make_open())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from vllm_ascend_pd.backends.fake_engine import (
     WriteRequest,
 )
 from vllm_ascend_pd.backends.staging import StagingPool
-from vllm_ascend_pd.transfer.control import connect_dealer
+from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.send import DataServer, Grants
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
@@ -312,7 +313,7 @@ def test_slots_of_a_failed_write_rest(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("late")
     pair.grant(*range(4))
     pair.run(pair.spec((0,), (0,)))
-    wait_until(lambda: pair.num_free() == (NUM_SLOTS - 1, NUM_SLOTS - 1))
+    wait_until(lambda: pair.receive_pool.num_free == NUM_SLOTS - 1)
     pair.time_passed = 1000.0
     assert pair.num_free() == (NUM_SLOTS, NUM_SLOTS)
 
@@ -355,7 +356,7 @@ def test_cancelled_load_gives_its_slots_back(make_pair: Callable[..., Pair]) -> 
     pair.grant(*range(8))
     spec = pair.spec(tuple(range(8)), tuple(range(8)), timeout_s=60.0)
     pair.loader.start_load(spec)
-    wait_until(lambda: pair.receive_pool.num_free == 0)
+    wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
     pair.loader.cancel(spec.load_id)
     pair.time_passed = 1000.0
     wait_until(lambda: pair.receive_pool.num_free == NUM_SLOTS)
@@ -372,21 +373,59 @@ def test_cancel_of_an_ended_load_changes_nothing(make_pair: Callable[..., Pair])
     assert [r.cause for r in pair.loader.take_results()] == [""]
 
 
-def test_silent_peer_ends_in_deadline(make_pair: Callable[..., Pair]) -> None:
+@pytest.fixture
+def silent_peer() -> Iterator[Endpoint]:
+    """A socket that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Endpoint("127.0.0.1", listener.getsockname()[1])
+
+
+@pytest.fixture
+def silent() -> Iterator[Endpoint]:
+    """A producer that takes every fetch and answers none."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        yield Endpoint("127.0.0.1", socket.bind_to_random_port("tcp://127.0.0.1"))
+
+
+def test_silent_peer_ends_in_deadline(make_pair: Callable[..., Pair], silent: Endpoint) -> None:
     pair = make_pair()
-    spec = pair.spec((0,), (0,), timeout_s=0.2, peer=Endpoint("127.0.0.1", 9))
     started = time.monotonic()
-    assert pair.run(spec).cause == Cause.DEADLINE.value
-    assert time.monotonic() - started < 5.0
+    assert pair.run(pair.spec((0,), (0,), timeout_s=0.2, peer=silent)).cause == Cause.DEADLINE.value
+    assert 0.2 <= time.monotonic() - started < 5.0
 
 
-def test_parked_load_meets_its_deadline_too(make_pair: Callable[..., Pair]) -> None:
+def test_parked_load_meets_its_deadline_too(
+    make_pair: Callable[..., Pair], silent: Endpoint
+) -> None:
     pair = make_pair()
-    peer = Endpoint("127.0.0.1", 9)
-    pair.loader.start_load(pair.spec((0,), (0,), timeout_s=0.2, peer=peer, in_step=False))
+    pair.loader.start_load(pair.spec((0,), (0,), timeout_s=0.2, peer=silent, in_step=False))
     results: list[LoadResult] = []
     wait_until(lambda: bool(results.extend(pair.loader.take_results()) or results))
     assert [r.cause for r in results] == [Cause.DEADLINE.value]
+
+
+def test_peer_that_is_not_there_is_noticed_at_once(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    spec = pair.spec((0,), (0,), timeout_s=60.0, peer=Endpoint("127.0.0.1", 9))
+    started = time.monotonic()
+    assert pair.run(spec).cause == Cause.PEER_UNREACHABLE.value
+    assert time.monotonic() - started < LIMIT_S
+    pair.grant(0)
+    assert pair.run(pair.spec((0,), (0,))).cause == ""
+
+
+def test_silent_peer_leaves_slots_for_another(
+    make_pair: Callable[..., Pair], silent: Endpoint
+) -> None:
+    pair = make_pair()
+    pair.grant(*range(8))
+    stuck = pair.spec(tuple(range(8)), tuple(range(8)), peer=silent, timeout_s=60.0, in_step=False)
+    pair.loader.start_load(stuck)
+    wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
+    result = pair.run(pair.spec(tuple(range(8)), tuple(range(8, 16)), timeout_s=1.5))
+    assert result.cause == ""
+    pair.loader.cancel(stuck.load_id)
+    assert len(pair.loader.take_results()) == 1
 
 
 # What is refused.
@@ -429,13 +468,12 @@ def test_revoked_grant_is_refused(make_pair: Callable[..., Pair]) -> None:
 
 def ask(pair: Pair, *frames: bytes) -> Fetched:
     """Send frames as a peer would; the server's answer to the last one."""
-    with zmq.Context() as context:
-        socket = connect_dealer(context, pair.server.endpoint)
-        with socket:
-            for frame in frames:
-                socket.send(frame)
-            assert socket.poll(int(LIMIT_S * 1000)), "no answer"
-            answer = decode_data(socket.recv())
+    with zmq.Context() as context, make_dealer(context) as dealer:
+        dealer.connect(f"tcp://{pair.server.endpoint}")
+        for frame in frames:
+            dealer.send(frame)
+        assert dealer.poll(int(LIMIT_S * 1000)), "no answer"
+        answer = decode_data(dealer.recv())
     assert isinstance(answer, Fetched)
     return answer
 
