@@ -10,6 +10,7 @@ At the end of each test every cached block holds what its hash says and nothing 
 from __future__ import annotations
 
 import copy
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -648,15 +649,16 @@ def test_remote_prompt_is_loaded_and_one_token_computed(
 
 
 def test_request_waits_without_holding_up_others(producer: Engine, engines: Engines) -> None:
-    consumer = engines.make("kv_consumer", open_timeout_s=0.2)
+    consumer = engines.make("kv_consumer", open_timeout_s=0.3)
     params = producer.prefill("p", prompt_of(100))
-    # Nobody listens on the discard port.
-    waits = consumer.add("c", prompt_of(100), {**params, "remote_port": 9})
-    consumer.add("other", prompt_of(40, start=500))
-    step = consumer.step()
-    assert step.output.num_scheduled_tokens == {"other": 40}
-    assert waits.status is RequestStatus.WAITING_FOR_KV
-    consumer.run_to_end()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        waits = consumer.add("c", prompt_of(100), {**params, "remote_port": port})
+        consumer.add("other", prompt_of(40, start=500))
+        step = consumer.step()
+        assert step.output.num_scheduled_tokens == {"other": 40}
+        assert waits.status is RequestStatus.WAITING_FOR_KV
+        consumer.run_to_end()
     consumer.expect_tokens("other", 1)
     consumer.expect_tokens("c", 1)
     producer.scheduler.reset_prefix_cache()
