@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from math import isfinite
 from typing import Any, Protocol, TypeVar
 
 from vllm_ascend_pd.errors import ConfigError
@@ -207,7 +208,7 @@ def _coerce(path: str, value: Any, default: Any) -> Any:
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)
         raise ConfigError(f"{path} must be a list of strings, not {value!r}")
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
         if isinstance(default, float):
             return float(value)
         if int(value) == value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-FAULTS = "VLLM_ASCEND_PD_FAULTS"
+FAULTS = "ASCEND_PD_FAULTS"
 
 
 def fault_script() -> str | None:

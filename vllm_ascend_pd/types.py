@@ -31,6 +31,7 @@ class Cause(str, Enum):
     """Why a transfer did not happen. The value is the label of the failure metric."""
 
     BAD_PARAMS = "bad_params"
+    WRONG_ROLE = "wrong_role"
     PEER_NOT_ALLOWED = "peer_not_allowed"
     PEER_UNREACHABLE = "peer_unreachable"
     INCOMPATIBLE = "incompatible"

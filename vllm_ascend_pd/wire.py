@@ -17,6 +17,7 @@ from vllm_ascend_pd.errors import TransferError
 WIRE_VERSION = 1
 
 _MAX_PARAM_LENGTH = 256
+_NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -112,7 +113,7 @@ def decode_control(frame: bytes) -> ControlMessage:
     """A control message; ``TransferError`` for anything else."""
     try:
         return _control_decoder.decode(frame)
-    except msgspec.MsgspecError as e:
+    except _NOT_DECODABLE as e:
         raise TransferError(f"not a control message: {e}") from e
 
 
@@ -120,7 +121,7 @@ def decode_data(frame: bytes) -> DataMessage:
     """A data message; ``TransferError`` for anything else."""
     try:
         return _data_decoder.decode(frame)
-    except msgspec.MsgspecError as e:
+    except _NOT_DECODABLE as e:
         raise TransferError(f"not a data message: {e}") from e
 
 
@@ -159,9 +160,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
             raise TransferError(f"kv_transfer_params: {e}") from e
         for name in ("transfer_id", "remote_epoch", "remote_host", "remote_engine_id"):
             value = getattr(remote, name)
-            if not 0 < len(value) <= _MAX_PARAM_LENGTH:
+            if not 0 < len(value) <= _MAX_PARAM_LENGTH or not value.isascii():
                 raise TransferError(
-                    f"kv_transfer_params.{name} must be 1..{_MAX_PARAM_LENGTH} characters"
+                    f"kv_transfer_params.{name} must be 1..{_MAX_PARAM_LENGTH} ASCII characters"
                 )
         if not 0 < remote.remote_port <= 65535:
             raise TransferError(f"kv_transfer_params.remote_port: {remote.remote_port}")

@@ -51,13 +51,18 @@ class ControlServer(Reactor):
         self._wake_scheduler = wake_scheduler
         self._socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-        self.endpoint = Endpoint(host, _bind(self._socket, host, port))
+        try:
+            self.endpoint = Endpoint(host, _bind(self._socket, host, port))
+        except ConfigError:
+            self._socket.close(0)
+            self.context.term()
+            raise
         self.watch(self._socket, self._on_message)
 
     def _on_message(self) -> None:
-        identity, frame = self._socket.recv_multipart()
+        identity, *frames = self._socket.recv_multipart()
         try:
-            message = decode_control(frame)
+            message = decode_control(b"".join(frames))
         except TransferError as e:
             logger.warning("dropped a frame of a peer: %s", e)
             return
@@ -179,7 +184,11 @@ class ControlClient(Reactor):
             logger.warning("%s takes no more messages; dropped %s", peer, type(message).__name__)
 
     def _on_frame(self, peer: Endpoint, frame: bytes) -> None:
-        message = decode_control(frame)
+        try:
+            message = decode_control(frame)
+        except TransferError as e:
+            logger.warning("dropped a frame of %s: %s", peer, e)
+            return
         if not isinstance(message, Opened | Refused):
             return
         pending = self._pending.get(message.open_id)

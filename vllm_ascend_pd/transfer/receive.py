@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
 from vllm_ascend_pd.backends.staging import Slot, StagingPool
+from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.dealers import Dealers
 from vllm_ascend_pd.transfer.plan import Piece, plan_pieces
 from vllm_ascend_pd.transfer.reactor import Reactor
@@ -92,7 +93,7 @@ class _InFlight:
     piece: Piece
     slot: Slot
     seed: int
-    deadline: float
+    sent_at: float
 
 
 class Loader(Reactor):
@@ -110,7 +111,9 @@ class Loader(Reactor):
         pool: StagingPool,
         answer_timeout_s: float = 2.0,
     ) -> None:
-        """``answer_timeout_s``: a producer that leaves a piece unanswered so long is gone."""
+        """``answer_timeout_s``: a producer that a step waits for and that says nothing so long is
+        gone.
+        """
         super().__init__("pd-loader")
         self._answer_timeout_s = answer_timeout_s
         # One silent producer must not hold every slot until its pieces are given up.
@@ -123,6 +126,7 @@ class Loader(Reactor):
         self._peers = Dealers(self, self._on_frame, self._on_lost)
         self._active: list[_Load] = []
         self._in_flight: dict[int, _InFlight] = {}
+        self._heard_at: dict[Endpoint, float] = {}
         self._next_fetch_id = random.getrandbits(48)
         self._landed = threading.Condition()
         # Main thread only.
@@ -223,7 +227,7 @@ class Loader(Reactor):
     def on_tick(self) -> float | None:
         now = time.monotonic()
         for fetch_id, flight in list(self._in_flight.items()):
-            if now >= flight.deadline:
+            if now >= self._flight_deadline(flight):
                 del self._in_flight[fetch_id]
                 self._pool.quarantine(flight.slot, now + QUARANTINE_S)
                 self._end(flight.load, Cause.DEADLINE.value)
@@ -235,8 +239,15 @@ class Loader(Reactor):
         self._send_fetches()
         self._peers.close_idle()
         deadlines = [load.deadline for load in self._active]
-        deadlines += [flight.deadline for flight in self._in_flight.values()]
+        deadlines += [self._flight_deadline(flight) for flight in self._in_flight.values()]
         return max(0.0, min(deadlines) - now) if deadlines else None
+
+    def _flight_deadline(self, flight: _InFlight) -> float:
+        """A step waits only while its producer answers something; a parked load for its term."""
+        if not flight.load.spec.in_step:
+            return flight.load.deadline
+        heard_at = self._heard_at.get(flight.load.spec.peer, 0.0)
+        return max(flight.sent_at, heard_at) + self._answer_timeout_s
 
     def _send_fetches(self) -> None:
         for load in self._active:
@@ -252,8 +263,8 @@ class Loader(Reactor):
         spec = load.spec
         self._next_fetch_id += 1
         seed = random.getrandbits(63)
-        deadline = time.monotonic() + self._answer_timeout_s
-        self._in_flight[self._next_fetch_id] = _InFlight(load, piece, slot, seed, deadline)
+        now = time.monotonic()
+        self._in_flight[self._next_fetch_id] = _InFlight(load, piece, slot, seed, now)
         fetch = Fetch(
             fetch_id=self._next_fetch_id,
             transfer_id=spec.transfer_id,
@@ -270,9 +281,14 @@ class Loader(Reactor):
             self._end(load, Cause.PEER_UNREACHABLE.value)
 
     def _on_frame(self, peer: Endpoint, frame: bytes) -> None:
-        message = decode_data(frame)
+        try:
+            message = decode_data(frame)
+        except TransferError as e:
+            logger.warning("dropped a frame of %s: %s", peer, e)
+            return
         if not isinstance(message, Fetched):
             return
+        self._heard_at[peer] = time.monotonic()
         flight = self._in_flight.pop(message.fetch_id, None)
         if flight is None:
             return
@@ -291,6 +307,7 @@ class Loader(Reactor):
         for load in self._active:
             if load.spec.peer == peer:
                 self._end(load, Cause.PEER_UNREACHABLE.value)
+        self._heard_at.pop(peer, None)
         until = time.monotonic() + QUARANTINE_S
         for fetch_id, flight in list(self._in_flight.items()):
             if flight.load.spec.peer == peer:

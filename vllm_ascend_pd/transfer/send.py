@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,9 +23,16 @@ from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
 
 logger = logging.getLogger(__name__)
 
-_MAX_WRITES = 4
-_POLL_S = 50e-6
+_MAX_WRITES_PER_PEER = 4
+_POLL_S = 100e-6
+_SLOW_POLL_S = 1e-3
+_SLOW_AFTER_S = 0.02
 _MAX_FRAME_BYTES = 64 << 20
+_CAUSES = {
+    TransferStatus.DONE: "",
+    TransferStatus.FAILED: Cause.TRANSFER_FAILED.value,
+    TransferStatus.RUNNING: Cause.DEADLINE.value,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +77,11 @@ class Grants:
 class _Write:
     identity: bytes
     fetch_id: int
+    session: str
     slot: Slot
     handle: TransferHandle
     checksum: int
     deadline: float
-    answered: bool = False
 
 
 class DataServer(Reactor):
@@ -111,16 +118,16 @@ class DataServer(Reactor):
         port = self._socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
         self.endpoint = Endpoint(host, port)
         self.watch(self._socket, self._on_message)
-        self.num_bytes_sent = 0
+        self._progress_at = 0.0
 
     def _on_message(self) -> None:
         while True:
             try:
-                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                message = decode_data(frame)
+                message = decode_data(b"".join(frames))
             except TransferError as e:
                 logger.warning("dropped a frame of a peer: %s", e)
                 continue
@@ -129,21 +136,34 @@ class DataServer(Reactor):
 
     def on_tick(self) -> float | None:
         progress = self._poll_writes()
-        while self._queue and len(self._writes) < _MAX_WRITES:
+        while (ready := self._next_ready()) is not None:
             slot = self._pool.acquire()
             if slot is None:
                 break
             progress = True
-            identity, fetch = self._queue.popleft()
+            identity, fetch = self._queue[ready]
+            del self._queue[ready]
             if refused := self._start(identity, fetch, slot):
                 self._pool.release(slot)
                 self._reply(identity, Fetched(fetch.fetch_id, 0, refused.value))
             self._poll_writes()
+        now = time.monotonic()
+        if progress:
+            self._progress_at = now
         if self._writes:
             if not progress:
-                time.sleep(_POLL_S)
+                slow = now - self._progress_at > _SLOW_AFTER_S
+                time.sleep(_SLOW_POLL_S if slow else _POLL_S)
             return 0.0
         return 0.001 if self._queue else None
+
+    def _next_ready(self) -> int | None:
+        """Place in the queue of the first fetch whose peer has not too many writes under way."""
+        busy = Counter(write.session for write in self._writes)
+        for place, (_, fetch) in enumerate(self._queue):
+            if busy[fetch.session] < _MAX_WRITES_PER_PEER:
+                return place
+        return None
 
     def _start(self, identity: bytes, fetch: Fetch, slot: Slot) -> Cause | None:
         """Pack and submit; the cause when it may not or cannot be served."""
@@ -161,6 +181,8 @@ class DataServer(Reactor):
             or not all(0 <= index < len(block_ids) for index in fetch.block_indices)
             or num_bytes != fetch.num_bytes
             or not 0 < num_bytes <= slot.num_bytes
+            or min(fetch.seed, fetch.address) < 0
+            or max(fetch.seed, fetch.address) >= 1 << 63
             or not self._allows_host(fetch.session.rpartition(":")[0].strip("[]"))
         ):
             return Cause.BAD_PARAMS
@@ -169,34 +191,31 @@ class DataServer(Reactor):
         if self._grants.get(fetch.transfer_id) is not grant:
             return Cause.LEASE_EXPIRED
         handle = self._engine.submit_write(fetch.session, slot.addr, fetch.address, num_bytes)
-        self.num_bytes_sent += num_bytes
         deadline = time.monotonic() + self._write_timeout_s
-        self._writes.append(_Write(identity, fetch.fetch_id, slot, handle, checksum, deadline))
+        self._writes.append(
+            _Write(identity, fetch.fetch_id, fetch.session, slot, handle, checksum, deadline)
+        )
         return None
 
     def _poll_writes(self) -> bool:
-        """Answer writes that ended. A slot is free only when its write is over, also a late one."""
+        """Answer the writes that ended; a slot is free once its write is over."""
         ended = False
         now = time.monotonic()
         for write in list(self._writes):
             status = self._engine.poll(write.handle)
-            if status is TransferStatus.RUNNING:
-                if now >= write.deadline and not write.answered:
-                    self._give_up(write, Cause.DEADLINE)
+            if status is TransferStatus.RUNNING and now < write.deadline:
                 continue
             ended = True
             self._writes.remove(write)
-            self._pool.release(write.slot)
-            if status is TransferStatus.DONE and not write.answered:
-                self._reply(write.identity, Fetched(write.fetch_id, write.checksum))
-            elif not write.answered:
-                self._give_up(write, Cause.TRANSFER_FAILED)
+            cause = _CAUSES[status]
+            if status is TransferStatus.RUNNING:
+                self._pool.quarantine(write.slot, now + self._engine.LATE_WRITE_S)
+            else:
+                self._pool.release(write.slot)
+            if cause:
+                logger.warning("a write to a peer ended with %s", cause)
+            self._reply(write.identity, Fetched(write.fetch_id, write.checksum, cause))
         return ended
-
-    def _give_up(self, write: _Write, cause: Cause) -> None:
-        write.answered = True
-        logger.warning("a write to a peer ended with %s", cause.value)
-        self._reply(write.identity, Fetched(write.fetch_id, 0, cause.value))
 
     def _reply(self, identity: bytes, message: Fetched) -> None:
         self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)

@@ -52,7 +52,6 @@ class RemotePrompt:
         self.admitted = False
         self.released = False
         self.provenance = Provenance(request.num_prompt_tokens)
-        self.wants_provenance = bool((request.kv_transfer_params or {}).get("return_provenance"))
         self._transfer = transfer
         self._data: Endpoint | None = None
 
@@ -144,21 +143,20 @@ class Consumer:
     def get(self, request: Request) -> RemotePrompt | None:
         return self._sessions.get(request.request_id)
 
-    def add(self, request: Request, params: dict[str, Any]) -> None:
-        """Check what the client sent and ask the producer; the request waits for the answer."""
+    def add(self, request: Request, params: dict[str, Any]) -> tuple[Cause, str] | None:
+        """Check what the client sent and ask the producer; the request waits for the answer.
+
+        Returns why it is not asked, or ``None``.
+        """
         try:
             remote = RemotePrefill.from_params(params)
         except TransferError as e:
-            self._refuse(request, Cause.BAD_PARAMS, str(e))
-            return
+            return Cause.BAD_PARAMS, str(e)
         if not self._security.allows(remote.remote_host):
-            self._refuse(
-                request,
-                Cause.PEER_NOT_ALLOWED,
+            return Cause.PEER_NOT_ALLOWED, (
                 f"kv_transfer_params.remote_host {remote.remote_host!r} is neither a loopback"
-                " address nor in security.allowed_peers",
+                " address nor in security.allowed_peers"
             )
-            return
         session = RemotePrompt(request, remote, self._transfer)
         self._sessions[request.request_id] = session
         self._users[remote.transfer_id] = self._users.get(remote.transfer_id, 0) + 1
@@ -167,7 +165,7 @@ class Consumer:
             session.provenance.outcome = "not_needed"
             session.advance(ConsumerEvent.ABORT)
             self._release(session)
-            return
+            return None
         num_full = (request.num_tokens - 1) // self._block_size
         tail_start = num_full * self._block_size
         num_tail = request.num_tokens - 1 - tail_start
@@ -188,6 +186,7 @@ class Consumer:
             ),
         )
         request.status = RequestStatus.WAITING_FOR_KV
+        return None
 
     def collect_outcomes(self) -> None:
         """Fold in what producers have answered."""
@@ -281,15 +280,6 @@ class Consumer:
             return
         if self._users.pop(transfer_id, None) is not None:
             self._client.release(session.control, transfer_id, session.remote.remote_epoch)
-
-    def _refuse(self, request: Request, cause: Cause, detail: str) -> None:
-        self._stats.add("requests", label=cause.value)
-        logger.warning(
-            "request %s: its prompt will be computed here: %s (%s)",
-            request.request_id,
-            cause.value,
-            detail,
-        )
 
     def _count(self, session: RemotePrompt) -> None:
         prompt = session.provenance

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -43,6 +43,8 @@ class LoadRecord:
     tail: TailBlock | None = None
     users: set[Request] = field(default_factory=set)
     """Requests whose tokens are computed on these blocks."""
+    computed_on: dict[int, Phantom] = field(default_factory=dict)
+    """Cached blocks that users have computed on these ones, by block id."""
     parked_for: Request | None = None
     held: list[KVCacheBlock] = field(default_factory=list)
     held_indices: list[int] = field(default_factory=list)
@@ -66,8 +68,11 @@ class LoadRecord:
         )
 
     def bad_block_ids(self) -> set[int]:
-        """If it failed: the blocks that still are what it should have filled."""
-        bad = {p.block.block_id for p in self.phantoms if p.is_current()}
+        """If it failed: the blocks that still hold what it should have filled, or what was
+        computed on it, also by a request that has been preempted or has ended meanwhile.
+        """
+        loaded_and_computed = [*self.phantoms, *self.computed_on.values()]
+        bad = {p.block.block_id for p in loaded_and_computed if p.is_current()}
         if self.tail is not None and self.tail.is_current():
             bad.add(self.tail.block_id)
         return bad
@@ -126,12 +131,42 @@ class Loads:
         self._new.append(record)
         source.load_started()
 
+    def is_parked_load_of(self, request: Request, indices: Sequence[int]) -> bool:
+        """Whether a parked load is bringing in one of these blocks of ``request``."""
+        if not self.num_parked:
+            return False
+        loading = {
+            record.parked_for.block_hashes[index]
+            for record in [*self._new, *self._running.values()]
+            if record.parked_for is not None
+            for index in record.held_indices
+        }
+        return any(request.block_hashes[index] in loading for index in indices)
+
     def note_user(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
         """``request`` shares blocks; those of a load that has not ended make it a user."""
         if self._in_step_blocks:
             for block in blocks:
                 if record := self._in_step_blocks.get(block.block_id):
                     record.users.add(request)
+
+    def note_computed(self, get_blocks: Callable[[Request], Sequence[KVCacheBlock]]) -> None:
+        """Remember what this step caches on top of loads whose end is not known yet."""
+        for record in [*self._new, *self._running.values()]:
+            if record.parked_for is not None:
+                continue
+            loaded = {phantom.block.block_id for phantom in record.phantoms}
+            if record.tail is not None:
+                loaded.add(record.tail.block_id)
+            for user in record.users:
+                blocks = get_blocks(user)
+                first = next((i for i, b in enumerate(blocks) if b.block_id in loaded), len(blocks))
+                for index in range(first, len(blocks)):
+                    block = blocks[index]
+                    if block.block_hash is not None:
+                        record.computed_on[block.block_id] = Phantom(
+                            block, block.block_hash, record.source, index
+                        )
 
     def cancel(self, request: Request) -> None:
         """Give up the parked load of this request; its blocks come back when it has ended."""

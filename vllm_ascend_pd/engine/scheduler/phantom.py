@@ -76,7 +76,8 @@ class PhantomBlocks:
         leading cached blocks. No reference is kept: if the request is not scheduled now, nothing
         has to be undone.
         """
-        last = min(source.num_blocks, (request.num_tokens - 1) // self._block_size)
+        end = (request.num_tokens - 1) // self._block_size
+        last = min(source.num_blocks, end)
         table: list[KVCacheBlock] = list(hits)
         if last <= len(hits):
             return table
@@ -87,6 +88,11 @@ class PhantomBlocks:
             block = cached_block(make_block_hash_with_group_id(hashes[index], _GROUP_ID))
             if block is None:
                 missing.append(index)
+            table.append(block)
+        for index in range(last, end):
+            block = cached_block(make_block_hash_with_group_id(hashes[index], _GROUP_ID))
+            if block is None:
+                break
             table.append(block)
         # What is there already must survive get_new_blocks, which evicts the least recently used.
         kept = [block for block in table if block is not None]

@@ -130,6 +130,10 @@ class Producer:
             for key in [k for k, other in self._leases.items() if other is lease]:
                 del self._leases[key]
 
+    @property
+    def has_revokes(self) -> bool:
+        return bool(self._revokes)
+
     def take_revokes(self) -> tuple[str, ...]:
         """Transfer ids that the worker must not serve from this step on."""
         if not self._revokes:

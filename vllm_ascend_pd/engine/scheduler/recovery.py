@@ -23,18 +23,18 @@ def find_affected(tables: dict[str, list[int]], bad_block_ids: set[int]) -> tupl
     further requests, hence the fixed point.
     """
     bad = set(bad_block_ids)
-    affected: set[str] = set()
+    first_bad = {request_id: len(table) for request_id, table in tables.items()}
     changed = True
     while changed:
         changed = False
         for request_id, table in tables.items():
-            if request_id in affected:
-                continue
-            first = next((i for i, block_id in enumerate(table) if block_id in bad), None)
-            if first is not None:
-                affected.add(request_id)
+            known = first_bad[request_id]
+            first = next((i for i in range(known) if table[i] in bad), known)
+            if first < known:
+                first_bad[request_id] = first
                 bad.update(table[first:])
                 changed = True
+    affected = {i for i, table in tables.items() if first_bad[i] < len(table)}
     return affected, bad
 
 

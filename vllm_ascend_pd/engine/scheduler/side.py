@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.fingerprint import fingerprint
+from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
 from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads, TailBlock
@@ -25,12 +26,12 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
 from vllm_ascend_pd.engine.threads import shorten_turns
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metrics import Stats
+from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.receive import LoadResult
 from vllm_ascend_pd.transfer.session import ConsumerState
-from vllm_ascend_pd.types import Epoch
+from vllm_ascend_pd.types import Cause, Epoch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 def create(scheduler: Scheduler) -> SchedulerSide:
     """Check that this engine can take part, then open what its role needs."""
+    adopt_engine_logging()
     config = PDConfig.from_kv_transfer_config(scheduler.vllm_config.kv_transfer_config)
     check_supported(scheduler)
     shorten_turns()
@@ -94,6 +96,7 @@ class SchedulerSide:
         self._engine_core: Any = None
         self._phantoms = PhantomBlocks(self._pool, self._block_size)
         self._loads = Loads()
+        self._ignored: dict[str, Cause] = {}
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
         transfer = config.transfer
@@ -142,25 +145,35 @@ class SchedulerSide:
         params = request.kv_transfer_params
         if not params:
             return
+        if not isinstance(params, dict):
+            kind = type(params).__name__
+            self._ignore(request, Cause.BAD_PARAMS, f"kv_transfer_params is {kind}, not an object")
+            return
         if params.get("do_remote_prefill"):
             if self._consumer is None:
-                self._ignore(request, "do_remote_prefill", "kv_consumer or kv_both")
-            else:
-                self._consumer.add(request, params)
+                self._wrong_role(request, "do_remote_prefill", "kv_consumer or kv_both")
+            elif refusal := self._consumer.add(request, params):
+                self._ignore(request, *refusal)
         if params.get("do_remote_decode"):
             if self._producer is None:
-                self._ignore(request, "do_remote_decode", "kv_producer or kv_both")
+                self._wrong_role(request, "do_remote_decode", "kv_producer or kv_both")
             else:
                 self._producer.expect(request)
 
-    def _ignore(self, request: Request, field: str, roles: str) -> None:
-        self._stats.add("requests", label="wrong_role")
+    def _wrong_role(self, request: Request, name: str, roles: str) -> None:
+        role = self._config.role.value
+        detail = f"kv_transfer_params.{name} needs kv_role {roles}, and it is {role} here"
+        self._ignore(request, Cause.WRONG_ROLE, detail)
+
+    def _ignore(self, request: Request, cause: Cause, detail: str) -> None:
+        """No transfer for this request; said in the log, the metrics and the response."""
+        self._stats.add("requests", label=cause.value)
+        self._ignored[request.request_id] = cause
         logger.warning(
-            "request %s: kv_transfer_params.%s is ignored, because kv_role here is %s; it needs %s",
+            "request %s is served without a transfer: %s (%s)",
             request.request_id,
-            field,
-            self._config.role.value,
-            roles,
+            cause.value,
+            detail,
         )
 
     def try_promote(self, request: Request) -> bool:
@@ -173,8 +186,12 @@ class SchedulerSide:
         if session.state is ConsumerState.OPENING or session.parked:
             return False
         if session.state is ConsumerState.READY and not session.placed:
+            missing = self._find_missing(session)
+            if self._loads.is_parked_load_of(session.request, missing):
+                # Another request's load brings these blocks in; then they are ordinary hits.
+                return False
             session.placed = True
-            if self._park(session):
+            if self._park(session, missing):
                 return False
         request.status = session.queued_status
         return request.status == RequestStatus.WAITING
@@ -183,18 +200,21 @@ class SchedulerSide:
         """Whether an in-step load would hold up other requests."""
         return bool(self._scheduler.running) or len(self._scheduler.requests) > 1
 
-    def _park(self, session: RemotePrompt) -> bool:
+    def _find_missing(self, session: RemotePrompt) -> list[int]:
+        """Indices of the blocks that the producer has and this engine has not."""
+        last = min(session.num_blocks, (session.request.num_tokens - 1) // self._block_size)
+        return self._phantoms.find_missing(session.request, 0, last)
+
+    def _park(self, session: RemotePrompt, missing: list[int]) -> bool:
         """Load the missing blocks beside the steps, if that is worth it and memory allows."""
         assert self._consumer is not None
         request = session.request
-        last = min(session.num_blocks, (request.num_tokens - 1) // self._block_size)
-        missing = self._phantoms.find_missing(request, 0, last)
         if not missing or not self._consumer.wants_parking(session, len(missing)):
             return False
         kept = [
             block
-            for index in range(last)
-            for block in self._pool.get_cached_block(request.block_hashes[index], [0]) or ()
+            for block_hash in request.block_hashes[: missing[-1]]
+            for block in self._pool.get_cached_block(block_hash, [0]) or ()
         ]
         self._pool.touch(kept)
         # Running requests grow into the free blocks; a load that waits must not starve them.
@@ -237,8 +257,6 @@ class SchedulerSide:
             return
         hits = list(new_computed_blocks.blocks[0])
         session = self._consumer.get(request)
-        if session is not None and not session.offers:
-            session = None
         phantoms = self._phantoms.claim(hits)
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom], None)
@@ -246,9 +264,9 @@ class SchedulerSide:
         num_hit = len(hits) * self._block_size
         num_peer = len(phantoms) * self._block_size
         num_tail = 0
-        if session is not None:
+        if session is not None and not session.admitted:
             num_full = (request.num_tokens - 1) // self._block_size
-            if session.num_tail_tokens and len(hits) == num_full:
+            if session.offers and session.num_tail_tokens and len(hits) == num_full:
                 num_tail = session.num_tail_tokens
                 table = self._manager.get_block_ids(request.request_id)[0]
                 tail = TailBlock(request, request.num_preemptions, num_full, table[num_full])
@@ -266,6 +284,9 @@ class SchedulerSide:
         grants = self._producer.build_grants(scheduler_output) if self._producer else ()
         revokes = self._producer.take_revokes() if self._producer else ()
         cancels = self._loads.take_cancels()
+        self._loads.note_computed(
+            lambda request: self._manager.get_blocks(request.request_id).blocks[0]
+        )
         loads = self._loads.take_new()
         if not (revokes or cancels or grants or loads):
             return None
@@ -335,13 +356,16 @@ class SchedulerSide:
         params: dict[str, Any] | None = None
         if self._producer is not None:
             params = self._producer.finish(request)
+        provenance = None
         if self._consumer is not None:
             session = self._consumer.get(request)
             if session is not None and session.parked:
                 self._loads.cancel(request)
             provenance = self._consumer.finish(request)
-            if session is not None and provenance is not None and session.wants_provenance:
-                params = {**(params or {}), "provenance": dataclasses.asdict(provenance)}
+        if (cause := self._ignored.pop(request.request_id, None)) is not None:
+            provenance = Provenance(request.num_prompt_tokens, outcome=cause.value)
+        if provenance is not None and _wants_provenance(request):
+            params = {**(params or {}), "provenance": dataclasses.asdict(provenance)}
         return params
 
     def has_pending_work(self) -> bool:
@@ -349,7 +373,9 @@ class SchedulerSide:
             self._consumer.collect_outcomes()
         if self._producer is not None:
             self._producer.collect_closed()
-        return self._loads.num_parked > 0
+        # A step tells the worker what it may no longer serve, and carries the counters out.
+        has_revokes = self._producer is not None and self._producer.has_revokes
+        return self._loads.num_parked > 0 or has_revokes
 
     def on_engine_started(self, engine_core: object) -> None:
         self._engine_core = engine_core
@@ -381,3 +407,8 @@ class SchedulerSide:
         input_queue = getattr(self._engine_core, "input_queue", None)
         if input_queue is not None:
             input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def _wants_provenance(request: Request) -> bool:
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("return_provenance"))

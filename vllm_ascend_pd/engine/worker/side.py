@@ -13,6 +13,7 @@ from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.threads import shorten_turns
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.step import WorkerSide
@@ -32,6 +33,7 @@ def create(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
 ) -> WorkerSide:
     """Open the transfer engine, register the staging memory, start the threads of the role."""
+    adopt_engine_logging()
     config = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config)
     caches = locate(kv_cache_config, kv_caches)
     transfer = config.transfer

@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING
 
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.backends.staging import StagingPool
@@ -112,9 +113,9 @@ class WorkerSide:
         output.kv_connector_worker_meta = self._report()
 
     def no_forward(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput.with_kv_conn_output_only(
-            KVConnectorOutput(kv_connector_worker_meta=self._report())
-        )
+        output = copy(EMPTY_MODEL_RUNNER_OUTPUT)
+        output.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=self._report())
+        return output
 
     def _report(self) -> StepReport | None:
         results = self._loader.take_results() if self._loader is not None else []
