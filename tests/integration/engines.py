@@ -82,7 +82,7 @@ class EngineConfig:
         return options
 
     def env(self) -> dict[str, str]:
-        return {"VLLM_ASCEND_PD_FAULTS": self.faults}
+        return {"ASCEND_PD_FAULTS": self.faults}
 
 
 @dataclass(frozen=True)
