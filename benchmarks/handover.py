@@ -175,9 +175,11 @@ def main() -> None:
         assert origin["num_peer_tokens"] == options.tokens - 1, origin
         num_bytes = origin["num_peer_bytes"]
         raw = raw or RawTransfer(num_bytes)
-        time.sleep(1.2)  # the engines' processes stop spinning a second after their last step
+        busy = raw.measure()["raw"]  # the engines' processes spin for a second after a step
+        time.sleep(1.2)
         measured = raw.measure()
         measured |= {"prefill": prefill, "load": load, "recompute": recompute}
+        measured["raw busy"] = busy
         measured["transfer"] = origin["transfer_ms"]
         if number >= 2:  # the first rounds open connections and touch memory
             for name, value in measured.items():

@@ -14,7 +14,7 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
-from vllm_ascend_pd.engine.threads import shorten_turns
+from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
@@ -34,6 +34,14 @@ def create(
 ) -> WorkerSide:
     """Open the transfer engine, register the staging memory, start the threads of the role."""
     adopt_engine_logging()
+    shorten_turns()
+    with on_any_core():
+        return _create(vllm_config, kv_cache_config, kv_caches)
+
+
+def _create(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> WorkerSide:
     config = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config)
     caches = locate(kv_cache_config, kv_caches)
     transfer = config.transfer
@@ -54,7 +62,6 @@ def create(
         pools.append(StagingPool(engine, transfer.staging_slots, transfer.staging_slot_bytes))
         return pools[-1]
 
-    shorten_turns()
     server = loader = None
     if config.role.produces:
         server = DataServer(
