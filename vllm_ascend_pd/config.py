@@ -50,7 +50,7 @@ class TransferConfig:
 
     lease_s: float = 30.0
     """A producer keeps a prompt's blocks so long without a heartbeat of the consumer."""
-    open_timeout_s: float = 2.0
+    peer_timeout_s: float = 2.0
     """A peer that has not answered an open or a fetch by then is taken for gone."""
     step_load_timeout_s: float = 5.0
     """Longest wait for KV inside one step; the whole batch waits with it."""
@@ -60,15 +60,15 @@ class TransferConfig:
     """``step``, ``park``, or ``auto``: by expected load time, see ``max_step_load_ms``."""
     max_step_load_ms: float = 50.0
     """With ``auto``, a load expected to take longer parks its request."""
-    staging_slots: int = 12
+    staging_slots: int = 8
     """Number of pieces that may be on their way at once."""
-    staging_slot_bytes: int = 4 * 1024 * 1024
+    staging_slot_bytes: int = 8 * 1024 * 1024
     """Size of a piece; at least one layer's page of one block."""
 
     def __post_init__(self) -> None:
         for name in (
             "lease_s",
-            "open_timeout_s",
+            "peer_timeout_s",
             "step_load_timeout_s",
             "load_timeout_s",
             "staging_slots",

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer alone, without engines: pages of one process into pages of another.
+
+A data server and a loader, as the workers of a producer and a consumer run them, in two processes:
+packed with a checksum, written by Mooncake piece by piece, verified, put in place. In the same
+run, in turns: Mooncake's own write of the same bytes in one piece, a TCP socket, a memcpy.
+
+    python benchmarks/data_path.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+from handover import RawTransfer
+
+from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
+from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.config import TransferConfig
+from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
+from vllm_ascend_pd.transfer.send import DataServer, Grants
+from vllm_ascend_pd.types import LoadId
+
+
+def make_pages(options: argparse.Namespace) -> tuple[np.ndarray, PageLayout]:
+    memory = np.ones(options.layers * options.blocks * options.page_bytes, dtype=np.uint8)
+    layer_bytes = options.blocks * options.page_bytes
+    offsets = np.arange(options.layers, dtype=np.int64) * layer_bytes
+    region = Region(memory.ctypes.data, memory.nbytes)
+    return memory, PageLayout(region, offsets, options.page_bytes, options.page_bytes)
+
+
+def produce(pipe: Connection, options: argparse.Namespace) -> None:
+    memory, layout = make_pages(options)
+    memory[:] = np.arange(memory.size, dtype=np.uint8)
+    engine = MooncakeTransferEngine("127.0.0.1")
+    grants = Grants()
+    grants.add("prompt", "epoch", tuple(range(options.blocks)))
+    server = DataServer(
+        host="127.0.0.1",
+        engine=engine,
+        copier=make_block_copier(),
+        layout=layout,
+        pool=StagingPool(engine, options.slots, options.slot_bytes),
+        grants=grants,
+        allows_host=lambda host: host == "127.0.0.1",
+        write_timeout_s=10,
+    )
+    server.start()
+    pipe.send(server.endpoint)
+    pipe.recv()
+    server.stop()
+    engine.close()
+
+
+def main() -> None:
+    defaults = TransferConfig()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--page-bytes", type=int, default=196608, help="of a block in a layer")
+    parser.add_argument("--slots", type=int, default=defaults.staging_slots)
+    parser.add_argument("--slot-bytes", type=int, default=defaults.staging_slot_bytes)
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    pipe, child = context.Pipe()
+    producer = context.Process(target=produce, args=(child, options))
+    producer.start()
+    endpoint = pipe.recv()
+    memory, layout = make_pages(options)
+    engine = MooncakeTransferEngine("127.0.0.1")
+    pool = StagingPool(engine, options.slots, options.slot_bytes)
+    loader = Loader(engine.session, make_block_copier(), layout, pool)
+    loader.start()
+    raw = RawTransfer(memory.nbytes)
+    ids = tuple(range(options.blocks))
+    times: dict[str, list[float]] = {}
+    for number in range(options.rounds + 3):
+        memory[:] = 0
+        spec = LoadSpec(LoadId(number), endpoint, "prompt", "epoch", ids, ids, True, True, 10.0)
+        started = time.perf_counter()
+        loader.start_load(spec)
+        loader.wait_all()
+        measured = {"transfer": (time.perf_counter() - started) * 1000}
+        [result] = loader.take_results()
+        assert not result.cause, result
+        assert (memory == np.arange(memory.size, dtype=np.uint8)).all()
+        measured |= raw.measure()
+        if number >= 3:  # the first rounds open connections and touch memory
+            for name, value in measured.items():
+                times.setdefault(name, []).append(value)
+    raw.close()
+    loader.stop()
+    engine.close()
+    pipe.send(None)
+    producer.join()
+    print(f"{memory.nbytes / 1e6:.1f} MB, {options.rounds} rounds; medians in ms (min..max)")
+    for name, values in times.items():
+        middle = statistics.median(values)
+        print(
+            f"  {name:>9} {middle:8.1f}  ({min(values):.1f}..{max(values):.1f})"
+            f"  {memory.nbytes / middle / 1e6:6.2f} GB/s"
+        )
+    ratio = statistics.median(
+        ours / theirs for ours, theirs in zip(times["transfer"], times["raw"], strict=True)
+    )
+    print(f"transfer / raw = {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
