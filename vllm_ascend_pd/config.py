@@ -51,7 +51,7 @@ class TransferConfig:
     lease_s: float = 30.0
     """A producer keeps a prompt's blocks so long without a heartbeat of the consumer."""
     peer_timeout_s: float = 2.0
-    """A peer that has not answered an open or a fetch by then is taken for gone."""
+    """A peer that has said nothing for so long, to an open or a fetch, is taken for gone."""
     step_load_timeout_s: float = 5.0
     """Longest wait for KV inside one step; the whole batch waits with it."""
     load_timeout_s: float = 30.0
@@ -188,7 +188,9 @@ def _section(cls: type[_S], name: str, extra: Mapping[str, Any]) -> _S:
         raise ConfigError(f"{name} must be a mapping, not {type(raw).__name__}")
     _refuse_unknown(name, raw, {f.name for f in fields(cls)})
     defaults = cls()
-    return cls(**{key: _coerce(f"{name}.{key}", v, getattr(defaults, key)) for key, v in raw.items()})
+    return cls(
+        **{key: _coerce(f"{name}.{key}", v, getattr(defaults, key)) for key, v in raw.items()}
+    )
 
 
 def _coerce(path: str, value: Any, default: Any) -> Any:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 4 * BLOCK_SIZE + 9
-PARK = {"load_mode": "park", "open_timeout_s": 20}
+PARK = {"load_mode": "park", "peer_timeout_s": 20}
 """A piece may be on its way for longer than any of these tests makes it."""
 SLOW = "delay(4000)"
 """A write that takes some tenths of a second."""

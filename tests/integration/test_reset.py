@@ -94,7 +94,7 @@ def test_reset_while_a_load_is_parked_is_refused_and_harmless(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
     producer = engines.shared("kv_producer", faults="ok*")
-    consumer = engines.shared("kv_consumer", transfer={"load_mode": "park", "open_timeout_s": 20})
+    consumer = engines.shared("kv_consumer", transfer={"load_mode": "park", "peer_timeout_s": 20})
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
     producer.set_faults("delay(4000),ok*")

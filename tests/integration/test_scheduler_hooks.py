@@ -649,7 +649,7 @@ def test_remote_prompt_is_loaded_and_one_token_computed(
 
 
 def test_request_waits_without_holding_up_others(producer: Engine, engines: Engines) -> None:
-    consumer = engines.make("kv_consumer", open_timeout_s=0.3)
+    consumer = engines.make("kv_consumer", peer_timeout_s=0.3)
     params = producer.prefill("p", prompt_of(100))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -665,7 +665,7 @@ def test_request_waits_without_holding_up_others(producer: Engine, engines: Engi
 
 
 def test_unreachable_producer_means_compute_here(engines: Engines, producer: Engine) -> None:
-    consumer = engines.make("kv_consumer", open_timeout_s=0.2)
+    consumer = engines.make("kv_consumer", peer_timeout_s=0.2)
     params = producer.prefill("p", prompt_of(100))
     request = consumer.add("c", prompt_of(100), {**params, "remote_port": 9})
     step = consumer.schedule_until_admitted(request)

@@ -54,7 +54,7 @@ def test_every_option_is_read() -> None:
     config = parse_extra(
         transfer={
             "lease_s": 5,
-            "open_timeout_s": 0.5,
+            "peer_timeout_s": 0.5,
             "step_load_timeout_s": 1,
             "load_timeout_s": 2.5,
             "load_mode": "park",
@@ -81,6 +81,7 @@ def test_config_is_frozen() -> None:
     [
         ({"transfers": {}}, r"kv_connector_extra_config: unknown keys \['transfers'\]; valid"),
         ({"transfer": {"lease": 1}}, r"transfer: unknown keys \['lease'\]; valid: .*'lease_s'"),
+        ({"transfer": {"open_timeout": 1}}, "unknown keys .*; valid: .*'peer_timeout_s'"),
         ({"security": {"peers": []}}, r"security: unknown keys \['peers'\]; valid"),
         ({"transfer": 5}, "transfer must be a mapping, not int"),
         ({"transfer": None}, "transfer must be a mapping, not NoneType"),

@@ -7,8 +7,8 @@ import itertools
 import logging
 import queue
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -16,7 +16,6 @@ import zmq
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError, TransferError
 from vllm_ascend_pd.transfer.dealers import Dealers
-from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
@@ -29,6 +28,11 @@ from vllm_ascend_pd.wire import (
     decode_control,
     encode,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.transfer.leases import LeaseBook
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +101,8 @@ def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
                 " leave it out to have a free one chosen"
             ) from e
         socket.bind(f"tcp://{where}:*")
-    endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
     return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
 
 
@@ -121,13 +126,13 @@ class ControlClient(Reactor):
     """Asks producers (consumer, EngineCore process, own thread).
 
     ``outcomes`` is read by the scheduler thread; every ``open`` ends there exactly once, at the
-    latest after ``open_timeout_s``.
+    latest after ``peer_timeout_s``.
     """
 
-    def __init__(self, open_timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(self, peer_timeout_s: float, heartbeat_s: float) -> None:
         super().__init__("pd-control-client")
         self.outcomes: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
-        self._open_timeout_s = open_timeout_s
+        self._peer_timeout_s = peer_timeout_s
         self._heartbeat_s = heartbeat_s
         self._peers = Dealers(self, self._on_frame, self._on_lost)
         self._pending: dict[int, _Pending] = {}
@@ -137,7 +142,7 @@ class ControlClient(Reactor):
 
     def open(self, key: str, peer: Endpoint, request: Open) -> None:
         """Ask; the answer comes as an ``OpenOutcome``, and an opened lease is kept alive."""
-        deadline = time.monotonic() + self._open_timeout_s
+        deadline = time.monotonic() + self._peer_timeout_s
 
         def send() -> None:
             numbered = msgspec.structs.replace(request, open_id=next(self._open_ids))
@@ -165,7 +170,7 @@ class ControlClient(Reactor):
         now = time.monotonic()
         for open_id, pending in list(self._pending.items()):
             if pending.deadline <= now:
-                self._refuse(open_id, f"did not answer within {self._open_timeout_s:g} s")
+                self._refuse(open_id, f"did not answer within {self._peer_timeout_s:g} s")
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s
             for (peer, epoch), transfer_ids in list(self._kept.items()):

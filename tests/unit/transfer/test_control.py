@@ -97,8 +97,8 @@ def producer() -> Iterator[Producer]:
 def make_client() -> Iterator[Callable[..., ControlClient]]:
     clients: list[ControlClient] = []
 
-    def make(open_timeout_s: float = LIMIT_S, heartbeat_s: float = LIMIT_S) -> ControlClient:
-        clients.append(ControlClient(open_timeout_s, heartbeat_s))
+    def make(peer_timeout_s: float = LIMIT_S, heartbeat_s: float = LIMIT_S) -> ControlClient:
+        clients.append(ControlClient(peer_timeout_s, heartbeat_s))
         clients[-1].start()
         return clients[-1]
 
@@ -175,7 +175,7 @@ def silent_peer() -> Iterator[Endpoint]:
 def test_peer_that_is_gone_is_unreachable_at_once(
     make_client: Callable[..., ControlClient],
 ) -> None:
-    client = make_client(open_timeout_s=1000.0)
+    client = make_client(peer_timeout_s=1000.0)
     client.open("r", NOBODY, make_open())
     answer = outcome_of(client).answer
     assert isinstance(answer, Refused)
@@ -185,7 +185,7 @@ def test_peer_that_is_gone_is_unreachable_at_once(
 def test_peer_that_does_not_answer_is_unreachable(
     silent: Endpoint, make_client: Callable[..., ControlClient]
 ) -> None:
-    client = make_client(open_timeout_s=0.2)
+    client = make_client(peer_timeout_s=0.2)
     started = time.monotonic()
     client.open("r", silent, make_open())
     outcome = outcome_of(client)
@@ -198,7 +198,7 @@ def test_peer_that_does_not_answer_is_unreachable(
 def test_peer_that_goes_away_is_noticed_at_once(
     make_client: Callable[..., ControlClient],
 ) -> None:
-    client = make_client(open_timeout_s=2 * LIMIT_S)
+    client = make_client(peer_timeout_s=2 * LIMIT_S)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
         port = peer.bind_to_random_port("tcp://127.0.0.1")
         client.open("r", Endpoint("127.0.0.1", port), make_open())
@@ -212,7 +212,7 @@ def test_silent_peer_does_not_hold_up_another(
     producer: Producer, silent: Endpoint, make_client: Callable[..., ControlClient]
 ) -> None:
     producer.lease()
-    client = make_client(open_timeout_s=0.5)
+    client = make_client(peer_timeout_s=0.5)
     client.open("lost", silent, make_open())
     client.open("found", producer.endpoint, make_open())
     assert outcome_of(client).key == "found"
@@ -222,7 +222,7 @@ def test_silent_peer_does_not_hold_up_another(
 def test_open_without_an_answer_ends_once(
     silent: Endpoint, make_client: Callable[..., ControlClient]
 ) -> None:
-    client = make_client(open_timeout_s=0.1)
+    client = make_client(peer_timeout_s=0.1)
     client.open("r", silent, make_open())
     client.open("s", silent, make_open())
     assert {outcome_of(client).key, outcome_of(client).key} == {"r", "s"}
@@ -235,7 +235,7 @@ def test_late_answer_is_not_taken_for_a_later_open(
     make_client: Callable[..., ControlClient],
 ) -> None:
     """The first open is given up; its answer comes when the same lease is asked for again."""
-    client = make_client(open_timeout_s=0.2)
+    client = make_client(peer_timeout_s=0.2)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as slow:
         peer = Endpoint("127.0.0.1", slow.bind_to_random_port("tcp://127.0.0.1"))
         client.open("first", peer, make_open())
@@ -282,7 +282,7 @@ def test_client_survives_garbage_from_a_producer(
     producer: Producer, make_client: Callable[..., ControlClient]
 ) -> None:
     producer.lease()
-    client = make_client(open_timeout_s=0.5)
+    client = make_client(peer_timeout_s=0.5)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
         port = liar.bind_to_random_port("tcp://127.0.0.1")
         client.open("lied to", Endpoint("127.0.0.1", port), make_open())
@@ -365,7 +365,7 @@ def test_stop_sends_what_was_asked_for(
 
 
 def test_idle_client_asks_for_no_turn() -> None:
-    client = ControlClient(open_timeout_s=1.0, heartbeat_s=1.0)
+    client = ControlClient(peer_timeout_s=1.0, heartbeat_s=1.0)
     assert client.on_tick() is None
     client.start()
     client.stop()

@@ -9,7 +9,6 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -29,15 +28,17 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
-from vllm_ascend_pd.transfer.receive import LoadResult
 from vllm_ascend_pd.transfer.session import ConsumerState
 from vllm_ascend_pd.types import Cause, Epoch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+    from vllm_ascend_pd.transfer.receive import LoadResult
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,12 @@ def check_supported(scheduler: Scheduler) -> None:
     for wrong, message in (
         (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
         (
-            len(groups) != 1 or type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"),
-            f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group of"
-            " full attention is supported",
+            len(groups) != 1
+            or type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"),
+            (
+                f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group"
+                " of full attention is supported"
+            ),
         ),
         (parallel.world_size > 1, "tensor and pipeline parallel sizes above 1"),
         (parallel.data_parallel_size > 1, "data parallel sizes above 1"),
@@ -117,9 +121,11 @@ class SchedulerSide:
                 self._block_size,
             )
             self._server.start()
-            logger.info("in-engine transfers: consumers reach this engine at %s", self._server.endpoint)
+            logger.info(
+                "in-engine transfers: consumers reach this engine at %s", self._server.endpoint
+            )
         if config.role.consumes:
-            self._client = ControlClient(transfer.open_timeout_s, transfer.lease_s / 3)
+            self._client = ControlClient(transfer.peer_timeout_s, transfer.lease_s / 3)
             spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
             num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
             self._consumer = Consumer(
@@ -391,7 +397,7 @@ class SchedulerSide:
                 thread.stop()
 
     def counts(self) -> dict[str, int]:
-        """What a leak check compares; all but ``free_blocks`` are zero when nothing is under way."""
+        """What a leak check compares; all but ``free_blocks`` are zero when nothing goes on."""
         self.has_pending_work()
         return {
             "free_blocks": self._pool.get_num_free_blocks(),

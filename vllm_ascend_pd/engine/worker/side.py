@@ -11,7 +11,6 @@ from vllm_ascend_pd.backends.block_copy import make_block_copier
 from vllm_ascend_pd.backends.fake_engine import FaultScript, FaultyTransferEngine
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
-from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,7 @@ def _create(
         )
         server.start()
     if config.role.consumes:
-        loader = Loader(
-            engine.session, copier, caches.layout, make_pool(), transfer.open_timeout_s
-        )
+        loader = Loader(engine.session, copier, caches.layout, make_pool(), transfer.peer_timeout_s)
         loader.start()
     logger.info(
         "in-engine transfers: role %s, Mooncake session %s, %d layers, %d bytes per page, %s",
