@@ -15,7 +15,7 @@ import argparse
 import multiprocessing
 import statistics
 import time
-from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import numpy as np
 from handover import RawTransfer
@@ -27,6 +27,9 @@ from vllm_ascend_pd.config import TransferConfig
 from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
 from vllm_ascend_pd.transfer.send import DataServer, Grants
 from vllm_ascend_pd.types import LoadId
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 
 def make_pages(options: argparse.Namespace) -> tuple[np.ndarray, PageLayout]:

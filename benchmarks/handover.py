@@ -25,8 +25,10 @@ import socket
 import statistics
 import threading
 import time
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 PRODUCER = {"kv_role": "kv_producer"}
 CONSUMER = {"kv_role": "kv_consumer"}
@@ -55,7 +57,9 @@ def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any
     while (job := pipe.recv()) is not None:
         token_ids, params = job
         sampling = SamplingParams(
-            temperature=0, max_tokens=1, extra_args={"kv_transfer_params": params} if params else None
+            temperature=0,
+            max_tokens=1,
+            extra_args={"kv_transfer_params": params} if params else None,
         )
         [output] = llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
         pipe.send((output.metrics.first_token_latency * 1000, output.kv_transfer_params))

@@ -17,10 +17,11 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from typing import TYPE_CHECKING
 
 from vllm.config import (
     CacheConfig,
@@ -45,6 +46,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ascend_pd.transfer.session import ConsumerEvent
 from vllm_ascend_pd.wire import Opened, RemotePrefill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def make_scheduler(model: str, block_size: int, num_blocks: int) -> Scheduler:
@@ -167,7 +171,9 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=50)
     options = parser.parse_args()
     init_none_hash(sha256)
-    print(f"{options.requests} waiting requests of {options.tokens} tokens; us per request and pass")
+    print(
+        f"{options.requests} waiting requests of {options.tokens} tokens; us per request and pass"
+    )
     print(
         f"{'block':>6} {'peers':>6} | {'no hook':>8} {'with hook':>9} {'hook adds':>9} |"
         f" {'first pass adds':>15}"

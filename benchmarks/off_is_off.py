@@ -144,7 +144,9 @@ def main() -> None:
             ready = {child.name: child.read() for child in children}
             assert not ready["unpatched"]["patched"], "the copy is still patched"
             assert ready["patched-off"]["patched"], "the installed vLLM is not patched: make patch"
-            turns = [{child.name: child.turn() for child in children} for _ in range(options.rounds)]
+            turns = [
+                {child.name: child.turn() for child in children} for _ in range(options.rounds)
+            ]
         finally:
             for child in children:
                 child.stop()

@@ -141,9 +141,7 @@ def begin_step(scheduler_output: SchedulerOutput) -> None:
         _worker.begin_step(scheduler_output)
 
 
-def armed_step(
-    attn_metadata: object | None, cudagraph_mode: Any
-) -> AbstractContextManager[object]:
+def armed_step(attn_metadata: object | None, cudagraph_mode: Any) -> AbstractContextManager[object]:
     """Wraps the forward of an armed step; a null context for dummy runs, drafters, idle steps.
 
     On entry it waits for what the forward may not overlap with, and ``current_step`` is set

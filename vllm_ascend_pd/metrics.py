@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 COUNTERS: dict[str, tuple[str, str | None]] = {
@@ -24,15 +23,16 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
 class Stats:
     """Increments since the last ``take``; scheduler thread."""
 
-    _values: Counter[str] = field(default_factory=Counter)
+    _values: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, value: float = 1, label: str | None = None) -> None:
         """``label`` is the value of the counter's label."""
-        self._values[name if label is None else f"{name}/{label}"] += value  # type: ignore[assignment]
+        key = name if label is None else f"{name}/{label}"
+        self._values[key] = self._values.get(key, 0) + value
 
     def take(self) -> dict[str, float]:
         """``{name or name/label: increment}``, and start again."""
-        taken, self._values = dict(self._values), Counter()
+        taken, self._values = self._values, {}
         return taken
 
 

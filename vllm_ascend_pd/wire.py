@@ -100,8 +100,8 @@ ControlMessage = Open | Opened | Refused | Heartbeat | Release
 DataMessage = Fetch | Fetched
 
 _encoder = msgspec.msgpack.Encoder()
-_control_decoder = msgspec.msgpack.Decoder(ControlMessage)
-_data_decoder = msgspec.msgpack.Decoder(DataMessage)
+_control_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
+_data_decoder: msgspec.msgpack.Decoder[DataMessage] = msgspec.msgpack.Decoder(DataMessage)
 
 
 def encode(message: ControlMessage | DataMessage) -> bytes:

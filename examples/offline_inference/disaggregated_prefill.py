@@ -17,9 +17,12 @@ import multiprocessing
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 PROMPTS = ["Hello, my name is", "Hi, your name is", "Tell me a very long story"]
 PRODUCER = {"kv_role": "kv_producer", "kv_rank": 0}
@@ -85,7 +88,9 @@ def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any
 class Engine:
     """A process with one engine in it."""
 
-    def __init__(self, name: str, options: argparse.Namespace, transfer: dict[str, Any] | None):
+    def __init__(
+        self, name: str, options: argparse.Namespace, transfer: dict[str, Any] | None
+    ) -> None:
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
@@ -111,10 +116,8 @@ class Engine:
 
     def stop(self) -> None:
         if self._process.is_alive():
-            try:
+            with suppress(BrokenPipeError):
                 self._pipe.send(None)
-            except BrokenPipeError:
-                pass
             self._process.join(30)
         if self._process.is_alive():
             self._process.terminate()
@@ -190,9 +193,7 @@ def main() -> None:
         print("prefill on the producer ...", flush=True)
         wanted = {"do_remote_decode": True}
         prefills = producer.generate(prompts, 1, [wanted] * len(prompts))
-        params = [
-            {**prefill.kv_transfer_params, "return_provenance": True} for prefill in prefills
-        ]
+        params = [{**prefill.kv_transfer_params, "return_provenance": True} for prefill in prefills]
         print("decode on the consumer ...", flush=True)
         answers = consumer.generate(prompts, options.max_tokens, params)
         for engine in engines:

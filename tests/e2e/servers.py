@@ -26,7 +26,9 @@ def free_port() -> int:
 class Server:
     """One HTTP server process; its output goes to a file that an error quotes."""
 
-    def __init__(self, name: str, command: Sequence[str], port: int, health: str, log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], port: int, health: str, log: Path
+    ) -> None:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self._health = health

@@ -27,7 +27,7 @@ class PDStats(KVConnectorStats):
     """Increments by counter name, see ``metrics.Stats.take``."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():

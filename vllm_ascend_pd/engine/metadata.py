@@ -7,11 +7,13 @@ Plain and small: it is pickled over a shared-memory queue when the worker is ano
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
-from vllm_ascend_pd.types import Endpoint, LoadId
+if TYPE_CHECKING:
+    from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+    from vllm_ascend_pd.types import Endpoint, LoadId
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from vllm_ascend_pd.transfer.reactor import Reactor
-from vllm_ascend_pd.types import Endpoint
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.transfer.reactor import Reactor
+    from vllm_ascend_pd.types import Endpoint
 
 IDLE_CONNECTION_S = 300.0
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED

@@ -7,8 +7,8 @@ import hashlib
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.transfer.session import (
     ProducerEvent,
@@ -17,6 +17,9 @@ from vllm_ascend_pd.transfer.session import (
 )
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 

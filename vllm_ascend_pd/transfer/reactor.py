@@ -7,9 +7,12 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import zmq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +88,7 @@ class Reactor(threading.Thread):
     def _guard(self, call: Callable[[], float | None] | Callable[[], None]) -> float | None:
         try:
             return call()
-        except Exception:  # noqa: BLE001 - a thread boundary: others wait for this thread's deadlines
+        except Exception:  # a thread boundary: others wait for this thread's deadlines
             self.num_errors += 1
             logger.exception("%s: a handler failed", self.name)
             return 1.0

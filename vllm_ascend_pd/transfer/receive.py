@@ -9,17 +9,23 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
-from vllm_ascend_pd.backends.staging import Slot, StagingPool
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.dealers import Dealers
 from vllm_ascend_pd.transfer.plan import Piece, plan_pieces
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from vllm_ascend_pd.backends.staging import Slot, StagingPool
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +82,14 @@ class _Load:
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: LoadResult | None = None
     num_bytes: int = 0
+
+    def has_layer(self, layer: int) -> bool:
+        """Whether every piece of it has landed."""
+        return not self.pieces_of_layer[layer]
+
+    def has_tails(self) -> bool:
+        """Whether every tail block has landed."""
+        return not self.tail_pieces
 
     def end(self, cause: str) -> bool:
         """Final, once; waits for a scatter that is under way (a memcpy)."""
@@ -173,13 +187,13 @@ class Loader(Reactor):
         """Until this layer of every in-step load has landed, or that load has ended."""
         for load in self._loads.values():
             if load.spec.in_step and load.pieces_of_layer[layer] and load.ended is None:
-                self._wait(load, lambda load=load: not load.pieces_of_layer[layer])  # type: ignore[misc]
+                self._wait(load, partial(load.has_layer, layer))
 
     def wait_tails(self) -> None:
         """Until every in-step tail block is in place."""
         for load in self._loads.values():
             if load.spec.in_step and load.tail_pieces and load.ended is None:
-                self._wait(load, lambda load=load: not load.tail_pieces)  # type: ignore[misc]
+                self._wait(load, load.has_tails)
 
     def wait_all(self) -> None:
         """Until every in-step load has ended."""
@@ -199,8 +213,7 @@ class Loader(Reactor):
     def num_loads(self) -> int:
         return len(self._loads)
 
-    def _wait(self, load: _Load, landed: object) -> None:
-        assert callable(landed)
+    def _wait(self, load: _Load, landed: Callable[[], bool]) -> None:
         with self._landed:
             self._landed.wait_for(
                 lambda: load.ended is not None or landed(),

@@ -7,19 +7,23 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
 
-from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
-from vllm_ascend_pd.backends.staging import Slot, StagingPool
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferHandle, TransferStatus
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from vllm_ascend_pd.backends.staging import Slot, StagingPool
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +119,9 @@ class DataServer(Reactor):
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         if ":" in host:
             self._socket.setsockopt(zmq.IPV6, 1)
-        port = self._socket.bind_to_random_port(f"tcp://[{host}]" if ":" in host else f"tcp://{host}")
+        port = self._socket.bind_to_random_port(
+            f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        )
         self.endpoint = Endpoint(host, port)
         self.watch(self._socket, self._on_message)
         self._progress_at = 0.0

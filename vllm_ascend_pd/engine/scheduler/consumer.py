@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.config import LoadMode, SecurityConfig, TransferConfig
-from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.metrics import Provenance, Stats
-from vllm_ascend_pd.transfer.control import ControlClient
 from vllm_ascend_pd.transfer.leases import tail_digest
 from vllm_ascend_pd.transfer.receive import LoadSpec
 from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState, next_consumer_state
@@ -22,7 +19,12 @@ from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, RemotePrefill
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.request import Request
+
+    from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.transfer.control import ControlClient
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,9 @@ class RemotePrompt:
             block_ids=block_ids,
             has_tail=has_tail,
             in_step=in_step,
-            timeout_s=self._transfer.step_load_timeout_s if in_step else self._transfer.load_timeout_s,
+            timeout_s=self._transfer.step_load_timeout_s
+            if in_step
+            else self._transfer.load_timeout_s,
         )
 
     def load_started(self) -> None:

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom
-from vllm_ascend_pd.engine.scheduler.sources import BlockSource
-from vllm_ascend_pd.transfer.receive import LoadSpec
 from vllm_ascend_pd.types import LoadId
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
+
+    from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.transfer.receive import LoadSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +37,7 @@ class TailBlock:
 
 @dataclass(slots=True, eq=False)
 class LoadRecord:
-    """One load: in-step ones fill cached blocks and perhaps a tail, parked ones fill held blocks."""
+    """One load: in-step ones fill cached blocks, perhaps a tail; parked ones fill held blocks."""
 
     load_id: LoadId
     source: BlockSource
@@ -98,7 +100,11 @@ class Loads:
         return sum(record.parked_for is not None for record in records)
 
     def claim(
-        self, request: Request, source: BlockSource, phantoms: Sequence[Phantom], tail: TailBlock | None
+        self,
+        request: Request,
+        source: BlockSource,
+        phantoms: Sequence[Phantom],
+        tail: TailBlock | None,
     ) -> None:
         """This step loads these blocks, because ``request`` has committed to them."""
         record = self._by_source.get(id(source))
@@ -198,5 +204,3 @@ class Loads:
             if self._in_step_blocks.get(phantom.block.block_id) is record:
                 del self._in_step_blocks[phantom.block.block_id]
         return record
-
-

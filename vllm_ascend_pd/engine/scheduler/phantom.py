@@ -14,18 +14,19 @@ in the engine anyway: ``allocate_slots`` hashes blocks before they are computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from vllm_ascend_pd.engine.scheduler.sources import BlockSource
-
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.request import Request
+
+    from vllm_ascend_pd.engine.scheduler.sources import BlockSource
 
 _GROUP_ID = 0
 
@@ -114,7 +115,7 @@ class PhantomBlocks:
     def cache(
         self, request: Request, indices: Sequence[int], blocks: Sequence[KVCacheBlock]
     ) -> None:
-        """Enter ``blocks`` into the prefix cache as the request's blocks ``indices`` (ascending)."""
+        """Enter ``blocks`` into the prefix cache as the request's ``indices`` (ascending)."""
         table: list[KVCacheBlock | None] = [None] * (indices[-1] + 1)
         for index, block in zip(indices, blocks, strict=True):
             table[index] = block
@@ -124,9 +125,7 @@ class PhantomBlocks:
         self, request: Request, table: list[KVCacheBlock | None], indices: Sequence[int]
     ) -> None:
         for start, stop in _runs(indices):
-            self._pool.cache_full_blocks(
-                request, table, start, stop, self._block_size, _GROUP_ID
-            )
+            self._pool.cache_full_blocks(request, table, start, stop, self._block_size, _GROUP_ID)
 
     def claim(self, blocks: Iterable[KVCacheBlock]) -> list[Phantom]:
         """Take the phantoms among ``blocks``, to which a request has just committed."""
@@ -143,16 +142,12 @@ class PhantomBlocks:
         """Evict what ``source`` can no longer provide."""
         gone = [i for i, phantom in self._phantoms.items() if phantom.source is source]
         phantoms = [self._phantoms.pop(block_id) for block_id in gone]
-        self._pool.evict_blocks(
-            {p.block.block_id for p in phantoms if p.is_current()}
-        )
+        self._pool.evict_blocks({p.block.block_id for p in phantoms if p.is_current()})
 
     def withdraw_all(self) -> None:
         """Evict every phantom: the prefix cache is about to be reset."""
         phantoms, self._phantoms = self._phantoms, {}
-        self._pool.evict_blocks(
-            {i for i, phantom in phantoms.items() if phantom.is_current()}
-        )
+        self._pool.evict_blocks({i for i, phantom in phantoms.items() if phantom.is_current()})
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

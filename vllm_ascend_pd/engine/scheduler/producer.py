@@ -12,7 +12,6 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine.metadata import GrantSpec
-from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
 from vllm_ascend_pd.transfer.session import ProducerState
 from vllm_ascend_pd.types import Endpoint, Epoch, TransferId
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from vllm_ascend_pd.metrics import Stats
 
 logger = logging.getLogger(__name__)
 

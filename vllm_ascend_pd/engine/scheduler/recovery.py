@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def find_affected(tables: dict[str, list[int]], bad_block_ids: set[int]) -> tuple[set[str], set[int]]:
+def find_affected(
+    tables: dict[str, list[int]], bad_block_ids: set[int]
+) -> tuple[set[str], set[int]]:
     """Which requests use a bad block, and all blocks that are bad because of it.
 
     A block after a bad one in any table was computed on bad KV, so it is bad too; that may affect

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from vllm_ascend_pd.transfer.receive import LoadSpec
-from vllm_ascend_pd.types import LoadId
+if TYPE_CHECKING:
+    from vllm_ascend_pd.transfer.receive import LoadSpec
+    from vllm_ascend_pd.types import LoadId
 
 
 class BlockSource(Protocol):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,8 @@ from vllm_ascend_pd.backends.block_copy import PageLayout, Region
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING
@@ -12,14 +11,17 @@ from typing import TYPE_CHECKING
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ascend_pd import hooks
-from vllm_ascend_pd.backends.staging import StagingPool
-from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.engine.metadata import GrantSpec, StepMeta, StepReport
-from vllm_ascend_pd.transfer.receive import Loader
-from vllm_ascend_pd.transfer.send import DataServer, Grants
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_ascend_pd.backends.staging import StagingPool
+    from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+    from vllm_ascend_pd.transfer.receive import Loader
+    from vllm_ascend_pd.transfer.send import DataServer, Grants
 
 logger = logging.getLogger(__name__)
 
