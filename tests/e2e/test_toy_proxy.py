@@ -167,3 +167,26 @@ def test_engines_do_not_warn_that_transfer_parameters_are_ignored(deployment: De
     complete(deployment.proxy, "Quiet. " + SHORT)
     for server in (deployment.producer, deployment.consumer):
         assert "Disabling KVTransfer" not in server.output()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
+        {"vllm_xargs": {"kv_transfer_params": ["do_remote_prefill"]}},
+        {"kv_transfer_params": {"do_remote_prefill": 7, "remote_host": [], "remote_port": "x"}},
+        {"kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": True, "x": None}},
+        {"kv_transfer_params": "x"},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_kv_transfer_params_of_a_wrong_type_do_not_end_the_engine(
+    deployment: Deployment, role: str, garbage: dict[str, Any]
+) -> None:
+    server: Server = getattr(deployment, role)
+    body = {"model": "tiny", "prompt": "Garbage. " + SHORT, "max_tokens": 4, **garbage}
+    response = requests.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert response.status_code in (200, 400, 422), response.text
+    prompt = f"After the garbage of {role}. " + SHORT
+    assert complete(server, prompt) == complete(deployment.single, prompt)
