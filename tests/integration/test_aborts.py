@@ -132,6 +132,31 @@ def test_lease_of_a_client_that_never_comes_expires(
     assert producer.metrics()["leases_closed/expired"] >= 1
 
 
+def test_lease_of_a_consumer_killed_while_it_loads_expires(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    producer = engines.shared("kv_producer", transfer=SHORT_LEASE, faults="ok*")
+    park = {"load_mode": "park", "peer_timeout_s": 20}
+    killed = engines.own("kv_consumer", transfer={**SHORT_LEASE, **park})
+    before, closed = producer.counts(), producer.metrics()
+    prompt = prompt_of(NUM_TOKENS)
+    params = producer.prefill(prompt)
+    producer.set_faults("delay(1500)")  # a write that takes longer than a second
+    killed.add("loading", prompt, 16, params)
+    killed.step_until("loading", "session", "LOADING")
+    assert producer.counts()["pinned_blocks"] == 5
+    engines.kill(killed)
+    assert_no_leak(producer, before)
+    expired = "leases_closed/expired"
+    assert producer.metrics()[expired] == closed.get(expired, 0) + 1
+
+    producer.set_faults("ok*")
+    other = engines.shared("kv_consumer")
+    answer = other.ask(prompt, 16, producer.prefill(prompt))
+    assert answer.token_ids == single(prompt, 16).token_ids
+    assert answer.outcome == "loaded"
+
+
 def test_leased_blocks_are_not_reused_by_others(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:

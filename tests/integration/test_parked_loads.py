@@ -18,8 +18,8 @@ pytestmark = pytest.mark.engine
 NUM_TOKENS = 4 * BLOCK_SIZE + 9
 PARK = {"load_mode": "park", "peer_timeout_s": 20}
 """A piece may be on its way for longer than any of these tests makes it."""
-SLOW = "delay(4000)"
-"""A write that takes some tenths of a second."""
+SLOW = "delay(1000)"
+"""A write that takes about a second: its owner looks at it every millisecond."""
 
 
 @pytest.fixture
@@ -35,11 +35,16 @@ def producer(engines: Engines) -> Engine:
     return engine
 
 
-def start_parked(producer: Engine, consumer: Engine, prompt: list[int], faults: str) -> None:
-    """The request ``parked`` waits for its load, the writes of which fail as scripted."""
+def add_parked(producer: Engine, consumer: Engine, prompt: list[int], faults: str) -> None:
+    """Queue the request ``parked``; the writes of its load go as scripted."""
     params = producer.prefill(prompt)
     producer.set_faults(faults)
     consumer.add("parked", prompt, 16, params)
+
+
+def start_parked(producer: Engine, consumer: Engine, prompt: list[int], faults: str) -> None:
+    """Like ``add_parked``, until it waits for its load; for writes slow enough to be met."""
+    add_parked(producer, consumer, prompt, faults)
     consumer.step_until("parked", "session", "LOADING")
 
 
@@ -118,7 +123,7 @@ def test_failed_parked_load_is_recomputed(
     cause: str,
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
-    start_parked(producer, consumer, prompt, script)
+    add_parked(producer, consumer, prompt, script)
     answer = consumer.run()["parked"]
     assert answer.token_ids == single(prompt, 16).token_ids
     assert answer.outcome == cause
@@ -127,7 +132,7 @@ def test_failed_parked_load_is_recomputed(
 def test_provenance_adds_up_after_a_failed_parked_load(
     producer: Engine, consumer: Engine, prompt_of: Callable[..., list[int]]
 ) -> None:
-    start_parked(producer, consumer, prompt_of(NUM_TOKENS), "fail")
+    add_parked(producer, consumer, prompt_of(NUM_TOKENS), "fail")
     assert consumer.run()["parked"].sources == (0, 0, NUM_TOKENS)
 
 
@@ -138,7 +143,7 @@ def test_tail_that_fails_after_a_parked_load_is_recomputed(
     prompt_of: Callable[..., list[int]],
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
-    start_parked(producer, consumer, prompt, "ok,fail")
+    add_parked(producer, consumer, prompt, "ok,fail")
     answer = consumer.run()["parked"]
     assert answer.token_ids == single(prompt, 16).token_ids
     assert answer.outcome == "transfer_failed"
@@ -182,7 +187,7 @@ def test_heartbeats_keep_the_lease_of_a_long_load(
     consumer = engines.shared("kv_consumer", transfer={**PARK, **lease})
     prompt = prompt_of(NUM_TOKENS)
     before = producer.metrics()
-    start_parked(producer, consumer, prompt, "delay(20000)")
+    start_parked(producer, consumer, prompt, "delay(3000)")
     answer = consumer.run()["parked"]
     assert answer.provenance["transfer_ms"] > 1000
     assert (answer.outcome, answer.token_ids) == ("loaded", single(prompt, 16).token_ids)

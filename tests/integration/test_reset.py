@@ -97,7 +97,7 @@ def test_reset_while_a_load_is_parked_is_refused_and_harmless(
     consumer = engines.shared("kv_consumer", transfer={"load_mode": "park", "peer_timeout_s": 20})
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
-    producer.set_faults("delay(4000),ok*")
+    producer.set_faults("delay(1000),ok*")
     consumer.add("r", prompt, 16, params)
     consumer.step_until("r", "session", "LOADING")
     assert not consumer.reset_prefix_cache()
