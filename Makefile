@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := .cache/models/tiny
+BENCH_MODEL := .cache/models/60m
 BOOTSTRAP := $(PYTHON) tools/bootstrap.py
 PATCHES := $(PYTHON) tools/apply_patches.py
 
@@ -14,7 +15,7 @@ export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint patch unpatch status clean
+.PHONY: help venv demo test bench lint patch unpatch status clean
 
 help: ## list the targets
 	@echo "make <target>:"
@@ -31,6 +32,12 @@ demo: venv ## prefill in one engine, decode in another, and compare the tokens w
 TESTS ?= tests
 test: venv ## run the tests
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+bench: venv ## measure on a machine that does nothing else; see docs/benchmarks.md
+	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --size 60m --dtype bfloat16 --out $(BENCH_MODEL)
+	$(BIN)/python benchmarks/off_is_off.py --model $(BENCH_MODEL) --dtype bfloat16 --rounds 10
+	$(BIN)/python benchmarks/lookup_hook.py --model $(BENCH_MODEL)
+	$(BIN)/python benchmarks/handover.py --model $(BENCH_MODEL)
 
 lint: venv ## run every check of .pre-commit-config.yaml on all files
 	$(BIN)/pre-commit run --all-files
