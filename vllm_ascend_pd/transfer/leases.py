@@ -207,7 +207,7 @@ class LeaseBook:
         for transfer_id in over:
             self._end(transfer_id, ProducerEvent.EXPIRED)
             logger.warning(
-                "lease %s expired: no consumer came for it within %g s", transfer_id, self._lease_s
+                "lease %s expired: no consumer was heard of for %g s", transfer_id, self._lease_s
             )
         return len(over), min(left, default=None)
 
