@@ -11,7 +11,7 @@ no cache has seen. Reported as medians and ratios:
   raw        Mooncake's own write of the same bytes in one piece between two processes
   socket     the same bytes over a loopback TCP socket, memcpy: the same bytes in one process
 
-    python benchmarks/handover.py --model .cache/model-60m
+    python benchmarks/handover.py --model .cache/models/60m
 """
 
 from __future__ import annotations

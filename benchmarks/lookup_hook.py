@@ -7,7 +7,7 @@ which a peer holds. Reported per waiting request and pass: the engine's own look
 with them in the first pass (which publishes the peer's blocks), and with them in later passes. The
 last line repeats that with the requests spread over many peers.
 
-    python benchmarks/lookup_hook.py --model .cache/tiny-model
+    python benchmarks/lookup_hook.py --model .cache/models/tiny
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Three engines in one run, taking turns on the same prompts:
 Each turn decodes --batch requests of --tokens tokens. Reported: tokens per second, the ratio to
 the unpatched engine of the same turn (median over turns), and whether all tokens were equal.
 
-    python benchmarks/off_is_off.py --model .cache/model-60m
+    python benchmarks/off_is_off.py --model .cache/models/60m
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill/decode disaggregation and a tiered KV pool for vLLM and vLLM Ascend."""
+"""Prefill/decode disaggregation for vLLM: the package that the patched engine calls."""
 
 __version__ = "0.1.0"

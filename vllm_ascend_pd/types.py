@@ -42,4 +42,3 @@ class Cause(str, Enum):
     TRANSFER_FAILED = "transfer_failed"
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
-    INTERNAL = "internal"

@@ -6,8 +6,8 @@ Two processes that differ only in their KVTransferConfig: the producer computes 
 token, the consumer takes the prompt's KV from it and generates the answer. With --verify a third,
 ordinary engine answers the same prompts and every token must be equal.
 
-    python -m vllm_ascend_pd.testing.tiny_model --out .cache/tiny-model
-    python examples/offline_inference/disaggregated_prefill.py --model .cache/tiny-model --verify
+    python -m vllm_ascend_pd.testing.tiny_model --out .cache/models/tiny
+    python examples/offline_inference/disaggregated_prefill.py --model .cache/models/tiny --verify
 """
 
 from __future__ import annotations
@@ -184,7 +184,10 @@ def main() -> None:
 
     prompts = [*PROMPTS, long_prompt()]
     started = time.monotonic()
-    print("starting the producer and the consumer (two processes, some 30 s) ...", flush=True)
+    print(
+        "starting the producer and the consumer (two processes, half a minute or more) ...",
+        flush=True,
+    )
     engines = [Engine("producer", options, PRODUCER), Engine("consumer", options, CONSUMER)]
     producer, consumer = engines
     try:

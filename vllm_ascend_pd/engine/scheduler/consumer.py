@@ -248,8 +248,11 @@ class Consumer:
         if session.state.final:
             if session.state is ConsumerState.FAILED:
                 prompt = session.provenance
-                prompt.num_computed_tokens += prompt.num_peer_tokens
-                prompt.num_peer_tokens = prompt.num_peer_blocks = 0
+                # What a parked load brought in before stays in the prefix cache.
+                kept = min(prompt.num_peer_tokens, session.num_parked_tokens)
+                prompt.num_computed_tokens += prompt.num_peer_tokens - kept
+                prompt.num_peer_tokens = kept
+                prompt.num_peer_blocks = kept // self._block_size
             self._release(session)
         elif session.state is ConsumerState.READY and session.admitted:
             self._done(session)

@@ -100,7 +100,7 @@ class SchedulerSide:
         self._engine_core: Any = None
         self._phantoms = PhantomBlocks(self._pool, self._block_size)
         self._loads = Loads()
-        self._ignored: dict[str, Cause] = {}
+        self._ignored: dict[str, Provenance] = {}
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
         transfer = config.transfer
@@ -174,7 +174,10 @@ class SchedulerSide:
     def _ignore(self, request: Request, cause: Cause, detail: str) -> None:
         """No transfer for this request; said in the log, the metrics and the response."""
         self._stats.add("requests", label=cause.value)
-        self._ignored[request.request_id] = cause
+        num_tokens = request.num_prompt_tokens
+        self._ignored[request.request_id] = Provenance(
+            num_tokens, num_computed_tokens=num_tokens, outcome=cause.value
+        )
         logger.warning(
             "request %s is served without a transfer: %s (%s)",
             request.request_id,
@@ -259,9 +262,14 @@ class SchedulerSide:
     def on_slots_allocated(
         self, request: Request, new_computed_blocks: KVCacheBlocks | None
     ) -> None:
-        if self._consumer is None or new_computed_blocks is None:
+        if new_computed_blocks is None:
             return
         hits = list(new_computed_blocks.blocks[0])
+        if ignored := self._ignored.get(request.request_id):
+            ignored.num_local_tokens = len(hits) * self._block_size
+            ignored.num_computed_tokens = ignored.num_prompt_tokens - ignored.num_local_tokens
+        if self._consumer is None:
+            return
         session = self._consumer.get(request)
         phantoms = self._phantoms.claim(hits)
         for phantom in phantoms:
@@ -368,8 +376,7 @@ class SchedulerSide:
             if session is not None and session.parked:
                 self._loads.cancel(request)
             provenance = self._consumer.finish(request)
-        if (cause := self._ignored.pop(request.request_id, None)) is not None:
-            provenance = Provenance(request.num_prompt_tokens, outcome=cause.value)
+        provenance = self._ignored.pop(request.request_id, provenance)
         if provenance is not None and _wants_provenance(request):
             params = {**(params or {}), "provenance": dataclasses.asdict(provenance)}
         return params
