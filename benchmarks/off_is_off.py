@@ -144,9 +144,11 @@ def main() -> None:
             ready = {child.name: child.read() for child in children}
             assert not ready["unpatched"]["patched"], "the copy is still patched"
             assert ready["patched-off"]["patched"], "the installed vLLM is not patched: make patch"
-            turns = [
-                {child.name: child.turn() for child in children} for _ in range(options.rounds)
-            ]
+            turns = []
+            for number in range(options.rounds):
+                first = number % len(children)  # nobody is always the one after a pause
+                order = children[first:] + children[:first]
+                turns.append({child.name: child.turn() for child in order})
         finally:
             for child in children:
                 child.stop()
