@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
-EngineId = NewType("EngineId", str)
 Epoch = NewType("Epoch", str)
 """Random, new at each start of an engine: a restarted peer is never taken for the old one."""
 TransferId = NewType("TransferId", str)

@@ -10,7 +10,7 @@ Consumer, one per request that wants a peer's KV:
 
     OPENING ──opened──► READY ──load──► LOADING ──loaded──► READY … ──done──► DONE
        │                  │                │
-       └── refused, timeout, failed ───────┴──► FAILED        aborted, from any: ABORTED
+       └── refused, failed ────────────────┴──► FAILED        aborted, from any: ABORTED
 
 A request in ``OPENING``, or in ``LOADING`` while parked, waits in ``WAITING_FOR_KV``. ``DONE``,
 ``FAILED`` and ``ABORTED`` are final: the request needs nothing more from its peer.
@@ -50,7 +50,6 @@ class ConsumerState(Enum):
 class ConsumerEvent(Enum):
     OPENED = auto()
     REFUSED = auto()
-    TIMEOUT = auto()
     LOAD = auto()
     LOADED = auto()
     LOAD_FAILED = auto()
@@ -75,7 +74,6 @@ CONSUMER_TRANSITIONS: dict[ConsumerState, dict[ConsumerEvent, ConsumerState]] = 
     ConsumerState.OPENING: {
         ConsumerEvent.OPENED: ConsumerState.READY,
         ConsumerEvent.REFUSED: ConsumerState.FAILED,
-        ConsumerEvent.TIMEOUT: ConsumerState.FAILED,
         ConsumerEvent.ABORT: ConsumerState.ABORTED,
     },
     ConsumerState.READY: {
