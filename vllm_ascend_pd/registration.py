@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine tells a router that it is there: the HTTP messages of self-registration.
+
+    PUT    /registry/instances/{instance_id}    body ``Registration``; 200 with ``Registered``
+    DELETE /registry/instances/{instance_id}    204: gone; new requests go elsewhere at once
+    GET    /registry/instances                  200 with a JSON array of ``InstanceStatus``
+
+The engine sends the whole ``Registration`` again every ``Registered.heartbeat_s``. So one message
+registers, renews, and reports a change of state, and a router that was restarted knows all engines
+after one heartbeat. An instance that is silent for ``Registered.ttl_s`` is removed.
+
+An engine that stops sends ``state="draining"`` first, waits for its running requests, then sends
+DELETE. One that died is noticed by the router's probes, long before ``ttl_s``.
+
+Errors are JSON like OpenAI's, ``{"error": {"message", "type", "param", "code"}}``: 400 names the
+wrong field; 403 says that the token is wrong, or that the address may not register.
+
+Who may register: with ``--registration-token-file`` on the router, whoever sends that token as
+``Authorization: Bearer ...``; without it, only clients on loopback with URLs on loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from vllm_ascend_pd.errors import ConfigError
+
+PATH = "/registry/instances"
+HEARTBEAT_S = 5.0
+TTL_S = 20.0
+MAX_BODY_BYTES = 64 * 1024
+
+Role = Literal["prefill", "decode", "both"]
+"""``kv_producer``, ``kv_consumer``, ``kv_both`` of vLLM."""
+State = Literal["starting", "ready", "draining"]
+"""Only a ``ready`` instance gets new requests."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where consumers reach a producer's KV. Needed for ``concurrent`` order."""
+
+    engine_id: str
+    """``remote_engine_id`` of ``kv_transfer_params``."""
+    host: str
+    port: int
+    supports_concurrent: bool = False
+    """A consumer may ask for a transfer before this producer has computed the prompt."""
+
+
+class KVEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the engine publishes KV events (``--kv-events-config``), for prefix-aware routing."""
+
+    endpoint: str
+    """ZMQ address to connect to, e.g. ``tcp://127.0.0.1:5557``."""
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as the router needs to know it. Unknown fields are ignored."""
+
+    url: str
+    """``http[s]://host:port`` of the engine's OpenAI server, as the router reaches it."""
+    role: Role
+    epoch: str
+    """New at each start of the engine: the router forgets what it knew of the one before."""
+    state: State = "ready"
+    models: tuple[str, ...] = ()
+    """Names that it serves; empty: the router asks ``/v1/models``."""
+    labels: dict[str, str] = {}
+    """For ``--prefill-model-labels`` and ``--decode-model-labels`` (key ``model``)."""
+    fingerprint: str | None = None
+    """Producers and consumers are paired only if theirs are equal or one of them is not known."""
+    kv: KVEndpoint | None = None
+    kv_events: KVEvents | None = None
+    block_size: int | None = None
+    """Tokens per KV block."""
+    num_blocks: int | None = None
+    """KV blocks of the engine: its capacity."""
+
+    def check(self) -> None:
+        """``ConfigError`` that names the wrong field."""
+        check_url(self.url)
+        if not 0 < len(self.epoch) <= 128:
+            raise ConfigError("epoch: 1 to 128 characters")
+        if self.kv is not None and not 0 < self.kv.port <= 65535:
+            raise ConfigError(f"kv.port: {self.kv.port} is not a port")
+        if self.kv_events is not None:
+            for endpoint in (self.kv_events.endpoint, self.kv_events.replay_endpoint):
+                if endpoint is not None and not endpoint.startswith("tcp://"):
+                    raise ConfigError(f"kv_events: {endpoint!r} must start with tcp://")
+        for name in ("block_size", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}: {value} must be positive")
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    """The router's answer: send again after ``heartbeat_s``; ``ttl_s`` of silence is the end."""
+
+    heartbeat_s: float = HEARTBEAT_S
+    ttl_s: float = TTL_S
+
+
+class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router says about an instance, however it was found."""
+
+    instance_id: str
+    url: str
+    role: Role
+    state: State
+    healthy: bool
+    source: str
+    """``static``, ``registered`` or ``kubernetes``."""
+    models: tuple[str, ...]
+    num_active: int
+    """Legs that the router has open to it."""
+    last_error: str | None = None
+
+
+_decoder: msgspec.json.Decoder[Registration] = msgspec.json.Decoder(Registration)
+
+
+def decode(body: bytes) -> Registration:
+    """A checked registration; ``ConfigError`` names the wrong field."""
+    try:
+        registration = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ConfigError(f"not a registration: {e}") from e
+    registration.check()
+    return registration
+
+
+def check_instance_id(instance_id: str) -> None:
+    """``ConfigError`` unless it is a name that logs and metrics can carry."""
+    if not _NAME.fullmatch(instance_id):
+        raise ConfigError(
+            f"instance id {instance_id[:64]!r}: 1 to 128 of letters, digits, '.', '_', ':', '-',"
+            " and a letter or digit first"
+        )
+
+
+def check_url(url: str) -> str:
+    """``http[s]://host:port`` without path, query or credentials; its host, or ``ConfigError``."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as e:
+        raise ConfigError(f"url {url!r}: {e}") from e
+    extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or extra:
+        raise ConfigError(f"url {url!r}: give http://HOST:PORT or https://HOST:PORT")
+    return parts.hostname
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this host name or address is surely on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
