@@ -25,6 +25,7 @@ from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.config import TransferConfig
 from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
+from vllm_ascend_pd.transfer.seal import Seals, Secret
 from vllm_ascend_pd.transfer.send import DataServer, Grants
 from vllm_ascend_pd.types import LoadId
 
@@ -38,6 +39,10 @@ def make_pages(options: argparse.Namespace) -> tuple[np.ndarray, PageLayout]:
     offsets = np.arange(options.layers, dtype=np.int64) * layer_bytes
     region = Region(memory.ctypes.data, memory.nbytes)
     return memory, PageLayout(region, offsets, options.page_bytes, options.page_bytes)
+
+
+def make_seals(options: argparse.Namespace) -> Seals:
+    return Seals(Secret(b"0123456789abcdef" * 2) if options.sealed else None)
 
 
 def produce(pipe: Connection, options: argparse.Namespace) -> None:
@@ -55,6 +60,7 @@ def produce(pipe: Connection, options: argparse.Namespace) -> None:
         grants=grants,
         allows_host=lambda host: host == "127.0.0.1",
         write_timeout_s=10,
+        seals=make_seals(options),
     )
     server.start()
     pipe.send(server.endpoint)
@@ -74,6 +80,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=defaults.staging_slots)
     parser.add_argument("--slot-bytes", type=int, default=defaults.staging_slot_bytes)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--sealed", action="store_true", help="with security.secret_file")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     pipe, child = context.Pipe()
@@ -83,7 +90,7 @@ def main() -> None:
     memory, layout = make_pages(options)
     engine = MooncakeTransferEngine("127.0.0.1")
     pool = StagingPool(engine, options.slots, options.slot_bytes)
-    loader = Loader(engine.session, make_block_copier(), layout, pool)
+    loader = Loader(engine.session, make_block_copier(), layout, pool, make_seals(options))
     loader.start()
     raw = RawTransfer(memory.nbytes)
     ids = tuple(range(options.blocks))

@@ -87,9 +87,11 @@ class SecurityConfig:
     """``kv_connector_extra_config.security``."""
 
     allow_non_loopback: bool = False
-    """Control and data sockets have no authentication; off the host they need a trusted network."""
+    """Without a secret: allow addresses off the host, which need a trusted network."""
     allowed_peers: tuple[str, ...] = ()
     """Addresses or networks (CIDR) that may be a peer, beside the loopback ones."""
+    secret_file: str | None = None
+    """File with the secret that P and D share; with it they accept only each other's messages."""
 
     def __post_init__(self) -> None:
         for peer in self.allowed_peers:
@@ -99,11 +101,18 @@ class SecurityConfig:
                 raise ConfigError(
                     f"security.allowed_peers: {peer!r} is not an IP address or network ({e})"
                 ) from e
-        if self.allowed_peers and not self.allow_non_loopback:
+        if self.secret_file == "":
+            raise ConfigError("security.secret_file is empty; give a path, or leave the option out")
+        if self.allowed_peers and not self.may_leave_host:
             raise ConfigError(
-                "security.allowed_peers needs security.allow_non_loopback: true; without it only"
-                " loopback peers are used"
+                "security.allowed_peers needs security.secret_file, or on a trusted network"
+                " security.allow_non_loopback: true; without either only loopback peers are used"
             )
+
+    @property
+    def may_leave_host(self) -> bool:
+        """Whether addresses other than loopback ones may be used."""
+        return self.allow_non_loopback or self.secret_file is not None
 
     def allows(self, host: str) -> bool:
         """Whether this engine may connect to ``host`` (an IP address or ``localhost``)."""
@@ -156,11 +165,12 @@ class PDConfig:
             loopback = ipaddress.ip_address(host).is_loopback
         except ValueError as e:
             raise ConfigError(f"kv_ip must be an IP address, not {config.kv_ip!r}") from e
-        if not loopback and not security.allow_non_loopback:
+        if not loopback and not security.may_leave_host:
             raise ConfigError(
-                f"kv_ip {host} is not a loopback address. The control and data sockets have no"
-                " authentication: set kv_connector_extra_config.security.allow_non_loopback to"
-                " true on a trusted network, and security.allowed_peers to the peers' addresses"
+                f"kv_ip {host} is not a loopback address, and without a secret the control and data"
+                " sockets have no authentication: in kv_connector_extra_config set"
+                " security.secret_file on all engines (or security.allow_non_loopback: true on a"
+                " trusted network), and security.allowed_peers to the peers' addresses"
             )
         if not 0 <= config.kv_port <= 65535:
             raise ConfigError(f"kv_port must be within 0..65535, not {config.kv_port}")
@@ -194,7 +204,10 @@ def _section(cls: type[_S], name: str, extra: Mapping[str, Any]) -> _S:
 
 
 def _coerce(path: str, value: Any, default: Any) -> Any:
-    """``value`` as the type of the option's default; bool is never taken for a number."""
+    """``value`` as the type of the option's default; bool is never taken for a number.
+
+    An option without a default is a string.
+    """
     if isinstance(default, Enum):
         kind = type(default)
         try:
@@ -206,6 +219,10 @@ def _coerce(path: str, value: Any, default: Any) -> Any:
     if isinstance(default, bool):
         if isinstance(value, bool):
             return value
+    elif default is None:
+        if isinstance(value, str):
+            return value
+        raise ConfigError(f"{path} must be a string, not {value!r}")
     elif isinstance(default, tuple):
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)

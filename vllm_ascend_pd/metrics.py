@@ -14,6 +14,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "load_bytes": ("Bytes of KV loaded from peers", None),
     "load_ms": ("Milliseconds from the start to the end of loads, added up", None),
     "prompt_tokens": ("Prompt tokens by where their KV came from", "source"),
+    "frames_refused": ("Frames of peers that were not authentic, by what was wrong", "reason"),
     "recovered_requests": ("Requests preempted because KV under them failed to load", None),
 }
 """Exposed as ``vllm:pd_<name>_total``."""

@@ -33,6 +33,7 @@ class Cause(str, Enum):
     WRONG_ROLE = "wrong_role"
     PEER_NOT_ALLOWED = "peer_not_allowed"
     PEER_UNREACHABLE = "peer_unreachable"
+    UNAUTHENTICATED = "unauthenticated"
     INCOMPATIBLE = "incompatible"
     WRONG_EPOCH = "wrong_epoch"
     LEASE_EXPIRED = "lease_expired"

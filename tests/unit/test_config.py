@@ -96,6 +96,9 @@ def test_config_is_frozen() -> None:
         ({"transfer": {"load_mode": "both"}}, r"transfer.load_mode: 'both' is not one of .*park"),
         ({"security": {"allow_non_loopback": 1}}, "allow_non_loopback must be bool, not 1"),
         ({"security": {"allowed_peers": "10.0.0.1"}}, "allowed_peers must be a list of strings"),
+        ({"security": {"secret_file": ""}}, "secret_file is empty; give a path"),
+        ({"security": {"secret_file": 5}}, "security.secret_file must be a string, not 5"),
+        ({"security": {"secret_file": None}}, "secret_file must be a string, not None"),
         ({"security": {"allowed_peers": [1]}}, "allowed_peers must be a list of strings"),
         (
             {"security": {"allow_non_loopback": True, "allowed_peers": ["host"]}},
@@ -103,7 +106,7 @@ def test_config_is_frozen() -> None:
         ),
         (
             {"security": {"allowed_peers": ["192.0.2.1"]}},
-            "allowed_peers needs security.allow_non_loopback",
+            "allowed_peers needs security.secret_file, or .* security.allow_non_loopback",
         ),
     ],
     ids=str,
@@ -126,7 +129,7 @@ def test_number_that_is_no_number_is_refused(option: str, value: float) -> None:
     [
         ({"kv_role": None}, "kv_role is missing; set it to one of kv_producer"),
         ({"kv_ip": "somewhere"}, "kv_ip must be an IP address, not 'somewhere'"),
-        ({"kv_ip": "192.0.2.1"}, "kv_ip 192.0.2.1 is not a loopback address.*allow_non_loopback"),
+        ({"kv_ip": "192.0.2.1"}, "kv_ip 192.0.2.1 is not a loopback address.*secret_file"),
         ({"kv_ip": "0.0.0.0"}, "kv_ip 0.0.0.0 is not a loopback address"),
         ({"kv_port": -1}, "kv_port must be within 0..65535, not -1"),
         ({"kv_port": 65536}, "kv_port must be within 0..65535, not 65536"),
@@ -152,6 +155,14 @@ def test_other_addresses_need_to_be_allowed() -> None:
         kv_ip="192.0.2.1", kv_connector_extra_config={"security": {"allow_non_loopback": True}}
     )
     assert config.host == "192.0.2.1"
+
+
+def test_secret_allows_other_addresses_and_peers() -> None:
+    security = {"secret_file": "/etc/pd-secret", "allowed_peers": ["192.0.2.2"]}
+    config = parse(kv_ip="192.0.2.1", kv_connector_extra_config={"security": security})
+    assert config.host == "192.0.2.1"
+    assert config.security.allows("192.0.2.2")
+    assert not config.security.allows("192.0.2.3")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -6,7 +6,7 @@ Plain and small: it is pickled over a shared-memory queue when the worker is ano
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -41,6 +41,8 @@ class StepReport(KVConnectorWorkerMetadata):
 
     results: tuple[LoadResult, ...] = ()
     data_endpoint: Endpoint | None = None
+    refused_frames: dict[str, int] = field(default_factory=dict)
+    """Number by reason (``transfer.seal.Reason``) since the last report."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Of several workers: one worker is what this release supports."""

@@ -16,7 +16,9 @@ import zmq
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError, TransferError
 from vllm_ascend_pd.transfer.dealers import Dealers
+from vllm_ascend_pd.transfer.listener import Listener
 from vllm_ascend_pd.transfer.reactor import Reactor
+from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
     ControlMessage,
@@ -33,17 +35,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_ascend_pd.transfer.leases import LeaseBook
+    from vllm_ascend_pd.transfer.seal import Seals
 
 logger = logging.getLogger(__name__)
-
-_MAX_FRAME_BYTES = 64 << 20
 
 
 class ControlServer(Reactor):
     """Answers consumers out of the lease book (producer, EngineCore process, own thread)."""
 
     def __init__(
-        self, host: str, port: int, book: LeaseBook, wake_scheduler: Callable[[], None]
+        self,
+        host: str,
+        port: int,
+        book: LeaseBook,
+        wake_scheduler: Callable[[], None],
+        seals: Seals,
     ) -> None:
         """Binds at once, so a port that is taken is an error of the start.
 
@@ -53,26 +59,28 @@ class ControlServer(Reactor):
         super().__init__("pd-control-server")
         self._book = book
         self._wake_scheduler = wake_scheduler
-        self._socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        self._listener = Listener(self.context, seals, Channel.CONTROL)
         try:
-            self.endpoint = Endpoint(host, _bind(self._socket, host, port))
+            self.endpoint = Endpoint(host, _bind(self._listener.socket, host, port))
         except ConfigError:
-            self._socket.close(0)
+            self._listener.socket.close(0)
             self.context.term()
             raise
-        self.watch(self._socket, self._on_message)
+        self.watch(self._listener.socket, self._on_messages)
 
-    def _on_message(self) -> None:
-        identity, *frames = self._socket.recv_multipart()
-        try:
-            message = decode_control(b"".join(frames))
-        except TransferError as e:
-            logger.warning("dropped a frame of a peer: %s", e)
-            return
+    def _on_messages(self) -> None:
+        for identity, payload in self._listener.receive():
+            try:
+                message = decode_control(payload)
+            except TransferError as e:
+                logger.warning("dropped a frame of a peer: %s", e)
+                continue
+            self._on_message(identity, message)
+
+    def _on_message(self, identity: bytes, message: ControlMessage) -> None:
         if isinstance(message, Open):
             answer = msgspec.structs.replace(self._book.open(message), open_id=message.open_id)
-            self._socket.send_multipart([identity, encode(answer)])
+            self._listener.send(identity, encode(answer))
         elif isinstance(message, Heartbeat):
             self._book.heartbeat(message.transfer_ids, message.epoch)
         elif isinstance(message, Release) and self._book.release(
@@ -129,12 +137,12 @@ class ControlClient(Reactor):
     latest after ``peer_timeout_s``.
     """
 
-    def __init__(self, peer_timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(self, peer_timeout_s: float, heartbeat_s: float, seals: Seals) -> None:
         super().__init__("pd-control-client")
         self.outcomes: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
         self._peer_timeout_s = peer_timeout_s
         self._heartbeat_s = heartbeat_s
-        self._peers = Dealers(self, self._on_frame, self._on_lost)
+        self._peers = Dealers(self, seals, Channel.CONTROL, self._on_frame, self._on_lost)
         self._pending: dict[int, _Pending] = {}
         self._open_ids = itertools.count(1)
         self._kept: dict[tuple[Endpoint, str], set[str]] = {}
@@ -170,7 +178,8 @@ class ControlClient(Reactor):
         now = time.monotonic()
         for open_id, pending in list(self._pending.items()):
             if pending.deadline <= now:
-                self._refuse(open_id, f"did not answer within {self._peer_timeout_s:g} s")
+                what = f"did not answer within {self._peer_timeout_s:g} s"
+                self._refuse(open_id, Cause.PEER_UNREACHABLE, what)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s
             for (peer, epoch), transfer_ids in list(self._kept.items()):
@@ -201,12 +210,11 @@ class ControlClient(Reactor):
             del self._pending[message.open_id]
             self.outcomes.put(OpenOutcome(pending.key, message))
 
-    def _on_lost(self, peer: Endpoint) -> None:
+    def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:
         for open_id in [i for i, pending in self._pending.items() if pending.peer == peer]:
-            self._refuse(open_id, "is not there (connection refused or lost)")
+            self._refuse(open_id, cause, what)
 
-    def _refuse(self, open_id: int, what: str) -> None:
+    def _refuse(self, open_id: int, cause: Cause, what: str) -> None:
         pending = self._pending.pop(open_id)
-        detail = f"{pending.peer} {what}"
-        refused = Refused(pending.transfer_id, Cause.PEER_UNREACHABLE.value, detail)
+        refused = Refused(pending.transfer_id, cause.value, f"{pending.peer} {what}")
         self.outcomes.put(OpenOutcome(pending.key, refused))

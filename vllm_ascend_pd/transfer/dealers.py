@@ -8,39 +8,49 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+
+from vllm_ascend_pd.transfer.seal import explain
+from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vllm_ascend_pd.transfer.reactor import Reactor
+    from vllm_ascend_pd.transfer.seal import Channel, ClientSeal, Seals
     from vllm_ascend_pd.types import Endpoint
 
 IDLE_CONNECTION_S = 300.0
-_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_NOT_THERE = "is not there (connection refused or lost)"
 
 
 @dataclass(slots=True)
 class _Connection:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    used_at: float
+    seal: ClientSeal
+    used_at: float = 0.0
 
 
 class Dealers:
-    """One DEALER a peer, made on first use and closed when idle. Reactor thread only.
+    """One DEALER a peer, made on first use, closed when idle or lost. Reactor thread only.
 
-    ``on_frame(peer, frame)`` is called for what a peer sends, ``on_lost(peer)`` when its
-    connection broke or was refused, so that nobody waits for the answer of a dead process.
+    ``on_frame(peer, payload)`` is called for what a peer sends; only what is authentic. When its
+    connection broke or was refused, ``on_lost(peer, cause, text)`` is called, so that nobody waits
+    for the answer of a dead process; ``text`` says what happened, to follow the peer's name.
     """
 
     def __init__(
         self,
         reactor: Reactor,
+        seals: Seals,
+        channel: Channel,
         on_frame: Callable[[Endpoint, bytes], None],
-        on_lost: Callable[[Endpoint], None],
+        on_lost: Callable[[Endpoint, Cause, str], None],
     ) -> None:
         self._reactor = reactor
+        self._seals = seals
+        self._channel = channel
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._connections: dict[Endpoint, _Connection] = {}
@@ -48,24 +58,24 @@ class Dealers:
     def __len__(self) -> int:
         return len(self._connections)
 
-    def send(self, peer: Endpoint, frame: bytes) -> bool:
-        """Queue one frame; ``False`` when the queue to this peer is full."""
+    def send(self, peer: Endpoint, payload: bytes) -> bool:
+        """Queue one payload; ``False`` when the queue to this peer is full."""
         connection = self._connections.get(peer) or self._connect(peer)
         connection.used_at = time.monotonic()
-        try:
-            connection.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        frames = connection.seal.send(payload)
+        return frames is not None and _send(connection.socket, frames)
 
     def close_idle(self) -> None:
         oldest = time.monotonic() - IDLE_CONNECTION_S
         for peer, connection in list(self._connections.items()):
             if connection.used_at < oldest:
-                del self._connections[peer]
-                connection.socket.disable_monitor()
-                self._reactor.unwatch(connection.monitor)
-                self._reactor.unwatch(connection.socket)
+                self._close(peer)
+
+    def _close(self, peer: Endpoint) -> None:
+        connection = self._connections.pop(peer)
+        connection.socket.disable_monitor()
+        self._reactor.unwatch(connection.monitor)
+        self._reactor.unwatch(connection.socket)
 
     def _connect(self, peer: Endpoint) -> _Connection:
         socket = make_dealer(self._reactor.context)
@@ -74,30 +84,54 @@ class Dealers:
         if ":" in peer.host:
             socket.setsockopt(zmq.IPV6, 1)
         socket.connect(f"tcp://{where}:{peer.port}")
+        connection = _Connection(socket, monitor, self._seals.client(self._channel))
 
         def receive() -> None:
-            while True:
+            while self._connections.get(peer) is connection:
                 try:
                     frame = socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     return
-                self._on_frame(peer, frame)
+                self._receive(peer, connection, frame)
 
         def observe() -> None:
-            recv_monitor_message(monitor)
-            self._on_lost(peer)
+            receive()
+            if self._connections.get(peer) is connection:
+                self._close(peer)
+                self._on_lost(peer, Cause.PEER_UNREACHABLE, _NOT_THERE)
 
         self._reactor.watch(socket, receive)
         self._reactor.watch(monitor, observe)
-        connection = self._connections[peer] = _Connection(socket, monitor, 0.0)
+        self._connections[peer] = connection
         return connection
+
+    def _receive(self, peer: Endpoint, connection: _Connection, frame: bytes) -> None:
+        received = connection.seal.receive(frame)
+        _send(connection.socket, received.answers)
+        if received.payload is not None:
+            self._on_frame(peer, received.payload)
+        if received.refused is not None:
+            self._seals.note_refused(received.refused, str(peer))
+        if received.lost is not None:
+            self._close(peer)
+            self._on_lost(peer, *explain(received.lost))
+
+
+def _send(socket: zmq.Socket[bytes], frames: Iterable[bytes]) -> bool:
+    try:
+        for frame in frames:
+            socket.send(frame, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
 
 
 def make_dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A DEALER that reconnects by itself and never blocks its thread."""
+    """A DEALER that never blocks its thread. It does not connect again: a seal is for one
+    connection, and what was sent before would be of no use to a process that was restarted.
+    """
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 10_000)
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
     return socket

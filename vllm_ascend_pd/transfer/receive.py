@@ -18,6 +18,7 @@ from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.dealers import Dealers
 from vllm_ascend_pd.transfer.plan import Piece, plan_pieces
 from vllm_ascend_pd.transfer.reactor import Reactor
+from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
+    from vllm_ascend_pd.transfer.seal import Seals
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ class Loader(Reactor):
         copier: BlockCopier,
         layout: PageLayout,
         pool: StagingPool,
+        seals: Seals,
         answer_timeout_s: float = 2.0,
     ) -> None:
         """``answer_timeout_s``: a producer that a step waits for and that says nothing so long is
@@ -137,7 +140,7 @@ class Loader(Reactor):
         self._layout = layout
         self._pool = pool
         self._num_layers = len(layout.layer_offsets)
-        self._peers = Dealers(self, self._on_frame, self._on_lost)
+        self._peers = Dealers(self, seals, Channel.DATA, self._on_frame, self._on_lost)
         self._active: list[_Load] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._heard_at: dict[Endpoint, float] = {}
@@ -315,11 +318,13 @@ class Loader(Reactor):
         else:
             self._pool.release(flight.slot)
 
-    def _on_lost(self, peer: Endpoint) -> None:
+    def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:
         """The producer's process is gone: nobody will answer what is in flight to it."""
-        for load in self._active:
-            if load.spec.peer == peer:
-                self._end(load, Cause.PEER_UNREACHABLE.value)
+        lost = [load for load in self._active if load.spec.peer == peer]
+        if lost:
+            logger.warning("%s %s", peer, what)
+        for load in lost:
+            self._end(load, cause.value)
         self._heard_at.pop(peer, None)
         until = time.monotonic() + QUARANTINE_S
         for fetch_id, flight in list(self._in_flight.items()):

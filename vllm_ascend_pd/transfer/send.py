@@ -15,7 +15,9 @@ import zmq
 
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferHandle, TransferStatus
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.transfer.listener import Listener
 from vllm_ascend_pd.transfer.reactor import Reactor
+from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
+    from vllm_ascend_pd.transfer.seal import Seals
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,6 @@ _MAX_WRITES_PER_PEER = 4
 _POLL_S = 100e-6
 _SLOW_POLL_S = 1e-3
 _SLOW_AFTER_S = 0.02
-_MAX_FRAME_BYTES = 64 << 20
 _CAUSES = {
     TransferStatus.DONE: "",
     TransferStatus.FAILED: Cause.TRANSFER_FAILED.value,
@@ -104,6 +106,7 @@ class DataServer(Reactor):
         grants: Grants,
         allows_host: Callable[[str], bool],
         write_timeout_s: float,
+        seals: Seals,
     ) -> None:
         super().__init__("pd-data-server")
         self._engine = engine
@@ -115,25 +118,20 @@ class DataServer(Reactor):
         self._write_timeout_s = write_timeout_s
         self._queue: deque[tuple[bytes, Fetch]] = deque()
         self._writes: deque[_Write] = deque()
-        self._socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        self._listener = Listener(self.context, seals, Channel.DATA)
         if ":" in host:
-            self._socket.setsockopt(zmq.IPV6, 1)
-        port = self._socket.bind_to_random_port(
+            self._listener.socket.setsockopt(zmq.IPV6, 1)
+        port = self._listener.socket.bind_to_random_port(
             f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         )
         self.endpoint = Endpoint(host, port)
-        self.watch(self._socket, self._on_message)
+        self.watch(self._listener.socket, self._on_messages)
         self._progress_at = 0.0
 
-    def _on_message(self) -> None:
-        while True:
+    def _on_messages(self) -> None:
+        for identity, payload in self._listener.receive():
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = decode_data(b"".join(frames))
+                message = decode_data(payload)
             except TransferError as e:
                 logger.warning("dropped a frame of a peer: %s", e)
                 continue
@@ -224,4 +222,4 @@ class DataServer(Reactor):
         return ended
 
     def _reply(self, identity: bytes, message: Fetched) -> None:
-        self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        self._listener.send(identity, encode(message))

@@ -27,6 +27,7 @@ from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
 from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
+from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer, Grants
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 
@@ -60,7 +61,7 @@ class Side:
         config, self.caches = make_caches()
         self.located: KVCaches = locate(config, self.caches)
         self.engine = FakeTransferEngine()
-        copier, grants = PythonBlockCopier(), Grants()
+        copier, grants, seals = PythonBlockCopier(), Grants(), Seals()
         pools = [StagingPool(self.engine, 2, 4 * SPEC.page_size_bytes) for _ in range(2)]
         self.server = DataServer(
             host="127.0.0.1",
@@ -71,12 +72,13 @@ class Side:
             grants=grants,
             allows_host=lambda host: True,
             write_timeout_s=5.0,
+            seals=seals,
         )
-        self.loader = Loader(self.engine.session, copier, self.located.layout, pools[1])
+        self.loader = Loader(self.engine.session, copier, self.located.layout, pools[1], seals)
         self.server.start()
         self.loader.start()
         self.worker = WorkerSide(
-            self.located.layer_index, self.engine, pools, grants, self.server, self.loader
+            self.located.layer_index, self.engine, pools, grants, seals, self.server, self.loader
         )
 
     def pages(self, name: str) -> Any:

@@ -21,6 +21,7 @@ from vllm_ascend_pd.transfer.control import (
 )
 from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
+from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
 from vllm_ascend_pd.wire import (
     WIRE_VERSION,
@@ -56,13 +57,16 @@ class Clock:
 class Producer:
     """A lease book behind a control server."""
 
-    def __init__(self) -> None:
+    def __init__(self, seals: Seals | None = None, port: int = 0) -> None:
         self.clock = Clock()
         self.book = LeaseBook(Epoch("epoch"), "same", LEASE_S, self.clock)
         self.book.data_endpoint = Endpoint("127.0.0.1", 5)
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.server = ControlServer("127.0.0.1", 0, self.book, lambda: self.wakes.put(None))
+        self.server = ControlServer("127.0.0.1", port, self.book, self.wake, seals or Seals())
         self.server.start()
+
+    def wake(self) -> None:
+        self.wakes.put(None)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -98,7 +102,7 @@ def make_client() -> Iterator[Callable[..., ControlClient]]:
     clients: list[ControlClient] = []
 
     def make(peer_timeout_s: float = LIMIT_S, heartbeat_s: float = LIMIT_S) -> ControlClient:
-        clients.append(ControlClient(peer_timeout_s, heartbeat_s))
+        clients.append(ControlClient(peer_timeout_s, heartbeat_s, Seals()))
         clients[-1].start()
         return clients[-1]
 
@@ -365,7 +369,7 @@ def test_stop_sends_what_was_asked_for(
 
 
 def test_idle_client_asks_for_no_turn() -> None:
-    client = ControlClient(peer_timeout_s=1.0, heartbeat_s=1.0)
+    client = ControlClient(peer_timeout_s=1.0, heartbeat_s=1.0, seals=Seals())
     assert client.on_tick() is None
     client.start()
     client.stop()
@@ -402,19 +406,19 @@ def book() -> LeaseBook:
 
 def test_port_that_is_taken_is_an_error_that_names_it(taken_port: int, book: LeaseBook) -> None:
     with pytest.raises(ConfigError, match=rf"kv_port {taken_port} .*another kv_port"):
-        ControlServer("127.0.0.1", taken_port, book, lambda: None)
+        ControlServer("127.0.0.1", taken_port, book, lambda: None, Seals())
 
 
 def test_address_that_is_not_ours_is_an_error_that_names_it(book: LeaseBook) -> None:
     with pytest.raises(ConfigError, match=r"kv_ip 192\.0\.2\.1"):
-        ControlServer("192.0.2.1", 0, book, lambda: None)
+        ControlServer("192.0.2.1", 0, book, lambda: None, Seals())
 
 
 def test_default_port_gives_way_to_a_free_one(
     taken_port: int, book: LeaseBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "DEFAULT_KV_PORT", taken_port)
-    server = ControlServer("127.0.0.1", taken_port, book, lambda: None)
+    server = ControlServer("127.0.0.1", taken_port, book, lambda: None, Seals())
     server.start()
     server.stop()
     assert server.endpoint.port not in (0, taken_port, DEFAULT_KV_PORT)

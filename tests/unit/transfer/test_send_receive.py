@@ -31,6 +31,7 @@ from vllm_ascend_pd.backends.fake_engine import (
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer, Grants
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
@@ -68,8 +69,15 @@ class Pair:
     """A producer's and a consumer's data side."""
 
     def __init__(
-        self, script: FaultScript, write_timeout_s: float = 5.0, copier: BlockCopier | None = None
+        self,
+        script: FaultScript,
+        write_timeout_s: float = 5.0,
+        copier: BlockCopier | None = None,
+        seals: Seals | None = None,
+        our_seals: Seals | None = None,
     ) -> None:
+        self.seals = seals or Seals()
+        self.our_seals = our_seals or Seals()
         self.time_passed = 0.0  # lets quarantines end
         copier = copier or PythonBlockCopier()
         self.theirs = Pages(1)
@@ -88,8 +96,11 @@ class Pair:
             grants=self.grants,
             allows_host=lambda host: host == "fake",
             write_timeout_s=write_timeout_s,
+            seals=self.seals,
         )
-        self.loader = Loader(self.our_engine.session, copier, self.ours.layout, self.receive_pool)
+        self.loader = Loader(
+            self.our_engine.session, copier, self.ours.layout, self.receive_pool, self.our_seals
+        )
         self.server.start()
         self.loader.start()
         self._load_ids = count(1)

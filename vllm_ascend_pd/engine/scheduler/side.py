@@ -28,6 +28,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
+from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.session import ConsumerState
 from vllm_ascend_pd.types import Cause, Epoch
 
@@ -104,13 +105,16 @@ class SchedulerSide:
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
         transfer = config.transfer
+        self._seals = Seals.load(config.security.secret_file)
         self._book = LeaseBook(epoch, identity, transfer.lease_s, time.monotonic)
         self._server: ControlServer | None = None
         self._producer: Producer | None = None
         self._client: ControlClient | None = None
         self._consumer: Consumer | None = None
         if config.role.produces:
-            self._server = ControlServer(config.host, config.port, self._book, self._wake)
+            self._server = ControlServer(
+                config.host, config.port, self._book, self._wake, self._seals
+            )
             self._producer = Producer(
                 self._manager,
                 self._book,
@@ -125,7 +129,7 @@ class SchedulerSide:
                 "in-engine transfers: consumers reach this engine at %s", self._server.endpoint
             )
         if config.role.consumes:
-            self._client = ControlClient(transfer.peer_timeout_s, transfer.lease_s / 3)
+            self._client = ControlClient(transfer.peer_timeout_s, transfer.lease_s / 3, self._seals)
             spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
             num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
             self._consumer = Consumer(
@@ -314,13 +318,19 @@ class SchedulerSide:
         if isinstance(report, StepReport):
             if report.data_endpoint is not None:
                 self._book.data_endpoint = report.data_endpoint
+            self._count_refused(report.refused_frames)
             bad_block_ids: set[int] = set()
             for result in report.results:
                 bad_block_ids |= self._end_load(result)
             if bad_block_ids:
                 self._recover(bad_block_ids)
+        self._count_refused(self._seals.take_refused())
         if self._scheduler.log_stats and (values := self._stats.take()):
             output.kv_connector_stats = PDStats(data=values)
+
+    def _count_refused(self, refused: dict[str, int]) -> None:
+        for reason, count in refused.items():
+            self._stats.add("frames_refused", count, reason)
 
     def _end_load(self, result: LoadResult) -> set[int]:
         """Fold one result in; the block ids that must be recovered from."""

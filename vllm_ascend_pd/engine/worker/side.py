@@ -18,6 +18,7 @@ from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer, Grants
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def _create(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
 ) -> WorkerSide:
     config = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config)
+    seals = Seals.load(config.security.secret_file)
     caches = locate(kv_cache_config, kv_caches)
     transfer = config.transfer
     if caches.layout.page_bytes > transfer.staging_slot_bytes:
@@ -74,10 +76,13 @@ def _create(
             grants=grants,
             allows_host=config.security.allows,
             write_timeout_s=transfer.load_timeout_s,
+            seals=seals,
         )
         server.start()
     if config.role.consumes:
-        loader = Loader(engine.session, copier, caches.layout, make_pool(), transfer.peer_timeout_s)
+        loader = Loader(
+            engine.session, copier, caches.layout, make_pool(), seals, transfer.peer_timeout_s
+        )
         loader.start()
     logger.info(
         "in-engine transfers: role %s, Mooncake session %s, %d layers, %d bytes per page, %s",
@@ -87,4 +92,4 @@ def _create(
         caches.layout.page_bytes,
         type(copier).__name__,
     )
-    return WorkerSide(caches.layer_index, engine, pools, grants, server, loader)
+    return WorkerSide(caches.layer_index, engine, pools, grants, seals, server, loader)

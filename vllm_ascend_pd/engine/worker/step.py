@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.backends.transfer_engine import TransferEngine
     from vllm_ascend_pd.transfer.receive import Loader
+    from vllm_ascend_pd.transfer.seal import Seals
     from vllm_ascend_pd.transfer.send import DataServer, Grants
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class WorkerSide:
         engine: TransferEngine,
         pools: Sequence[StagingPool],
         grants: Grants,
+        seals: Seals,
         server: DataServer | None,
         loader: Loader | None,
     ) -> None:
@@ -73,6 +75,7 @@ class WorkerSide:
         self._engine = engine
         self._pools = pools
         self._grants = grants
+        self._seals = seals
         self._server = server
         self._loader = loader
         self._meta: StepMeta | None = None
@@ -125,9 +128,10 @@ class WorkerSide:
         if not self._reported_endpoint and self._server is not None:
             self._reported_endpoint = True
             endpoint = self._server.endpoint
-        if not results and endpoint is None:
+        refused = self._seals.take_refused()
+        if not results and not refused and endpoint is None:
             return None
-        return StepReport(tuple(results), endpoint)
+        return StepReport(tuple(results), endpoint, refused)
 
     def counts(self) -> dict[str, int]:
         """What a leak check compares: all but ``regions`` are zero when nothing is under way."""
