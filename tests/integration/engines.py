@@ -42,6 +42,7 @@ class EngineConfig:
     role: str | None = None
     transfer: str = "{}"
     """JSON of ``kv_connector_extra_config.transfer``."""
+    secret_file: str | None = None
     faults: str = ""
     kv_port: int | None = None
     block_size: int = BLOCK_SIZE
@@ -73,10 +74,10 @@ class EngineConfig:
     def transfer_options(self) -> dict[str, Any] | None:
         if self.role is None:
             return None
-        options: dict[str, Any] = {
-            "kv_role": self.role,
-            "kv_connector_extra_config": {"transfer": json.loads(self.transfer)},
-        }
+        extra: dict[str, Any] = {"transfer": json.loads(self.transfer)}
+        if self.secret_file is not None:
+            extra["security"] = {"secret_file": self.secret_file}
+        options: dict[str, Any] = {"kv_role": self.role, "kv_connector_extra_config": extra}
         if self.kv_port is not None:
             options["kv_port"] = self.kv_port
         return options

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with secrets: the same one transfers, another one or none recomputes and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.engines import BLOCK_SIZE, EngineError
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Engines, SingleEngine
+
+pytestmark = pytest.mark.engine
+
+NUM_TOKENS = 3 * BLOCK_SIZE + 7
+SHORT_LEASE = {"lease_s": 2.0}
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """Path of a secret file by name."""
+    folder = tmp_path_factory.mktemp("secrets")
+    paths: dict[str, str | None] = {"none": None}
+    for name in ("ours", "other"):
+        path = folder / name
+        path.write_text(f"the secret is {name} " * 3 + "\n")
+        path.chmod(0o600)
+        paths[name] = str(path)
+    return paths
+
+
+def test_engines_with_one_secret_transfer(
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    secrets: dict[str, str | None],
+) -> None:
+    producer = engines.shared("kv_producer", transfer=SHORT_LEASE, secret_file=secrets["ours"])
+    consumer = engines.shared("kv_consumer", secret_file=secrets["ours"])
+    for part in ("first", "second"):
+        prompt = prompt_of(NUM_TOKENS, part)
+        answer = consumer.ask(prompt, 16, producer.prefill(prompt))
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert (answer.outcome, answer.sources) == ("loaded", (0, NUM_TOKENS - 1, 1))
+    for engine in (producer, consumer):
+        assert "the secret is" not in engine._log_path.read_text()
+        assert not [name for name in engine.metrics() if name.startswith("frames_refused")]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason", "advice"),
+    [
+        ("ours", "none", "no_secret", "has a security.secret_file, and this engine has none"),
+        ("none", "ours", "unexpected_secret", "has no security.secret_file, and this engine has"),
+        ("ours", "other", "wrong_secret", "security.secret_file must be the same there and here"),
+    ],
+)
+def test_request_is_recomputed_when_secrets_differ(
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    secrets: dict[str, str | None],
+    theirs: str,
+    ours: str,
+    reason: str,
+    advice: str,
+) -> None:
+    producer = engines.shared("kv_producer", transfer=SHORT_LEASE, secret_file=secrets[theirs])
+    consumer = engines.shared("kv_consumer", secret_file=secrets[ours])
+    before = consumer.metrics().get("requests/unauthenticated", 0)
+    prompt = prompt_of(NUM_TOKENS)
+    answer = consumer.ask(prompt, 16, producer.prefill(prompt))
+    assert answer.token_ids == single(prompt, 16).token_ids
+    assert (answer.outcome, answer.sources) == ("unauthenticated", (0, 0, NUM_TOKENS))
+    assert consumer.metrics()["requests/unauthenticated"] == before + 1
+    consumer.wait_log(advice)
+    producer.wait_log(f"refused a frame of 127.0.0.1: {reason} (")
+    producer.wait_count("leases", 0)
+    producer.run()
+    assert producer.metrics()[f"frames_refused/{reason}"] >= 1
+
+
+def test_engine_with_an_open_secret_file_does_not_start(engines: Engines, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("s" * 40)
+    path.chmod(0o644)
+    with pytest.raises(EngineError, match=r"secret' is open to its group or to others.*chmod 600"):
+        engines.own("kv_producer", secret_file=str(path))
