@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import isfinite
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from vllm_ascend_pd.errors import ConfigError
 
@@ -129,6 +130,33 @@ class SecurityConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """``kv_connector_extra_config.router``: the router that this engine tells of itself."""
+
+    url: str | None = None
+    """``http[s]://HOST:PORT`` of the router; without it the engine registers nowhere."""
+    http_url: str | None = None
+    """This engine's OpenAI server as the router reaches it; ``kv_ip`` and ``--port`` without it."""
+    instance_id: str | None = None
+    """Its name at the router; host and port of ``http_url`` without it."""
+    token_file: str | None = None
+    """File with the token that the router asks of engines."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Labels of the instance, for the router's ``--prefill-model-labels`` and the like."""
+
+    def __post_init__(self) -> None:
+        for name in ("url", "http_url"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            parts = urlsplit(value)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(f"router.{name}: {value!r} is not http://HOST:PORT")
+        if not self.url and (self.http_url or self.instance_id or self.token_file or self.labels):
+            raise ConfigError("router.url is missing: the router that the other options are for")
+
+
 class KVTransferConfigLike(Protocol):
     """The fields of vLLM's ``KVTransferConfig`` that are read here."""
 
@@ -149,6 +177,7 @@ class PDConfig:
     port: int
     transfer: TransferConfig = field(default_factory=TransferConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
 
     @classmethod
     def from_kv_transfer_config(cls, config: KVTransferConfigLike) -> PDConfig:
@@ -158,7 +187,7 @@ class PDConfig:
                 "kv_role is missing; set it to one of " + ", ".join(role.value for role in Role)
             )
         extra = config.kv_connector_extra_config
-        _refuse_unknown("kv_connector_extra_config", extra, {"transfer", "security"})
+        _refuse_unknown("kv_connector_extra_config", extra, {"transfer", "security", "router"})
         security = _section(SecurityConfig, "security", extra)
         host = "127.0.0.1" if config.kv_ip == "localhost" else config.kv_ip
         try:
@@ -181,6 +210,7 @@ class PDConfig:
             port=config.kv_port,
             transfer=_section(TransferConfig, "transfer", extra),
             security=security,
+            router=_section(RouterConfig, "router", extra),
         )
 
 
@@ -189,7 +219,7 @@ def _refuse_unknown(path: str, raw: Mapping[str, Any], valid: set[str]) -> None:
         raise ConfigError(f"{path}: unknown keys {unknown}; valid: {sorted(valid)}")
 
 
-_S = TypeVar("_S", TransferConfig, SecurityConfig)
+_S = TypeVar("_S", TransferConfig, SecurityConfig, RouterConfig)
 
 
 def _section(cls: type[_S], name: str, extra: Mapping[str, Any]) -> _S:
@@ -227,6 +257,12 @@ def _coerce(path: str, value: Any, default: Any) -> Any:
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)
         raise ConfigError(f"{path} must be a list of strings, not {value!r}")
+    elif isinstance(default, dict):
+        if isinstance(value, Mapping) and all(
+            isinstance(word, str) for pair in value.items() for word in pair
+        ):
+            return dict(value)
+        raise ConfigError(f"{path} must be a mapping of strings, not {value!r}")
     elif isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
         if isinstance(default, float):
             return float(value)

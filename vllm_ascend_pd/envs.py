@@ -11,3 +11,8 @@ FAULTS = "ASCEND_PD_FAULTS"
 def fault_script() -> str | None:
     """A fault script for the transfer engine (tests only), see ``backends.fake_engine``."""
     return os.environ.get(FAULTS) or None
+
+
+def hash_seed() -> str | None:
+    """Python's own variable; vLLM starts the hashes of the prefix cache from it."""
+    return os.environ.get("PYTHONHASHSEED")

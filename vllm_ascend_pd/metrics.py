@@ -19,6 +19,18 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
 }
 """Exposed as ``vllm:pd_<name>_total``."""
 
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    # name: (help, labels)
+    "router_registered": ("1 while the router that this engine registers with knows it", ()),
+    "engine_info": (
+        "Always 1; what this engine is. Producers and consumers need equal fingerprints",
+        ("engine_id", "role", "epoch", "kv_endpoint", "fingerprint"),
+    ),
+}
+"""Exposed as ``vllm:pd_<name>``."""
+
+_SEPARATOR = "\x1f"
+
 
 @dataclass(slots=True)
 class Stats:
@@ -31,10 +43,20 @@ class Stats:
         key = name if label is None else f"{name}/{label}"
         self._values[key] = self._values.get(key, 0) + value
 
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """``labels`` are the values of the gauge's labels, in their order."""
+        self._values["/".join((name, _SEPARATOR.join(labels))) if labels else name] = value
+
     def take(self) -> dict[str, float]:
-        """``{name or name/label: increment}``, and start again."""
+        """``{name or name/label: increment, or value of a gauge}``, and start again."""
         taken, self._values = self._values, {}
         return taken
+
+
+def split_key(key: str) -> tuple[str, list[str]]:
+    """Name and label values of a key of ``Stats.take``."""
+    name, slash, labels = key.partition("/")
+    return name, labels.split(_SEPARATOR) if slash else []
 
 
 @dataclass(slots=True)

@@ -183,6 +183,38 @@ def test_log_line_adds_up_what_arrived(config: VllmConfig) -> None:
     assert len(lines) == 1
 
 
+def unregister(prom: KVConnectorProm) -> None:
+    metrics: Any = prom.prom_metrics
+    for metric in (*metrics._counters.values(), *metrics._gauges.values()):
+        REGISTRY.unregister(metric)
+
+
+def test_gauges_appear_in_the_metrics_page(config: VllmConfig) -> None:
+    prom = KVConnectorProm(config, ["model_name", "engine"], {0: ["tiny", "0"]})
+    try:
+        for registered in (1, 0):
+            stats = Stats()
+            stats.set("router_registered", registered)
+            stats.set("engine_info", 1, "p0", "kv_producer", "e1", "127.0.0.1:1", "a=b c=d/e")
+            prom.observe(stats.take())
+        page = generate_latest(REGISTRY).decode()
+    finally:
+        unregister(prom)
+    assert 'vllm:pd_router_registered{engine="0",model_name="tiny"} 0.0' in page
+    assert (
+        'vllm:pd_engine_info{engine="0",engine_id="p0",epoch="e1",fingerprint="a=b c=d/e",'
+        'kv_endpoint="127.0.0.1:1",model_name="tiny",role="kv_producer"} 1.0'
+    ) in page
+
+
+def test_gauges_are_not_in_the_log_line() -> None:
+    stats = PDStats(data={"router_registered": 1})
+    assert stats.is_empty()
+    stats.aggregate(PDStats(data={"router_registered": 0, "loads/ok": 1}))
+    assert stats.data["router_registered"] == 0
+    assert stats.reduce() == {"loads/ok": 1}
+
+
 def test_counters_appear_in_the_metrics_page(config: VllmConfig) -> None:
     prom = KVConnectorProm(config, ["model_name", "engine"], {0: ["tiny", "0"], 1: ["tiny", "1"]})
     assert prom.prom_metrics is not None
@@ -191,8 +223,7 @@ def test_counters_appear_in_the_metrics_page(config: VllmConfig) -> None:
         prom.observe(every_counter(), 1)
         page = generate_latest(REGISTRY).decode()
     finally:
-        for counter in prom.prom_metrics._counters.values():  # type: ignore[attr-defined]
-            REGISTRY.unregister(counter)
+        unregister(prom)
     for name, (_, label) in COUNTERS.items():
         labels = 'engine="1",model_name="tiny"'
         labels = ",".join(sorted([*labels.split(","), *([f'{label}="some"'] if label else [])]))

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.config import LoadMode, PDConfig, Role, SecurityConfig, TransferConfig
+from vllm_ascend_pd.config import (
+    LoadMode,
+    PDConfig,
+    Role,
+    RouterConfig,
+    SecurityConfig,
+    TransferConfig,
+)
 from vllm_ascend_pd.errors import ConfigError, PDError
 
 
@@ -82,6 +89,11 @@ def test_config_is_frozen() -> None:
         ({"transfers": {}}, r"kv_connector_extra_config: unknown keys \['transfers'\]; valid"),
         ({"transfer": {"lease": 1}}, r"transfer: unknown keys \['lease'\]; valid: .*'lease_s'"),
         ({"transfer": {"open_timeout": 1}}, "unknown keys .*; valid: .*'peer_timeout_s'"),
+        ({"router": {"uri": "x"}}, r"router: unknown keys \['uri'\]; valid: .*'url'"),
+        ({"router": {"url": "router:8000"}}, "router.url: 'router:8000' is not http://HOST:PORT"),
+        ({"router": {"instance_id": "p0"}}, "router.url is missing"),
+        ({"router": {"url": 7}}, "router.url must be a string, not 7"),
+        ({"router": {"labels": {"a": 1}}}, "router.labels must be a mapping of strings"),
         ({"security": {"peers": []}}, r"security: unknown keys \['peers'\]; valid"),
         ({"transfer": 5}, "transfer must be a mapping, not int"),
         ({"transfer": None}, "transfer must be a mapping, not NoneType"),
@@ -163,6 +175,12 @@ def test_secret_allows_other_addresses_and_peers() -> None:
     assert config.host == "192.0.2.1"
     assert config.security.allows("192.0.2.2")
     assert not config.security.allows("192.0.2.3")
+
+
+def test_router_section() -> None:
+    assert parse().router == RouterConfig()
+    router = parse_extra(router={"url": "http://[::1]:80", "labels": {"a": "b"}}).router
+    assert router == RouterConfig(url="http://[::1]:80", labels={"a": "b"})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_ascend_pd.metrics import COUNTERS, Provenance, Stats
+from vllm_ascend_pd.metrics import COUNTERS, GAUGES, Provenance, Stats, split_key
 
 
 def test_take_returns_increments_and_starts_again() -> None:
@@ -30,8 +30,22 @@ def test_taken_values_do_not_change_later() -> None:
     assert taken == {"loads/ok": 1}
 
 
-def test_counter_names_hold_no_separator() -> None:
-    assert all("/" not in name for name in COUNTERS)
+def test_gauges_keep_the_last_value_and_all_labels() -> None:
+    stats = Stats()
+    stats.set("router_registered", 1)
+    stats.set("router_registered", 0)
+    stats.set("engine_info", 1, "id", "", "a/b")
+    taken = stats.take()
+    assert taken["router_registered"] == 0
+    assert [split_key(key) for key in taken] == [
+        ("router_registered", []),
+        ("engine_info", ["id", "", "a/b"]),
+    ]
+
+
+def test_metric_names_hold_no_separator() -> None:
+    assert all("/" not in name for name in (*COUNTERS, *GAUGES))
+    assert COUNTERS.keys().isdisjoint(GAUGES)
     assert all(text for text, _ in COUNTERS.values())
 
 

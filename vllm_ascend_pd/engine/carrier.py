@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vllm_ascend_pd.metrics import COUNTERS
+from vllm_ascend_pd.metrics import COUNTERS, GAUGES, split_key
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,25 +24,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class PDStats(KVConnectorStats):
-    """Increments by counter name, see ``metrics.Stats.take``."""
+    """Increments of counters and values of gauges, see ``metrics.Stats.take``."""
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+            is_gauge = split_key(name)[0] in GAUGES
+            self.data[name] = value if is_gauge else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {name: round(value, 3) for name, value in sorted(self.data.items())}
+        """For the periodic line of the log, which counts what happened; gauges say what is."""
+        return {name: round(self.data[name], 3) for name in sorted(self.data) if _counts(name)}
 
     def is_empty(self) -> bool:
-        return not self.data
+        return not any(map(_counts, self.data))
+
+
+def _counts(key: str) -> bool:
+    return split_key(key)[0] not in GAUGES
 
 
 class PDPromMetrics(KVConnectorPromMetrics):
-    """``vllm:pd_*_total`` counters in the front end's ``/metrics``."""
+    """``vllm:pd_*`` in the front end's ``/metrics``."""
 
     def __init__(
         self,
@@ -60,12 +66,24 @@ class PDPromMetrics(KVConnectorPromMetrics):
             )
             for name, (text, label) in COUNTERS.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:pd_{name}",
+                documentation=text,
+                labelnames=[*labelnames, *labels],
+                multiprocess_mode="mostrecent",
+            )
+            for name, (text, labels) in GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
-        for key, increment in transfer_stats_data.items():
-            name, _, label = key.partition("/")
-            self._counters[name].labels(*values, *([label] if label else [])).inc(increment)
+        for key, value in transfer_stats_data.items():
+            name, labels = split_key(key)
+            if name in self._gauges:
+                self._gauges[name].labels(*values, *labels).set(value)
+            else:
+                self._counters[name].labels(*values, *labels).inc(value)
 
 
 class InEngineCarrier(KVConnectorBase_V1, SupportsHMA):

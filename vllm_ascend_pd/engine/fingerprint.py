@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd import envs
 from vllm_ascend_pd.wire import WIRE_VERSION
 
 if TYPE_CHECKING:
@@ -34,9 +36,21 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         "layers": str(num_layers),
         "isa": _page_isa(vllm_config, spec.block_size),
         "hash": vllm_config.cache_config.prefix_caching_hash_algo,
+        "seed": _hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
         "wire": str(WIRE_VERSION),
     }
     return " ".join(f"{key}={value}" for key, value in parts.items())
+
+
+def _hash_seed(algorithm: str) -> str:
+    """What the first block's hash starts from, as far as equality goes.
+
+    A seed of a hash that is not cryptographic must stay secret, and this string is shown: 16 bits
+    tell different seeds apart, and leave a guesser as many candidates as he had.
+    """
+    if (seed := envs.hash_seed()) is not None:
+        return hashlib.sha256(seed.encode()).hexdigest()[:4]
+    return "default" if algorithm.startswith("sha256") else f"random-{secrets.token_hex(2)}"
 
 
 def _page_isa(vllm_config: VllmConfig, block_size: int) -> str:

@@ -18,11 +18,13 @@ from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
 from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads, TailBlock
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
+from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.threads import shorten_turns
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metrics import Provenance, Stats
@@ -148,6 +150,24 @@ class SchedulerSide:
             if scheduler.vllm_config.max_concurrent_batches > 1:
                 scheduler.defer_block_free = True
         logger.debug("fingerprint: %s", identity)
+        endpoint = self._server.endpoint if self._server is not None else None
+        self._stats.set(
+            "engine_info",
+            1,
+            *(config.engine_id, config.role.value, epoch, str(endpoint or ""), identity),
+        )
+        self._gauges_due = True
+        """A step must carry gauges out. Scheduler and registrar set it, the scheduler clears it."""
+        self._told_state = RegistrarState.NEW
+        self._registrar: Registrar | None = None
+        if config.router.url:
+            self._registrar = Registrar(
+                config.router,
+                describe(scheduler, config, epoch, identity, endpoint),
+                self._is_draining,
+                self._registration_changed,
+            )
+            self._registrar.start()
 
     # Arrival and waiting.
 
@@ -299,6 +319,7 @@ class SchedulerSide:
     # The step and its output.
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
+        self._gauges_due = False
         grants = self._producer.build_grants(scheduler_output) if self._producer else ()
         revokes = self._producer.take_revokes() if self._producer else ()
         cancels = self._loads.take_cancels()
@@ -325,6 +346,9 @@ class SchedulerSide:
             if bad_block_ids:
                 self._recover(bad_block_ids)
         self._count_refused(self._seals.take_refused())
+        if self._registrar is not None and self._registrar.state is not self._told_state:
+            self._told_state = self._registrar.state
+            self._stats.set("router_registered", int(self._told_state.registered))
         if self._scheduler.log_stats and (values := self._stats.take()):
             output.kv_connector_stats = PDStats(data=values)
 
@@ -398,7 +422,8 @@ class SchedulerSide:
             self._producer.collect_closed()
         # A step tells the worker what it may no longer serve, and carries the counters out.
         has_revokes = self._producer is not None and self._producer.has_revokes
-        return self._loads.num_parked > 0 or has_revokes
+        gauges_due = self._gauges_due and self._scheduler.log_stats
+        return self._loads.num_parked > 0 or has_revokes or gauges_due
 
     def on_engine_started(self, engine_core: object) -> None:
         self._engine_core = engine_core
@@ -409,7 +434,7 @@ class SchedulerSide:
         self._phantoms.withdraw_all()
 
     def shutdown(self) -> None:
-        for thread in (self._server, self._client):
+        for thread in (self._registrar, self._server, self._client):
             if thread is not None:
                 thread.stop()
 
@@ -424,6 +449,18 @@ class SchedulerSide:
             "leases": len(self._book),
             "pinned_blocks": self._producer.num_pinned_blocks if self._producer else 0,
         }
+
+    def _is_draining(self) -> bool:
+        """Whether the engine was asked to end. Called by the registrar's thread."""
+        return (
+            self._engine_core is not None
+            and not getattr(self._engine_core, "is_running", lambda: True)()
+        )
+
+    def _registration_changed(self) -> None:
+        """Called by the registrar's thread."""
+        self._gauges_due = True
+        self._wake()
 
     def _wake(self) -> None:
         """Make the engine loop look at ``has_pending_work``. Called by the control thread."""

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine registers, beats, and says goodbye, against a real HTTP server."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.config import RouterConfig
+from vllm_ascend_pd.engine.registration import Registrar, RegistrarState, find_http_url
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import Registration, decode
+
+
+class Web:
+    """A router and an engine's front end on one port; ``answers`` scripts the router."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.requests: list[tuple[str, str, dict[str, Any], str | None]] = []
+        self.answers: list[tuple[int, bytes]] = []
+        self.front_end_is_up = True
+        web = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(200 if web.front_end_is_up else 503, b"")
+
+            def do_PUT(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                decode(body)
+                self._note(json.loads(body))
+                default = (200, b'{"heartbeat_s": 0.3, "ttl_s": 1}')
+                self._answer(*(web.answers.pop(0) if web.answers else default))
+
+            def do_DELETE(self) -> None:
+                self._note({})
+                self._answer(204, b"")
+
+            def _note(self, body: dict[str, Any]) -> None:
+                token = self.headers.get("Authorization")
+                web.requests.append((self.command, self.path, body, token))
+
+            def _answer(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def states(self) -> list[str]:
+        return [body.get("state", method) for method, _, body, _ in self.requests]
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    server = Web()
+    yield server
+    server.close()
+
+
+class Engine:
+    """The registrar's owner, as far as the registrar sees it."""
+
+    def __init__(self, web: Web, **options: Any) -> None:
+        self.draining = False
+        self.changes: list[RegistrarState] = []
+        config = RouterConfig(url=web.url, http_url=web.url, instance_id="p0", **options)
+        self.registrar = Registrar(
+            config,
+            Registration(url=find_http_url(config, "127.0.0.1"), role="prefill", epoch="e1"),
+            lambda: self.draining,
+            lambda: self.changes.append(self.registrar.state),
+        )
+
+
+@pytest.fixture
+def engine(web: Web) -> Iterator[Engine]:
+    engine = Engine(web)
+    engine.registrar.start()
+    yield engine
+    engine.registrar.stop()
+
+
+def until(condition: Callable[[], bool], patience_s: float = 10) -> None:
+    end = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_registers_beats_and_leaves(web: Web, engine: Engine) -> None:
+    until(lambda: len(web.requests) >= 3)
+    assert engine.registrar.state is RegistrarState.READY
+    method, path, body, token = web.requests[0]
+    assert (method, path, token) == ("PUT", "/registry/instances/p0", None)
+    assert (body["role"], body["epoch"], body["state"]) == ("prefill", "e1", "ready")
+    engine.registrar.stop()
+    assert web.requests[-1][:2] == ("DELETE", "/registry/instances/p0")
+    assert web.states().count("DELETE") == 1
+    assert engine.changes == [RegistrarState.READY, RegistrarState.GONE]
+
+
+def test_is_starting_until_its_front_end_answers(web: Web) -> None:
+    web.front_end_is_up = False
+    engine = Engine(web)
+    engine.registrar.start()
+    until(lambda: len(web.requests) >= 2)
+    assert engine.registrar.state is RegistrarState.STARTING
+    web.front_end_is_up = True
+    until(lambda: engine.registrar.state is RegistrarState.READY)
+    engine.registrar.stop()
+    assert web.states()[0] == "starting"
+    assert web.states()[-2:] == ["ready", "DELETE"]
+
+
+def test_tells_at_once_that_it_drains(web: Web, engine: Engine) -> None:
+    web.answers = [(200, b'{"heartbeat_s": 60, "ttl_s": 240}')]
+    until(lambda: engine.registrar.state is RegistrarState.READY)
+    engine.draining = True
+    until(lambda: engine.registrar.state is RegistrarState.DRAINING)
+    assert web.states() == ["ready", "draining"]
+
+
+def test_finds_a_router_that_comes_back(web: Web, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(web)
+    with caplog.at_level(logging.INFO):
+        engine.registrar.start()
+        until(lambda: caplog.text.count("sends requests to this engine") == 1)
+        web.close()
+        until(lambda: engine.registrar.state is RegistrarState.LOST)
+        again = Web(web.port)
+        try:
+            until(lambda: engine.registrar.state is RegistrarState.READY)
+            engine.registrar.stop()
+            assert again.states()[-1] == "DELETE"
+        finally:
+            again.close()
+    assert "does not answer" in caplog.text
+    # Said once for each change, not with every beat.
+    assert caplog.text.count("sends requests to this engine") == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((403, b'{"error": {"message": "wrong token"}}'), "403: .*wrong token"),
+        ((200, b"<html>"), "not as a router does"),
+        ((500, b""), "500"),
+    ],
+)
+def test_a_refusal_is_told_with_its_reason(
+    answer: tuple[int, bytes], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    web = Web()
+    web.answers = [answer]
+    engine = Engine(web)
+    engine.registrar.start()
+    try:
+        until(lambda: engine.registrar.state is RegistrarState.READY)
+        assert engine.changes[0] is RegistrarState.REFUSED
+        [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert "does not accept this engine" in warning
+        assert re.search(reason, warning)
+    finally:
+        engine.registrar.stop()
+        web.close()
+
+
+def test_sends_its_token_and_never_logs_it(
+    web: Web, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "token"
+    path.write_text("s3cret\n")
+    engine = Engine(web, token_file=str(path))
+    with caplog.at_level(logging.DEBUG):
+        engine.registrar.start()
+        until(lambda: bool(web.requests))
+        engine.registrar.stop()
+    assert web.requests[0][3] == "Bearer s3cret"
+    assert "s3cret" not in caplog.text
+
+
+def test_a_silent_router_does_not_hold_up_the_end() -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        registrar = Registrar(
+            RouterConfig(url=url, http_url=url),
+            Registration(url=url, role="both", epoch="e"),
+            lambda: False,
+            lambda: None,
+        )
+        registrar.start()
+        time.sleep(0.1)
+        started = time.monotonic()
+        registrar.stop()
+        assert time.monotonic() - started < 5.5
+        registrar.join(10)
+
+
+@pytest.mark.parametrize(
+    ("argv", "url"),
+    [
+        (["vllm", "serve", "m"], "http://10.0.0.1:8000"),
+        (["vllm", "serve", "m", "--port", "81"], "http://10.0.0.1:81"),
+        (["vllm", "serve", "m", "--port=82", "--ssl-certfile", "x"], "https://10.0.0.1:82"),
+        (["/x/api_server.py", "--port", "83"], "http://10.0.0.1:83"),
+    ],
+)
+def test_http_url_from_the_command_line(argv: list[str], url: str) -> None:
+    assert find_http_url(RouterConfig(url="http://r:1"), "10.0.0.1", argv) == url
+
+
+@pytest.mark.parametrize("argv", [["pytest"], ["vllm", "serve", "m", "--config", "x"], []])
+def test_http_url_that_cannot_be_told(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"router.http_url is missing"):
+        find_http_url(RouterConfig(url="http://r:1"), "10.0.0.1", argv)
+
+
+def test_ipv6_http_url() -> None:
+    argv = ["vllm", "serve", "m"]
+    assert find_http_url(RouterConfig(url="http://r:1"), "::1", argv) == "http://[::1]:8000"
+
+
+@pytest.mark.parametrize("content", [None, "", "two\nlines", "ümlaut"])
+def test_wrong_token_file_is_named(content: str | None, tmp_path: Path, web: Web) -> None:
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"router.token_file"):
+        Engine(web, token_file=str(path))

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine tells a router that it is there, and keeps telling it.
+
+The messages are in ``vllm_ascend_pd.registration``. Everything happens on one thread of the
+EngineCore process; the scheduler only reads ``state``.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import sys
+import threading
+import urllib.error
+import urllib.request
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from vllm_ascend_pd import registration
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import Registered, Registration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_TIMEOUT_S = 2.0
+_RETRY_S = 1.0
+_START_PROBE_S = 0.5
+_TURN_S = 0.25
+_DEFAULT_HTTP_PORT = "8000"
+_UNREACHABLE = (OSError, http.client.HTTPException)
+
+
+class RegistrarState(Enum):
+    """What the router knows of this engine, as far as the engine knows."""
+
+    NEW = "has not answered yet"
+    STARTING = "knows this engine, which is not ready for requests yet"
+    READY = "sends requests to this engine"
+    DRAINING = "knows that this engine takes no more requests"
+    LOST = "does not answer"
+    REFUSED = "does not accept this engine"
+    GONE = "was told that this engine ends"
+
+    @property
+    def registered(self) -> bool:
+        return self in (RegistrarState.STARTING, RegistrarState.READY, RegistrarState.DRAINING)
+
+
+_ANSWERED: dict[registration.State, RegistrarState] = {
+    "starting": RegistrarState.STARTING,
+    "ready": RegistrarState.READY,
+    "draining": RegistrarState.DRAINING,
+}
+
+
+def find_http_url(config: RouterConfig, host: str, argv: list[str] | None = None) -> str:
+    """``router.http_url``, or ``host`` and the ``--port`` that this engine was started with.
+
+    The front end's command line is also that of its EngineCore process.
+
+    Raises:
+        ConfigError: it cannot be told from the command line.
+    """
+    if config.http_url:
+        return config.http_url.rstrip("/")
+    words = sys.argv if argv is None else argv
+    if "serve" not in words and not any("api_server" in word for word in words[:1]):
+        raise ConfigError(
+            "router.http_url is missing: this engine was not started with `vllm serve`, so the URL"
+            " of its OpenAI server is not known"
+        )
+    if any(word.partition("=")[0] in ("--config", "--uds") for word in words):
+        raise ConfigError(
+            "router.http_url is missing: with --config or --uds the port of the OpenAI server"
+            " cannot be told from the command line"
+        )
+    port = _DEFAULT_HTTP_PORT
+    for index, word in enumerate(words):
+        if word.startswith("--port="):
+            port = word.partition("=")[2]
+        elif word == "--port" and index + 1 < len(words):
+            port = words[index + 1]
+    scheme = "https" if any(word.startswith("--ssl-certfile") for word in words) else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class Registrar(threading.Thread):
+    """Registers one engine with one router, and beats until ``stop`` (EngineCore, own thread)."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        description: Registration,
+        is_draining: Callable[[], bool],
+        on_change: Callable[[], None],
+    ) -> None:
+        """``on_change`` is called on this thread after each change of ``state``.
+
+        Raises:
+            ConfigError: a value of ``config`` or ``description`` is not acceptable.
+        """
+        super().__init__(name="pd-registrar", daemon=True)
+        assert config.url is not None
+        description.check()
+        self.state = RegistrarState.NEW
+        self.instance_id = config.instance_id or urlsplit(description.url).netloc.strip("[]")
+        registration.check_instance_id(self.instance_id)
+        self._resource = f"{config.url.rstrip('/')}{registration.PATH}/{self.instance_id}"
+        self._router = config.url
+        self._token = _read_token(config.token_file)
+        self._description = description
+        self._is_draining = is_draining
+        self._on_change = on_change
+        self._stopping = threading.Event()
+        self._serving = False
+        self._detail = ""
+        # Nothing between an engine and its router is looked up in the environment.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def run(self) -> None:
+        beat_s = _RETRY_S
+        while not self._stopping.is_set():
+            draining = self._is_draining()
+            if not self._serving and not draining:
+                self._serving = self._front_end_answers()
+            answer = self._put("draining" if draining else "ready" if self._serving else "starting")
+            if answer is None:
+                beat_s = _RETRY_S
+            else:
+                beat_s = answer.heartbeat_s if self._serving or draining else _START_PROBE_S
+            self._rest(max(beat_s, _TURN_S), draining)
+        if self.state.registered:
+            self._say_goodbye()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Tell the router that this engine ends, and end the thread. Idempotent."""
+        self._stopping.set()
+        if self.is_alive():
+            self.join(timeout)
+
+    def _rest(self, beat_s: float, was_draining: bool) -> None:
+        """Until the next beat, or until there is news for the router."""
+        turns = max(1, round(beat_s / _TURN_S))
+        for _ in range(turns):
+            if self._stopping.wait(_TURN_S) or self._is_draining() != was_draining:
+                return
+
+    def _front_end_answers(self) -> bool:
+        try:
+            with self._opener.open(f"{self._description.url}/health", timeout=_REQUEST_TIMEOUT_S):
+                return True
+        except _UNREACHABLE:
+            return False
+
+    def _put(self, state: registration.State) -> Registered | None:
+        """Register or renew; the router's answer, or ``None`` when it did not accept."""
+        description = msgspec.structs.replace(self._description, state=state)
+        body = msgspec.json.encode(description)
+        try:
+            answer = msgspec.json.decode(self._request("PUT", body), type=Registered)
+        except urllib.error.HTTPError as e:
+            with e:
+                reason = f"{e.code}: {e.read(500).decode(errors='replace')}"
+            self._change(RegistrarState.REFUSED, reason)
+        except msgspec.MsgspecError as e:
+            self._change(RegistrarState.REFUSED, f"it answers, but not as a router does ({e})")
+        except _UNREACHABLE as e:
+            self._change(RegistrarState.LOST, str(getattr(e, "reason", e)))
+        else:
+            self._change(_ANSWERED[state], "")
+            return answer
+        return None
+
+    def _say_goodbye(self) -> None:
+        try:
+            self._request("DELETE", None)
+        except _UNREACHABLE as e:
+            logger.info(
+                "router %s was not told that %s ends: %s", self._router, self.instance_id, e
+            )
+        self._change(RegistrarState.GONE, "")
+
+    def _request(self, method: str, body: bytes | None) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        request = urllib.request.Request(self._resource, body, headers, method=method)
+        with self._opener.open(request, timeout=_REQUEST_TIMEOUT_S) as response:
+            answer: bytes = response.read(registration.MAX_BODY_BYTES)
+        return answer
+
+    def _change(self, state: RegistrarState, detail: str) -> None:
+        if (state, detail) == (self.state, self._detail):
+            return
+        same_state = state is self.state
+        self.state, self._detail = state, detail
+        failed = state in (RegistrarState.LOST, RegistrarState.REFUSED)
+        logger.log(
+            logging.WARNING if failed else logging.INFO,
+            "registration of %s: router %s %s%s",
+            self.instance_id,
+            self._router,
+            state.value,
+            f" ({detail}); trying on" if detail else "",
+        )
+        if not same_state:
+            self._on_change()
+
+
+def _read_token(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = Path(path).read_text().strip()
+    except OSError as e:
+        raise ConfigError(f"router.token_file: {path} cannot be read ({e.strerror})") from e
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"router.token_file: {path} does not hold one line of printable ASCII")
+    return token

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine says of itself to a router."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.config import Role
+from vllm_ascend_pd.engine.registration import find_http_url
+from vllm_ascend_pd.registration import KVEndpoint, KVEvents, Registration
+from vllm_ascend_pd.registration import Role as RouterRole
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_ascend_pd.config import PDConfig
+    from vllm_ascend_pd.types import Endpoint, Epoch
+
+_ROLES: dict[Role, RouterRole] = {
+    Role.PRODUCER: "prefill",
+    Role.CONSUMER: "decode",
+    Role.BOTH: "both",
+}
+
+
+def describe(
+    scheduler: Scheduler,
+    config: PDConfig,
+    epoch: Epoch,
+    fingerprint: str,
+    endpoint: Endpoint | None,
+) -> Registration:
+    """``endpoint`` is where consumers reach this engine; ``None`` when it produces nothing."""
+    names = scheduler.vllm_config.model_config.served_model_name
+    kv = None
+    if endpoint is not None:
+        kv = KVEndpoint(engine_id=config.engine_id, host=endpoint.host, port=endpoint.port)
+    return Registration(
+        url=find_http_url(config.router, config.host),
+        role=_ROLES[config.role],
+        epoch=epoch,
+        models=(names,) if isinstance(names, str) else tuple(names or ()),
+        labels=config.router.labels,
+        fingerprint=fingerprint,
+        kv=kv,
+        kv_events=_kv_events(scheduler.vllm_config, config.host),
+        block_size=scheduler.block_size,
+        num_blocks=scheduler.kv_cache_config.num_blocks,
+    )
+
+
+def _kv_events(vllm_config: VllmConfig, host: str) -> KVEvents | None:
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
+        return None
+    replay = events.replay_endpoint
+
+    def reachable(endpoint: str) -> str:
+        """A publisher that binds to every address is reached at the one of this engine."""
+        address = f"[{host}]" if ":" in host else host
+        return endpoint.replace("tcp://*:", f"tcp://{address}:").replace(
+            "tcp://0.0.0.0:", f"tcp://{address}:"
+        )
+
+    if not endpoint_is_tcp(events.endpoint):
+        return None
+    return KVEvents(
+        endpoint=reachable(events.endpoint),
+        replay_endpoint=reachable(replay) if replay and endpoint_is_tcp(replay) else None,
+        topic=events.topic,
+    )
+
+
+def endpoint_is_tcp(endpoint: str) -> bool:
+    """Only such an endpoint can be reached by a router on another host."""
+    return endpoint.startswith("tcp://")
