@@ -9,6 +9,9 @@ and after it, so the ids along a series say of a file on disk whether it is
     pristine   as released              partial   between two patches of the series
     applied    fully patched            foreign   anything else              missing
 
+A series may require that of another package (vllm-ascend's calls what vLLM's adds): they are
+applied in one call, each at its pinned version, and one is never left patched without the other.
+
 Only a package that is pristine in every touched file is patched; one that is applied in every
 touched file is left alone; anything else is refused, with the files named and nothing touched.
 Results are built in memory, compiled, compared with the expected ids, written beside their
@@ -375,7 +378,8 @@ def select(
     for package, candidates in by_package.items():
         tree = find_tree(package, source_tree)
         if tree is None:
-            print(f"{package}: not found, skipped", file=sys.stderr)
+            if names or not any(series.pin.requires for series in candidates):
+                print(f"{package}: not found, skipped", file=sys.stderr)
             continue
         if tree.version is not None:
             public = tree.version.partition("+")[0]
@@ -400,6 +404,26 @@ def select(
     return chosen
 
 
+def torn_pairs(
+    patches_dir: Path, chosen: list[tuple[Series, Tree]], goal: str, source_tree: Path | None
+) -> list[str]:
+    """What would be patched without the series that it requires, once `goal` is reached."""
+    every = {path.name: load_series(path) for path in series_dirs(patches_dir)}
+    reached = {series.name: goal for series, _ in chosen}
+    for name, series in every.items():
+        tree = None if name in reached else find_tree(series.pin.package, source_tree)
+        if tree is not None:
+            reached[name] = survey(series, tree).verdict
+    return [
+        f"{name} calls what {series.pin.requires} adds, and that would not be applied: install the "
+        "pinned versions of both packages, and name both series or none with --series"
+        for name, series in every.items()
+        if series.pin.requires
+        and reached.get(name) == APPLIED
+        and reached.get(series.pin.requires) != APPLIED
+    ]
+
+
 ADVICE = {
     "interrupted": "an earlier command was interrupted: 'apply' finishes it, 'revert' undoes it",
     "outdated": "patched by another version of this series: 'apply' updates, 'revert' takes it off",
@@ -410,7 +434,9 @@ ADVICE = {
 
 def cmd_status(args: argparse.Namespace) -> int:
     report = []
-    for series, tree in select(args.patches_dir, args.series, args.source_tree):
+    chosen = select(args.patches_dir, args.series, args.source_tree)
+    torn = torn_pairs(args.patches_dir, [], APPLIED, args.source_tree)
+    for series, tree in chosen:
         found = survey(series, tree)
         report.append(
             {
@@ -430,12 +456,18 @@ def cmd_status(args: argparse.Namespace) -> int:
                 print(f"  {ADVICE[found.verdict]}")
     if args.json:
         print(json.dumps(report, indent=2))
-    return REFUSED if any(entry["verdict"] in ADVICE for entry in report) else 0
+    for problem in torn:
+        print(problem, file=sys.stderr)
+    return REFUSED if torn or any(entry["verdict"] in ADVICE for entry in report) else 0
 
 
 def cmd_move(args: argparse.Namespace) -> int:
     goal = APPLIED if args.command == "apply" else PRISTINE
     chosen = select(args.patches_dir, args.series, args.source_tree)
+    if torn := torn_pairs(args.patches_dir, chosen, goal, args.source_tree):
+        raise ToolError("\n".join([*torn, "Nothing was touched."]), REFUSED)
+    # What others call is there before them, and goes after them.
+    chosen.sort(key=lambda pair: bool(pair[0].pin.requires), reverse=goal == PRISTINE)
     with contextlib.ExitStack() as locks:
         for root in sorted({tree.root for _, tree in chosen}):
             locks.enter_context(locked(root))
@@ -457,6 +489,7 @@ def cmd_check(args: argparse.Namespace) -> int:
     problems = check_patches.lint(args.patches_dir, args.root)
     for problem in problems:
         print(problem, file=sys.stderr)
+    checked = set()
     for series, contents, source in _check_sources(args):
         try:
             with tempfile.TemporaryDirectory() as scratch:
@@ -465,6 +498,10 @@ def cmd_check(args: argparse.Namespace) -> int:
         except ToolError as error:
             problems.append(f"{series.name}: {error} (against {source})")
             print(problems[-1], file=sys.stderr)
+        checked.add(series.name)
+    for name in [path.name for path in series_dirs(args.patches_dir) if not args.series]:
+        if name not in checked:
+            print(f"{name}: only its form; for the rest install the package, or give --sdist")
     return BAD_PATCH if problems else 0
 
 

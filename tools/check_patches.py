@@ -71,6 +71,10 @@ def _read_directory(directory: Path, problems: list[str]) -> Iterator[Patch]:
         wanted = f"{pin.package.replace('_', '-')}-{pin.version}"
         if name != wanted:
             problems.append(f"{name}: pin.toml is for {wanted}: rename the directory")
+        if pin.requires and not (directory.parent / pin.requires / "pin.toml").is_file():
+            problems.append(
+                f"{name}/pin.toml: requires {pin.requires}, which is no series: correct it"
+            )
         if not re.fullmatch(r"[0-9a-f]{64}", pin.sdist_sha256):
             problems.append(f"{name}/pin.toml: sdist_sha256 is no sha256: copy it from the index")
     except PatchError as error:

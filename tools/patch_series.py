@@ -69,6 +69,7 @@ class Pin:
     package: str  # import name
     version: str
     sdist_sha256: str
+    requires: str = ""  # the series of another package whose additions this one calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +148,14 @@ def _parse_hunk(name: str, lines: list[bytes], at: int) -> tuple[Hunk, int]:
 
 
 def read_pin(path: Path) -> Pin:
-    """Three `key = "value"` lines; tomllib would need Python 3.11."""
+    """`key = "value"` lines; tomllib would need Python 3.11."""
     text = path.read_text() if path.is_file() else ""
     found = dict(re.findall(r'^(\w+)\s*=\s*"([^"]*)"\s*(?:#.*)?$', text, re.MULTILINE))
-    if found.keys() != {"package", "version", "sdist_sha256"}:
-        raise PatchError(f'{path}: need package, version and sdist_sha256, each as key = "value"')
+    if found.keys() - {"requires"} != {"package", "version", "sdist_sha256"}:
+        raise PatchError(
+            f'{path}: need package, version and sdist_sha256, each as key = "value", and may have'
+            " requires"
+        )
     return Pin(**found)
 
 

@@ -82,13 +82,18 @@ class StepHooks(Protocol):
         """Before a layer's attention: its KV has landed, or its load is marked failed."""
 
     def save_layer(self, layer_name: str) -> None:
-        """After a layer's attention: its new KV is in the cache."""
+        """A layer's new KV is in the cache. The first call for a layer in a forward counts.
+
+        vLLM calls it after the attention; vllm-ascend already once the cache is written, and then
+        again.
+        """
 
 
 class WorkerHooks(Protocol):
     """What the functions below delegate to, once a worker has installed it."""
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None: ...
+    def loads_under_way(self) -> bool: ...
     def take_armed_step(self, wait_all: bool) -> AbstractContextManager[object] | None: ...
     def step_output(self) -> AbstractContextManager[KVConnectorOutput | None]: ...
     def no_forward(self) -> ModelRunnerOutput: ...
@@ -139,6 +144,17 @@ def begin_step(scheduler_output: SchedulerOutput) -> None:
     """Arm the step: parse its metadata and start its loads. Idempotent per scheduler output."""
     if _worker is not None:
         _worker.begin_step(scheduler_output)
+
+
+def overlaps_loads(cudagraph_mode: Any) -> bool:
+    """Whether the coming forward should do without a FULL graph, which runs no layer hook.
+
+    True for a step whose KV is still on its way, if the engine has PIECEWISE graphs to run instead.
+    ``cudagraph_mode`` is that of the engine's configuration.
+    """
+    if _worker is None or not cudagraph_mode.has_piecewise_cudagraphs():
+        return False
+    return _worker.loads_under_way()
 
 
 def armed_step(attn_metadata: object | None, cudagraph_mode: Any) -> AbstractContextManager[object]:

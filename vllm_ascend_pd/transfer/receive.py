@@ -204,6 +204,10 @@ class Loader(Reactor):
             if load.spec.in_step and load.ended is None:
                 self._wait(load, lambda: False)
 
+    def in_step_under_way(self) -> bool:
+        """Whether an in-step load has not ended yet."""
+        return any(load.spec.in_step and load.ended is None for load in self._loads.values())
+
     def take_results(self) -> list[LoadResult]:
         """The loads that ended since the last call."""
         if not self._loads:

@@ -99,6 +99,10 @@ class WorkerSide:
                 self._loader.start_load(load)
             self._armed = any(load.in_step for load in meta.loads)
 
+    def loads_under_way(self) -> bool:
+        """Whether the armed step has KV that has not landed yet."""
+        return self._armed and self._loader is not None and self._loader.in_step_under_way()
+
     def take_armed_step(self, wait_all: bool) -> ArmedStep | None:
         if not self._armed:
             return None

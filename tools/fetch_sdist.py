@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetch the released source of a pinned package, as the pin's sha256 names it.
+
+    python tools/fetch_sdist.py vllm-ascend-0.30.0rc2 [--to .cache/sdists]
+
+Prints the path; a file that is there already is only checked. `pip download` would run the
+package's setup.py, which wants the accelerator's libraries, so pip is asked for the address alone
+and the file is fetched with pip's own settings (index, proxy, certificates).
+"""
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+from patch_series import REFUSED, PatchError, Pin, ToolError, read_pin
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+
+
+def fetch(series: str, to: Path, patches_dir: Path = REPO_ROOT / "patches") -> Path:
+    """The sdist of a series' pin, below `to`; `ToolError` when no index has it."""
+    pin = read_pin(patches_dir / series / "pin.toml")
+    target = to / f"{pin.package}-{pin.version}.tar.gz"
+    if not target.is_file() or _digest(target.read_bytes()) != pin.sdist_sha256:
+        data = _download(pin)
+        if _digest(data) != pin.sdist_sha256:
+            raise PatchError(f"{target.name}: the index has other bytes than the pin's sha256 says")
+        to.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(".partial")
+        partial.write_bytes(data)
+        partial.replace(target)
+    return target
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _download(pin: Pin) -> bytes:
+    from pip._internal.commands import create_command
+
+    command = create_command("download")
+    options, _ = command.parse_args(["--no-deps", "--no-binary", ":all:", pin.package])
+    with command.main_context():
+        session = command.get_default_session(options)  # type: ignore[attr-defined]
+        finder = command._build_package_finder(options, session)  # type: ignore[attr-defined]
+        for candidate in finder.find_all_candidates(pin.package.replace("_", "-")):
+            if str(candidate.version) == pin.version:
+                response = session.get(candidate.link.url_without_fragment)
+                response.raise_for_status()
+                return bytes(response.content)
+    raise ToolError(f"no index of pip's has the source of {pin.package} {pin.version}", REFUSED)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("series", help="a directory below patches/")
+    parser.add_argument("--to", type=Path, default=REPO_ROOT / ".cache" / "sdists")
+    args = parser.parse_args(argv)
+    try:
+        print(fetch(args.series, args.to))
+    except ToolError as error:
+        print(error, file=sys.stderr)
+        return error.code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
