@@ -13,6 +13,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 REQUIRE_NATIVE = os.environ.get("VLLM_ASCEND_PD_REQUIRE_NATIVE") == "1"
@@ -59,8 +60,28 @@ class CMakeBuild(build_ext):
         shutil.copy2(staged / self.get_ext_filename(ext.name.rpartition(".")[2]), target)
 
 
+class PythonBuild(build_py):
+    """Adds the patch series and the tool that applies it, which the doctor runs.
+
+    An editable install finds both in the source tree.
+    """
+
+    TOOLS = ("apply_patches.py", "check_patches.py", "patch_series.py", "scratch_repo.py")
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / "vllm_ascend_pd" / "_patching"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(ROOT / "patches", target / "patches")
+        (target / "tools").mkdir()
+        for name in self.TOOLS:
+            shutil.copy2(ROOT / "tools" / name, target / "tools" / name)
+
+
 # `optional` lets an editable or wheel build go on where the file is missing.
 setup(
     ext_modules=[Extension("vllm_ascend_pd._C", sources=[], optional=not REQUIRE_NATIVE)],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "build_py": PythonBuild},
 )

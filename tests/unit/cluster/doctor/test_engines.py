@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of engines that run, each against engines that are wrong in one thing."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.unit.cluster.doctor.scripted_engine import FINGERPRINT, ScriptedEngine, with_engines
+from vllm_ascend_pd.cluster.doctor import engines, examine
+from vllm_ascend_pd.cluster.doctor.engines import Engine, Web
+from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, fail, ok
+
+MakeCheck = Callable[[Web, list[Engine]], Check]
+
+
+def run(make: MakeCheck, p: ScriptedEngine, d: ScriptedEngine | None = None) -> Sequence[Finding]:
+    async def use(web: Web, known: list[Engine]) -> Sequence[Finding]:
+        return await make(web, known).run()
+
+    consumer = d if d is not None else ScriptedEngine("kv_consumer")
+    return with_engines([("prefill", p), ("decode", consumer)], use)
+
+
+def failed(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict is Verdict.FAIL]
+
+
+def reachable(_: Web, known: list[Engine]) -> Check:
+    return engines.Reachable(known)
+
+
+def in_engine(_: Web, known: list[Engine]) -> Check:
+    return engines.InEngine(known)
+
+
+def fitting(_: Web, known: list[Engine]) -> Check:
+    return engines.Fitting(known)
+
+
+def clock(web: Web, known: list[Engine]) -> Check:
+    return engines.ClockSkew(web, known, num_probes=2)
+
+
+@pytest.mark.parametrize("check", [reachable, in_engine, fitting, clock])
+def test_engines_that_are_well(check: MakeCheck) -> None:
+    findings = run(check, ScriptedEngine())
+    assert findings
+    assert {finding.verdict for finding in findings} == {Verdict.OK}
+
+
+def test_an_engine_that_is_not_healthy() -> None:
+    first, second = failed(run(reachable, ScriptedEngine(healthy=False)))
+    assert first.found.startswith("prefill-0: 503")
+    assert first.fix.startswith("curl -i http://127.0.0.1:")
+    assert second.found == "no prefill engine answers"
+
+
+def test_an_engine_that_is_not_there() -> None:
+    async def use(web: Web, _: list[Engine]) -> list[Engine]:
+        gone = Engine("http://127.0.0.1:1", "decode", "gone")
+        await engines.ask(web, gone)
+        return [gone]
+
+    [gone] = with_engines([], use)
+    assert "127.0.0.1:1" in gone.error
+
+
+def test_different_models() -> None:
+    [finding] = failed(run(reachable, ScriptedEngine(model="large")))
+    assert finding.found == "they serve different models: ['large', 'tiny']"
+    assert "--served-model-name" in finding.fix
+
+
+def test_an_engine_that_is_not_ours() -> None:
+    [finding] = failed(run(in_engine, ScriptedEngine(fingerprint=None)))
+    assert finding.found == "prefill-0 does not report vllm:pd_engine_info"
+    [alone] = run(fitting, ScriptedEngine(fingerprint=None))
+    assert alone.verdict is Verdict.SKIPPED
+
+
+def test_a_wrong_role() -> None:
+    [finding] = failed(run(in_engine, ScriptedEngine("kv_consumer")))
+    assert finding.found == "prefill-0 is used for prefill and its kv_role is kv_consumer"
+    assert not failed(run(in_engine, ScriptedEngine("kv_both")))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "check", "fix"),
+    [
+        ("hash=sha256", "hash=sha256_cbor", "block hashes", "--prefix-caching-hash-algo"),
+        ("seed=default", "seed=1a2b", "block hashes", "PYTHONHASHSEED"),
+        ("dtype=float32", "dtype=bfloat16", "KV layout", "--dtype"),
+        ("kv_dtype=auto", "kv_dtype=fp8", "KV layout", "--kv-cache-dtype"),
+        ("block=128", "block=64", "KV layout", "--block-size"),
+        ("layout=LBHNC", "layout=LBNHC", "KV layout", "VLLM_KV_CACHE_LAYOUT"),
+        ("model=aa", "model=bb", "model", "same model files"),
+        ("vllm=0.30.0", "vllm=0.29.0", "engine versions", "same vLLM"),
+        ("wire=1", "wire=2", "engine versions", "same vllm-ascend-pd"),
+        ("layers=4", "layers=8", "other properties", "same options"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_both_values(
+    old: str, new: str, check: str, fix: str
+) -> None:
+    text = f" {FINGERPRINT}".replace(f" {old}", f" {new}").strip()
+    findings = failed(run(fitting, ScriptedEngine(fingerprint=text)))
+    assert [finding.check for finding in findings] == [check]
+    key, _, value = new.partition("=")
+    assert (
+        f"{key}: prefill-0 has {value}, decode-1 has {old.partition('=')[2]}" in findings[0].found
+    )
+    assert fix in findings[0].fix
+
+
+@pytest.mark.parametrize(("offset", "word"), [(60, "ahead"), (-60, "behind")])
+def test_a_clock_that_is_off(offset: float, word: str) -> None:
+    date = email.utils.formatdate(time.time() + offset, usegmt=True)
+    [finding, _] = run(clock, ScriptedEngine(date=date))
+    assert finding.verdict is Verdict.WARN
+    assert word in finding.found
+    assert 56 < abs(finding.values["skew_s"]) < 63
+    assert "timedatectl" in finding.fix
+
+
+def test_a_router_tells_of_its_engines() -> None:
+    listed: list[dict[str, Any]] = [
+        {
+            "instance_id": "p0",
+            "url": "http://127.0.0.1:1",
+            "role": "prefill",
+            "state": "ready",
+            "healthy": True,
+            "source": "registered",
+            "models": ["m"],
+            "num_active": 0,
+        }
+    ]
+
+    async def use(web: Web, known: list[Engine]) -> list[Engine]:
+        return await engines.discover(web, known[0].url)
+
+    assert with_engines([("both", ScriptedEngine(listed=listed))], use) == [
+        Engine("http://127.0.0.1:1", "prefill", "p0")
+    ]
+
+
+def test_a_router_that_is_not_there_is_a_finding() -> None:
+    told: list[Finding] = []
+    subject = examine.Subject(router="http://127.0.0.1:1", measure=False)
+    findings = asyncio.run(examine.examine(subject, told.append))
+    assert findings == told
+    assert findings[-1].check == "router"
+    assert findings[-1].verdict is Verdict.FAIL
+
+
+def test_a_check_that_breaks_does_not_hide_the_others() -> None:
+    class Broken:
+        name = "broken"
+
+        async def run(self) -> Sequence[Finding]:
+            raise KeyError("oops")
+
+    [finding] = asyncio.run(examine._guarded(Broken()))
+    assert finding.verdict is Verdict.FAIL
+    assert "KeyError" in finding.found
+
+
+def test_findings_as_json() -> None:
+    page = json.loads(examine.to_json([ok("a", "b", n=1), fail("c", "d", "e")]))
+    assert page["ok"] is False
+    assert page["findings"][0] == {
+        "check": "a",
+        "verdict": "ok",
+        "found": "b",
+        "fix": "",
+        "values": {"n": 1},
+    }

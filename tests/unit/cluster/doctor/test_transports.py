@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measuring transports: real ones, one that fails, one that is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_pd.cluster.doctor import transports
+from vllm_ascend_pd.cluster.doctor.findings import Verdict
+from vllm_ascend_pd.cluster.doctor.transports import MEASUREMENTS, Bandwidth
+
+
+def test_every_transport_of_this_host_is_measured(tmp_path: Path) -> None:
+    findings = asyncio.run(Bandwidth(tmp_path).run())
+    measured = [f.values["transport"] for f in findings if f.values]
+    assert measured == list(MEASUREMENTS)
+    assert all(f.values["bytes_per_s"] > 0 for f in findings if f.values)
+    assert findings[-1].verdict is Verdict.SKIPPED
+    assert findings[-1].found == f"RDMA: no device in {tmp_path}"
+
+
+def test_rdma_devices_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "MEASUREMENTS", {})
+    (tmp_path / "mlx5_0").mkdir()
+    [finding] = asyncio.run(Bandwidth(tmp_path).run())
+    assert "mlx5_0" in finding.found
+
+
+def test_a_measurement_that_crashes_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The child process knows no such transport, so it ends with an error.
+    monkeypatch.setattr(transports, "MEASUREMENTS", {"no-such-transport": float})
+    failed, _ = asyncio.run(Bandwidth(tmp_path).run())
+    assert failed.verdict is Verdict.FAIL
+    assert "no-such-transport" in failed.found
+    assert failed.fix.startswith(sys.executable)
+
+
+def test_a_slow_transport_is_warned_of() -> None:
+    assert Bandwidth().judge("tcp", 99e6).verdict is Verdict.WARN
+    assert Bandwidth().judge("tcp", 101e6).verdict is Verdict.OK

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a topology to commands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from itertools import count
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.cluster.machine import Machine
+from vllm_ascend_pd.cluster.plan import Command, Plan, make_plan
+from vllm_ascend_pd.cluster.topology import LOCAL, parse
+from vllm_ascend_pd.errors import ConfigError
+
+GIB = 1 << 30
+CPU = Machine("cpu", (0, 1, 2, 3, 4), (), 16 * GIB)
+GPU = Machine("cuda", (0, 1, 2, 3), (0, 1, 2, 3), 64 * GIB)
+HOSTS = {"a": {"address": "10.0.0.1"}, "b": {"address": "10.0.0.2"}}
+
+
+def plan(machine: Machine = CPU, local: str = LOCAL, **fields: Any) -> Plan:
+    numbers = count(9000)
+    return make_plan(parse({"model": "m", **fields}), machine, local, lambda _: next(numbers))
+
+
+def option(command: Command, name: str) -> str:
+    return command.argv[command.argv.index(name) + 1]
+
+
+def transfer_config(command: Command) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(option(command, "--kv-transfer-config"))
+    return config
+
+
+def test_one_machine() -> None:
+    prefill, decode, router = plan(served_model_name="name").commands
+    assert prefill.argv[:5] == ("taskset", "-c", "0,1", "vllm", "serve")
+    assert decode.argv[:3] == ("taskset", "-c", "2,3")
+    assert (prefill.url, decode.url) == ("http://127.0.0.1:9000", "http://127.0.0.1:9002")
+    assert option(prefill, "--port") == "9000"
+    assert option(prefill, "--served-model-name") == "name"
+    assert option(prefill, "--kv-cache-memory-bytes") == str(4 * GIB)
+    assert transfer_config(prefill) == {
+        "kv_connector": "InEngine",
+        "kv_role": "kv_producer",
+        "engine_id": "prefill-0",
+        "kv_ip": "127.0.0.1",
+        "kv_port": 9001,
+        "kv_connector_extra_config": {
+            "router": {
+                "url": "http://127.0.0.1:8000",
+                "http_url": "http://127.0.0.1:9000",
+                "instance_id": "prefill-0",
+            }
+        },
+    }
+    assert transfer_config(decode)["kv_role"] == "kv_consumer"
+    assert transfer_config(decode)["kv_port"] == 0
+    assert router.argv == ("vllm-pd", "router", "--host", "127.0.0.1", "--port", "8000")
+    assert router.url == "http://127.0.0.1:8000"
+
+
+def test_names_count_across_groups_and_shell_lines_can_be_run() -> None:
+    made = plan(decode=[{"count": 2}, {"args": {"max-num-seqs": 7}, "env": {"A": "b c"}}])
+    assert [c.name for c in made.commands] == [
+        *("prefill-0", "decode-0", "decode-1", "decode-2", "router")
+    ]
+    last = made.commands[3]
+    words = shlex.split(last.shell_line)
+    assert words[:2] == ["VLLM_HOST_IP=127.0.0.1", "A=b c"]
+    assert tuple(words[2:]) == last.argv
+
+
+def test_args_of_a_group_win() -> None:
+    made = plan(
+        args={"max_num_seqs": 1, "dtype": "float32"}, decode=[{"args": {"max-num-seqs": 2}}]
+    )
+    assert option(made.commands[0], "--max-num-seqs") == "1"
+    assert made.commands[1].argv.count("--max-num-seqs") == 1
+    assert option(made.commands[1], "--max-num-seqs") == "2"
+    assert option(made.commands[1], "--dtype") == "float32"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"args": {"kv-cache-memory-bytes": 5}},
+        {"args": {"gpu_memory_utilization": 0.2}},
+        {"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
+        {"more_args": ["--gpu-memory-utilization=0.2"]},
+    ],
+    ids=str,
+)
+def test_memory_that_the_user_chose_stays(chosen: dict[str, Any]) -> None:
+    made = plan(**chosen)
+    assert str(4 * GIB) not in made.commands[0].argv
+
+
+def test_fewer_cores_than_engines_are_shared() -> None:
+    made = plan(Machine("cpu", (0,), (), GIB))
+    assert made.commands[0].argv[0] == "vllm"
+
+
+def test_devices_are_divided_by_parallel_size() -> None:
+    made = plan(GPU, prefill=[{"args": {"tensor-parallel-size": 2}}], decode=[{"count": 2}])
+    visible = [c.env.get("CUDA_VISIBLE_DEVICES") for c in made.commands]
+    assert visible == ["0,1", "2", "3", None]
+    assert "--kv-cache-memory-bytes" not in made.commands[0].argv
+    npu = Machine("npu", (0,), (0, 1), GIB)
+    assert plan(npu).commands[1].env["ASCEND_RT_VISIBLE_DEVICES"] == "1"
+
+
+def test_several_hosts() -> None:
+    fields: dict[str, Any] = {
+        "hosts": HOSTS,
+        "device": "cpu",
+        "prefill": [{"host": "a", "count": 2}],
+        "decode": [{"host": "b"}],
+    }
+    made = plan(local="a", **fields)
+    assert [c.name for c in made.on("a")] == ["prefill-0", "prefill-1", "router"]
+    assert [c.url for c in made.commands] == [
+        *("http://10.0.0.1:8100", "http://10.0.0.1:8101", "http://10.0.0.2:8102"),
+        "http://10.0.0.1:8000",
+    ]
+    config = transfer_config(made.on("b")[0])
+    assert config["kv_ip"] == "10.0.0.2"
+    extra = config["kv_connector_extra_config"]
+    assert extra["security"] == {"allow_non_loopback": True, "allowed_peers": ["10.0.0.1"]}
+    assert extra["router"]["url"] == "http://10.0.0.1:8000"
+    # The other host works out the same ports.
+    assert [c.url for c in plan(local="b", **fields).commands] == [c.url for c in made.commands]
+
+
+def test_extra_config_reaches_every_engine() -> None:
+    made = plan(extra_config={"transfer": {"lease_s": 5}, "router": {"labels": {"model": "x"}}})
+    for command in made.commands[:2]:
+        extra = transfer_config(command)["kv_connector_extra_config"]
+        assert extra["transfer"] == {"lease_s": 5}
+        assert extra["router"]["labels"] == {"model": "x"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields", "message"),
+    [
+        (CPU, {"extra_config": {"transfer": {"lease": 1}}}, "extra_config, as prefill-0 gets it: "),
+        (GPU, {"prefill": [{"count": 4}]}, "hosts.localhost: its 5 engines need 5 devices, and it"),
+        (GPU, {"args": {"tensor-parallel-size": "x"}}, "prefill-0: --tensor-parallel-size must"),
+        (CPU, {"prefill": [{"port": 8000}]}, "port 8000 of host localhost is given both to the r"),
+        (
+            CPU,
+            {"prefill": [{"port": 7000}], "decode": [{"port": 7000}]},
+            "both to prefill-0 and to decode-0",
+        ),
+        (CPU, {"decode": [{"port": 65535, "count": 2}]}, "decode-1: port 65536 is not within"),
+        (CPU, {"args": {"prefix-caching-hash-algo": "xxhash"}}, "env.PYTHONHASHSEED is missing"),
+        (
+            GPU,
+            {"device": "cuda", "hosts": HOSTS, "decode": [{"host": "b", "count": 2}]},
+            "hosts.b.devices is missing: 2 engines share that host",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(machine: Machine, fields: dict[str, Any], message: str) -> None:
+    local = "a" if "hosts" in fields else LOCAL
+    with pytest.raises(ConfigError, match=message):
+        plan(machine, local, **fields)

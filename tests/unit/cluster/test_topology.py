@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a topology file: every error names the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.cluster import topology
+from vllm_ascend_pd.cluster.topology import (
+    LOCAL,
+    EngineGroup,
+    Host,
+    RouterSpec,
+    load,
+    parse,
+    parse_cores,
+    render_args,
+)
+from vllm_ascend_pd.errors import ConfigError
+
+TWO_HOSTS = {"a": {"address": "10.0.0.1"}, "b": {"address": "10.0.0.2"}}
+
+
+def test_a_model_is_enough() -> None:
+    parsed = parse({"model": "m"})
+    assert parsed.hosts == {LOCAL: Host()}
+    assert parsed.prefill == parsed.decode == (EngineGroup(),)
+    assert parsed.router == RouterSpec()
+    assert parsed.name == "m"
+
+
+def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
+    text = (topology.__doc__ or "").split("\n\n", 1)[1]
+    path = tmp_path / "topology.yaml"
+    path.write_text(text)
+    loaded = load(path)
+    assert loaded.hosts["node-b"].address == "10.0.0.2"
+    assert loaded.prefill == (EngineGroup(host="node-a", count=2),)
+    assert loaded.decode[0].args == {"max-num-seqs": 512}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modle": "m"}, r"the topology: unknown keys \['modle'\]; valid: .*'model'"),
+        ({"hosts": {"a": {"ip": "::1"}}}, r"hosts.a: unknown keys \['ip'\]; valid: \['address'"),
+        ({"prefill": [{}, {"n": 1}]}, r"prefill\[1\]: unknown keys \['n'\]; valid: .*'count'"),
+        ({"decode": [{"tp": 1}]}, r"decode\[0\]: unknown keys \['tp'\]"),
+        ({"router": {"prot": 1}}, r"router: unknown keys \['prot'\]; valid: .*'port'"),
+        ({"model": 7}, "model: Expected `str`, got `int`"),
+        ({"prefill": {"count": 1}}, "prefill: Expected `array`, got `object`"),
+        ({"prefill": [{"count": "2"}]}, r"prefill\[0\].count: Expected `int`, got `str`"),
+        (
+            {"prefill": [{"count": -1}, {"count": 2}]},
+            r"prefill\[0\].count must not be negative, not -1",
+        ),
+        ({"prefill": [{"count": 0}]}, "prefill: at least one engine is needed"),
+        ({"decode": []}, "decode: at least one engine is needed"),
+        ({"decode": [{"host": "c"}]}, r"decode\[0\].host: 'c' is not in hosts \['localhost'\]"),
+        ({"router": {"host": "c"}}, r"router.host: 'c' is not in hosts"),
+        ({"router": {"port": 0}}, r"router.port must be within 1..65535, not 0"),
+        ({"prefill": [{"kv_port": 70000}]}, r"prefill\[0\].kv_port must be within 1..65535"),
+        ({"hosts": {"a": {"address": "node-a"}}}, "hosts.a.address must be an IP address"),
+        ({"hosts": {"a": {"cores": "0..3"}}}, "hosts.a.cores: '0..3' is not a list of cores"),
+        ({"hosts": {"a": {}, "b": {}}}, "hosts.a.address 127.0.0.1 is a loopback address"),
+        ({"hosts": []}, "hosts must be a mapping, not list"),
+        ({"device": "tpu"}, r"device: 'tpu' is not one of \['cpu', 'cuda', 'npu'\]"),
+        ({"args": {"port": 1}}, "args.port: set by the topology itself"),
+        ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
+    ],
+)
+def test_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse({"model": "m", **changes})
+
+
+@pytest.mark.parametrize("raw", [None, [], "model", 7])
+def test_not_a_mapping(raw: Any) -> None:
+    with pytest.raises(ConfigError, match="the topology must be a mapping"):
+        parse(raw)
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    with pytest.raises(ConfigError, match=r"t.yaml: cannot be read \(No such file"):
+        load(path)
+    path.write_text("model: [")
+    with pytest.raises(ConfigError, match=r"t.yaml: not YAML"):
+        load(path)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"t.yaml: the topology: .*missing.*`model`"):
+        load(path)
+
+
+def test_cores() -> None:
+    assert parse_cores("x", "0-3,8, 10-11") == (0, 1, 2, 3, 8, 10, 11)
+    assert parse_cores("x", "5,5") == (5,)
+    for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
+        with pytest.raises(ConfigError, match="x: "):
+            parse_cores("x", wrong)
+
+
+def test_args_become_words() -> None:
+    args = {
+        "max_model_len": 4096,
+        "enforce-eager": True,
+        "enable-prefix-caching": False,
+        "compilation-config": {"level": 3},
+        "middleware": ["a", "b"],
+        "dtype": None,
+    }
+    assert render_args(args) == [
+        *("--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--compilation-config", '{"level":3}', "--middleware", "a", "b"),
+    ]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd doctor``: what is wrong with this host, or with engines that run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    help="""Examine this host, and a running deployment, and say what to do about what is wrong.
+
+Without options it looks at this host: patches, versions, libraries, ports, bandwidth. With
+`--router`, or with `--prefill` and `--decode`, also at the engines: whether they fit together, and
+whether a real request moves KV. Exit code 1 when something failed.
+
+    vllm-pd doctor --router http://127.0.0.1:8000"""
+)
+def doctor(
+    router: Annotated[
+        str | None, typer.Option(metavar="URL", help="A router; its engines are examined.")
+    ] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="A prefill engine; repeat for more.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="A decode engine; repeat for more.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the API key of router and engines.", dir_okay=False),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option(help="Measure the bandwidth of this host's transports.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    import asyncio
+    import sys
+
+    from rich.console import Console
+
+    from vllm_ascend_pd.cluster.doctor.examine import Subject, examine, show, to_json
+    from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict, exit_code
+
+    for name, urls in (
+        ("--router", [router] if router else []),
+        ("--prefill", prefill or []),
+        ("--decode", decode or []),
+    ):
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise typer.BadParameter(f"{url!r} is not http://HOST:PORT", param_hint=name)
+    try:
+        key = api_key_file.read_text().strip() if api_key_file else None
+    except OSError as e:
+        raise typer.BadParameter(str(e), param_hint="--api-key-file") from e
+    console = Console()
+
+    def report(finding: Finding) -> None:
+        if not as_json:
+            show(console, finding)
+
+    subject = Subject(
+        router=router.rstrip("/") if router else None,
+        prefill=tuple(prefill or ()),
+        decode=tuple(decode or ()),
+        api_key=key,
+        measure=measure,
+    )
+    findings = asyncio.run(examine(subject, report))
+    if as_json:
+        typer.echo(to_json(findings))
+    else:
+        count = {v: sum(f.verdict is v for f in findings) for v in reversed(Verdict)}
+        console.print(", ".join(f"{number} {v.value}" for v, number in count.items() if number))
+    sys.exit(exit_code(findings))

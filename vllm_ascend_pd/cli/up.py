@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd up``: engines and a router, started and kept up by one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": True},
+    help="""Start P and D engines and a router on this machine, and keep them up until Ctrl-C.
+
+Free ports are found, and cores or accelerators are divided among the engines. What stands after
+`--` goes to every `vllm serve`:
+
+    vllm-pd up Qwen/Qwen3-8B --prefill 1 --decode 1 -- --dtype bfloat16 --max-model-len 32768
+
+For several hosts write a topology file. On each host run `vllm-pd up --config topology.yaml`, or
+run what `--dry-run` prints for it.""",
+)
+def up(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Model name or folder.", show_default=False),
+    ] = None,
+    prefill: Annotated[
+        int, typer.Option("--prefill", "-p", min=1, help="Number of P engines.")
+    ] = 1,
+    decode: Annotated[int, typer.Option("--decode", "-d", min=1, help="Number of D engines.")] = 1,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the router.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that clients send.", show_default="MODEL")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Topology file, instead of MODEL and the options above.", dir_okay=False),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Which host of the topology this is.", show_default="by its address"),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the logs.", show_default="vllm-pd-logs/TIME"),
+    ] = None,
+    startup_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds until a process must be up.")
+    ] = 1800,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands for each host, start nothing.")
+    ] = False,
+) -> None:
+    import asyncio
+    import sys
+    import time
+
+    import msgspec
+    from rich.console import Console
+
+    from vllm_ascend_pd.cluster import launch, topology
+    from vllm_ascend_pd.cluster.machine import Machine, free_port
+    from vllm_ascend_pd.cluster.plan import Programs, make_plan
+    from vllm_ascend_pd.cluster.supervisor import Patience
+    from vllm_ascend_pd.errors import PDError
+
+    more = list(context.args)
+    if config is not None and model is not None and model.startswith("-"):
+        more.insert(0, model)  # the first word after `--`
+        model = None
+    try:
+        if config is not None:
+            if model is not None:
+                raise typer.BadParameter("the topology file names the model", param_hint="MODEL")
+            plan_of = topology.load(config)
+        elif model is not None:
+            plan_of = topology.parse(
+                {
+                    "model": model,
+                    "served_model_name": served_model_name,
+                    "prefill": [{"count": prefill}],
+                    "decode": [{"count": decode}],
+                    "router": {"port": port},
+                }
+            )
+        else:
+            raise typer.BadParameter("give a model, or --config", param_hint="MODEL")
+        plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
+        here = launch.find_local_host(plan_of, host)
+        programs = Programs() if dry_run else launch.find_programs()
+        plan = make_plan(plan_of, Machine.this(), here, free_port, programs)
+        if dry_run:
+            for name, machine in plan_of.hosts.items():
+                typer.echo(f"# host {name} ({machine.address})")
+                for command in plan.on(name):
+                    typer.echo(command.shell_line)
+            return
+        commands = plan.on(here)
+        launch.refuse_busy_ports(commands)
+        logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
+        code = asyncio.run(
+            launch.launch(
+                plan, commands, plan_of.name, logs, Console(), Patience(startup_s=startup_timeout)
+            )
+        )
+    except PDError as e:
+        typer.echo(f"vllm-pd up: {e}", err=True)
+        sys.exit(2)
+    sys.exit(code)

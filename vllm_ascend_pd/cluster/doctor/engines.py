@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of engines that run: are they there, do they fit together, do their clocks agree."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from vllm_ascend_pd.registration import PATH, InstanceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Role = Literal["prefill", "decode", "both"]
+
+ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, ValueError)
+"""What a server that is not there, or not what it should be, causes."""
+
+MAX_CLOCK_SKEW_S = 2.0
+_INFO = "vllm:pd_engine_info"
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+
+_FITTING: dict[str, dict[str, str]] = {
+    "block hashes": {
+        "hash": "give both sides the same --prefix-caching-hash-algo",
+        "seed": "start both sides with the same PYTHONHASHSEED, or with none and sha256",
+    },
+    "model": {"model": "start both sides with the same model files and revision"},
+    "KV layout": {
+        "dtype": "give both sides the same --dtype",
+        "kv_dtype": "give both sides the same --kv-cache-dtype",
+        "block": "give both sides the same --block-size",
+        "layout": "start both sides with the same VLLM_KV_CACHE_LAYOUT",
+        "isa": "run both sides on the same kind of CPU",
+    },
+    "engine versions": {
+        "vllm": "install the same vLLM on both sides",
+        "wire": "install the same vllm-ascend-pd on both sides",
+    },
+}
+"""What both sides must have in common: check, key of the fingerprint, what to do."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """What one engine says of itself; empty where it says nothing."""
+
+    url: str
+    role: Role
+    name: str = ""
+    error: str = ""
+    """Why it cannot be asked."""
+    version: str = ""
+    model: str = ""
+    max_model_len: int = 0
+    info: dict[str, str] = field(default_factory=dict)
+    """Labels of ``vllm:pd_engine_info``."""
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Its parts; empty when the engine does not tell."""
+        words = self.info.get("fingerprint", "").split(" ")
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def __str__(self) -> str:
+        return self.name or f"{self.role} {self.url}"
+
+
+class Web:
+    """HTTP with engines and routers; every request has a deadline."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def text(self, url: str, timeout_s: float = 5) -> str:
+        """The body of a 200; ``ERRORS`` otherwise."""
+        async with self._session.get(url, timeout=aiohttp.ClientTimeout(timeout_s)) as response:
+            response.raise_for_status()
+            return await response.text()
+
+    async def json(self, url: str, timeout_s: float = 5) -> Any:
+        """The body of a 200 as a value."""
+        return msgspec.json.decode(await self.text(url, timeout_s))
+
+    async def post(self, url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+        """The JSON answer; an answer that is no 200 is an ``aiohttp.ClientError`` with its text."""
+        timeout = aiohttp.ClientTimeout(timeout_s)
+        async with self._session.post(url, json=body, timeout=timeout) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise aiohttp.ClientPayloadError(f"{response.status}: {text[:300]}")
+            return msgspec.json.decode(text)
+
+    async def date(self, url: str) -> tuple[float, float, float] | None:
+        """Time before, ``Date`` of the answer (whole seconds), time after."""
+        before = time.time()
+        async with self._session.get(url, timeout=aiohttp.ClientTimeout(5)) as response:
+            after = time.time()
+            if (header := response.headers.get("Date")) is None:
+                return None
+            return before, email.utils.parsedate_to_datetime(header).timestamp(), after
+
+
+async def discover(web: Web, router: str) -> list[Engine]:
+    """The engines that a router knows; ``ERRORS`` when it cannot be asked."""
+    text = await web.text(router.rstrip("/") + PATH)
+    listed = msgspec.json.decode(text, type=list[InstanceStatus])
+    return [Engine(i.url, i.role, i.instance_id) for i in listed]
+
+
+async def ask(web: Web, engine: Engine) -> None:
+    """Fill in what the engine says of itself."""
+    try:
+        await web.text(f"{engine.url}/health")
+        engine.version = str((await web.json(f"{engine.url}/version"))["version"])
+        model = (await web.json(f"{engine.url}/v1/models"))["data"][0]
+        engine.model, engine.max_model_len = str(model["id"]), int(model["max_model_len"])
+        engine.info = find_info(await web.text(f"{engine.url}/metrics"))
+    except (*ERRORS, KeyError, IndexError, TypeError) as e:
+        engine.error = str(e) or type(e).__name__
+
+
+def find_info(page: str) -> dict[str, str]:
+    """Labels of ``vllm:pd_engine_info`` on a page of metrics."""
+    for family in text_string_to_metric_families(page):
+        if family.name == _INFO:
+            for sample in family.samples:
+                return dict(sample.labels)
+    return {}
+
+
+class Reachable:
+    """Whether each engine answers, and there is one of each role."""
+
+    name = "engines"
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+
+    async def run(self) -> Sequence[Finding]:
+        findings = []
+        for engine in self._engines:
+            if engine.error:
+                fix = f"curl -i {engine.url}/health; then see its log"
+                findings.append(fail(self.name, f"{engine}: {engine.error}", fix, url=engine.url))
+            else:
+                found = f"{engine}: vLLM {engine.version} serves {engine.model}"
+                findings.append(ok(self.name, found, url=engine.url, version=engine.version))
+        for role in ("prefill", "decode"):
+            if not any(e.role in (role, "both") and not e.error for e in self._engines):
+                fix = f"start one: vllm-pd up MODEL --{role} 1, or vllm serve with that kv_role"
+                findings.append(fail(self.name, f"no {role} engine answers", fix))
+        models = sorted({engine.model for engine in self._engines if not engine.error})
+        if len(models) > 1:
+            fix = "give all of them the same --served-model-name"
+            findings.append(fail(self.name, f"they serve different models: {models}", fix))
+        return findings
+
+
+class InEngine:
+    """Whether each engine runs our code, in the role that it is used for."""
+
+    name = "in-engine transfers"
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = [engine for engine in engines if not engine.error]
+
+    async def run(self) -> Sequence[Finding]:
+        return [self._judge(engine) for engine in self._engines]
+
+    def _judge(self, engine: Engine) -> Finding:
+        if not engine.info:
+            return fail(
+                self.name,
+                f"{engine} does not report {_INFO}",
+                'start it with --kv-transfer-config \'{"kv_connector": "InEngine", …}\' on a'
+                " patched vLLM, without --disable-log-stats; on its host: vllm-pd doctor",
+            )
+        role = _ROLES.get(engine.info["role"], engine.info["role"])
+        if role not in (engine.role, "both"):
+            return fail(
+                self.name,
+                f"{engine} is used for {engine.role} and its kv_role is {engine.info['role']}",
+                "change its kv_role, or how the router uses it",
+            )
+        registered = engine.info["kv_endpoint"]
+        at = f", consumers reach it at {registered}" if registered else ""
+        return ok(self.name, f"{engine}: {engine.info['role']}{at}", **engine.info)
+
+
+class Fitting:
+    """Whether producers and consumers agree on everything that KV depends on."""
+
+    name = "compatibility"
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._known = [e for e in engines if e.fingerprint and not e.error]
+
+    async def run(self) -> Sequence[Finding]:
+        if len(self._known) < 2:
+            return [skipped(self.name, "fewer than two engines say what they are")]
+        findings = []
+        rest = set[str]().union(*(engine.fingerprint for engine in self._known))
+        for check, fixes in _FITTING.items():
+            findings.append(self._judge(check, fixes))
+            rest -= fixes.keys()
+        others = dict.fromkeys(sorted(rest), "start both sides with the same options")
+        findings.append(self._judge("other properties", others))
+        return findings
+
+    def _judge(self, check: str, fixes: Mapping[str, str]) -> Finding:
+        same: dict[str, str] = {}
+        wrong: list[str] = []
+        todo: list[str] = []
+        for key, fix in fixes.items():
+            values = {str(engine): engine.fingerprint.get(key, "?") for engine in self._known}
+            if len(set(values.values())) == 1:
+                same[key] = next(iter(values.values()))
+                continue
+            wrong.append(f"{key}: " + ", ".join(f"{e} has {value}" for e, value in values.items()))
+            todo.append(fix)
+        if wrong:
+            return fail(check, "; ".join(wrong), "; ".join(todo))
+        return ok(check, ", ".join(f"{key} {value}" for key, value in same.items()), **same)
+
+
+class ClockSkew:
+    """How far the clocks of the engines' hosts are off this one's, by their ``Date`` headers."""
+
+    name = "clock"
+
+    def __init__(self, web: Web, engines: Sequence[Engine], num_probes: int = 6) -> None:
+        self._web = web
+        self._engines = [engine for engine in engines if not engine.error]
+        self._num_probes = num_probes
+
+    async def run(self) -> Sequence[Finding]:
+        return [finding for e in self._engines if (finding := await self._judge(e)) is not None]
+
+    async def _judge(self, engine: Engine) -> Finding | None:
+        low, high = float("-inf"), float("inf")
+        for _ in range(self._num_probes):
+            try:
+                seen = await self._web.date(f"{engine.url}/health")
+            except ERRORS as e:
+                return skipped(self.name, f"{engine}: {e}")
+            if seen is None:
+                return skipped(self.name, f"{engine} sends no Date")
+            before, date, after = seen
+            # The header is the time there, cut to seconds (and some servers keep it for one more).
+            low, high = max(low, date - after), min(high, date + 2 - before)
+            await asyncio.sleep(0.15)
+        return self.judge(str(engine), low, high)
+
+    def judge(self, engine: str, low: float, high: float) -> Finding:
+        """``low`` to ``high``: seconds that the clock there is ahead, at least and at most."""
+        surely = max(low, -high, 0.0)
+        if surely > MAX_CLOCK_SKEW_S:
+            found = f"{engine}: {surely:.1f} s {'ahead' if low > 0 else 'behind'}"
+            fix = "timedatectl set-ntp true, or chronyc makestep, on both hosts"
+            return warn(self.name, found, fix, skew_s=surely if low > 0 else -surely)
+        return ok(self.name, f"{engine}: within {max(-low, high, 0):.1f} s", skew_s=surely)

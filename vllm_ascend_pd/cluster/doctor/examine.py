@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checks are made, in which order, and how their findings are shown."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ascend_pd.cluster.doctor import engines, host, requests
+from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code, fail, ok
+from vllm_ascend_pd.cluster.doctor.transports import Bandwidth
+from vllm_ascend_pd.config import DEFAULT_KV_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from rich.console import Console
+
+_STYLES = {
+    Verdict.OK: "green",
+    Verdict.SKIPPED: "dim",
+    Verdict.WARN: "yellow",
+    Verdict.FAIL: "bold red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What to examine. With neither a router nor engines, this host alone."""
+
+    router: str | None = None
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    api_key: str | None = None
+    measure: bool = True
+    """Whether the transports of this host are measured, which takes some seconds of a core."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is anything but this host."""
+        return bool(self.router or self.prefill or self.decode)
+
+
+async def examine(subject: Subject, report: Callable[[Finding], None]) -> list[Finding]:
+    """Make every check that fits, telling of each finding as it comes."""
+    findings: list[Finding] = []
+    async for finding in _findings(subject):
+        findings.append(finding)
+        report(finding)
+    return findings
+
+
+async def _findings(subject: Subject) -> AsyncIterator[Finding]:
+    checks: list[Check] = [
+        host.Versions(),
+        host.Patches(),
+        host.NativeExtension(),
+        host.MooncakeLibraries(),
+    ]
+    if not subject.runs:
+        wanted = {
+            "the router": ("127.0.0.1", 8000),
+            "the first producer": ("127.0.0.1", DEFAULT_KV_PORT),
+        }
+        checks.append(host.Ports(wanted))
+    if subject.measure:
+        checks.append(Bandwidth())
+    for check in checks:
+        for finding in await _guarded(check):
+            yield finding
+    if not subject.runs:
+        return
+    headers = {"Authorization": f"Bearer {subject.api_key}"} if subject.api_key else {}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async for finding in _running(subject, engines.Web(session)):
+            yield finding
+
+
+async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]:
+    known = [engines.Engine(url.rstrip("/"), "prefill") for url in subject.prefill]
+    known += [engines.Engine(url.rstrip("/"), "decode") for url in subject.decode]
+    if subject.router:
+        try:
+            listed = await engines.discover(web, subject.router)
+        except engines.ERRORS as e:
+            fix = f"curl -i {subject.router}/health; then see its log"
+            yield fail("router", f"{subject.router}: {str(e) or type(e).__name__}", fix)
+            if not known:
+                return
+        else:
+            yield ok("router", f"{subject.router} knows {len(listed)} engines")
+            known += [engine for engine in listed if engine.url not in {e.url for e in known}]
+    for engine in known:
+        await engines.ask(web, engine)
+    checks: list[Check] = [
+        engines.Reachable(known),
+        engines.InEngine(known),
+        engines.Fitting(known),
+        engines.ClockSkew(web, known),
+        requests.Transfer(web, known),
+    ]
+    if subject.router:
+        checks.append(requests.ThroughRouter(web, subject.router, known))
+    for check in checks:
+        for finding in await _guarded(check):
+            yield finding
+
+
+async def _guarded(check: Check) -> Sequence[Finding]:
+    try:
+        return await check.run()
+    except Exception as e:  # noqa: BLE001 - one check that breaks must not hide what the others find
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        found = (
+            f"the check itself failed: {type(e).__name__}: {e} ({where.filename}:{where.lineno})"
+        )
+        return [fail(check.name, found, "report this")]
+
+
+def to_json(findings: Sequence[Finding]) -> str:
+    """``{"ok": false, "findings": [{"check", "verdict", "found", "fix", "values"}]}``."""
+    body = {"ok": exit_code(findings) == 0, "findings": findings}
+    return msgspec.json.format(msgspec.json.encode(body), indent=2).decode()
+
+
+def show(console: Console, finding: Finding) -> None:
+    """One finding for a person."""
+    line = Table.grid(padding=(0, 2))
+    for width in (7, 19):
+        line.add_column(width=width, no_wrap=True)
+    line.add_column(overflow="fold")
+    verdict = Text(finding.verdict.value, _STYLES[finding.verdict])
+    line.add_row(verdict, finding.check, Text(finding.found))
+    if finding.fix:
+        line.add_row("", "", Text(f"fix: {finding.fix}", "cyan"))
+    console.print(line)

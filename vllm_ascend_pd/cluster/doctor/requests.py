@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real requests: does KV move from P to D, and does the router make it move."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NUM_PROMPT_TOKENS = 700
+NUM_ANSWER_TOKENS = 4
+_TIMEOUT_S = 120.0
+_COUNTED = "vllm:pd_requests"
+_LOADED = ("loaded", "local")
+
+_FIXES = {
+    "bad_params": "on P, put D's address into security.allowed_peers",
+    "wrong_role": "give P kv_role kv_producer and D kv_consumer, or both kv_both",
+    "peer_not_allowed": "on D, put P's address into security.allowed_peers",
+    "peer_unreachable": "see that P runs, its kv_ip, its kv_port and the firewall",
+    "unauthenticated": "give P and D the same security.secret_file",
+    "incompatible": "see the check that failed above, or the warning in D's log",
+    "wrong_epoch": "P was restarted meanwhile; run the doctor again",
+    "lease_expired": "raise transfer.lease_s on P, or see what holds D up",
+    "hash_mismatch": "start both sides with the same hash algorithm and PYTHONHASHSEED",
+    "checksum": "look at the network and the memory of both hosts",
+    "transfer_failed": "open Mooncake's ports (15000-17000) between the hosts",
+    "deadline": "look at the load of P and the network",
+}
+"""What to do about each outcome of a request that should have been loaded."""
+
+
+def make_prompt(engine: Engine, num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
+    """Token ids that no prefix cache holds, and that every vocabulary has."""
+    room = max(2, engine.max_model_len - NUM_ANSWER_TOKENS - 1)
+    return [random.randrange(10, 250) for _ in range(min(num_tokens, room))]
+
+
+def make_body(model: str, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """A completion without chance in it."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **more,
+    }
+
+
+class Transfer:
+    """Sends a prompt to P, then to D, and reads in D's answer where its KV came from."""
+
+    name = "P/D request"
+
+    def __init__(self, web: Web, engines: Sequence[Engine]) -> None:
+        self._web = web
+        alive = [engine for engine in engines if not engine.error]
+        producers = [engine for engine in alive if engine.role in ("prefill", "both")]
+        consumers = [engine for engine in alive if engine.role in ("decode", "both")]
+        # Every engine once, with a partner from the other side.
+        self._pairs = [
+            (producers[i % len(producers)], consumers[i % len(consumers)])
+            for i in range(max(len(producers), len(consumers)) if producers and consumers else 0)
+        ]
+
+    async def run(self) -> Sequence[Finding]:
+        if not self._pairs:
+            return [skipped(self.name, "there is no pair of engines that answers")]
+        return [await self._try(p, d) for p, d in self._pairs]
+
+    async def _try(self, p: Engine, d: Engine) -> Finding:
+        pair = f"{p} to {d}"
+        prompt = make_prompt(p)
+        try:
+            sent = time.perf_counter()
+            params, _ = await self._complete(p, prompt, 1, {"do_remote_decode": True})
+            if not params or not params.get("do_remote_prefill"):
+                fix = "see that P is patched and its kv_role is kv_producer or kv_both"
+                return fail(self.name, f"{pair}: P returned no kv_transfer_params", fix)
+            params["return_provenance"] = True
+            answer, text = await self._complete(d, prompt, NUM_ANSWER_TOKENS, params)
+            elapsed_s = time.perf_counter() - sent
+            _, alone = await self._complete(p, prompt, NUM_ANSWER_TOKENS, None)
+        except (*ERRORS, KeyError, IndexError, TypeError) as e:
+            reason = str(e) or type(e).__name__
+            return fail(self.name, f"{pair}: {reason}", f"see the logs of {p} and {d}")
+        return self.judge(pair, (answer or {}).get("provenance"), elapsed_s, text == alone)
+
+    async def _complete(
+        self, engine: Engine, prompt: list[int], max_tokens: int, params: dict[str, Any] | None
+    ) -> tuple[dict[str, Any] | None, str]:
+        body = make_body(engine.model, prompt, max_tokens)
+        if params is not None:
+            body["kv_transfer_params"] = params
+        answer = await self._web.post(f"{engine.url}/v1/completions", body, _TIMEOUT_S)
+        return answer.get("kv_transfer_params"), answer["choices"][0]["text"]
+
+    def judge(
+        self, pair: str, provenance: dict[str, Any] | None, elapsed_s: float, equal: bool
+    ) -> Finding:
+        """By what D says of the prompt, and whether its answer is P's own."""
+        if provenance is None:
+            fix = "see that D is patched and its kv_role is kv_consumer or kv_both"
+            return fail(self.name, f"{pair}: D does not say where its KV came from", fix)
+        values = {**provenance, "elapsed_s": elapsed_s}
+        outcome = provenance["outcome"]
+        if outcome != "loaded" or not provenance["num_peer_tokens"]:
+            fix = _FIXES.get(outcome, "see the warning in D's log")
+            return fail(self.name, f"{pair}: no transfer, {outcome}", fix, **values)
+        num_bytes, ms = provenance["num_peer_bytes"], provenance["transfer_ms"]
+        found = (
+            f"{pair}: {provenance['num_peer_tokens']} of {provenance['num_prompt_tokens']} tokens,"
+            f" {num_bytes / 1e6:.1f} MB in {ms:.0f} ms ({num_bytes / max(ms, 1e-3) / 1e6:.2f} GB/s)"
+        )
+        if not equal:
+            fix = "in float32 the answers must be equal: report it with both logs"
+            return warn(
+                self.name, f"{found}; D's answer is not the one that P gives", fix, **values
+            )
+        return ok(self.name, found, **values)
+
+
+class ThroughRouter:
+    """Sends a prompt to the router, and looks whether an engine counts a transfer."""
+
+    name = "router request"
+
+    def __init__(self, web: Web, router: str, engines: Sequence[Engine]) -> None:
+        self._web = web
+        self._router = router.rstrip("/")
+        self._engines = [engine for engine in engines if not engine.error]
+
+    async def run(self) -> Sequence[Finding]:
+        consumers = [engine for engine in self._engines if engine.role != "prefill"]
+        if not consumers:
+            return [skipped(self.name, "the router has no decode engine that answers")]
+        d = consumers[0]
+        # Long, since a router may let D compute a short one.
+        prompt = make_prompt(d, 2 * NUM_PROMPT_TOKENS)
+        try:
+            before = await self._count(consumers)
+            body = make_body(d.model, prompt, NUM_ANSWER_TOKENS)
+            sent = time.perf_counter()
+            answer = await self._web.post(f"{self._router}/v1/completions", body, _TIMEOUT_S)
+            elapsed_s = time.perf_counter() - sent
+            answer["choices"][0]["text"]
+            after = await self._settled(consumers, before)
+        except (*ERRORS, KeyError, IndexError, TypeError) as e:
+            reason = str(e) or type(e).__name__
+            fix = f"curl -i {self._router}/health; then see the router's log"
+            return [fail(self.name, reason, fix)]
+        return [self.judge(before, after, elapsed_s)]
+
+    async def _settled(
+        self, consumers: Sequence[Engine], before: dict[str, float]
+    ) -> dict[str, float]:
+        """The counters once they have changed; engines hand them out a step later."""
+        after = before
+        for _ in range(20):
+            after = await self._count(consumers)
+            if after != before:
+                break
+            await asyncio.sleep(0.1)
+        return after
+
+    async def _count(self, engines: Sequence[Engine]) -> dict[str, float]:
+        """Requests that asked for a peer's KV, by outcome, added up over the engines."""
+        counts: dict[str, float] = {}
+        for engine in engines:
+            page = await self._web.text(f"{engine.url}/metrics")
+            for family in text_string_to_metric_families(page):
+                for sample in family.samples if family.name == _COUNTED else ():
+                    if sample.name == f"{_COUNTED}_total":
+                        outcome = sample.labels["outcome"]
+                        counts[outcome] = counts.get(outcome, 0) + sample.value
+        return counts
+
+    def judge(self, before: dict[str, float], after: dict[str, float], elapsed_s: float) -> Finding:
+        """By what the decode engines counted meanwhile. Other clients' requests count too."""
+        new = {k: v - before.get(k, 0) for k, v in after.items() if v > before.get(k, 0)}
+        if any(outcome in _LOADED for outcome in new):
+            return ok(self.name, f"answered in {elapsed_s:.2f} s, KV was transferred", **new)
+        if not new:
+            return warn(
+                self.name,
+                "answered, but no decode engine was asked to take KV from a prefill engine",
+                "see whether the router skips prefill for such prompts (--skip-prefill), or does"
+                " not pass kv_transfer_params on",
+            )
+        outcome = next(iter(new))
+        fix = _FIXES.get(outcome, "see the warnings in the decode engines' logs")
+        return fail(self.name, f"answered, but KV was not transferred: {outcome}", fix, **new)

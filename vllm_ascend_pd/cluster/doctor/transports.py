@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what each way of moving bytes gives on this host.
+
+The measurement runs in a child process (``python -m vllm_ascend_pd.cluster.doctor.transports``):
+a library that crashes there, or prints, is a finding and not the end of the doctor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferStatus
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from vllm_ascend_pd.cluster.doctor.host import run_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+NUM_BYTES = 32 << 20
+ROUNDS = 5
+PIECE_BYTES = 8 << 20
+_WRITE_TIMEOUT_S = 20.0
+_SLOW_BYTES_PER_S = 100e6
+"""Below this, computing a prompt is often faster than fetching it."""
+
+
+class Bandwidth:
+    """Bytes per second of each transport between two memories of this host."""
+
+    name = "bandwidth"
+
+    def __init__(self, infiniband: Path = Path("/sys/class/infiniband")) -> None:
+        self._infiniband = infiniband
+
+    async def run(self) -> Sequence[Finding]:
+        findings = []
+        for transport in MEASUREMENTS:
+            code, out, err = await run_command(sys.executable, "-m", __name__, transport)
+            try:
+                values: dict[str, Any] = json.loads(out.splitlines()[-1]) if code == 0 else {}
+            except (ValueError, IndexError):
+                values = {}
+            if "bytes_per_s" not in values:
+                reason = (err.strip().splitlines() or [f"exit code {code}"])[-1]
+                findings.append(
+                    fail(
+                        self.name,
+                        f"{transport}: {reason}",
+                        f"{sys.executable} -m {__name__} {transport}",
+                    )
+                )
+                continue
+            findings.append(self.judge(transport, values["bytes_per_s"]))
+        devices = sorted(p.name for p in self._infiniband.glob("*"))
+        if devices:
+            reason = f"RDMA: {', '.join(devices)} found; it is measured between two hosts only"
+        else:
+            reason = f"RDMA: no device in {self._infiniband}"
+        return [*findings, skipped(self.name, reason)]
+
+    def judge(self, transport: str, bytes_per_s: float) -> Finding:
+        """Of one transport."""
+        found = f"{transport}: {bytes_per_s / 1e9:.2f} GB/s"
+        if bytes_per_s >= _SLOW_BYTES_PER_S:
+            return ok(self.name, found, transport=transport, bytes_per_s=bytes_per_s)
+        return warn(
+            self.name,
+            found,
+            "see what else the cores do (top), and that no tool shapes loopback (tc qdisc show)",
+            transport=transport,
+            bytes_per_s=bytes_per_s,
+        )
+
+
+def measure_memory() -> float:
+    """A copy within this process, as the upper bound."""
+    source, target = bytearray(NUM_BYTES), bytearray(NUM_BYTES)
+    return _best(lambda: target.__setitem__(slice(None), source))
+
+
+def measure_tcp() -> float:
+    """A plain socket on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    data, target = bytes(NUM_BYTES), memoryview(bytearray(NUM_BYTES))
+
+    def move() -> None:
+        thread = threading.Thread(target=sender.sendall, args=(data,))
+        thread.start()
+        got = 0
+        while got < NUM_BYTES:
+            got += receiver.recv_into(target[got:])
+        thread.join()
+
+    with sender, receiver:
+        return _best(move)
+
+
+def measure_mooncake() -> float:
+    """Mooncake over TCP on loopback, in pieces as engines write them; what arrives is compared."""
+    from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+
+    source, target = mmap.mmap(-1, NUM_BYTES), mmap.mmap(-1, NUM_BYTES)
+    pattern = bytes(range(251)) * (NUM_BYTES // 251 + 1)
+    source[:] = pattern[:NUM_BYTES]
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in (source, target)]
+    with (
+        contextlib.closing(MooncakeTransferEngine("127.0.0.1")) as writer,
+        contextlib.closing(MooncakeTransferEngine("127.0.0.1")) as reader,
+    ):
+        writer.register(addresses[0], NUM_BYTES)
+        reader.register(addresses[1], NUM_BYTES)
+        result = _best(lambda: _write(writer, reader.session, *addresses))
+    if target[:] != source[:]:
+        raise RuntimeError("what arrived is not what was sent")
+    return result
+
+
+def _write(engine: TransferEngine, session: str, source: int, target: int) -> None:
+    handles = [
+        engine.submit_write(session, source + offset, target + offset, PIECE_BYTES)
+        for offset in range(0, NUM_BYTES, PIECE_BYTES)
+    ]
+    end = time.monotonic() + _WRITE_TIMEOUT_S
+    for handle in handles:
+        while (status := engine.poll(handle)) is TransferStatus.RUNNING:
+            if time.monotonic() > end:
+                raise TimeoutError(f"a write did not end within {_WRITE_TIMEOUT_S:g} s")
+            time.sleep(0.0002)
+        if status is TransferStatus.FAILED:
+            raise RuntimeError("a write failed")
+
+
+def _best(move: Callable[[], None]) -> float:
+    """Bytes per second of the fastest of some rounds; the first ones open connections."""
+    times = []
+    for _ in range(ROUNDS + 2):
+        started = time.perf_counter()
+        move()
+        times.append(time.perf_counter() - started)
+    return NUM_BYTES / min(times[2:])
+
+
+MEASUREMENTS: dict[str, Callable[[], float]] = {
+    "memory": measure_memory,
+    "tcp": measure_tcp,
+    "mooncake": measure_mooncake,
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"bytes_per_s": MEASUREMENTS[sys.argv[1]]()}))

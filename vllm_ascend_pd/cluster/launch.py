@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the part of a plan that belongs to this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+import psutil
+from rich.text import Text
+
+from vllm_ascend_pd.cluster.display import Display
+from vllm_ascend_pd.cluster.machine import can_listen, port_owner
+from vllm_ascend_pd.cluster.plan import Plan, Programs
+from vllm_ascend_pd.cluster.supervisor import ChildSpec, Patience, StartError, Supervisor
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import PATH, InstanceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from vllm_ascend_pd.cluster.plan import Command
+    from vllm_ascend_pd.cluster.topology import Topology
+
+_REGISTRATION_PATIENCE_S = 60.0
+
+
+def find_programs() -> Programs:
+    """``vllm`` and ``vllm-pd`` of this Python; ``ConfigError`` when vLLM is not installed here."""
+    folder = Path(sys.executable).parent
+    found: dict[str, str] = {}
+    for name in ("vllm", "vllm-pd"):
+        beside = folder / name
+        path = str(beside) if beside.is_file() else shutil.which(name)
+        if path is None:
+            raise ConfigError(
+                f"there is no program {name} beside {sys.executable} or on PATH; install the engine"
+                " in the environment that vllm-pd is started from"
+            )
+        found[name] = path
+    return Programs(vllm=found["vllm"], vllm_pd=found["vllm-pd"])
+
+
+def find_local_host(topology: Topology, name: str | None) -> str:
+    """Which of the topology's hosts this machine is; ``ConfigError`` when that is not clear."""
+    if name is not None:
+        if name not in topology.hosts:
+            raise ConfigError(f"--host: {name!r} is not in hosts {sorted(topology.hosts)}")
+        return name
+    if len(topology.hosts) == 1:
+        return next(iter(topology.hosts))
+    mine = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
+    here = [name for name, host in topology.hosts.items() if host.address in mine]
+    if len(here) != 1:
+        raise ConfigError(
+            f"this machine's addresses do not say which of {sorted(topology.hosts)} it is; say so"
+            " with --host"
+        )
+    return here[0]
+
+
+def refuse_busy_ports(commands: Sequence[Command]) -> None:
+    """``ConfigError`` that says who has a port that a command needs."""
+    for command in commands:
+        address, _, port = command.url.removeprefix("http://").rpartition(":")
+        if not can_listen(address.strip("[]"), int(port)):
+            owner = port_owner(int(port))
+            field = "--port" if command.role == "router" else "its port in the topology"
+            raise ConfigError(
+                f"port {port} of {address}, for {command.name}, is used by"
+                f" {owner or 'another process'}; choose another one with {field}"
+            )
+
+
+async def launch(
+    plan: Plan,
+    commands: Sequence[Command],
+    model: str,
+    log_dir: Path,
+    console: Console,
+    patience: Patience,
+) -> int:
+    """Start ``commands`` and keep them up; the exit code of ``vllm-pd up``."""
+    specs = [
+        ChildSpec(command.name, command.argv, command.env, f"{command.url}/health")
+        for command in commands
+    ]
+    started = time.monotonic()
+    urls = {command.name: command.url for command in commands}
+    all_up = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    with Display(console, urls) as display:
+        supervisor = Supervisor(specs, log_dir, display.changed, all_up.set, patience)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, supervisor.stop)
+
+        async def announce() -> None:
+            await all_up.wait()
+            if any(command.role == "router" for command in commands):
+                await _report_registration(plan, display)
+            seconds = time.monotonic() - started
+            display.say(_banner(plan, commands, model, log_dir, seconds))
+
+        async def redraw() -> None:
+            while True:
+                await asyncio.sleep(0.25)
+                display.refresh()
+
+        beside = [asyncio.create_task(announce()), asyncio.create_task(redraw())]
+        try:
+            await supervisor.run()
+        except StartError as e:
+            lines = "\n".join(f"  {line}" for line in e.child.last_lines(20))
+            display.say(f"the end of {e.child.log}:\n{lines}")
+            display.say(Text(str(e), "red"))
+            return 1
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+    return 0
+
+
+async def _report_registration(plan: Plan, display: Display) -> None:
+    """Wait until the router lists every engine as ready; say which ones it does not."""
+    wanted = {command.name for command in plan.commands if command.role != "router"}
+    missing = wanted
+    end = time.monotonic() + _REGISTRATION_PATIENCE_S
+    timeout = aiohttp.ClientTimeout(total=3)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while missing and time.monotonic() < end:
+            with contextlib.suppress(
+                aiohttp.ClientError, asyncio.TimeoutError, msgspec.MsgspecError
+            ):
+                async with session.get(plan.router_url + PATH) as response:
+                    listed = msgspec.json.decode(await response.read(), type=list[InstanceStatus])
+                ready = {i.instance_id for i in listed if i.state == "ready" and i.healthy}
+                missing = wanted - ready
+            if missing:
+                await asyncio.sleep(0.5)
+    if missing:
+        names = ", ".join(sorted(missing))
+        display.say(
+            Text(
+                f"the router does not send requests to {names} yet; see their logs, and"
+                f" {plan.router_url}{PATH}",
+                "red",
+            )
+        )
+
+
+def _banner(
+    plan: Plan, commands: Sequence[Command], model: str, log_dir: Path, seconds: float
+) -> Text:
+    body = json.dumps({"model": model, "prompt": "Hello, my name is", "max_tokens": 16})
+    text = Text(f"\nup after {seconds:.0f} s: {len(commands)} processes, logs in {log_dir}\n")
+    text.append(f"  {plan.router_url}/v1", "bold green")
+    text.append(f" serves {model}\n\n")
+    text.append(
+        f"  curl {plan.router_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  vllm-pd doctor --router {plan.router_url}\n"
+    )
+    return text

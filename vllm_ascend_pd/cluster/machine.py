@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has: cores, accelerators, memory, ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The part of a machine that engines share."""
+
+    device: str
+    """``cpu``, ``cuda`` or ``npu``."""
+    cores: tuple[int, ...]
+    devices: tuple[int, ...]
+    free_memory_bytes: int
+
+    @classmethod
+    def this(cls) -> Machine:
+        """This one, as far as this process may use it."""
+        npus, gpus = _device_ids("davinci"), _device_ids("nvidia")
+        return cls(
+            device="npu" if npus else "cuda" if gpus else "cpu",
+            cores=tuple(sorted(os.sched_getaffinity(0))),
+            devices=npus or gpus,
+            free_memory_bytes=int(psutil.virtual_memory().available),
+        )
+
+
+def _device_ids(name: str, folder: Path = Path("/dev")) -> tuple[int, ...]:
+    found = (re.fullmatch(rf"{name}(\d+)", path.name) for path in folder.glob(f"{name}*"))
+    return tuple(sorted(int(match[1]) for match in found if match))
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody listens on; the system does not give it out again at once."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def can_listen(address: str, port: int) -> bool:
+    """Whether a server could be started on this port now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+        return True
+
+
+def port_owner(port: int) -> str:
+    """Who listens on ``port``, e.g. ``python (pid 12)``; empty when it cannot be told."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return ""
+    for connection in connections:
+        listens = connection.status == psutil.CONN_LISTEN
+        if listens and connection.laddr and connection.laddr.port == port and connection.pid:
+            try:
+                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+            except psutil.NoSuchProcess:
+                return f"pid {connection.pid}"
+    return ""

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts child processes, waits until they are up, starts them again when they crash, stops all.
+
+Each child leads a process group of its own. It is sent SIGTERM when the supervisor dies, however
+that dies; when it has ended itself, what is left of its group is killed before anything else
+happens, so that no engine core keeps a port or memory of an API server that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from vllm_ascend_pd.errors import PDError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class State(str, Enum):
+    """Of one child."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    BACKOFF = "backoff"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.STARTING, State.STOPPED}),
+    State.STARTING: frozenset({State.READY, State.BACKOFF, State.STOPPING}),
+    State.READY: frozenset({State.BACKOFF, State.STOPPING}),
+    State.BACKOFF: frozenset({State.STARTING, State.STOPPED}),
+    State.STOPPING: frozenset({State.STOPPED}),
+    State.STOPPED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run, and the URL that answers 200 once it is up."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    health_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the supervisor waits for what. Seconds."""
+
+    startup_s: float = 1800.0
+    """For one child to be up; then it counts as crashed."""
+    stop_s: float = 20.0
+    """From SIGTERM to SIGKILL."""
+    first_backoff_s: float = 1.0
+    max_backoff_s: float = 30.0
+    stable_s: float = 60.0
+    """A child that was up for so long starts again with the first backoff."""
+    probe_s: float = 0.5
+
+
+@dataclass(slots=True)
+class Child:
+    """One child as it stands. Written by the supervisor, read by whoever shows it."""
+
+    spec: ChildSpec
+    log: Path
+    state: State = State.WAITING
+    since: float = 0.0
+    """``time.monotonic`` of the last change of state."""
+    pid: int | None = None
+    num_crashes: int = 0
+    note: str = ""
+    """Why it is in this state, for a person."""
+    num_backoffs: int = 0
+    """Crashes in a row, by which the next start waits longer."""
+
+    def last_lines(self, number: int = 20) -> list[str]:
+        """The end of its log."""
+        if not self.log.is_file():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - 64 * 1024))
+            text = file.read().decode(errors="replace")
+        return list(deque(text.splitlines(), number))
+
+
+class StartError(PDError):
+    """A child ended, or did not come up in time, before everything was up once."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(f"{child.spec.name} did not come up: {child.note}")
+        self.child = child
+
+
+class Supervisor:
+    """Runs on one asyncio loop, in the main thread. ``run`` is called once."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        log_dir: Path,
+        on_change: Callable[[Child], None],
+        on_ready: Callable[[], None],
+        patience: Patience | None = None,
+    ) -> None:
+        """``on_change`` is told of each new state, ``on_ready`` once, when all are up."""
+        self.children = [Child(spec, log_dir / f"{spec.name}.log") for spec in specs]
+        self._on_change = on_change
+        self._on_ready = on_ready
+        self._patience = patience or Patience()
+        self._stop = asyncio.Event()
+        self._kill = asyncio.Event()
+        self._announced = False
+        self._failed: Child | None = None
+
+    def stop(self) -> None:
+        """End everything; a second call does not wait for anybody. Loop thread."""
+        if self._stop.is_set():
+            self._kill.set()
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Until ``stop``. Returns when no process of any child is left.
+
+        Raises:
+            StartError: a child did not come up the first time; the others were stopped.
+        """
+        if shutil.which("setpriv") is None:
+            raise PDError("setpriv is not there; it comes with the package util-linux")
+        now = time.monotonic()
+        for child in self.children:
+            child.since = now
+        timeout = aiohttp.ClientTimeout(total=3)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            tasks = [asyncio.create_task(self._keep(child, session)) for child in self.children]
+            with _adopting_orphans():
+                try:
+                    await asyncio.gather(*tasks)
+                finally:
+                    self._stop.set()
+                    self._kill.set()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failed is not None:
+            raise StartError(self._failed)
+
+    async def _keep(self, child: Child, session: aiohttp.ClientSession) -> None:
+        """One child, from its first start to its last end."""
+        while not self._stop.is_set():
+            await self._run_once(child, session)
+            if self._stop.is_set():
+                break
+            if not self._announced:
+                # It has never worked: a wrong option or a missing file, which no restart mends.
+                self._failed = self._failed or child
+                self._stop.set()
+                break
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self._next_backoff(child))
+        if child.state in (State.WAITING, State.BACKOFF):
+            self._set(child, State.STOPPED, child.note)
+
+    async def _run_once(self, child: Child, session: aiohttp.ClientSession) -> None:
+        process = await self._spawn(child)
+        child.pid = process.pid
+        self._set(child, State.STARTING, "")
+        exited = asyncio.create_task(process.wait())
+        stop = asyncio.create_task(self._stop.wait())
+        healthy = asyncio.create_task(self._wait_healthy(child, session))
+        try:
+            await asyncio.wait(
+                {exited, stop, healthy},
+                timeout=self._patience.startup_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if healthy.done() and not exited.done() and not stop.done():
+                self._ready(child)
+                await asyncio.wait({exited, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not exited.done():
+                late = not stop.done()
+                if not late:
+                    self._set(child, State.STOPPING, "")
+                await self._terminate(process, exited)
+                if late:
+                    self._crashed(child, f"not up after {self._patience.startup_s:g} s")
+            elif not self._stop.is_set():
+                self._crashed(child, _describe_exit(process.returncode))
+        finally:
+            for task in (healthy, stop):
+                task.cancel()
+            if not exited.done():
+                _signal_group(process.pid, signal.SIGKILL)
+            await asyncio.gather(exited, healthy, stop, return_exceptions=True)
+            await _sweep(process.pid)
+            child.pid = None
+            if self._stop.is_set() and child.state is not State.BACKOFF:
+                if child.state is not State.STOPPING:
+                    self._set(child, State.STOPPING, "")
+                self._set(child, State.STOPPED, "")
+
+    async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
+        # setpriv comes with util-linux, as taskset does. A preexec_fn would run Python code
+        # between fork and exec, beside the threads of this process.
+        guard = ["setpriv", "--pdeathsig", "TERM", "--"]
+        child.log.parent.mkdir(parents=True, exist_ok=True)
+        with child.log.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                *guard,
+                *child.spec.argv,
+                env={**os.environ, **child.spec.env},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    async def _wait_healthy(self, child: Child, session: aiohttp.ClientSession) -> None:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
+                async with session.get(child.spec.health_url) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(self._patience.probe_s)
+
+    def _ready(self, child: Child) -> None:
+        self._set(child, State.READY, "")
+        if not self._announced and all(c.state is State.READY for c in self.children):
+            self._announced = True
+            self._on_ready()
+
+    def _crashed(self, child: Child, note: str) -> None:
+        was_stable = time.monotonic() - child.since >= self._patience.stable_s
+        if child.state is State.READY and was_stable:
+            child.num_backoffs = 0
+        child.num_crashes += 1
+        if self._announced:
+            child.num_backoffs += 1
+            note += f"; starts again in {self._next_backoff(child):g} s"
+        self._set(child, State.BACKOFF, note)
+
+    def _next_backoff(self, child: Child) -> float:
+        doubled = self._patience.first_backoff_s * 2.0 ** (child.num_backoffs - 1)
+        return min(doubled, self._patience.max_backoff_s)
+
+    async def _terminate(
+        self, process: asyncio.subprocess.Process, exited: asyncio.Task[int]
+    ) -> None:
+        """SIGTERM for the leader, which ends its own children; SIGKILL for who is left."""
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        kill = asyncio.create_task(self._kill.wait())
+        await asyncio.wait(
+            {exited, kill}, timeout=self._patience.stop_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        kill.cancel()
+        await asyncio.gather(kill, return_exceptions=True)
+        _signal_group(process.pid, signal.SIGKILL)
+        await asyncio.wait({exited})
+
+    def _set(self, child: Child, state: State, note: str) -> None:
+        assert state in TRANSITIONS[child.state], f"{child.state} -> {state}"
+        child.state, child.since, child.note = state, time.monotonic(), note
+        self._on_change(child)
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Inside, processes whose parent ended become children of this one, which reaps them.
+
+    Else they would be adopted by process 1, which in a container may never reap them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+async def _sweep(group: int, patience_s: float = 10.0) -> None:
+    """Kill what a leader that has ended left behind, and wait until it is gone."""
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        _signal_group(group, signal.SIGKILL)
+        try:
+            while os.waitpid(-group, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        await asyncio.sleep(0.02)
+    logger.error("process group %d cannot be killed; see ps -g %d", group, group)

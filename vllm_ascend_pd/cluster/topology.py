@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The topology: which engines run where. One file, from which every command follows.
+
+model: Qwen/Qwen3-8B
+args: {dtype: bfloat16, max-model-len: 32768}
+hosts:
+  node-a: {address: 10.0.0.1}
+  node-b: {address: 10.0.0.2}
+router: {host: node-a, port: 8000}
+prefill:
+  - {host: node-a, count: 2}
+decode:
+  - {host: node-b, count: 2, args: {max-num-seqs: 512}}
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import yaml
+
+from vllm_ascend_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOCAL = "localhost"
+"""The host that is meant where the file names none."""
+
+RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name", "model"})
+"""Options of ``vllm serve`` that the plan sets itself, with dashes."""
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A machine. What is left out is asked of the machine when it is this one."""
+
+    address: str = "127.0.0.1"
+    """IP address at which the other hosts, and the router's clients, reach it."""
+    cores: str | None = None
+    """CPU hosts: cores that the engines share, as ``taskset -c`` writes them, e.g. ``0-15,32``."""
+    devices: tuple[int, ...] | None = None
+    """Accelerators that the engines share."""
+
+
+class EngineGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``count`` equal engines on one host."""
+
+    host: str = ""
+    count: int = 1
+    port: int | None = None
+    """HTTP port of the first; the next engines take the next numbers."""
+    kv_port: int | None = None
+    """Port for the peers of the first, likewise."""
+    args: dict[str, Any] = {}
+    """Options of ``vllm serve`` for these engines, added to those of all engines."""
+    env: dict[str, str] = {}
+
+
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the router runs, and its options."""
+
+    host: str = ""
+    port: int = 8000
+    args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file. ``args``, ``env`` and ``extra_config`` are those of every engine."""
+
+    model: str
+    served_model_name: str | None = None
+    device: str | None = None
+    """``cpu``, ``cuda`` or ``npu``; left out, it is what this machine has."""
+    hosts: dict[str, Host] = {}
+    prefill: tuple[EngineGroup, ...] = (EngineGroup(),)
+    decode: tuple[EngineGroup, ...] = (EngineGroup(),)
+    router: RouterSpec = RouterSpec()
+    args: dict[str, Any] = {}
+    more_args: tuple[str, ...] = ()
+    """Options of ``vllm serve`` as they stand on a command line."""
+    env: dict[str, str] = {}
+    extra_config: dict[str, Any] = {}
+    """``kv_connector_extra_config`` of every engine: ``transfer``, ``security`` and so on."""
+
+    @property
+    def name(self) -> str:
+        """The model name that clients send."""
+        return self.served_model_name or self.model
+
+    def host(self, name: str) -> Host:
+        """The host of that name, checked when the file was read."""
+        return self.hosts[name or next(iter(self.hosts))]
+
+    def host_name(self, name: str) -> str:
+        """``name``, or the first host when a section names none."""
+        return name or next(iter(self.hosts))
+
+
+_T = TypeVar("_T")
+
+
+def load(path: Path) -> Topology:
+    """Read and check a topology file.
+
+    Raises:
+        ConfigError: it names the file, the field and what is wrong.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read ({e.strerror})") from e
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path}: not YAML: {e}") from e
+    try:
+        return parse(raw)
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from e
+
+
+def parse(raw: Any) -> Topology:
+    """A topology from plain values; ``ConfigError`` names the field."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"the topology must be a mapping, not {type(raw).__name__}")
+    _refuse_unknown("the topology", raw, Topology)
+    for name, host in _mapping(raw, "hosts").items():
+        _refuse_unknown(f"hosts.{name}", host, Host)
+    _refuse_unknown("router", raw.get("router", {}), RouterSpec)
+    for role in ("prefill", "decode"):
+        groups = raw.get(role, [])
+        for index, group in enumerate(groups if isinstance(groups, list) else []):
+            _refuse_unknown(f"{role}[{index}]", group, EngineGroup)
+    topology = _convert(raw, Topology)
+    if not topology.hosts:
+        topology = msgspec.structs.replace(topology, hosts={LOCAL: Host()})
+    _check(topology)
+    return topology
+
+
+def _mapping(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    value = raw.get(field, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{field} must be a mapping, not {type(value).__name__}")
+    return value
+
+
+def _refuse_unknown(path: str, raw: Any, kind: type[msgspec.Struct]) -> None:
+    if isinstance(raw, Mapping):
+        valid = [*kind.__struct_fields__]
+        if unknown := [str(key) for key in raw if key not in valid]:
+            raise ConfigError(f"{path}: unknown keys {unknown}; valid: {sorted(valid)}")
+
+
+def _convert(raw: Any, kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as e:
+        text, _, where = str(e).partition(" - at ")
+        field = where.strip("`").removeprefix("$.") or "the topology"
+        raise ConfigError(f"{field}: {text}") from e
+
+
+def _check(topology: Topology) -> None:
+    if topology.device not in (None, "cpu", "cuda", "npu"):
+        raise ConfigError(f"device: {topology.device!r} is not one of ['cpu', 'cuda', 'npu']")
+    for name, host in topology.hosts.items():
+        try:
+            ipaddress.ip_address(host.address)
+        except ValueError as e:
+            raise ConfigError(
+                f"hosts.{name}.address must be an IP address, not {host.address!r}"
+            ) from e
+        if host.cores is not None:
+            parse_cores(f"hosts.{name}.cores", host.cores)
+        if len(topology.hosts) > 1 and ipaddress.ip_address(host.address).is_loopback:
+            raise ConfigError(
+                f"hosts.{name}.address {host.address} is a loopback address; with several hosts"
+                " each needs an address that the others reach"
+            )
+    _check_host("router.host", topology.router.host, topology)
+    _check_port("router.port", topology.router.port)
+    _check_args("args", topology.args)
+    for role, groups in (("prefill", topology.prefill), ("decode", topology.decode)):
+        for index, group in enumerate(groups):
+            where = f"{role}[{index}]"
+            _check_host(f"{where}.host", group.host, topology)
+            if group.count < 0:
+                raise ConfigError(f"{where}.count must not be negative, not {group.count}")
+            for field, port in (("port", group.port), ("kv_port", group.kv_port)):
+                if port is not None:
+                    _check_port(f"{where}.{field}", port)
+            _check_args(f"{where}.args", group.args)
+        if not any(group.count for group in groups):
+            raise ConfigError(f"{role}: at least one engine is needed")
+
+
+def _check_host(path: str, name: str, topology: Topology) -> None:
+    if name and name not in topology.hosts:
+        raise ConfigError(f"{path}: {name!r} is not in hosts {sorted(topology.hosts)}")
+
+
+def _check_port(path: str, port: int) -> None:
+    if not 0 < port <= 65535:
+        raise ConfigError(f"{path} must be within 1..65535, not {port}")
+
+
+def _check_args(path: str, args: Mapping[str, Any]) -> None:
+    for key in args:
+        if key.replace("_", "-").lstrip("-") in RESERVED:
+            raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
+
+
+def parse_cores(path: str, text: str) -> tuple[int, ...]:
+    """``0-3,8`` as ``(0, 1, 2, 3, 8)``; ``ConfigError`` names ``path``."""
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
+            raise ConfigError(f"{path}: {text!r} is not a list of cores such as 0-15,32")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(dict.fromkeys(cores))
+
+
+def render_args(args: Mapping[str, Any]) -> list[str]:
+    """``{max-model-len: 4096, enforce_eager: true}`` as words of a command line."""
+    words: list[str] = []
+    for key, value in args.items():
+        option = key.replace("_", "-").lstrip("-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, Mapping):
+            words += [f"--{option}", msgspec.json.encode(value).decode()]
+        elif isinstance(value, list | tuple):
+            words += [f"--{option}", *map(str, value)]
+        else:
+            words += [f"--{option}", str(value)]
+    return words
