@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import torch
 
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region
+from vllm_ascend_pd.backends.device_copy import DevicePageLayout, Segment
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_DEVICES = ("cuda", "npu")
 _COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+
+Cache: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+"""What the engine hands over for one layer; dimension 0 counts blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +31,32 @@ class KVCaches:
 
     layout: PageLayout
     layer_index: Mapping[str, int]
+    device: torch.device
 
 
-def locate(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> KVCaches:
-    """Addresses of all pages: one allocation, ``base + offset + layer * stride + block * stride``.
+def locate(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KVCaches:
+    """Addresses of all pages, in host memory or in that of a device.
+
+    A cache is one tensor, or on Ascend a tuple: K and V, or MLA's latent and RoPE parts.
 
     Raises:
-        ConfigError: a cache that is not in host memory, or a layout whose (layer, block) page is
-            not one contiguous run.
+        ConfigError: a layout whose pages cannot be addressed; names it and the fix.
     """
-    first = next(iter(kv_caches.values()))
-    if first.device.type != "cpu":
+    first = parts(next(iter(kv_caches.values())))[0]
+    if first.device.type == "cpu":
+        return _locate_on_host(kv_cache_config, kv_caches, first)
+    if first.device.type not in _DEVICES:
         raise ConfigError(
-            f"InEngine transfers read and write KV caches in host memory; this worker's are on"
-            f" {first.device.type!r}, for which this release has no page copy"
+            f"InEngine transfers know KV caches on cpu, {' and '.join(_DEVICES)}; this worker's"
+            f" are on {first.device.type!r}"
         )
+    return locate_on_device(kv_cache_config, kv_caches)
+
+
+def _locate_on_host(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache], first: torch.Tensor
+) -> KVCaches:
+    """One allocation: ``base + offset + layer * stride + block * stride``."""
     if kv_cache_config.kv_cache_layout not in _COMPACT_LAYOUTS:
         raise ConfigError(
             f"VLLM_KV_CACHE_LAYOUT={kv_cache_config.kv_cache_layout}: a page must be contiguous;"
@@ -57,7 +73,7 @@ def locate(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -
             offsets.append(tensor.offset + index * tensor.layer_stride)
     assert len(strides) == 1, f"tensors of one group with block strides {strides}"
     # In the order in which the model runs its layers, so that early pieces are early layers.
-    order = sorted(range(len(names)), key=lambda i: _layer_number(names[i]))
+    order = sorted(range(len(names)), key=lambda i: layer_number(names[i]))
     layout = PageLayout(
         region=Region(storage.data_ptr(), storage.nbytes()),
         layer_offsets=np.array([offsets[i] for i in order], dtype=np.int64),
@@ -65,12 +81,120 @@ def locate(kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -
         page_bytes=kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes,
     )
     index_of = {names[i]: position for position, i in enumerate(order)}
-    by_address = {kv_caches[name].data_ptr(): index for name, index in index_of.items()}
+    by_address = {data_ptr(kv_caches[name]): index for name, index in index_of.items()}
     for name, cache in kv_caches.items():
-        index_of.setdefault(name, by_address[cache.data_ptr()])
-    return KVCaches(layout, index_of)
+        index_of.setdefault(name, by_address[data_ptr(cache)])
+    return KVCaches(layout, index_of, first.device)
 
 
-def _layer_number(name: str) -> tuple[int, str]:
+def layer_number(name: str) -> tuple[int, str]:
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return (numbers[0] if numbers else 0, name)
+
+
+def parts(cache: Cache) -> tuple[torch.Tensor, ...]:
+    """The tensors of one layer, in the order in which the engine names them."""
+    return (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
+
+
+def data_ptr(cache: Cache) -> int:
+    """Tells layers that share a cache: the address of its first tensor."""
+    return parts(cache)[0].data_ptr()
+
+
+def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KVCaches:
+    """Pages as runs of bytes in the allocations of one device."""
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    page_bytes = getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
+    memories: list[torch.Tensor] = []
+    memory_of: dict[int, int] = {}
+    segments: list[tuple[Segment, ...]] = []
+    index_of: dict[str, int] = {}
+    by_address: dict[int, int] = {}
+    for name in sorted(kv_caches, key=layer_number):
+        cache = kv_caches[name]
+        if data_ptr(cache) in by_address:
+            index_of[name] = by_address[data_ptr(cache)]
+            continue
+        for tensor in parts(cache):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in memory_of:
+                memory_of[storage.data_ptr()] = len(memories)
+                flat = tensor.view(torch.uint8)
+                memories.append(torch.as_strided(flat, (storage.nbytes(),), (1,), 0))
+        found = _segments(name, cache, memory_of, page_bytes, kv_cache_config.num_blocks)
+        index_of[name] = by_address[data_ptr(cache)] = len(segments)
+        segments.append(found)
+    starts = [memories[layer[0].memory].data_ptr() + layer[0].offset for layer in segments]
+    low = min(memory.data_ptr() for memory in memories)
+    high = max(memory.data_ptr() + memory.numel() for memory in memories)
+    layout = DevicePageLayout(
+        region=Region(low, high - low),
+        layer_offsets=np.array([start - low for start in starts], dtype=np.int64),
+        block_stride=segments[0][0].stride,
+        page_bytes=page_bytes,
+        segments=tuple(segments),
+        memories=tuple(memories),
+        num_blocks=kv_cache_config.num_blocks,
+    )
+    return KVCaches(layout, index_of, memories[0].device)
+
+
+def _segments(
+    name: str, cache: Cache, memory_of: Mapping[int, int], page_bytes: int, num_blocks: int
+) -> tuple[Segment, ...]:
+    """The runs of bytes that make a page; neighbours in memory are one run.
+
+    A kernel may divide a block: then ``split`` rows of dimension 0 make one block.
+
+        K and V in one allocation     row 0: [K|V] row 1: [K|V] …      one run a block
+        K and V apart                 K: [K] [K] …     V: [V] [V] …    two runs a block
+    """
+    found: list[Segment] = []
+    row_bytes = sum(_run_bytes(name, tensor) for tensor in parts(cache))
+    split, rest = divmod(page_bytes, row_bytes)
+    if rest or not split or any(len(t) < split * num_blocks for t in parts(cache)):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in parts(cache))
+        raise ConfigError(
+            f"InEngine does not know this KV cache: {name} has {shapes} of {row_bytes} bytes a row,"
+            f" where its specification says {num_blocks} blocks of {page_bytes} bytes"
+        )
+    rows = [
+        Segment(
+            memory_of[tensor.untyped_storage().data_ptr()],
+            int(tensor.storage_offset()) * tensor.element_size() + row * _row_stride(tensor),
+            split * _row_stride(tensor),
+            _run_bytes(name, tensor),
+        )
+        for row in range(split)
+        for tensor in parts(cache)
+    ]
+    for segment in rows:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.memory, last.stride) == (segment.memory, segment.stride)
+            and last.offset + last.num_bytes == segment.offset
+        ):
+            found[-1] = replace(last, num_bytes=last.num_bytes + segment.num_bytes)
+        else:
+            found.append(segment)
+    return tuple(found)
+
+
+def _row_stride(tensor: torch.Tensor) -> int:
+    return tensor.stride(0) * tensor.element_size()
+
+
+def _run_bytes(name: str, tensor: torch.Tensor) -> int:
+    """Bytes of one row of dimension 0, which must be one run, in whatever order of dimensions."""
+    row = tensor[0]
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(row.shape, row.stride(), strict=True)
+    )
+    if extent != row.numel():
+        raise ConfigError(
+            f"InEngine needs a page in one run: {name} has strides {tensor.stride()} for shape"
+            f" {tuple(tensor.shape)}"
+        )
+    return row.numel() * tensor.element_size()

@@ -7,13 +7,15 @@ import logging
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
-from vllm_ascend_pd.backends.block_copy import make_block_copier
+from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_engine import FaultScript, FaultyTransferEngine
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.backends.torch_device import make_copier
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns
+from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
@@ -57,7 +59,7 @@ def _create(
     if script := envs.fault_script():
         logger.warning("%s is set: writes fail as scripted (%s)", envs.FAULTS, script)
         engine = FaultyTransferEngine(engine, FaultScript.parse(script))
-    copier = make_block_copier()
+    copier = make_copier(caches.device)
     grants = Grants()
     pools: list[StagingPool] = []
 
@@ -92,4 +94,7 @@ def _create(
         caches.layout.page_bytes,
         type(copier).__name__,
     )
-    return WorkerSide(caches.layer_index, engine, pools, grants, seals, server, loader)
+    parts = (caches.layer_index, engine, pools, grants, seals, server, loader)
+    if isinstance(copier, DeviceBlockCopier):
+        return DeviceWorkerSide(copier, *parts)
+    return WorkerSide(*parts)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests of the worker side once more, with its pages on a device with asynchronous streams.
+
+The device runs nothing before somebody waits for it, so a wait that is missing anywhere between the
+pages and a peer shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tests.unit.engine.test_worker_step as steps
+import tests.unit.transfer.test_send_receive as transfer
+from tests.unit.engine.test_worker_step import *  # noqa: F403
+from tests.unit.transfer.test_send_receive import *  # noqa: F403
+from vllm_ascend_pd import hooks
+from vllm_ascend_pd.backends.block_copy import PythonBlockCopier, Region
+from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
+from vllm_ascend_pd.backends.fake_device import FakeDevice
+from vllm_ascend_pd.engine.metadata import StepMeta
+from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide, FencedStep
+from vllm_ascend_pd.engine.worker.kv_caches import locate_on_device
+
+# What these say of host memory and of its steps is said of a device below or in test_device_caches.
+for name in (
+    "test_cache_that_is_not_in_host_memory_is_refused_by_name",
+    "test_layout_without_whole_pages_is_refused_by_name",
+    "test_armed_step_is_current_only_inside",
+):
+    globals().pop(name, None)
+
+K_BYTES, V_BYTES = 192, 64
+assert K_BYTES + V_BYTES == transfer.PAGE
+
+
+class DevicePages:
+    """Stands for ``transfer.Pages``: K and V apart and of different size, as MLA has them."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (transfer.NUM_LAYERS, transfer.NUM_BLOCKS)
+        self._parts = [
+            torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator)
+            for size in (K_BYTES, V_BYTES)
+        ]
+        memories = tuple(part[layer].view(-1) for layer in range(shape[0]) for part in self._parts)
+        self.layout = DevicePageLayout(
+            region=Region(1, 1 << 60),
+            layer_offsets=np.zeros(shape[0], dtype=np.int64),
+            block_stride=K_BYTES,
+            page_bytes=transfer.PAGE,
+            segments=tuple(
+                (
+                    Segment(2 * layer, 0, K_BYTES, K_BYTES),
+                    Segment(2 * layer + 1, 0, V_BYTES, V_BYTES),
+                )
+                for layer in range(shape[0])
+            ),
+            memories=memories,
+            num_blocks=shape[1],
+        )
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return torch.cat(self._parts, dim=-1).numpy()
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+@pytest.fixture(autouse=True)
+def on_device(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = DeviceBlockCopier(device, PythonBlockCopier())
+    monkeypatch.setattr(transfer, "Pages", DevicePages)
+    monkeypatch.setattr(steps, "locate", locate_on_device)
+    for module in (transfer, steps):
+        monkeypatch.setattr(module, "PythonBlockCopier", lambda: copier)
+    monkeypatch.setattr(transfer, "make_block_copier", lambda: copier)
+    monkeypatch.setattr(
+        steps, "WorkerSide", lambda *args, **kwargs: DeviceWorkerSide(copier, *args, **kwargs)
+    )
+
+
+# What only a device can get wrong ----------------------------------------------------------------
+
+
+def launch_write(device: FakeDevice, side: Any, name: str, block: int, value: int) -> None:
+    """A kernel of the forward: it runs when the device gets to it."""
+
+    def kernel() -> None:
+        side.pages(name)[block] = value
+
+    device.launch(kernel)
+
+
+def run_step(side: Any, meta: StepMeta | None, device: FakeDevice, value: int) -> Any:
+    """A step whose layers compute blocks 1 and 2 behind their waits."""
+    side.worker.begin_step(steps.output_of(meta))
+    armed = side.worker.take_armed_step(wait_all=False)
+    if armed is not None:
+        armed.__enter__()
+    for name in reversed(steps.NAMES):
+        if armed is not None:
+            armed.wait_layer(name)
+        for block in (1, 2):
+            launch_write(device, side, name, block, value)
+        if armed is not None:
+            armed.save_layer(name)
+    if armed is not None:
+        armed.__exit__(None, None, None)
+    with side.worker.step_output() as output:
+        pass
+    return output.kv_connector_worker_meta
+
+
+def test_granted_blocks_are_served_as_the_step_computes_them(side: Any, device: FakeDevice) -> None:
+    """The host grants them while the device has not begun to compute."""
+    run_step(side, steps.GRANT, device, value=7)
+    assert device.compute.num_done == 0
+    load = steps.load_spec(side, block_ids=(6, 7))
+    report = side.step(StepMeta(loads=(load,)))
+    assert [result.cause for result in report.results] == [""]
+    for name in steps.NAMES:
+        assert (side.pages(name)[6:8].view(np.uint8) == 7).all()
+
+
+def test_loaded_blocks_are_not_overwritten_by_the_step_before(
+    side: Any, device: FakeDevice
+) -> None:
+    """Blocks 1 and 2 are freed while the device still computes into them, and are loaded anew."""
+    run_step(side, StepMeta(grants=(steps.GrantSpec("t", "e", (3, 4)),)), device, value=7)
+    source = {name: side.pages(name)[3:5].copy() for name in steps.NAMES}
+    load = steps.load_spec(side, block_ids=(1, 2))
+    report = side.step(StepMeta(loads=(load,)))
+    assert [result.cause for result in report.results] == [""]
+    device.finish()
+    for name in steps.NAMES:
+        np.testing.assert_array_equal(side.pages(name)[1:3], source[name])
+
+
+def test_fenced_step_is_current_only_inside(side: Any) -> None:
+    side.step(steps.GRANT)
+    side.worker.begin_step(steps.output_of(StepMeta(loads=(steps.load_spec(side),))))
+    armed = side.worker.take_armed_step(wait_all=False)
+    assert isinstance(armed, FencedStep)
+    assert hooks.current_step is None
+    with armed:
+        assert hooks.current_step is armed
+    assert hooks.current_step is None
+    assert side.worker.take_armed_step(wait_all=False) is None

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device copier on a device whose streams do nothing until somebody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ascend_pd.backends.block_copy import (
+    BlockCopier,
+    NativeBlockCopier,
+    PageLayout,
+    PythonBlockCopier,
+    Region,
+)
+from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
+from vllm_ascend_pd.backends.fake_device import FakeDevice, FakeStream
+from vllm_ascend_pd.backends.torch_device import make_copier
+from vllm_ascend_pd.errors import BackendError
+
+NUM_LAYERS, NUM_BLOCKS = 3, 16
+K_BYTES, V_BYTES = 96, 32
+PAGE = K_BYTES + V_BYTES
+
+
+class Memory:
+    """KV caches of a fake device; ``shape`` says how the pages lie."""
+
+    def __init__(self, shape: str, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.shape = shape
+
+        def fill(num_bytes: int) -> torch.Tensor:
+            return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+        layers = range(NUM_LAYERS)
+        if shape == "one run":  # K page then V page
+            self.memories = [fill(NUM_BLOCKS * PAGE) for _ in layers]
+            segments = [(Segment(n, 0, PAGE, PAGE),) for n in layers]
+        elif shape == "K and V apart":
+            self.memories = [fill(NUM_BLOCKS * size) for _ in layers for size in (K_BYTES, V_BYTES)]
+            segments = [
+                (
+                    Segment(2 * n, 0, K_BYTES, K_BYTES),
+                    Segment(2 * n + 1, 0, V_BYTES, V_BYTES),
+                )
+                for n in layers
+            ]
+        else:  # all layers of a block together
+            self.memories = [fill(NUM_BLOCKS * NUM_LAYERS * PAGE)]
+            segments = [(Segment(0, n * PAGE, NUM_LAYERS * PAGE, PAGE),) for n in layers]
+        self.layout = DevicePageLayout(
+            region=Region(1, 1 << 60),
+            layer_offsets=np.zeros(NUM_LAYERS, dtype=np.int64),
+            block_stride=1,
+            page_bytes=PAGE,
+            segments=tuple(segments),
+            memories=tuple(self.memories),
+            num_blocks=NUM_BLOCKS,
+        )
+
+    def page(self, layer: int, block: int) -> bytes:
+        return b"".join(
+            self.memories[s.memory][s.offset + block * s.stride :][: s.num_bytes].numpy().tobytes()
+            for s in self.layout.segments[layer]
+        )
+
+    def write(self, layer: int, block: int, value: int) -> None:
+        for s in self.layout.segments[layer]:
+            self.memories[s.memory][s.offset + block * s.stride :][: s.num_bytes] = value
+
+
+SHAPES = ["one run", "K and V apart", "blocks outside layers"]
+
+
+@pytest.fixture(params=[NativeBlockCopier, PythonBlockCopier])
+def host(request: pytest.FixtureRequest) -> BlockCopier:
+    return request.param()
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+@pytest.fixture
+def copier(device: FakeDevice, host: BlockCopier) -> DeviceBlockCopier:
+    return DeviceBlockCopier(device, host)
+
+
+class Staging:
+    def __init__(self, num_bytes: int = 1 << 16) -> None:
+        self.bytes = np.zeros(num_bytes, dtype=np.uint8)
+        self.region = Region(self.bytes.ctypes.data, num_bytes)
+
+
+def ids(*blocks: int) -> np.ndarray:
+    return np.array(blocks, dtype=np.int64)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("blocks", [(4,), (5, 2), (3, 4, 5, 9, 10, 0), (15, 14)])
+def test_gather_packs_pages_in_the_order_of_staging(
+    copier: DeviceBlockCopier, host: BlockCopier, shape: str, blocks: tuple[int, ...]
+) -> None:
+    memory, staging = Memory(shape), Staging()
+    layers = memory.layout.for_layers(1, 3)
+    checksum = copier.gather(layers, ids(*blocks), staging.region, 64, seed=9)
+    packed = b"".join(memory.page(layer, block) for layer in (1, 2) for block in blocks)
+    assert staging.bytes[64 : 64 + len(packed)].tobytes() == packed
+    assert not staging.bytes[:64].any()
+    assert not staging.bytes[64 + len(packed) :].any()
+    assert checksum == host.checksum(staging.region, 64, len(packed), seed=9)
+
+
+@pytest.mark.parametrize("source", SHAPES)
+@pytest.mark.parametrize("target", SHAPES)
+def test_pages_of_one_shape_go_into_another(
+    copier: DeviceBlockCopier, source: str, target: str
+) -> None:
+    theirs, ours, staging = Memory(source), Memory(target, seed=2), Staging()
+    before = {
+        (layer, block): ours.page(layer, block)
+        for layer in range(NUM_LAYERS)
+        for block in range(NUM_BLOCKS)
+    }
+    packed = copier.gather(theirs.layout, ids(1, 2, 7), staging.region, 0, seed=3)
+    assert copier.scatter(ours.layout, ids(8, 5, 6), staging.region, 0, seed=3) == packed
+    moved = {8: 1, 5: 2, 6: 7}
+    for (layer, block), old in before.items():
+        new = theirs.page(layer, moved[block]) if block in moved else old
+        assert ours.page(layer, block) == new
+
+
+def test_staging_is_that_of_the_hosts_copier(host: BlockCopier, copier: DeviceBlockCopier) -> None:
+    """An engine on a CPU and one on a device understand each other."""
+    memory, ours, theirs = Memory("blocks outside layers"), Staging(), Staging()
+    (flat,) = memory.memories
+    on_host = PageLayout(
+        region=Region(flat.data_ptr(), flat.numel()),
+        layer_offsets=np.arange(NUM_LAYERS, dtype=np.int64) * PAGE,
+        block_stride=NUM_LAYERS * PAGE,
+        page_bytes=PAGE,
+    )
+    blocks = ids(3, 4, 11)
+    expected = host.gather(on_host, blocks, theirs.region, 8, seed=5)
+    assert copier.gather(memory.layout, blocks, ours.region, 8, seed=5) == expected
+    np.testing.assert_array_equal(ours.bytes, theirs.bytes)
+
+
+def test_no_block_is_no_copy(copier: DeviceBlockCopier, host: BlockCopier) -> None:
+    memory, staging = Memory("one run"), Staging()
+    empty = host.checksum(staging.region, 0, 0, 7)
+    assert copier.gather(memory.layout, ids(), staging.region, 0, 7) == empty
+    assert copier.scatter(memory.layout, ids(), staging.region, 0, 7) == empty
+
+
+def test_neighbours_are_one_copy(copier: DeviceBlockCopier) -> None:
+    runs = list(Memory("one run").layout.for_layers(0, 1).runs([3, 4, 5, 9, 11, 10]))
+    assert [(block, num_bytes // PAGE) for _, block, num_bytes in runs] == [
+        (3, 3),
+        (9, 1),
+        (11, 1),
+        (10, 1),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [(16,), (-1,), (0, 99)])
+def test_block_outside_is_refused_and_nothing_is_copied(
+    copier: DeviceBlockCopier, wrong: tuple[int, ...]
+) -> None:
+    memory, staging = Memory("one run"), Staging()
+    for copy in (copier.gather, copier.scatter):
+        with pytest.raises(ValueError, match="there are 16 blocks"):
+            copy(memory.layout, ids(*wrong), staging.region)
+    assert not staging.bytes.any()
+
+
+def test_staging_too_small_is_refused(copier: DeviceBlockCopier) -> None:
+    with pytest.raises(ValueError, match="leaves the region"):
+        copier.gather(Memory("one run").layout, ids(0, 1), Staging(2 * PAGE).region)
+
+
+def test_pages_in_host_memory_are_refused(copier: DeviceBlockCopier) -> None:
+    layout = PageLayout(Region(1, 1), np.zeros(1, dtype=np.int64), 1, 1)
+    with pytest.raises(TypeError, match="have their own copier"):
+        copier.gather(layout, ids(0), Staging().region)
+
+
+def test_layout_that_leaves_its_memory_is_refused() -> None:
+    layout = Memory("one run").layout
+    with pytest.raises(ValueError, match="leaves its memory"):
+        DevicePageLayout(
+            layout.region,
+            layout.layer_offsets,
+            layout.block_stride,
+            layout.page_bytes,
+            layout.segments,
+            layout.memories,
+            NUM_BLOCKS + 1,
+        )
+
+
+# Order against the engine's kernels --------------------------------------------------------------
+
+
+def compute(device: FakeDevice, memory: Memory, layer: int, block: int, value: int) -> None:
+    device.launch(lambda: memory.write(layer, block, value))
+
+
+def test_gather_waits_for_the_step_that_computes_its_blocks(
+    device: FakeDevice, copier: DeviceBlockCopier
+) -> None:
+    memory, staging = Memory("one run"), Staging()
+    fence = copier.fence([4])
+    compute(device, memory, 0, 4, 77)
+    fence.mark()
+    copier.gather(memory.layout.for_layers(0, 1), ids(4), staging.region)
+    assert (staging.bytes[:PAGE] == 77).all()
+
+
+def test_gather_does_not_wait_for_later_steps(
+    device: FakeDevice, copier: DeviceBlockCopier
+) -> None:
+    """Else each piece would take as long as a step."""
+    memory, staging = Memory("one run"), Staging()
+    copier.fence([4]).mark()
+    copier.fence([5])
+    compute(device, memory, 1, 5, 88)
+    copier.gather(memory.layout, ids(4), staging.region)
+    assert device.compute.num_done == 0
+
+
+def test_scatter_does_not_overtake_the_last_user_of_its_blocks(
+    device: FakeDevice, copier: DeviceBlockCopier
+) -> None:
+    """The step before may still write a block that was freed and given to this load."""
+    theirs, memory, staging = Memory("one run"), Memory("one run", seed=2), Staging()
+    layer = theirs.layout.for_layers(0, 1)
+    copier.gather(layer, ids(0), staging.region)
+    compute(device, memory, 0, 6, 99)
+    copier.fence([6])
+    copier.scatter(memory.layout.for_layers(0, 1), ids(6), staging.region)
+    device.finish()
+    assert memory.page(0, 6) == theirs.page(0, 0)
+
+
+def test_block_that_no_fence_names_waits_for_the_latest(
+    device: FakeDevice, copier: DeviceBlockCopier
+) -> None:
+    memory, staging = Memory("one run"), Staging()
+    fence = copier.fence([])
+    compute(device, memory, 0, 4, 77)
+    fence.mark()
+    copier.gather(memory.layout.for_layers(0, 1), ids(4), staging.region)
+    assert (staging.bytes[:PAGE] == 77).all()
+
+
+def test_threads_do_not_share_a_stream_or_a_buffer(
+    device: FakeDevice, copier: DeviceBlockCopier
+) -> None:
+    memory = Memory("one run")
+    stagings = [Staging() for _ in range(4)]
+
+    def run(n: int) -> None:
+        for _ in range(20):
+            copier.gather(memory.layout, ids(n, n + 4), stagings[n].region)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n, staging in enumerate(stagings):
+        assert staging.bytes[:PAGE].tobytes() == memory.page(0, n)
+        assert staging.bytes[PAGE : 2 * PAGE].tobytes() == memory.page(0, n + 4)
+
+
+# The fake device finds what is missing -----------------------------------------------------------
+
+
+class NeverSynchronizes(FakeDevice):
+    def synchronize(self, stream: FakeStream) -> None:
+        """A copier that forgot it would look like this."""
+
+
+class NeverWaits(FakeDevice):
+    def wait(self, stream: FakeStream, event: object) -> None:
+        """A copier that forgot its fences would look like this."""
+
+
+def gather_after_a_kernel(device: FakeDevice) -> int:
+    memory, staging = Memory("one run"), Staging()
+    copier = DeviceBlockCopier(device, PythonBlockCopier())
+    fence = copier.fence([4])
+    compute(device, memory, 0, 4, 77)
+    fence.mark()
+    copier.gather(memory.layout.for_layers(0, 1), ids(4), staging.region)
+    return int((staging.bytes[:PAGE] == 77).sum())
+
+
+@pytest.mark.parametrize(
+    ("make", "num_right"), [(FakeDevice, PAGE), (NeverSynchronizes, 0), (NeverWaits, 0)]
+)
+def test_missing_wait_gives_wrong_bytes(make: Callable[[], FakeDevice], num_right: int) -> None:
+    assert gather_after_a_kernel(make()) <= max(num_right, PAGE // 8)
+    assert (gather_after_a_kernel(make()) == PAGE) is (num_right == PAGE)
+
+
+# Which copier ------------------------------------------------------------------------------------
+
+
+def test_cpu_has_the_native_copier_without_a_detour() -> None:
+    assert isinstance(make_copier(torch.device("cpu")), NativeBlockCopier)
+
+
+def test_unknown_device_is_refused_by_name() -> None:
+    with pytest.raises(BackendError, match="'meta'"):
+        make_copier(torch.device("meta"))
+
+
+def test_npu_without_torch_npu_says_so() -> None:
+    with pytest.raises(BackendError, match="torch_npu"):
+        make_copier(SimpleNamespace(type="npu"))  # type: ignore[arg-type]

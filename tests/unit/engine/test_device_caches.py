@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches as vLLM on CUDA and vllm-ascend lay them out, found as runs of bytes.
+
+The tensors are made as those runners make them (vllm-ascend 0.30.0rc2, model_runner_v1.py,
+_reshape_kv_cache_tensors), in host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+)
+
+from vllm_ascend_pd.backends.block_copy import PythonBlockCopier, Region
+from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout
+from vllm_ascend_pd.backends.fake_device import FakeDevice
+from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device
+from vllm_ascend_pd.errors import ConfigError
+
+NUM_BLOCKS, BLOCK, HEADS, SIZE = 6, 128, 2, 16
+NAMES = ["model.layers.10.self_attn.attn", "model.layers.2.self_attn.attn"]
+GQA = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.bfloat16)
+MLA = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64 + 16, dtype=torch.bfloat16)
+ALIGNMENT = 2 * 1024 * 1024
+
+
+def config_of(spec: Any, names: list[str]) -> KVCacheConfig:
+    return KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(names, spec)])
+
+
+def aligned(num_bytes: int) -> torch.Tensor:
+    """``_allocate_int8_cache_tensor`` with a KV transfer configured."""
+    raw = torch.randint(-128, 128, (num_bytes + ALIGNMENT,), dtype=torch.int8)
+    offset = -raw.data_ptr() % ALIGNMENT
+    return raw[offset:][:num_bytes]
+
+
+def combined(rows: int = NUM_BLOCKS, tokens: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """GQA's default on Ascend: row b of one allocation is K page b, then V page b."""
+    shape = (2, rows, tokens, HEADS, SIZE)
+    raw = aligned(math.prod(shape) * 2).view(torch.bfloat16)
+    hidden = tokens * HEADS * SIZE
+    cache = torch.as_strided(
+        raw,
+        shape,
+        (hidden, 2 * hidden, HEADS * SIZE, SIZE, 1),
+        storage_offset=raw.storage_offset(),
+    )
+    return cache[0], cache[1]
+
+
+def apart(k_dim: int, v_dim: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Separate allocations: MLA's latent and RoPE parts, or K and V for paged attention."""
+    made = []
+    for dim in (k_dim, v_dim):
+        raw = aligned(NUM_BLOCKS * BLOCK * heads * dim * 2).view(torch.bfloat16)
+        made.append(raw.view(NUM_BLOCKS, BLOCK, heads, dim))
+    return made[0], made[1]
+
+
+def content(cache: Any, block: int, split: int = 1) -> bytes:
+    """Of one block: part after part; of a block in several rows: row after row."""
+    tensors = (cache,) if isinstance(cache, torch.Tensor) else cache
+    return b"".join(
+        t[row].contiguous().view(torch.uint8).numpy().tobytes()
+        for row in range(block * split, (block + 1) * split)
+        for t in tensors
+    )
+
+
+def gathered(found: KVCaches, name: str, *blocks: int) -> bytes:
+    assert isinstance(found.layout, DevicePageLayout)
+    layer = found.layer_index[name]
+    num_bytes = found.layout.page_bytes * len(blocks)
+    staging = np.zeros(num_bytes, dtype=np.uint8)
+    DeviceBlockCopier(FakeDevice(), PythonBlockCopier()).gather(
+        found.layout.for_layers(layer, layer + 1),
+        np.array(blocks, dtype=np.int64),
+        Region(staging.ctypes.data, num_bytes),
+    )
+    return staging.tobytes()
+
+
+def check(spec: Any, caches: dict[str, Any], runs: int, split: int = 1) -> KVCaches:
+    found = locate_on_device(config_of(spec, list(caches)), caches)
+    assert isinstance(found.layout, DevicePageLayout)
+    assert found.layout.page_bytes == spec.page_size_bytes
+    for name, cache in caches.items():
+        assert len(found.layout.segments[found.layer_index[name]]) == runs
+        expected = b"".join(content(cache, block, split) for block in (0, 5, 3))
+        assert gathered(found, name, 0, 5, 3) == expected
+    return found
+
+
+def test_k_and_v_in_one_allocation_are_one_run_a_block() -> None:
+    found = check(GQA, {name: combined() for name in NAMES}, runs=1)
+    assert isinstance(found.layout, DevicePageLayout)
+    assert len(found.layout.memories) == len(NAMES)
+    assert found.layer_index == {NAMES[0]: 1, NAMES[1]: 0}  # in the order of the model
+
+
+def test_separate_k_and_v_are_two_runs_a_block() -> None:
+    check(GQA, {name: apart(SIZE, SIZE, HEADS) for name in NAMES}, runs=2)
+
+
+def test_mla_has_a_latent_and_a_rope_run_of_different_size() -> None:
+    found = check(MLA, {name: apart(64, 16, 1) for name in NAMES}, runs=2)
+    assert isinstance(found.layout, DevicePageLayout)
+    sizes = [segment.num_bytes for segment in found.layout.segments[0]]
+    assert sizes == [BLOCK * 64 * 2, BLOCK * 16 * 2]
+
+
+def test_combined_and_separate_caches_have_the_same_bytes_in_staging() -> None:
+    one, two = combined(), apart(SIZE, SIZE, HEADS)
+    for source, target in zip(one, two, strict=True):
+        target.copy_(source)
+    name = NAMES[0]
+    ours = locate_on_device(config_of(GQA, [name]), {name: one})
+    theirs = locate_on_device(config_of(GQA, [name]), {name: two})
+    assert gathered(ours, name, 4, 1) == gathered(theirs, name, 4, 1)
+
+
+def test_block_that_the_kernel_divides_is_still_one_page() -> None:
+    """Blocks of 128 tokens in a cache whose kernel takes 64: two rows make one."""
+    check(GQA, {NAMES[0]: combined(rows=2 * NUM_BLOCKS, tokens=BLOCK // 2)}, runs=1, split=2)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["LBHNC", "LBNHC"])
+def test_vllms_own_caches_on_a_gpu(order: tuple[int, ...]) -> None:
+    """One backing allocation, a logical view [B, H, N, C] for each layer, whatever its order."""
+    sizes = (NUM_BLOCKS, HEADS, BLOCK, 2 * SIZE)
+    backing = torch.randn(len(NAMES), math.prod(sizes)).to(torch.bfloat16)
+    physical = [sizes[n] for n in order]
+    caches = {
+        name: backing[n].view(physical).permute([order.index(d) for d in range(4)])
+        for n, name in enumerate(NAMES)
+    }
+    found = locate_on_device(config_of(GQA, NAMES), caches)
+    assert isinstance(found.layout, DevicePageLayout)
+    assert len(found.layout.memories) == 1
+    block = backing.view(len(NAMES), NUM_BLOCKS, -1)[1, 4]
+    assert gathered(found, NAMES[1], 4) == block.view(torch.uint8).numpy().tobytes()
+
+
+def test_layers_that_share_a_cache_are_one_layer() -> None:
+    cache = combined()
+    caches = {NAMES[0]: cache, "model.layers.11.self_attn.attn": cache}
+    found = locate_on_device(config_of(GQA, list(caches)), caches)
+    assert isinstance(found.layout, DevicePageLayout)
+    assert len(found.layout.segments) == 1
+    assert set(found.layer_index.values()) == {0}
+
+
+def test_page_that_is_not_one_run_is_refused_by_name() -> None:
+    """VLLM_KV_CACHE_LAYOUT=LHBNC: heads outside of blocks."""
+    backing = torch.zeros(HEADS, NUM_BLOCKS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=NAMES[0]):
+        locate_on_device(config_of(GQA, NAMES[:1]), {NAMES[0]: backing.transpose(0, 1)})
+
+
+def test_cache_with_more_than_k_and_v_is_refused_by_name() -> None:
+    """C8-MXFP adds scales that the specification does not count."""
+    k, v = apart(SIZE, SIZE, HEADS)
+    with pytest.raises(ConfigError, match="does not know this KV cache"):
+        locate_on_device(config_of(GQA, NAMES[:1]), {NAMES[0]: (k, v, k)})
+
+
+def test_cache_with_too_few_blocks_is_refused() -> None:
+    k, v = apart(SIZE, SIZE, HEADS)
+    with pytest.raises(ConfigError, match="does not know this KV cache"):
+        locate_on_device(config_of(GQA, NAMES[:1]), {NAMES[0]: (k[:4], v[:4])})

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between KV pages in an accelerator's memory and staging in host memory.
+
+    device pages            copy stream        pinned        the host's copier         staging
+    one layer, one block:   ----------->      [K|V][K|V]...  ------------------->    [K|V][K|V]...
+      K here, V there       <-----------                     <- (checksum in passing) <-
+
+A page (one block in one layer) is one run of bytes or several: K and V apart, MLA's latent and RoPE
+parts. In staging they lie side by side, so engines that cut a page differently understand each
+other. Staging may be hit by a late network write at any time; what goes to the device is therefore
+copied out of it first, and the checksum is of that private copy.
+
+What the engine has launched on its own stream and what is copied here would not wait for each other
+by themselves. Fences order them, see `DeviceBlockCopier.fence`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+    from numpy.typing import NDArray
+
+_ONE_PAGE = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of bytes that every block of one layer has.
+
+    That of block b is ``memories[memory][offset + b * stride :][: num_bytes]``.
+    """
+
+    memory: int
+    offset: int
+    stride: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DevicePageLayout(PageLayout):
+    """Where the pages of every (layer, block) lie in the memory of a device.
+
+    The fields of `PageLayout` hold for the first segment of each layer; `page_bytes` is the sum of
+    its segments, the same for all layers.
+
+    Attributes:
+        segments: For each layer, in the order in which they lie in staging.
+        memories: Flat views of the device's allocations, each uint8 [size of the allocation].
+        num_blocks: Blocks of each layer.
+    """
+
+    segments: tuple[tuple[Segment, ...], ...]
+    memories: tuple[torch.Tensor, ...]
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        for layer in self.segments:
+            if sum(segment.num_bytes for segment in layer) != self.page_bytes:
+                raise ValueError(f"segments {layer} do not make a page of {self.page_bytes} bytes")
+            for segment in layer:
+                end = segment.offset + (self.num_blocks - 1) * segment.stride + segment.num_bytes
+                if segment.offset < 0 or end > self.memories[segment.memory].numel():
+                    raise ValueError(f"{segment} leaves its memory of {self.num_blocks} blocks")
+
+    def for_layers(self, start: int, stop: int) -> DevicePageLayout:
+        return replace(
+            self,
+            layer_offsets=self.layer_offsets[start:stop],
+            segments=self.segments[start:stop],
+        )
+
+    def runs(self, block_ids: list[int]) -> Iterator[tuple[Segment, int, int]]:
+        """What to copy, in the order of staging: segment, its first block, number of bytes.
+
+        Neighbouring blocks whose pages are neighbours in memory too are one run.
+        """
+        for layer in self.segments:
+            packed = len(layer) == 1 and layer[0].stride == layer[0].num_bytes
+            at = 0
+            while at < len(block_ids):
+                count = 1
+                while (
+                    packed
+                    and at + count < len(block_ids)
+                    and block_ids[at + count] == block_ids[at] + count
+                ):
+                    count += 1
+                for segment in layer:
+                    yield segment, block_ids[at], segment.num_bytes * count
+                at += count
+
+
+class Device(Protocol):
+    """Streams, events and memory of one accelerator, as far as copies need them.
+
+    `copy` only enqueues; nothing that was enqueued may be relied upon before `synchronize` of its
+    stream has returned, which blocks without the GIL. Tensors are flat, uint8 and of equal size.
+    Every method but `record` is for the calling thread's own stream.
+    """
+
+    def bind_thread(self) -> None:
+        """Make the device current for the calling thread; before anything else there."""
+
+    def new_stream(self) -> Any:
+        """A stream for copies, beside the engine's."""
+
+    def record(self) -> Any:
+        """An event behind all that the calling thread has launched on its current stream."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What is enqueued on `stream` from now on runs after the event; returns at once."""
+
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue target[:] = source; one of them is on the device, the other one is pinned."""
+
+    def synchronize(self, stream: Any) -> None:
+        """Until everything that was enqueued on `stream` is done."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Page-locked host memory, uint8 [num_bytes]."""
+
+
+class Fence:
+    """A point in the engine's stream that copies of some blocks wait for. It may be moved on.
+
+    Written by the engine's main thread, read by the threads that copy: one reference.
+    """
+
+    __slots__ = ("_device", "event")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.event = device.record()
+
+    def mark(self) -> None:
+        """Move it behind all that has been launched so far. Main thread."""
+        self.event = self._device.record()
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What one thread copies with."""
+
+    stream: Any
+    bounce: torch.Tensor
+
+    @property
+    def region(self) -> Region:
+        return Region(self.bounce.data_ptr(), self.bounce.numel())
+
+
+class DeviceBlockCopier(BlockCopier):
+    """A copier for `DevicePageLayout`. A call returns when its bytes are where they belong.
+
+    Each thread has a stream and a pinned buffer of its own, as large as its largest copy so far.
+    """
+
+    def __init__(self, device: Device, host: BlockCopier) -> None:
+        """`host` packs, unpacks and checksums what is in host memory."""
+        self._device = device
+        self._host = host
+        self._lanes = threading.local()
+        self._lock = threading.Lock()
+        self._fences: dict[int, Fence] = {}  # by block; under the lock
+        self._last: Fence | None = None  # under the lock
+
+    def fence(self, block_ids: Iterable[int]) -> Fence:
+        """Order copies of these blocks behind what the engine has launched. Main thread.
+
+        Made at the begin of a step, before its loads start: a scatter must not overtake the kernels
+        of earlier steps that still use those blocks. Marked again once the step's kernels are
+        launched, before anybody may fetch what they compute. Blocks that were never named wait for
+        the latest fence.
+        """
+        fence = Fence(self._device)
+        with self._lock:
+            self._last = fence
+            self._fences.update(dict.fromkeys(block_ids, fence))
+        return fence
+
+    def gather(
+        self,
+        layout: PageLayout,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int = 0,
+        seed: int = 0,
+    ) -> int:
+        layout, ids, num_bytes = _check(layout, block_ids, staging, staging_offset)
+        if not num_bytes:
+            return self._host.checksum(staging, staging_offset, 0, seed)
+        lane = self._lane(num_bytes)
+        self._order(lane, ids)
+        for pages, bounce in _pairs(layout, ids, lane):
+            self._device.copy(lane.stream, bounce, pages)
+        self._device.synchronize(lane.stream)
+        return self._host.gather(
+            _one_page(lane.region, 0, num_bytes), _ONE_PAGE, staging, staging_offset, seed
+        )
+
+    def scatter(
+        self,
+        layout: PageLayout,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int = 0,
+        seed: int = 0,
+    ) -> int:
+        layout, ids, num_bytes = _check(layout, block_ids, staging, staging_offset)
+        if not num_bytes:
+            return self._host.checksum(staging, staging_offset, 0, seed)
+        lane = self._lane(num_bytes)
+        checksum = self._host.gather(
+            _one_page(staging, staging_offset, num_bytes), _ONE_PAGE, lane.region, 0, seed
+        )
+        self._order(lane, ids)
+        for pages, bounce in _pairs(layout, ids, lane):
+            self._device.copy(lane.stream, pages, bounce)
+        self._device.synchronize(lane.stream)
+        return checksum
+
+    def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
+        """Of host memory: staging, or what a tier holds."""
+        return self._host.checksum(region, offset, num_bytes, seed)
+
+    def _lane(self, num_bytes: int) -> _Lane:
+        lane: _Lane | None = getattr(self._lanes, "lane", None)
+        if lane is None:
+            self._device.bind_thread()
+            lane = _Lane(self._device.new_stream(), self._device.pinned(num_bytes))
+            self._lanes.lane = lane
+        elif lane.bounce.numel() < num_bytes:
+            lane.bounce = self._device.pinned(num_bytes)
+        return lane
+
+    def _order(self, lane: _Lane, ids: list[int]) -> None:
+        with self._lock:
+            found = {self._fences.get(block, self._last) for block in ids}
+        for fence in found:
+            if fence is not None:
+                self._device.wait(lane.stream, fence.event)
+
+
+def _one_page(region: Region, offset: int, num_bytes: int) -> PageLayout:
+    """Contiguous bytes as a layout of one layer and one block."""
+    return PageLayout(region, np.array([offset], dtype=np.int64), num_bytes, num_bytes)
+
+
+def _pairs(
+    layout: DevicePageLayout, ids: list[int], lane: _Lane
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Device bytes and their place in the pinned buffer."""
+    at = 0
+    for segment, block, num_bytes in layout.runs(ids):
+        start = segment.offset + block * segment.stride
+        pages = layout.memories[segment.memory][start : start + num_bytes]
+        yield pages, lane.bounce[at : at + num_bytes]
+        at += num_bytes
+
+
+def _check(
+    layout: PageLayout, block_ids: NDArray[np.int64], staging: Region, staging_offset: int
+) -> tuple[DevicePageLayout, list[int], int]:
+    """Refuses what would leave the pages or staging, before anything is copied."""
+    if not isinstance(layout, DevicePageLayout):
+        raise TypeError(f"pages in host memory ({type(layout).__name__}) have their own copier")
+    if block_ids.dtype != np.int64 or block_ids.ndim != 1:
+        raise TypeError("block_ids must be an int64 vector")
+    outside = (block_ids < 0) | (block_ids >= layout.num_blocks)
+    if outside.any():
+        i = int(outside.argmax())
+        raise ValueError(f"block_ids[{i}] = {block_ids[i]}: there are {layout.num_blocks} blocks")
+    num_bytes = layout.num_bytes(len(block_ids))
+    if staging_offset < 0 or staging_offset + num_bytes > staging.size:
+        raise ValueError(
+            f"staging range of {num_bytes} bytes at offset {staging_offset} leaves the region of "
+            f"{staging.size} bytes"
+        )
+    return layout, block_ids.tolist(), num_bytes
