@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-SUBCOMMANDS: tuple[str, ...] = ("doctor",)
+SUBCOMMANDS = ("router", "doctor")
 """In the order of ``vllm-pd --help``."""
 
 

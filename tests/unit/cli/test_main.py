@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 
@@ -44,3 +45,14 @@ def test_unknown_subcommand_is_an_error() -> None:
 def test_version() -> None:
     result = CliRunner().invoke(main.app, ["--version"])
     assert (result.exit_code, result.output.strip()) == (0, __version__)
+
+
+def test_router_imports_no_engine_and_nothing_slow() -> None:
+    code = (
+        "import sys; import vllm_ascend_pd.cli.router, vllm_ascend_pd.router.server;"
+        "slow = ('vllm', 'torch', 'numpy', 'kubernetes', 'opentelemetry', 'mooncake');"
+        "print([name for name in slow if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "[]", found.stderr

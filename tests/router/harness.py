@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router and scripted engines in one event loop, and the proof that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+
+from vllm_ascend_pd.router.config import Probes, Retries, RouterConfig, Timeouts
+from vllm_ascend_pd.router.server import RouterServer, bind
+from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+
+FAST = RouterConfig(
+    port=0,
+    policy="round-robin",
+    access_log=False,
+    drain_s=1.0,
+    timeouts=Timeouts(
+        connect_s=0.5,
+        head_s=0.6,
+        body_s=0.6,
+        prefill_s=1.0,
+        first_token_s=1.0,
+        idle_s=0.4,
+        answer_s=2.0,
+    ),
+    probes=Probes(interval_s=0.05, timeout_s=0.2, failure_threshold=3),
+    retries=Retries(max_attempts=3),
+)
+PATIENCE_S = 5.0
+
+
+@dataclass
+class Deployment:
+    """A running router with its engines."""
+
+    server: RouterServer
+    url: str
+    prefills: list[ScriptedEngine]
+    decodes: list[ScriptedEngine]
+    http: aiohttp.ClientSession
+    expected_leaks: set[str] = field(default_factory=set)
+
+    @property
+    def router(self) -> Any:
+        return self.server.router
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def count(self, name: str, **labels: str) -> float:
+        return float(self.router.metrics.value(name, **labels))
+
+    async def post(
+        self, path: str = "/v1/completions", *, headers: dict[str, str] | None = None, **fields: Any
+    ) -> tuple[int, Any, bytes]:
+        body = {"model": "tiny", "prompt": "Hello, my name is", "max_tokens": 4, **fields}
+        if path.endswith("chat/completions"):
+            body.pop("prompt")
+            body.setdefault("messages", [{"role": "user", "content": "Hello"}])
+        async with self.http.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, response.headers, await response.read()
+
+
+@asynccontextmanager
+async def deployed(
+    num_prefills: int = 1,
+    num_decodes: int = 1,
+    config: RouterConfig = FAST,
+    **engine: Any,
+) -> AsyncIterator[Deployment]:
+    """Started and ready; at the end stopped, with nothing left."""
+    files_before, tasks_before = num_sockets(), asyncio.all_tasks()
+    prefills = [ScriptedEngine(f"p{i}", **engine) for i in range(num_prefills)]
+    decodes = [ScriptedEngine(f"d{i}", **engine) for i in range(num_decodes)]
+    for one in (*prefills, *decodes):
+        await one.start()
+    config = replace(
+        config,
+        prefills=(*config.prefills, *(one.url for one in prefills)),
+        decodes=(*config.decodes, *(one.url for one in decodes)),
+    )
+    sock = bind(config.host, 0)
+    server = RouterServer(config)
+    await server.start(sock)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    try:
+        async with aiohttp.ClientSession() as http:
+            deployment = Deployment(server, url, prefills, decodes, http)
+            router = server.router
+            await until(lambda: all(i in router.prober.models for i in router.registry), "ready")
+            yield deployment
+            await nothing_in_progress(deployment)
+    finally:
+        await server.stop()
+        for one in (*prefills, *decodes):
+            await one.stop()
+    others = asyncio.all_tasks() - tasks_before
+    await until(lambda: not [task for task in others if not task.done()], "tasks left")
+    await until(lambda: num_sockets() <= files_before, "sockets left")
+
+
+async def nothing_in_progress(deployment: Deployment) -> None:
+    """No request, leg, exchange or token is counted any more, on either side."""
+    router = deployment.router
+    await until(lambda: router.metrics.num_requests == 0, "requests left")
+    for instance in router.registry:
+        await until(lambda i=instance: i.num_active == 0, "legs left")  # type: ignore[misc]
+        assert instance.num_active_tokens == 0
+    engines = (*deployment.prefills, *deployment.decodes)
+    await until(lambda: not any(e.num_in_progress for e in engines), "engines still work")
+
+
+async def until(condition: Callable[[], bool], what: str = "condition") -> None:
+    """Wait for something that must come true soon."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + PATIENCE_S
+    while not condition():
+        assert loop.time() < end, what
+        await asyncio.sleep(0.005)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """An asynchronous test on a fresh event loop."""
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def num_sockets() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except FileNotFoundError:
+            continue
+    return count
+
+
+def events(body: bytes) -> list[Any]:
+    """Of a stream: each event's JSON, or its text."""
+    assert body.endswith(b"\n\n"), body[-200:]
+    found: list[Any] = []
+    for event in body.decode().removesuffix("\n\n").split("\n\n"):
+        data = event.removeprefix("data: ")
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+async def raw_exchange(port: int, data: bytes, timeout_s: float = PATIENCE_S) -> bytes:
+    """Send these bytes, and read until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        return await asyncio.wait_for(reader.read(), timeout_s)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

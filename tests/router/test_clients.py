@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that send what they should not, and keys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.router.harness import FAST, deployed, raw_exchange, run, until
+from vllm_ascend_pd.router.config import Limits
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"[]", "JSON"),
+        (b'"text"', "JSON"),
+        (b'{"prompt": NaN}', "JSON"),
+        (b'{"model": 7, "prompt": "x"}', "model"),
+        (b'{"model": "tiny"}', "prompt"),
+        (b'{"prompt": "x", "vllm_xargs": {"a": 1}, "a":' + b"[" * 100_000, "JSON"),
+    ],
+    ids=["empty", "cut", "list", "text", "nan", "model", "prompt", "deep"],
+)
+def test_body_that_no_engine_can_read_is_400(body: bytes, named: str) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            async with d.http.post(f"{d.url}/v1/completions", data=body) as response:
+                assert response.status == 400
+                assert named in (await response.json())["error"]["message"]
+            assert not d.prefills[0].received
+            assert d.count("requests_total", outcome="client_error") == 1
+
+    run(test)
+
+
+def test_large_body_is_413() -> None:
+    async def test() -> None:
+        async with deployed(config=replace(FAST, limits=Limits(body_bytes=1000))) as d:
+            status, _, _ = await d.post(prompt="x" * 2000)
+            assert status == 413
+            assert not d.prefills[0].received
+
+    run(test)
+
+
+def test_header_of_a_mebibyte_is_refused() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            answer = await raw_exchange(
+                d.port, HEAD + b"X-Large: " + b"x" * (1 << 20) + b"\r\n\r\n"
+            )
+            assert b" 400 " in answer[:20] or answer == b""
+            assert (await d.post())[0] == 200
+
+    run(test)
+
+
+def test_many_headers_are_refused() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            lines = b"".join(b"X-%d: y\r\n" % i for i in range(1000))
+            answer = await raw_exchange(d.port, HEAD + lines + b"\r\n")
+            assert b" 400 " in answer[:20] or answer == b""
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"", b"POST /v1/comp", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{"],
+    ids=["nothing", "line", "headers", "body"],
+)
+def test_slow_client_is_cut_off(start: bytes) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            answer = await raw_exchange(d.port, start, 3)
+            assert answer == b"" or b" 408 " in answer.splitlines()[0]
+
+    run(test)
+
+
+def test_slow_loris_is_cut_off_though_it_sends() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            _, writer = await asyncio.open_connection("127.0.0.1", d.port)
+            for byte in HEAD * 10:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.01)
+                if writer.transport.is_closing():
+                    break
+            assert writer.transport.is_closing()
+            writer.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"\r\n\r\n\r\n", b"\x00" * 5000],
+    ids=["tls", "version", "blank", "zeros"],
+)
+def test_bytes_that_are_not_http_are_refused(data: bytes) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            answer = await raw_exchange(d.port, data, 3)
+            assert b" 200 " not in answer
+            assert (await d.post())[0] == 200
+
+    run(test)
+
+
+def test_request_smuggling_is_refused() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            both = HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+            assert b" 400 " in (await raw_exchange(d.port, both, 3)).splitlines()[0]
+
+    run(test)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(
+        ["model", "prompt", "stream", "max_tokens", "n", "kv_transfer_params", "vllm_xargs", "x"]
+    ),
+    JSON,
+)
+
+
+def test_any_body_is_answered_and_reaches_engines_unchanged() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            bodies: list[bytes] = []
+
+            @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+            @given(FIELDS.map(lambda f: json.dumps(f).encode()) | st.binary(max_size=200))
+            def collect(body: bytes) -> None:
+                bodies.append(body)
+
+            await asyncio.to_thread(collect)
+            for body in bodies:
+                for engine in (*d.prefills, *d.decodes):
+                    engine.received.clear()
+                    engine._faults.clear()
+                    engine.script("status(418)" if engine in d.decodes else "ok")
+                async with d.http.post(f"{d.url}/v1/completions", data=body) as response:
+                    assert response.status in (400, 418, 502), body
+                    await response.read()
+                for request in d.decodes[0].received:
+                    sent = {k: v for k, v in json.loads(body).items() if k != "kv_transfer_params"}
+                    got = {k: v for k, v in request.json.items() if k != "kv_transfer_params"}
+                    if isinstance(sent.get("vllm_xargs"), dict):
+                        sent["vllm_xargs"].pop("kv_transfer_params", None)
+                    assert got == sent
+
+    run(test)
+
+
+def test_api_keys(tmp_path: Path) -> None:
+    async def test() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("# ours\nfirst\nsecond\n")
+        async with deployed(config=replace(FAST, api_keys_file=keys)) as d:
+            for key, status in (("first", 200), ("second", 200), ("third", 401), ("", 401)):
+                headers = {"Authorization": f"Bearer {key}"}
+                assert (await d.post(headers=headers))[0] == status
+            assert (await d.post())[0] == 401
+            assert (await d.post(headers={"Authorization": "Basic first"}))[0] == 401
+            for path, status in (("/v1/models", 401), ("/instances", 401), ("/health", 200)):
+                async with d.http.get(d.url + path) as response:
+                    assert response.status == status
+            keys.write_text("third\n")
+            os.utime(keys, (1, 1))
+            d.router.refresh_secrets()
+            assert (await d.post(headers={"Authorization": "Bearer third"}))[0] == 200
+            assert (await d.post(headers={"Authorization": "Bearer first"}))[0] == 401
+
+    run(test)
+
+
+def test_engine_key_replaces_the_clients(tmp_path: Path) -> None:
+    async def test() -> None:
+        key = tmp_path / "key"
+        key.write_text("engine-secret\n")
+        async with deployed(config=replace(FAST, engine_api_key_file=key)) as d:
+            await d.post(headers={"Authorization": "Bearer client"})
+            for engine in (d.prefills[0], d.decodes[0]):
+                assert engine.received[0].headers["authorization"] == "Bearer engine-secret"
+
+    run(test)
+
+
+def test_idle_connections_to_engines_are_few_and_closed() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            await asyncio.gather(*(d.post() for _ in range(20)))
+            client = d.router.registry.decodes[0].client
+            assert client.num_busy == 0
+            assert client.num_open <= 21
+            client.retire()
+            await until(lambda: client.num_open <= 1)
+
+    run(test)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that fail, clients that leave. ``deployed`` proves after each that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.router.harness import FAST, deployed, events, run, until
+from vllm_ascend_pd.router.config import Probes, Retries, Timeouts
+
+BEFORE_THE_FIRST_BYTE = (
+    "close",
+    "reset",
+    "half_close",
+    "status(500)",
+    "status(503)",
+    "garbage",
+    "bad_json",
+    "huge_head",
+    "truncate",
+)
+CAUSES = ("disconnect", "status", "protocol", "truncated", "no_kv_transfer_params")
+STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+def error(body: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(body)["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+@pytest.mark.parametrize("fault", [*BEFORE_THE_FIRST_BYTE, "no_params"])
+def test_failed_prefill_is_repeated_with_another_pair(fault: str) -> None:
+    async def test() -> None:
+        async with deployed(2, 2) as d:
+            d.prefills[0].script(fault)
+            status, _, _ = await d.post()
+            assert status == 200
+            assert len(d.prefills[1].received) == 1
+            assert sum(len(e.received) for e in d.decodes) == 1
+            assert sum(d.count("retries_total", cause=cause) for cause in CAUSES) == 1
+
+    run(test)
+
+
+@STREAMED
+@pytest.mark.parametrize("fault", [f for f in BEFORE_THE_FIRST_BYTE if f != "bad_json"])
+def test_failed_decode_is_repeated_with_another_pair(fault: str, stream: bool) -> None:
+    async def test() -> None:
+        async with deployed(2, 2) as d:
+            d.decodes[0].script("break(0)" if stream and fault == "truncate" else fault)
+            status, _, body = await d.post(stream=stream)
+            assert status == 200
+            assert len(d.decodes[1].received) == 1
+            if stream:
+                assert len(events(body)) == 5
+            assert d.count("requests_total", outcome="ok") == 1
+
+    run(test)
+
+
+@STREAMED
+def test_concurrent_decode_that_fails_aborts_its_prefill(stream: bool) -> None:
+    async def test() -> None:
+        async with deployed(1, 2, supports_concurrent=True) as d:
+            await d.post()
+            d.prefills[0].script("hang")
+            d.decodes[1].script("close")
+            status, _, _ = await d.post(stream=stream)
+            assert status == 200
+            await until(lambda: d.prefills[0].num_given_up == 1)
+            assert d.count("orders_total", order="concurrent") == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("fault", ["close", "status(500)", "status(400)", "hang", "garbage"])
+def test_concurrent_prefill_that_fails_is_no_client_error(fault: str) -> None:
+    async def test() -> None:
+        async with deployed(supports_concurrent=True) as d:
+            await d.post()
+            d.prefills[0].script(fault)
+            d.decodes[0].script("delay(0.05)")
+            status, _, body = await d.post(stream=True)
+            assert status == 200
+            assert events(body)[-1] == "[DONE]"
+            assert d.count("retries_total", cause="disconnect") == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(("leg", "expected"), [("prefill", 0), ("decode", 1)])
+def test_client_error_goes_to_the_client_and_counts_against_nobody(leg: str, expected: int) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            for _ in range(5):
+                (d.prefills if leg == "prefill" else d.decodes)[0].script("status(422)")
+                status, _, body = await d.post()
+                assert status == 422
+                assert error(body)["message"] == "scripted"
+            assert len(d.decodes[0].received) == 5 * expected
+            assert d.count("requests_total", outcome="client_error") == 5
+            assert all(i.breaker.state.value == "closed" for i in d.router.registry)
+
+    run(test)
+
+
+def test_missing_params_everywhere_is_an_error_that_says_so() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.prefills[0].script("no_params")
+            status, _, body = await d.post()
+            assert status == 502
+            assert error(body)["type"] == "no_kv_transfer_params"
+            assert "--kv-transfer-config" in error(body)["message"]
+            assert not d.decodes[0].received
+
+    run(test)
+
+
+def test_attempts_end() -> None:
+    async def test() -> None:
+        async with deployed(4, 4) as d:
+            for engine in d.prefills:
+                engine.script("status(500)")
+            status, _, body = await d.post()
+            assert status == 502
+            assert error(body)["type"] == "status"
+            assert sum(len(e.received) for e in d.prefills) == 3
+            assert d.count("requests_total", outcome="failed") == 1
+
+    run(test)
+
+
+def test_retry_budget_ends() -> None:
+    async def test() -> None:
+        config = replace(
+            FAST,
+            retries=Retries(max_attempts=3, budget_ratio=0, budget_burst=1),
+            probes=Probes(interval_s=0.05, timeout_s=0.2, failure_threshold=100),
+        )
+        async with deployed(1, 2, config) as d:
+            for engine in d.decodes:
+                engine.script("close, close, close")
+            assert [(await d.post())[0] for _ in range(2)] == [502, 502]
+            assert sum(len(e.received) for e in d.decodes) == 3
+            assert d.count("retry_budget_exhausted_total") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("leg", "fault", "stream"),
+    [
+        ("prefill", "hang", False),
+        ("decode", "hang", True),
+        ("decode", "stall(0)", True),
+        ("decode", "hang", False),
+    ],
+)
+def test_deadline_of_each_phase(leg: str, fault: str, stream: bool) -> None:
+    async def test() -> None:
+        timeouts = Timeouts(prefill_s=0.1, first_token_s=0.15, answer_s=0.2)
+        async with deployed(2, 2, replace(FAST, timeouts=timeouts)) as d:
+            for engine in d.prefills if leg == "prefill" else d.decodes:
+                engine.script(fault)
+            status, _, body = await d.post(stream=stream)
+            assert status == 504
+            assert "took longer than" in error(body)["message"]
+            assert d.count("requests_total", outcome="timeout") == 1
+            engines = (*d.prefills, *d.decodes)
+            await until(lambda: sum(e.num_given_up for e in engines) == 1)
+
+    run(test)
+
+
+@pytest.mark.parametrize("fault", ["break(2)", "stall(2)"])
+def test_stream_that_breaks_ends_with_an_error_event(fault: str) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.decodes[0].script(fault)
+            status, _, body = await d.post(stream=True)
+            assert status == 200
+            got = events(body)
+            assert [len(event.get("choices", ())) for event in got] == [1, 1, 0]
+            assert got[-1]["error"]["type"] == "broken_stream"
+            assert d.count("requests_total", outcome="broken_stream") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("order", ["prefill-first", "concurrent"])
+@pytest.mark.parametrize("moment", ["prefill", "decode", "stream"])
+def test_client_that_leaves_ends_both_legs(order: str, moment: str) -> None:
+    async def test() -> None:
+        async with deployed(supports_concurrent=order == "concurrent") as d:
+            await d.post()
+            prefill, decode = d.prefills[0], d.decodes[0]
+            if moment == "prefill":
+                prefill.script("hang")
+            decode.script("stall(2)" if moment == "stream" else "hang")
+            leaving = asyncio.ensure_future(d.post(stream=True))
+            waiting = prefill if moment == "prefill" else decode
+            await until(lambda: waiting.num_in_progress == 1)
+            if moment == "stream":
+                await asyncio.sleep(0.05)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await until(lambda: not prefill.num_in_progress and not decode.num_in_progress)
+            assert prefill.num_given_up + decode.num_given_up >= 1
+            await until(lambda: d.count("requests_total", outcome="disconnected") == 1)
+
+    run(test)
+
+
+def test_client_that_half_closes_is_gone() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.prefills[0].script("hang")
+            reader, writer = await asyncio.open_connection("127.0.0.1", d.port)
+            body = b'{"model": "tiny", "prompt": "x"}'
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            await until(lambda: d.prefills[0].num_in_progress == 1)
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+            await until(lambda: d.prefills[0].num_given_up == 1)
+
+    run(test)
+
+
+def test_client_that_does_not_read_is_cut_off() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            reader, writer = await asyncio.open_connection("127.0.0.1", d.port, limit=1024)
+            body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 150_000}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            await until(lambda: d.decodes[0].num_in_progress == 1)
+            await until(lambda: d.decodes[0].num_given_up == 1)
+            writer.transport.abort()
+            del reader
+
+    run(test)
+
+
+def test_refused_connection_takes_an_instance_out_at_once() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            await d.decodes[0].stop()
+            for _ in range(6):
+                status, _, _ = await d.post()
+                assert status == 200
+            legs = d.count(
+                "legs_total",
+                instance=f"127.0.0.1:{d.decodes[0].port}",
+                leg="decode",
+                outcome="connect",
+            )
+            assert legs <= 1
+
+    run(test)
+
+
+def test_restarted_instance_comes_back() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            await d.decodes[0].stop()
+            await until(lambda: not d.router.registry.decodes[0].is_available)
+            status, headers, body = await d.post()
+            assert status == 503
+            assert int(headers["Retry-After"]) >= 1
+            assert "no decode instance" in error(body)["message"]
+            async with d.http.get(f"{d.url}/health") as response:
+                assert response.status == 503
+            await d.decodes[0].start()
+            await until(lambda: d.router.registry.decodes[0].is_available)
+            status, _, _ = await d.post()
+            assert status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_no_instance_of_a_role_is_503(role: str) -> None:
+    async def test() -> None:
+        async with deployed(int(role == "decode"), int(role == "prefill")) as d:
+            status, headers, body = await d.post()
+            assert status == 503
+            assert int(headers["Retry-After"]) >= 1
+            assert error(body)["message"] == f"no {role} instance is known"
+            assert d.count("requests_total", outcome="unavailable") == 1
+
+    run(test)
+
+
+def test_instance_that_fails_requests_gets_one_at_a_time_until_one_succeeds() -> None:
+    async def test() -> None:
+        async with deployed(1, 1) as d:
+            instance = d.router.registry.decodes[0]
+            for _ in range(3):
+                d.decodes[0].script("status(500)")
+                assert (await d.post())[0] == 502
+            assert instance.breaker.state.value != "closed"
+            assert (await d.post())[0] in (200, 503)
+            await until(lambda: instance.breaker.state.value != "open")
+            assert (await d.post())[0] == 200
+            assert instance.breaker.state.value == "closed"
+
+    run(test)
+
+
+def test_requests_of_an_instance_that_hangs_go_elsewhere() -> None:
+    async def test() -> None:
+        config = replace(FAST, timeouts=replace(FAST.timeouts, answer_s=30, prefill_s=30))
+        async with deployed(1, 2, config) as d:
+            d.decodes[0].health_hangs = True
+            d.decodes[0].script("hang")
+            status, _, _ = await d.post()
+            assert status == 200
+            assert d.count("retries_total", cause="down") == 1
+
+    run(test)
+
+
+def test_dead_engine_under_32_streams() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, replace(FAST, policy="least-loaded")) as d:
+            d.decodes[0].script(", ".join(["delay(0.2)"] * 32))
+            d.decodes[1].script(", ".join(["delay(0.1)"] * 32))
+            posts = [asyncio.ensure_future(d.post(stream=True, prompt=f"{i}")) for i in range(32)]
+            await until(lambda: d.decodes[0].num_in_progress >= 10)
+            await d.decodes[0].stop()
+            for status, _, body in await asyncio.gather(*posts):
+                assert status == 200
+                assert events(body)[-1] == "[DONE]"
+
+    run(test)
+
+
+def test_connection_closed_while_idle_is_no_failure() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            await d.post()
+            port = d.decodes[0].port
+            await d.decodes[0].stop()
+            await d.decodes[0].start()
+            assert d.decodes[0].port == port
+            assert (await d.post())[0] == 200
+
+    run(test)
+
+
+def test_router_that_stops_ends_what_it_began() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.decodes[0].script("delay(0.3)")
+            posting = asyncio.ensure_future(d.post())
+            await until(lambda: d.decodes[0].num_in_progress == 1)
+            await d.server.stop()
+            status, _, _ = await posting
+            assert status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await d.post()
+
+    run(test)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd router``: its options."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+INSTANCES = "Instances"
+ROUTING = "Routing"
+SECURITY = "Security"
+TIMES = "Timeouts and limits"
+
+EPILOG = """
+Two engines on this machine:
+
+    vllm-pd router --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+
+More in docs/router.md.
+"""
+
+
+def option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+@app.command(epilog=EPILOG)
+def router(
+    prefill: Annotated[
+        list[str], option(INSTANCES, "URL of a prefill engine; repeat for more.")
+    ] = [],  # noqa: B006 - typer reads it as the default
+    decode: Annotated[
+        list[str], option(INSTANCES, "URL of a decode engine; repeat for more.")
+    ] = [],  # noqa: B006
+    instances: Annotated[
+        Path | None,
+        option(INSTANCES, "JSON file of instances, read again when it changes."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    policy: Annotated[
+        str, option(ROUTING, "least-loaded, power-of-two or round-robin.")
+    ] = "least-loaded",
+    order: Annotated[
+        str,
+        option(ROUTING, "auto, prefill-first or concurrent (where the prefill engine can)."),
+    ] = "auto",
+    skip_prefill: Annotated[
+        str,
+        option(
+            ROUTING,
+            "When D computes a prompt itself: never, always, or below this number of tokens.",
+        ),
+    ] = "never",
+    prefill_model_labels: Annotated[
+        str, option(ROUTING, "Only prefill instances with one of these 'model' labels (a,b).")
+    ] = "",
+    decode_model_labels: Annotated[
+        str, option(ROUTING, "Only decode instances with one of these 'model' labels (a,b).")
+    ] = "",
+    api_keys_file: Annotated[
+        Path | None, option(SECURITY, "API keys of clients, one a line. Without: no key needed.")
+    ] = None,
+    engine_api_key_file: Annotated[
+        Path | None,
+        option(SECURITY, "Key that engines want. Without: the client's Authorization passes."),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, option(SECURITY, "Serve https with this certificate chain.")
+    ] = None,
+    tls_key: Annotated[Path | None, option(SECURITY, "Its key.")] = None,
+    engine_ca: Annotated[
+        Path | None, option(SECURITY, "CA bundle for https engines; the system's by default.")
+    ] = None,
+    max_body_mb: Annotated[int, option(TIMES, "Largest request body, MiB.")] = 64,
+    connect_timeout: Annotated[float, option(TIMES, "Connection to an engine, seconds.")] = 5.0,
+    prefill_timeout: Annotated[float, option(TIMES, "The prefill leg, seconds.")] = 300.0,
+    first_token_timeout: Annotated[
+        float, option(TIMES, "A streamed decode leg, up to its first token, seconds.")
+    ] = 300.0,
+    idle_timeout: Annotated[
+        float, option(TIMES, "Between two tokens of a stream, seconds.")
+    ] = 120.0,
+    answer_timeout: Annotated[
+        float, option(TIMES, "A decode leg that is not streamed, seconds.")
+    ] = 3600.0,
+    max_attempts: Annotated[int, option(TIMES, "Pairs to try for one request.")] = 3,
+    probe_interval: Annotated[float, option(TIMES, "Between two health probes, seconds.")] = 2.0,
+    drain_timeout: Annotated[
+        float, option(TIMES, "For requests in progress when the router stops, seconds.")
+    ] = 60.0,
+    access_log: Annotated[bool, typer.Option(help="Log one line per request.")] = True,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """OpenAI's API in front of prefill and decode engines."""
+    from vllm_ascend_pd.errors import ConfigError
+    from vllm_ascend_pd.router import config as router_config
+
+    levels = {"debug", "info", "warning", "error"}
+    if log_level.lower() not in levels:
+        raise typer.BadParameter(f"one of {', '.join(sorted(levels))}", param_hint="--log-level")
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = router_config.RouterConfig(
+            host=host,
+            port=port,
+            prefills=tuple(prefill),
+            decodes=tuple(decode),
+            instances_file=instances,
+            policy=policy,
+            order=order,  # type: ignore[arg-type]
+            api_keys_file=api_keys_file,
+            engine_api_key_file=engine_api_key_file,
+            prefill_labels=_labels(prefill_model_labels),
+            decode_labels=_labels(decode_model_labels),
+            drain_s=drain_timeout,
+            access_log=access_log,
+            timeouts=router_config.Timeouts(
+                connect_s=connect_timeout,
+                prefill_s=prefill_timeout,
+                first_token_s=first_token_timeout,
+                idle_s=idle_timeout,
+                answer_s=answer_timeout,
+            ),
+            retries=router_config.Retries(max_attempts=max_attempts),
+            probes=router_config.Probes(interval_s=probe_interval),
+            limits=router_config.Limits(body_bytes=max_body_mb << 20),
+            tls=router_config.TLS(tls_certificate, tls_key, engine_ca),
+            skipping=router_config.Skipping(router_config.skip_mode(skip_prefill)),
+        )
+        from vllm_ascend_pd.router.server import serve
+
+        serve(config, lambda url: typer.echo(f"vllm-pd router listens on {url}"))
+    except ConfigError as e:
+        typer.echo(f"Error: {e}", err=True)
+        raise typer.Exit(2) from e
+
+
+def _labels(text: str) -> tuple[str, ...]:
+    return tuple(label for label in (part.strip() for part in text.split(",")) if label)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the client gets: answers, errors in OpenAI's form, and streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm_ascend_pd.router.failures import Failure
+    from vllm_ascend_pd.router.http_client import Response
+    from vllm_ascend_pd.router.legs import Answer
+    from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.trace import Trace
+
+NEVER_WAITS_BYTES = 32 << 10
+"""Below a transport's high-water mark (64 KiB): writing returns at once."""
+MAX_EVENT_BYTES = 16 << 20
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_NOT_ANSWERED = HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
+_encoder = msgspec.json.Encoder()
+
+
+def error_body(status: int, kind: str, message: str, param: str | None = None) -> bytes:
+    """As vLLM and OpenAI write errors; ``kind`` is for programs, ``message`` for people."""
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return _encoder.encode({"error": error})
+
+
+def error_response(
+    status: int,
+    kind: str,
+    message: str,
+    *,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> web.Response:
+    return web.Response(
+        status=status,
+        body=error_body(status, kind, message, param),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def answer_headers(
+    headers: Iterable[tuple[bytes, bytes]], request_id: str
+) -> list[tuple[str, str]]:
+    """The engine's headers, less those that belong to its connection."""
+    kept = [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name not in _NOT_ANSWERED
+    ]
+    kept.append(("x-request-id", request_id))
+    return kept
+
+
+def whole_answer(answer: Answer, trace: Trace) -> web.Response:
+    """What an engine answered, for the client."""
+    trace.status, trace.num_bytes = answer.status, len(answer.body)
+    trace.outcome = "ok" if answer.status < 400 else "client_error"
+    headers = CIMultiDict(answer_headers(answer.headers, trace.request_id))
+    return web.Response(status=answer.status, body=answer.body, headers=headers)
+
+
+class EventStream:
+    """Relays server-sent events to a client, whole events only.
+
+    So an error can follow at any time, and the client sees the engine's bytes unchanged.
+    """
+
+    def __init__(self, request: web.Request, metrics: Metrics, idle_s: float) -> None:
+        self._request = request
+        self._metrics = metrics
+        self._idle_s = idle_s
+        self._held = b""
+        self._answer: web.StreamResponse | None = None
+        self.num_bytes = 0
+
+    async def relay(
+        self, response: Response, first: bytes, headers: list[tuple[str, str]]
+    ) -> Failure | None:
+        """All of the stream; how it broke, if it did."""
+        self._answer = answer = web.StreamResponse(status=response.status)
+        answer.headers.extend(headers)
+        await answer.prepare(self._request)
+        piece: bytes | Failure | None = first
+        last = time.monotonic()
+        while isinstance(piece, bytes):
+            response.set_deadline(None, "")
+            if events := self._whole_events(piece):
+                await self._write(events)
+            response.set_deadline(self._idle_s, "the next token")
+            piece = await response.next()
+            now = time.monotonic()
+            self._metrics.itl.observe(now - last)
+            last = now
+        if piece is None and self._held:
+            await self._write(self._held)
+        return piece
+
+    async def end(self, error: bytes | None) -> web.StreamResponse:
+        """End the stream, with an error event first if it broke."""
+        assert self._answer is not None
+        if error is not None:
+            await self._write(b"data: " + error + b"\n\n")
+        await self._answer.write_eof()
+        return self._answer
+
+    def _whole_events(self, piece: bytes) -> bytes:
+        if self._held:
+            piece = self._held + piece
+            self._held = b""
+        if piece.endswith(b"\n\n"):
+            return piece
+        end = piece.rfind(b"\n\n") + 2
+        if end == 1:
+            end = 0 if len(piece) < MAX_EVENT_BYTES else len(piece)
+        self._held = piece[end:]
+        return piece[:end]
+
+    async def _write(self, data: bytes) -> None:
+        assert self._answer is not None
+        self.num_bytes += len(data)
+        transport = self._request.transport
+        if transport is None or transport.get_write_buffer_size() + len(data) < NEVER_WAITS_BYTES:
+            await self._answer.write(data)
+            return
+        # The client is behind: it may be slow, but not for ever.
+        stalled = asyncio.get_running_loop().call_later(self._idle_s, transport.abort)
+        try:
+            await self._answer.write(data)
+        finally:
+            stalled.cancel()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as an aiohttp application: its routes, and the parts behind them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from vllm_ascend_pd import __version__
+from vllm_ascend_pd.router.access_log import AccessLog
+from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.auth import Secrets, bearer_token
+from vllm_ascend_pd.router.bodies import CHAT, COMPLETIONS, BadRequest, parse
+from vllm_ascend_pd.router.config import RouterConfig, read_secret
+from vllm_ascend_pd.router.health import Prober
+from vllm_ascend_pd.router.http_client import EngineClient
+from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
+from vllm_ascend_pd.router.legs import Legs
+from vllm_ascend_pd.router.metrics import Metrics
+from vllm_ascend_pd.router.passthrough import Passthrough
+from vllm_ascend_pd.router.policies import Policy, Routed, make_policy
+from vllm_ascend_pd.router.relay import Job, Relay
+from vllm_ascend_pd.router.requests import (
+    BodyError,
+    forwarded_headers,
+    read_body,
+    request_id,
+    session_of,
+)
+from vllm_ascend_pd.router.retries import RetryBudget
+from vllm_ascend_pd.router.selection import Labels, Selector, Unavailable
+from vllm_ascend_pd.router.skipping import Skipper
+from vllm_ascend_pd.router.tls import engine_context
+from vllm_ascend_pd.router.tokens import PromptLengths
+from vllm_ascend_pd.router.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Router:
+    """All parts of one router process. Event loop thread."""
+
+    def __init__(self, config: RouterConfig, policy: Policy | None = None) -> None:
+        self.config = config
+        self.is_draining = False
+        self._engine_tls = engine_context(config.tls)
+        self._engine_authorization = _engine_authorization(config)
+        self._keys = (
+            Secrets(config.api_keys_file, "--api-keys-file") if config.api_keys_file else None
+        )
+        self.registry = Registry(self._make_instance, self._added, self._removed)
+        self.metrics = Metrics(lambda: self.registry)
+        self.policy = policy or make_policy(config.policy)
+        labels = Labels(frozenset(config.prefill_labels), frozenset(config.decode_labels))
+        self.selector = Selector(self.registry, self.policy, labels)
+        self.lengths = PromptLengths()
+        self.skipper = Skipper(config.skipping)
+        self.legs = Legs(config.timeouts, self.metrics)
+        budget = RetryBudget(config.retries.budget_ratio, config.retries.budget_burst)
+        self.relay = Relay(
+            config, self.selector, self.skipper, self.legs, budget, self.lengths, self.metrics
+        )
+        self.passthrough = Passthrough(config, self.selector, self.legs, self.metrics)
+        auth = self._engine_authorization
+        self.prober = Prober(config.probes, [(b"authorization", auth)] if auth else [])
+        self.access_log = AccessLog(config.access_log)
+        self._retired: set[Instance] = set()
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=self.config.limits.body_bytes)
+        app.router.add_post(COMPLETIONS, self._generate)
+        app.router.add_post(CHAT, self._generate)
+        app.router.add_get("/v1/models", self._models, allow_head=False)
+        app.router.add_get("/health", self._health, allow_head=False)
+        app.router.add_get("/health/live", self._alive, allow_head=False)
+        app.router.add_get("/metrics", self._metrics, allow_head=False)
+        app.router.add_get("/version", self._version, allow_head=False)
+        app.router.add_get("/instances", self._instances, allow_head=False)
+        app.router.add_route("*", "/v1/{path:.*}", self._pass)
+        app.on_cleanup.append(self._close)  # requests in progress have ended
+        return app
+
+    async def _close(self, app: web.Application) -> None:
+        await self.prober.close()
+        for instance in (*self.registry, *self._retired):
+            instance.client.close()
+
+    # Routes.
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, self._route)
+
+    async def _pass(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, self.passthrough.serve)
+
+    async def _serve(
+        self,
+        request: web.Request,
+        handle: Callable[
+            [web.Request, Trace, list[tuple[bytes, bytes]]], Awaitable[web.StreamResponse]
+        ],
+    ) -> web.StreamResponse:
+        """What all requests to engines have in common: a key, an id, one outcome, a log line."""
+        trace = Trace(request_id(request))
+        self.metrics.num_requests += 1
+        try:
+            if not self._is_authorized(request):
+                return self._refuse(trace, 401, "unauthorized", "a valid API key is needed")
+            headers = forwarded_headers(request, trace.request_id, self._engine_authorization)
+            return await handle(request, trace, headers)
+        except BadRequest as e:
+            return self._refuse(trace, 400, "client_error", str(e), e.param)
+        except BodyError as e:
+            return self._refuse(trace, e.status, "client_error", str(e))
+        except ConnectionError as e:  # the client went away while we wrote
+            trace.error = str(e)
+            raise
+        except Exception:
+            trace.outcome, trace.status = "failed", 500
+            logger.exception("request %s", trace.request_id)
+            raise
+        finally:
+            self.metrics.num_requests -= 1
+            self.metrics.ended(trace.outcome)
+            self.access_log.write(request, trace)
+
+    async def _route(
+        self, request: web.Request, trace: Trace, headers: list[tuple[bytes, bytes]]
+    ) -> web.StreamResponse:
+        raw = await read_body(request, self.config.timeouts.body_s)
+        body = parse(request.path, raw)
+        routed = Routed(
+            self.lengths.estimate(body.model, body.prompt),
+            body.num_max_tokens,
+            session_of(request),
+        )
+        headers.append((b"content-type", b"application/json"))
+        return await self.relay.serve(Job(request, body, headers, routed, trace))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        """Every model that an engine serves now, once."""
+        if not self._is_authorized(request):
+            return error_response(401, "unauthorized", "a valid API key is needed")
+        entries: dict[str, Any] = {}
+        for instance in self.registry.decodes:
+            if instance.is_available:
+                for entry in self.prober.models.get(instance, ()):
+                    entries.setdefault(entry["id"], entry)
+        if not entries:
+            found = self.selector.decode(Routed(0, 0), None, ())
+            message = found.message if isinstance(found, Unavailable) else "no model is known yet"
+            return error_response(503, "service_unavailable", message, headers={"Retry-After": "1"})
+        return _json({"object": "list", "data": list(entries.values())})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """Whether a request would find a pair."""
+        if self.is_draining:
+            return error_response(503, "draining", "this router is about to stop")
+        found = self.selector.pair(Routed(0, 0), None, ())
+        if isinstance(found, Unavailable):
+            return error_response(
+                503,
+                "service_unavailable",
+                found.message,
+                headers={"Retry-After": str(found.retry_after_s)},
+            )
+        return web.Response()
+
+    async def _alive(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.expose(), headers={"Content-Type": METRICS_TYPE})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json({"version": __version__})
+
+    async def _instances(self, request: web.Request) -> web.Response:
+        if not self._is_authorized(request):
+            return error_response(401, "unauthorized", "a valid API key is needed")
+        return _json([instance.status() for instance in self.registry])
+
+    # Parts.
+
+    def _is_authorized(self, request: web.Request) -> bool:
+        if self._keys is None:
+            return True
+        return self._keys.accepts(bearer_token(request.headers.get("Authorization")))
+
+    def _refuse(
+        self, trace: Trace, status: int, kind: str, message: str, param: str | None = None
+    ) -> web.Response:
+        trace.status, trace.error = status, message
+        trace.outcome = "unauthorized" if status == 401 else "client_error"
+        headers = {"x-request-id": trace.request_id}
+        return error_response(status, kind, message, param=param, headers=headers)
+
+    def _make_instance(self, spec: InstanceSpec) -> Instance:
+        client = EngineClient(
+            spec.url, connect_timeout_s=self.config.timeouts.connect_s, tls=self._engine_tls
+        )
+        return Instance(spec, client, self.config.probes.failure_threshold)
+
+    def _added(self, instance: Instance) -> None:
+        self.prober.watch(instance)
+
+    def _removed(self, instance: Instance) -> None:
+        self.prober.forget(instance)
+        self.metrics.forget(instance.instance_id)
+        self._retired = {old for old in self._retired if old.client.num_open}
+        self._retired.add(instance)
+        instance.client.retire()
+
+    def refresh_secrets(self) -> None:
+        if self._keys is not None:
+            self._keys.refresh()
+
+
+def _engine_authorization(config: RouterConfig) -> bytes | None:
+    if config.engine_api_key_file is None:
+        return None
+    key = read_secret(config.engine_api_key_file, "--engine-api-key-file")
+    return b"Bearer " + key.encode()
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

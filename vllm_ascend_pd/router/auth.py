@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""API keys of clients, and the token with which engines register."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_BEARER = "bearer "
+
+
+def bearer_token(authorization: str | None) -> str | None:
+    """Of an ``Authorization: Bearer ...`` header."""
+    if authorization is None or not authorization.lower().startswith(_BEARER):
+        return None
+    return authorization[len(_BEARER) :].strip()
+
+
+class Secrets:
+    """The secrets of a file, one a line, '#' for comments. The file is read again when it changes.
+
+    Only digests are kept, and each request is compared with every one of them, so the time that
+    a comparison takes says nothing about a secret.
+    """
+
+    def __init__(self, path: Path, option: str) -> None:
+        self._path = path
+        self._option = option
+        self._digests: tuple[bytes, ...] = ()
+        self._stamp: tuple[int, int] | None = None
+        self._read()
+
+    def accepts(self, secret: str | None) -> bool:
+        digest = _digest(secret or "")
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found and secret is not None
+
+    def refresh(self) -> None:
+        """Read the file again if it changed; a file that is broken now changes nothing."""
+        try:
+            if self._stat() != self._stamp:
+                self._read()
+                logger.info("%s: read %d keys again", self._option, len(self._digests))
+        except (OSError, ConfigError) as e:
+            logger.warning("%s: kept the keys read before: %s", self._option, e)
+
+    def _stat(self) -> tuple[int, int]:
+        stat = self._path.stat()
+        return stat.st_mtime_ns, stat.st_size
+
+    def _read(self) -> None:
+        try:
+            stamp = self._stat()
+            lines = [line.strip() for line in self._path.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{self._option}: {e}") from e
+        secrets = [line for line in lines if line and not line.startswith("#")]
+        if not secrets:
+            raise ConfigError(f"{self._option}: {self._path} holds no key")
+        self._digests = tuple(_digest(secret) for secret in secrets)
+        self._stamp = stamp
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

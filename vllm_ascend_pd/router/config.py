@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line sets. Parsed once, then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
+
+from vllm_ascend_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Order = Literal["auto", "prefill-first", "concurrent"]
+ORDERS = ("auto", "prefill-first", "concurrent")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds that each phase of a request may take."""
+
+    connect_s: float = 5.0
+    """A TCP (and TLS) connection to an engine."""
+    head_s: float = 60.0
+    """A client's connection without a whole request head, new or kept open."""
+    body_s: float = 30.0
+    """The rest of a request whose head has come."""
+    prefill_s: float = 300.0
+    """From the start of the prefill leg to the end of its answer."""
+    first_token_s: float = 300.0
+    """From the start of a streamed decode leg to its first token."""
+    idle_s: float = 120.0
+    """Between two tokens of a stream; and how long a client may not read."""
+    answer_s: float = 3600.0
+    """A decode leg that is not streamed."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if not getattr(self, option.name) > 0:
+                raise ConfigError(f"timeout {option.name} must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Another pair is tried while nothing was sent to the client."""
+
+    max_attempts: int = 3
+    """Pairs per request, the first one too."""
+    budget_ratio: float = 0.2
+    """Retries per request, over all requests."""
+    budget_burst: int = 100
+    """Retries that may come at once, when an engine with that many requests dies."""
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ConfigError("max_attempts must be at least 1")
+        if self.budget_ratio < 0 or self.budget_burst < 0:
+            raise ConfigError("budget_ratio and budget_burst must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """How the router watches its engines."""
+
+    interval_s: float = 2.0
+    timeout_s: float = 2.0
+    failure_threshold: int = 3
+    """Failures in a row, of requests or probes, after which an instance gets no requests. A
+    refused connection is enough by itself."""
+
+    def __post_init__(self) -> None:
+        if min(self.interval_s, self.timeout_s) <= 0 or self.failure_threshold < 1:
+            raise ConfigError("probe interval, timeout and failure threshold must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of what a client may send."""
+
+    body_bytes: int = 64 << 20
+    header_bytes: int = 16 << 10
+    """Of one header line."""
+    num_headers: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TLS:
+    """Server certificate, and how engines' certificates are checked."""
+
+    certificate: Path | None = None
+    key: Path | None = None
+    engine_ca: Path | None = None
+    """CA bundle for https engines; the system's by default."""
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("--tls-certificate and --tls-key: give both or none")
+
+
+@dataclass(frozen=True, slots=True)
+class Skipping:
+    """When D computes a prompt itself."""
+
+    mode: Literal["never", "always"] | int = "never"
+    """A number: prompts of fewer tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """All settings of one router."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    prefills: tuple[str, ...] = ()
+    decodes: tuple[str, ...] = ()
+    instances_file: Path | None = None
+    policy: str = "least-loaded"
+    order: Order = "auto"
+    api_keys_file: Path | None = None
+    engine_api_key_file: Path | None = None
+    registration_token_file: Path | None = None
+    prefill_labels: tuple[str, ...] = ()
+    decode_labels: tuple[str, ...] = ()
+    drain_s: float = 60.0
+    access_log: bool = True
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    retries: Retries = field(default_factory=Retries)
+    probes: Probes = field(default_factory=Probes)
+    limits: Limits = field(default_factory=Limits)
+    tls: TLS = field(default_factory=TLS)
+    skipping: Skipping = field(default_factory=Skipping)
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ConfigError(f"order {self.order!r}: one of {', '.join(ORDERS)}")
+        if self.workers < 1:
+            raise ConfigError("--workers must be at least 1")
+
+
+def skip_mode(text: str) -> Literal["never", "always"] | int:
+    """``--skip-prefill``."""
+    if text == "never":
+        return "never"
+    if text == "always":
+        return "always"
+    if text.isdigit():
+        return int(text)
+    raise ConfigError(f"--skip-prefill {text!r}: never, always, or a number of tokens")
+
+
+def read_secret(path: Path, option: str) -> str:
+    """The one line of a file that holds a secret."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except OSError as e:
+        raise ConfigError(f"{option}: {e}") from e
+    if len(lines) != 1:
+        raise ConfigError(f"{option}: {path} must hold one line")
+    return lines[0]

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances from flags, and from a file that is read again when it changes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import (
+    KVEndpoint,
+    KVEvents,
+    Role,
+    State,
+    check_instance_id,
+    check_url,
+)
+from vllm_ascend_pd.router.instances import InstanceSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.instances import Registry
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "static"
+
+
+class FileInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of ``--instances``."""
+
+    url: str
+    role: Role
+    id: str | None = None
+    state: State = "ready"
+    """``draining``: no new requests."""
+    models: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
+    fingerprint: str | None = None
+    kv: KVEndpoint | None = None
+    kv_events: KVEvents | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+
+    def spec(self) -> InstanceSpec:
+        check_url(self.url)
+        instance_id = self.id or default_id(self.url)
+        check_instance_id(instance_id)
+        return InstanceSpec(
+            instance_id,
+            self.url,
+            self.role,
+            SOURCE,
+            state=self.state,
+            models=self.models,
+            labels=tuple(sorted(self.labels.items())),
+            fingerprint=self.fingerprint,
+            kv=self.kv,
+            kv_events=self.kv_events,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+        )
+
+
+class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``{"instances": [{"url": ..., "role": "prefill"}, ...]}``"""
+
+    instances: list[FileInstance]
+
+
+def default_id(url: str) -> str:
+    """``host:port``, with which people find the engine."""
+    return urlsplit(url).netloc.replace("[", "").replace("]", "").replace("%", "-")
+
+
+class StaticDiscovery:
+    """Event loop thread; ``read`` raises what ``refresh`` only logs."""
+
+    def __init__(self, config: RouterConfig, registry: Registry) -> None:
+        self._registry = registry
+        self._path: Path | None = config.instances_file
+        self._flags = [
+            *(FileInstance(url=url, role="prefill").spec() for url in config.prefills),
+            *(FileInstance(url=url, role="decode").spec() for url in config.decodes),
+        ]
+        self._stamp: tuple[int, int] | None = None
+
+    def read(self) -> None:
+        """``ConfigError`` if the file is wrong."""
+        specs = [*self._flags, *(self._read_file(self._path) if self._path else ())]
+        seen: set[str] = set()
+        for spec in specs:
+            if spec.instance_id in seen:
+                raise ConfigError(f"instance {spec.instance_id!r} is given twice")
+            seen.add(spec.instance_id)
+        self._registry.replace(SOURCE, specs)
+
+    def refresh(self) -> None:
+        """Read the file again if it changed; a wrong file changes nothing."""
+        if self._path is None:
+            return
+        try:
+            if self._stat(self._path) != self._stamp:
+                self.read()
+        except (ConfigError, OSError) as e:
+            logger.warning("kept the instances read before: %s", e)
+
+    def _stat(self, path: Path) -> tuple[int, int]:
+        stat = path.stat()
+        return stat.st_mtime_ns, stat.st_size
+
+    def _read_file(self, path: Path) -> list[InstanceSpec]:
+        try:
+            self._stamp = self._stat(path)
+            raw = path.read_bytes()
+        except OSError as e:
+            raise ConfigError(f"--instances: {e}") from e
+        return [instance.spec() for instance in decode_instances(raw, str(path))]
+
+
+def decode_instances(raw: bytes, name: str) -> list[FileInstance]:
+    """JSON; ``ConfigError`` names the wrong field."""
+    try:
+        decoded: Any = msgspec.json.decode(raw, type=InstancesFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--instances: {name}: {e}") from e
+    instances: list[FileInstance] = decoded.instances
+    return instances

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a leg to an engine failed, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FailureKind(str, Enum):
+    """The value is the label of the metric."""
+
+    CONNECT = "connect"
+    """Nothing was sent: refused, unreachable, or no connection in time."""
+    DISCONNECT = "disconnect"
+    """The engine closed the connection before it answered."""
+    TRUNCATED = "truncated"
+    """The engine closed the connection within its answer."""
+    PROTOCOL = "protocol"
+    """What came is not HTTP, or larger than we accept."""
+    TIMEOUT = "timeout"
+    STATUS = "status"
+    """The engine answered 5xx."""
+    NO_PARAMS = "no_kv_transfer_params"
+    """The prefill engine answered without telling where the KV is."""
+    DOWN = "down"
+    """The engine stopped to answer probes while we waited for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One leg's end without a usable answer; ``detail`` is for a person."""
+
+    kind: FailureKind
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.detail}"

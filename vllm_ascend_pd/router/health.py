@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches the engines: are they there, what do they serve, how loaded are they."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_ascend_pd.router.breaker import BreakerState
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.instances import EngineLoad, Instance
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.router.config import Probes
+    from vllm_ascend_pd.router.http_client import Headers
+
+logger = logging.getLogger(__name__)
+
+MODELS_EVERY = 5
+"""Rounds of probes between two looks at ``/v1/models``."""
+
+_SAMPLE = re.compile(
+    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc"
+    rb"|prefix_cache_queries_total|prefix_cache_hits_total)(?:\{[^\n]*\})? ([-+.0-9eE]+)$",
+    re.MULTILINE,
+)
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+class Prober:
+    """One task per instance, from ``watch`` to ``forget``. Event loop thread."""
+
+    def __init__(self, probes: Probes, engine_headers: Headers) -> None:
+        self._probes = probes
+        self._headers = tuple(engine_headers)
+        self._tasks: dict[Instance, asyncio.Task[None]] = {}
+        self.models: dict[Instance, list[Any]] = {}
+        """Entries of ``/v1/models``, as each engine gave them."""
+
+    def watch(self, instance: Instance) -> None:
+        self._tasks[instance] = asyncio.ensure_future(self._watch(instance))
+
+    def forget(self, instance: Instance) -> None:
+        self.models.pop(instance, None)
+        if task := self._tasks.pop(instance, None):
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for instance in list(self._tasks):
+            self.forget(instance)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, instance: Instance) -> None:
+        num_failed = num_rounds = 0
+        while True:
+            try:
+                failure = await self._probe(instance)
+                num_failed = num_failed + 1 if failure else 0
+                self._judge(instance, failure, num_failed)
+                if failure is None:
+                    if instance not in self.models or num_rounds % MODELS_EVERY == 0:
+                        await self._read_models(instance)
+                    await self._read_load(instance)
+                    num_rounds += 1
+            except Exception:
+                logger.exception("probing %s", instance.instance_id)
+            is_open = instance.breaker.state is BreakerState.OPEN
+            await asyncio.sleep(instance.breaker.backoff_s if is_open else self._probes.interval_s)
+
+    def _judge(self, instance: Instance, failure: Failure | None, num_failed: int) -> None:
+        breaker = instance.breaker
+        if failure is None:
+            was = breaker.state
+            breaker.probe_answered()
+            if breaker.state is not was:
+                logger.info("%s answers again (%s)", instance.instance_id, breaker.state.value)
+            return
+        if breaker.state is BreakerState.OPEN:
+            breaker.probe_failed()
+        elif failure.kind is FailureKind.CONNECT:
+            instance.failed(failure, "probe")
+        elif num_failed >= self._probes.failure_threshold:
+            down = Failure(FailureKind.DOWN, f"{num_failed} probes failed, last {failure}")
+            instance.failed(down, "probe")
+        if breaker.state is BreakerState.OPEN:
+            # Who waits for its answer waits in vain, and can still be sent elsewhere.
+            instance.client.fail_waiting(Failure(FailureKind.DOWN, "it answers no probes"))
+
+    async def _probe(self, instance: Instance) -> Failure | None:
+        result = await self._get(instance, b"/health")
+        if isinstance(result, Failure):
+            return result
+        status, _ = result
+        if status >= 500:
+            return Failure(FailureKind.STATUS, f"/health: {status}")
+        return None
+
+    async def _read_models(self, instance: Instance) -> None:
+        result = await self._get(instance, b"/v1/models")
+        if isinstance(result, Failure) or result[0] != 200:
+            return
+        try:
+            models = msgspec.json.decode(result[1], type=_Models)
+            entries = msgspec.json.decode(result[1])["data"]
+        except (msgspec.MsgspecError, KeyError, UnicodeDecodeError):
+            return
+        self.models[instance] = entries
+        instance.models = tuple(model.id for model in models.data)
+
+    async def _read_load(self, instance: Instance) -> None:
+        result = await self._get(instance, b"/metrics")
+        if not isinstance(result, Failure) and result[0] == 200:
+            instance.load = parse_load(result[1])
+
+    async def _get(self, instance: Instance, target: bytes) -> tuple[int, bytes] | Failure:
+        response = await instance.client.request(
+            b"GET",
+            target,
+            self._headers,
+            b"",
+            head_timeout_s=self._probes.timeout_s,
+            phase=target.decode(),
+        )
+        if isinstance(response, Failure):
+            return response
+        try:
+            body = await response.read()
+        finally:
+            response.close()
+        return body if isinstance(body, Failure) else (response.status, body)
+
+
+def parse_load(text: bytes) -> EngineLoad:
+    """Of vLLM's ``/metrics``; several engines behind one server are added up."""
+    sums: dict[bytes, float] = {}
+    counts: dict[bytes, int] = {}
+    for name, value in _SAMPLE.findall(text):
+        sums[name] = sums.get(name, 0.0) + float(value)
+        counts[name] = counts.get(name, 0) + 1
+    usage = sums.get(b"kv_cache_usage_perc", 0.0) / max(counts.get(b"kv_cache_usage_perc", 1), 1)
+    return EngineLoad(
+        num_running=sums.get(b"num_requests_running", 0.0),
+        num_waiting=sums.get(b"num_requests_waiting", 0.0),
+        kv_usage=usage,
+        prefix_queries=sums.get(b"prefix_cache_queries_total", 0.0),
+        prefix_hits=sums.get(b"prefix_cache_hits_total", 0.0),
+        read_at=time.monotonic(),
+    )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine as the router sees it, and all of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.registration import InstanceStatus, KVEndpoint, KVEvents, Role, State
+from vllm_ascend_pd.router.breaker import Breaker, BreakerState
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from vllm_ascend_pd.router.http_client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+NUM_RECENT_ERRORS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """What discovery knows of an instance."""
+
+    instance_id: str
+    url: str
+    role: Role
+    source: str
+    state: State = "ready"
+    epoch: str = ""
+    models: tuple[str, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
+    fingerprint: str | None = None
+    kv: KVEndpoint | None = None
+    kv_events: KVEvents | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """What the engine's own ``/metrics`` said last."""
+
+    num_running: float = 0
+    num_waiting: float = 0
+    kv_usage: float = 0
+    """0 to 1."""
+    prefix_queries: float = 0
+    """Tokens looked up in the engine's prefix cache since it started."""
+    prefix_hits: float = 0
+    read_at: float = 0
+
+
+@dataclass(slots=True)
+class RecentError:
+    at: float
+    """Unix time, seconds."""
+    text: str
+
+
+class Instance:
+    """State of one engine. Event loop thread."""
+
+    def __init__(self, spec: InstanceSpec, client: EngineClient, failure_threshold: int) -> None:
+        self.spec = spec
+        self.client = client
+        self.breaker = Breaker(failure_threshold)
+        self.models = spec.models
+        """As registered, or as ``/v1/models`` said."""
+        self.kv = spec.kv
+        """Of a producer that can be asked in concurrent order."""
+        self.num_active = 0
+        """Legs in progress."""
+        self.num_active_tokens = 0
+        """Tokens of their prompts and answers, as far as the router can tell."""
+        self.num_legs = 0
+        self.num_failures = 0
+        self.load = EngineLoad()
+        self.errors: deque[RecentError] = deque(maxlen=NUM_RECENT_ERRORS)
+
+    @property
+    def instance_id(self) -> str:
+        return self.spec.instance_id
+
+    @property
+    def is_available(self) -> bool:
+        """May get one more request."""
+        return self.spec.state == "ready" and self.breaker.allows(self.num_active)
+
+    def serves(self, model: str | None) -> bool:
+        """An unknown model goes to any engine, which answers 404 itself."""
+        return model is None or not self.models or model in self.models
+
+    def failed(self, failure: Failure, what: str) -> None:
+        """A leg or a probe failed."""
+        self.num_failures += 1
+        self.errors.append(RecentError(time.time(), f"{what}: {failure}"))
+        unreachable = failure.kind in (FailureKind.CONNECT, FailureKind.DOWN)
+        if self.breaker.failed(unreachable=unreachable):
+            logger.warning("%s is out: %s: %s", self.instance_id, what, failure)
+
+    def succeeded(self) -> None:
+        was = self.breaker.state
+        self.breaker.succeeded()
+        if was is not self.breaker.state:
+            logger.info("%s is in again", self.instance_id)
+
+    def status(self) -> InstanceStatus:
+        return InstanceStatus(
+            instance_id=self.instance_id,
+            url=self.spec.url,
+            role=self.spec.role,
+            state=self.spec.state,
+            healthy=self.breaker.state is BreakerState.CLOSED,
+            source=self.spec.source,
+            models=self.models,
+            num_active=self.num_active,
+            last_error=self.errors[-1].text if self.errors else None,
+        )
+
+
+@dataclass(slots=True)
+class Registry:
+    """All instances, by id. Discovery changes it; the relay and the policies read it."""
+
+    make: Callable[[InstanceSpec], Instance]
+    on_added: Callable[[Instance], None] = lambda instance: None
+    on_removed: Callable[[Instance], None] = lambda instance: None
+    _instances: dict[str, Instance] = field(default_factory=dict)
+    prefills: tuple[Instance, ...] = ()
+    """Those that can compute prompts for others, ready or not."""
+    decodes: tuple[Instance, ...] = ()
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(tuple(self._instances.values()))
+
+    def get(self, instance_id: str) -> Instance | None:
+        return self._instances.get(instance_id)
+
+    def put(self, spec: InstanceSpec) -> None:
+        """Add an instance, or change what is known of it. A new url or epoch is a new engine."""
+        known = self._instances.get(spec.instance_id)
+        if known is not None:
+            if known.spec == spec:
+                return
+            if (known.spec.url, known.spec.epoch) == (spec.url, spec.epoch):
+                self._update(known, spec)
+                return
+            self.remove(spec.instance_id, "its url or epoch changed")
+        instance = self._instances[spec.instance_id] = self.make(spec)
+        self._index()
+        logger.info("added %s %s at %s (%s)", spec.role, spec.instance_id, spec.url, spec.source)
+        self.on_added(instance)
+
+    def remove(self, instance_id: str, why: str) -> None:
+        """Requests in progress go on; new ones go elsewhere."""
+        instance = self._instances.pop(instance_id, None)
+        if instance is not None:
+            self._index()
+            logger.info("removed %s: %s", instance_id, why)
+            self.on_removed(instance)
+
+    def replace(self, source: str, specs: Iterable[InstanceSpec]) -> None:
+        """Make these all of the instances that ``source`` knows."""
+        specs = tuple(specs)
+        kept = {spec.instance_id for spec in specs}
+        for instance in tuple(self._instances.values()):
+            if instance.spec.source == source and instance.instance_id not in kept:
+                self.remove(instance.instance_id, f"gone from {source}")
+        for spec in specs:
+            self.put(spec)
+
+    def _update(self, instance: Instance, spec: InstanceSpec) -> None:
+        if instance.spec.state != spec.state:
+            logger.info("%s is %s", spec.instance_id, spec.state)
+        instance.spec = spec
+        instance.models = spec.models or instance.models
+        instance.kv = spec.kv or instance.kv
+        self._index()
+
+    def _index(self) -> None:
+        instances = self._instances.values()
+        self.prefills = tuple(i for i in instances if i.spec.role in ("prefill", "both"))
+        self.decodes = tuple(i for i in instances if i.spec.role in ("decode", "both"))

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One leg of a request: sent to one engine, counted, and ended in exactly one way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.router.bodies import Body, Prefilled, parse_prefill_answer
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from vllm_ascend_pd.router.config import Timeouts
+    from vllm_ascend_pd.router.http_client import Headers, Response
+    from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.metrics import Metrics
+
+EVENT_STREAM = b"text/event-stream"
+MAX_DETAIL_BYTES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailed:
+    """The engine's fault: another one may succeed."""
+
+    instance: Instance
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer for the client, the engine's own 4xx too."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An answer whose first piece has arrived. Whoever gets it closes ``response``."""
+
+    response: Response
+    first: bytes
+
+
+class Leg:
+    """A leg in progress; ``outcome`` is what the metric will say."""
+
+    __slots__ = ("instance", "outcome", "started")
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.outcome = "aborted"
+        self.started = time.monotonic()
+
+    def failed(self, failure: Failure, name: str) -> LegFailed:
+        self.outcome = failure.kind.value
+        self.instance.failed(failure, name)
+        return LegFailed(self.instance, failure)
+
+    def succeeded(self, status: int = 200) -> None:
+        self.outcome = "ok" if status < 400 else "client_error"
+        self.instance.succeeded()
+
+
+class Legs:
+    """Sends legs and reads their answers. Event loop thread."""
+
+    def __init__(self, timeouts: Timeouts, metrics: Metrics) -> None:
+        self._timeouts = timeouts
+        self._metrics = metrics
+
+    @asynccontextmanager
+    async def open(self, instance: Instance, name: str, num_tokens: int) -> AsyncIterator[Leg]:
+        """Counts the leg while it is in progress, and once when it ends."""
+        leg = Leg(instance)
+        instance.num_active += 1
+        instance.num_legs += 1
+        instance.num_active_tokens += num_tokens
+        try:
+            yield leg
+        finally:
+            instance.num_active -= 1
+            instance.num_active_tokens -= num_tokens
+            self._metrics.leg(instance.instance_id, name, leg.outcome)
+
+    async def prefill(
+        self, instance: Instance, body: Body, headers: Headers, sent: bytes, num_tokens: int
+    ) -> Prefilled | Answer | LegFailed:
+        """Have the prompt computed. An ``Answer`` is the engine's 4xx."""
+        async with self.open(instance, "prefill", num_tokens) as leg:
+            response = await instance.client.request(
+                b"POST",
+                body.path.encode(),
+                headers,
+                sent,
+                head_timeout_s=self._timeouts.prefill_s,
+                phase="prefill",
+            )
+            if isinstance(response, Failure):
+                return leg.failed(response, "prefill")
+            try:
+                answer = await self._whole(response, leg, "prefill")
+            finally:
+                response.close()
+            if isinstance(answer, LegFailed) or answer.status >= 400:
+                return answer
+            prefilled = parse_prefill_answer(answer.body)
+            if isinstance(prefilled, Failure):
+                return leg.failed(prefilled, "prefill")
+            self._metrics.prefill.observe(time.monotonic() - leg.started)
+            return prefilled
+
+    async def decode(
+        self, leg: Leg, body: Body, headers: Headers, sent: bytes
+    ) -> Answer | Stream | LegFailed:
+        """Send to the decode engine and wait until there is something for the client."""
+        timeout_s = self._timeouts.first_token_s if body.is_stream else self._timeouts.answer_s
+        response = await leg.instance.client.request(
+            b"POST",
+            body.path.encode(),
+            headers,
+            sent,
+            head_timeout_s=timeout_s,
+            phase="first token" if body.is_stream else "answer",
+        )
+        if isinstance(response, Failure):
+            return leg.failed(response, "decode")
+        return await self.begin(response, leg)
+
+    async def begin(self, response: Response, leg: Leg) -> Answer | Stream | LegFailed:
+        """The whole answer, or the first piece of a stream."""
+        try:
+            content_type = response.header(b"content-type") or b""
+            if response.status >= 400 or not content_type.startswith(EVENT_STREAM):
+                return await self._whole(response, leg, "decode")
+            first = await _first_event(response)
+        except asyncio.CancelledError:
+            response.close()
+            raise
+        if isinstance(first, Failure):
+            return leg.failed(first, "decode")
+        leg.instance.succeeded()
+        return Stream(response, first)
+
+    async def _whole(self, response: Response, leg: Leg, name: str) -> Answer | LegFailed:
+        data = await response.read()
+        if isinstance(data, Failure):
+            return leg.failed(data, name)
+        if response.status >= 500:
+            text = data[:MAX_DETAIL_BYTES].decode("utf-8", "replace")
+            failure = Failure(FailureKind.STATUS, f"status {response.status}: {text}")
+            return leg.failed(failure, name)
+        leg.succeeded(response.status)
+        return Answer(response.status, response.headers, data)
+
+
+async def _first_event(response: Response) -> bytes | Failure:
+    """The beginning of a stream, one whole event at least: a part of one cannot be sent."""
+    begun = b""
+    while b"\n\n" not in begun:
+        piece = await response.next()
+        if piece is None:
+            break
+        if isinstance(piece, Failure):
+            return piece
+        begun += piece
+    return begun

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every other ``/v1/*`` request: passed to one decode engine as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.router.answers import (
+    EventStream,
+    answer_headers,
+    error_body,
+    error_response,
+    whole_answer,
+)
+from vllm_ascend_pd.router.bodies import without_params
+from vllm_ascend_pd.router.failures import Failure
+from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs
+from vllm_ascend_pd.router.policies.base import Routed
+from vllm_ascend_pd.router.relay import told_to_client
+from vllm_ascend_pd.router.requests import read_body
+from vllm_ascend_pd.router.selection import Selector, Unavailable
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.trace import Trace
+
+REFUSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""They change one engine, and would leave it different from the others."""
+METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "PATCH"})
+
+
+class Passthrough:
+    """Event loop thread. No retries: the router does not know what these requests do."""
+
+    def __init__(
+        self, config: RouterConfig, selector: Selector, legs: Legs, metrics: Metrics
+    ) -> None:
+        self._config = config
+        self._selector = selector
+        self._legs = legs
+        self._metrics = metrics
+
+    async def serve(
+        self, request: web.Request, trace: Trace, headers: list[tuple[bytes, bytes]]
+    ) -> web.StreamResponse:
+        own = {"x-request-id": trace.request_id}
+        if request.method not in METHODS:
+            trace.status, trace.outcome = 405, "client_error"
+            message = f"method {request.method} is not passed on"
+            allowed = own | {"Allow": ", ".join(sorted(METHODS))}
+            return error_response(405, "method_not_allowed", message, headers=allowed)
+        if request.path.rstrip("/") in REFUSED:
+            trace.status, trace.outcome = 403, "client_error"
+            message = f"{request.path} changes one engine: send it to each engine itself"
+            return error_response(403, "forbidden", message, headers=own)
+        raw = await read_body(request, self._config.timeouts.body_s)
+        if raw and not request.content_type.startswith("multipart/"):
+            raw = without_params(raw)
+        if content_type := request.headers.get("Content-Type"):
+            headers.append((b"content-type", content_type.encode()))
+        instance = self._selector.decode(Routed(0, 0), None, ())
+        if isinstance(instance, Unavailable):
+            trace.status, trace.outcome = 503, "unavailable"
+            own["Retry-After"] = str(instance.retry_after_s)
+            return error_response(503, "service_unavailable", instance.message, headers=own)
+        trace.decode, trace.order, trace.num_attempts = instance.instance_id, "passthrough", 1
+        async with self._legs.open(instance, "passthrough", 0) as leg:
+            response = await instance.client.request(
+                request.method.encode(),
+                request.raw_path.encode(),
+                headers,
+                raw,
+                head_timeout_s=self._config.timeouts.answer_s,
+                phase="answer",
+            )
+            if isinstance(response, Failure):
+                return self._failed(trace, leg.failed(response, "passthrough"))
+            try:
+                begun = await self._legs.begin(response, leg)
+                if isinstance(begun, LegFailed):
+                    return self._failed(trace, begun)
+                if isinstance(begun, Answer):
+                    return whole_answer(begun, trace)
+                events = EventStream(request, self._metrics, self._config.timeouts.idle_s)
+                trace.status = response.status
+                broken = await events.relay(
+                    response, begun.first, answer_headers(response.headers, trace.request_id)
+                )
+                trace.outcome = leg.outcome = "broken_stream" if broken else "ok"
+                message = "the engine failed after part of the answer was sent"
+                error = error_body(502, "broken_stream", message) if broken else None
+                return await events.end(error)
+            finally:
+                response.close()
+
+    def _failed(self, trace: Trace, failed: LegFailed) -> web.Response:
+        trace.status, trace.outcome, trace.error = 502, "failed", str(failed.failure)
+        message = f"the engine failed: {told_to_client(failed.failure)}"
+        headers = {"x-request-id": trace.request_id}
+        return error_response(502, failed.failure.kind.value, message, headers=headers)

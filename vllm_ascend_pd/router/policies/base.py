@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy is asked, and what it answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_ascend_pd.router.instances import Instance
+
+
+@dataclass(slots=True)
+class Routed:
+    """What is known of a request when its instances are chosen."""
+
+    num_prompt_tokens: int
+    """Exact for token ids, an estimate for text."""
+    num_max_tokens: int
+    session: str | None = None
+    """What the client sent to be recognised by."""
+    token_ids: tuple[int, ...] | None = None
+    """Of the prompt, when a policy asked for them."""
+    num_decode_hit_tokens: int = 0
+    """Set by a policy: tokens of the prompt that the chosen decode instance holds."""
+    num_prefill_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """``prefill`` and ``decode`` may be one instance of role ``both``."""
+
+    prefill: Instance
+    decode: Instance
+
+
+class Policy(ABC):
+    """Event loop thread; never blocks. Both sequences are not empty and hold only instances that
+    may be used; each prefill instance has at least one partner among ``decodes``."""
+
+    name: ClassVar[str]
+    needs_token_ids: ClassVar[bool] = False
+
+    @abstractmethod
+    def choose(
+        self, request: Routed, prefills: Sequence[Instance], decodes: Sequence[Instance]
+    ) -> Pair:
+        """A pair of partners."""
+
+    def choose_decode(self, request: Routed, decodes: Sequence[Instance]) -> Instance:
+        """For a request without a prefill leg."""
+        return self.choose(request, decodes, decodes).decode
+
+
+def are_partners(prefill: Instance, decode: Instance) -> bool:
+    """KV of one can be read by the other, as far as they told."""
+    ours, theirs = prefill.spec.fingerprint, decode.spec.fingerprint
+    return ours is None or theirs is None or ours == theirs
+
+
+def partners(prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
+    """Those that can decode what ``prefill`` computes; without itself, if there are others."""
+    found = [decode for decode in decodes if are_partners(prefill, decode)]
+    others = [decode for decode in found if decode is not prefill]
+    return others or found
+
+
+def queued_tokens(instance: Instance) -> float:
+    """Work in front of a new request: what this router sent, and what the engine says it queues."""
+    return instance.num_active_tokens + WAITING_TOKENS * instance.load.num_waiting
+
+
+WAITING_TOKENS = 512
+"""A request in an engine's queue that another router may have sent counts as so many tokens."""

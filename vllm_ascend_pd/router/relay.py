@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's way through the router: pairs, orders, retries.
+
+    prefill-first   P computes the prompt; what it says of the KV goes to D with the request
+    concurrent      both at once, with one transfer id; D waits for P's KV
+    decode-only     D computes the prompt itself
+
+Until the first byte for the client, a failed attempt is repeated with another pair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.router.answers import (
+    EventStream,
+    answer_headers,
+    error_body,
+    error_response,
+    whole_answer,
+)
+from vllm_ascend_pd.router.bodies import Body, Prefilled, concurrent_params
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
+from vllm_ascend_pd.router.policies.base import Pair, Routed
+from vllm_ascend_pd.router.selection import Selector, Unavailable
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.http_client import Headers
+    from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.retries import RetryBudget
+    from vllm_ascend_pd.router.skipping import Skipper
+    from vllm_ascend_pd.router.tokens import PromptLengths
+    from vllm_ascend_pd.router.trace import Trace
+
+KV_ENDPOINT_LOST = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOWN)
+
+
+@dataclass(slots=True)
+class Job:
+    """What one request needs at every step."""
+
+    request: web.Request
+    body: Body
+    headers: Headers
+    routed: Routed
+    trace: Trace
+
+
+class Relay:
+    """Event loop thread. One ``serve`` per client request; cancelled when the client is gone."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        selector: Selector,
+        skipper: Skipper,
+        legs: Legs,
+        budget: RetryBudget,
+        lengths: PromptLengths,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._selector = selector
+        self._skipper = skipper
+        self._legs = legs
+        self._budget = budget
+        self._lengths = lengths
+        self._metrics = metrics
+
+    async def serve(self, job: Job) -> web.StreamResponse:
+        """Attempts, until one answers or none is left."""
+        trace = job.trace
+        excluded: set[Instance] = set()
+        failed: LegFailed | None = None
+        self._budget.request()
+        while True:
+            pair = self._choose(job, excluded)
+            if isinstance(pair, Unavailable):
+                return self._give_up(job, failed) if failed else self._unavailable(job, pair)
+            if failed is not None:
+                if not self._budget.take():
+                    self._metrics.budget_exhausted.inc()
+                    return self._give_up(job, failed)
+                self._metrics.retried(failed.failure.kind.value)
+            trace.num_attempts += 1
+            result = await self._attempt(job, pair)
+            if not isinstance(result, LegFailed):
+                return result
+            failed = result
+            trace.error = f"{result.instance.instance_id}: {result.failure}"
+            excluded.add(result.instance)
+            out_of_time = result.failure.kind is FailureKind.TIMEOUT
+            if out_of_time or trace.num_attempts >= self._config.retries.max_attempts:
+                return self._give_up(job, failed)
+
+    def _choose(self, job: Job, excluded: set[Instance]) -> Pair | Unavailable:
+        if job.body.decode_only is not None:
+            decode = self._selector.decode(job.routed, job.body.model, excluded)
+            return decode if isinstance(decode, Unavailable) else Pair(decode, decode)
+        return self._selector.pair(job.routed, job.body.model, excluded)
+
+    async def _attempt(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
+        trace = job.trace
+        trace.decode = pair.decode.instance_id
+        skip = self._skipper.reason(job.body, job.routed, pair)
+        if skip is not None:
+            self._metrics.skipped(skip)
+            trace.order, trace.prefill = "decode-only", ""
+            self._metrics.ordered(trace.order)
+            return await self._decode(job, pair.decode, job.body.raw)
+        trace.prefill = pair.prefill.instance_id
+        kv = pair.prefill.kv
+        concurrent = kv is not None and kv.supports_concurrent
+        if concurrent and self._config.order != "prefill-first":
+            trace.order = "concurrent"
+            self._metrics.ordered(trace.order)
+            return await self._concurrent(job, pair)
+        trace.order = "prefill-first"
+        self._metrics.ordered(trace.order)
+        return await self._prefill_first(job, pair)
+
+    async def _prefill_first(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
+        result = await self._prefill(job, pair.prefill, job.body.for_prefill())
+        if isinstance(result, LegFailed):
+            return result
+        if isinstance(result, Answer):
+            return whole_answer(result, job.trace)
+        if result.params is None:
+            self._metrics.skipped("ended_at_first_token")
+        return await self._decode(job, pair.decode, job.body.for_decode(result.params))
+
+    async def _concurrent(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
+        assert pair.prefill.kv is not None
+        transfer_id = secrets.token_hex(16)
+        sent = job.body.for_decode(concurrent_params(transfer_id, pair.prefill.kv))
+        # D waits for P's KV, or computes the prompt when P fails: only D's answer counts.
+        prefill = asyncio.ensure_future(
+            self._prefill(job, pair.prefill, job.body.for_prefill(transfer_id))
+        )
+        try:
+            return await self._decode(job, pair.decode, sent)
+        finally:
+            prefill.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await prefill
+
+    async def _prefill(
+        self, job: Job, instance: Instance, sent: bytes
+    ) -> Prefilled | Answer | LegFailed:
+        num_tokens = job.routed.num_prompt_tokens
+        result = await self._legs.prefill(instance, job.body, job.headers, sent, num_tokens)
+        if isinstance(result, Prefilled):
+            instance.kv = result.kv or instance.spec.kv
+            self._lengths.learn(job.body.model, job.body.prompt, result.num_prompt_tokens)
+        elif isinstance(result, LegFailed) and result.failure.kind in KV_ENDPOINT_LOST:
+            instance.kv = instance.spec.kv  # it may come back as another engine
+        return result
+
+    async def _decode(
+        self, job: Job, instance: Instance, sent: bytes
+    ) -> web.StreamResponse | LegFailed:
+        num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
+        async with self._legs.open(instance, "decode", num_tokens) as leg:
+            result = await self._legs.decode(leg, job.body, job.headers, sent)
+            if isinstance(result, LegFailed):
+                return result
+            now = time.monotonic()
+            job.trace.ttft_s = now - job.trace.started
+            self._metrics.ttft.observe(job.trace.ttft_s)
+            if job.trace.order != "decode-only":
+                self._metrics.handover.observe(now - leg.started)
+            if isinstance(result, Answer):
+                answered: web.StreamResponse = whole_answer(result, job.trace)
+            else:
+                answered = await self._stream(job, leg.instance, result)
+                leg.outcome = job.trace.outcome
+            self._metrics.decode.observe(time.monotonic() - leg.started)
+            return answered
+
+    async def _stream(self, job: Job, instance: Instance, stream: Stream) -> web.StreamResponse:
+        trace = job.trace
+        events = EventStream(job.request, self._metrics, self._config.timeouts.idle_s)
+        headers = answer_headers(stream.response.headers, trace.request_id)
+        trace.status = stream.response.status
+        try:
+            failure = await events.relay(stream.response, stream.first, headers)
+            if failure is None:
+                trace.outcome = "ok"
+                return await events.end(None)
+            instance.failed(failure, "stream")
+            trace.outcome, trace.error = "broken_stream", f"{instance.instance_id}: {failure}"
+            message = f"the engine failed after part of the answer was sent: {failure.kind.value}"
+            return await events.end(error_body(502, "broken_stream", message))
+        finally:
+            trace.num_bytes = events.num_bytes
+            stream.response.close()
+
+    def _unavailable(self, job: Job, unavailable: Unavailable) -> web.Response:
+        job.trace.status, job.trace.outcome = 503, "unavailable"
+        job.trace.error = unavailable.message
+        headers = {
+            "Retry-After": str(unavailable.retry_after_s),
+            "x-request-id": job.trace.request_id,
+        }
+        return error_response(503, "service_unavailable", unavailable.message, headers=headers)
+
+    def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
+        """No further attempt; the last failure says why."""
+        kind = failed.failure.kind
+        timeout = kind is FailureKind.TIMEOUT
+        job.trace.status = 504 if timeout else 502
+        job.trace.outcome = "timeout" if timeout else "failed"
+        message = f"a {failed.instance.spec.role} engine failed: {told_to_client(failed.failure)}"
+        headers = {"x-request-id": job.trace.request_id}
+        return error_response(job.trace.status, kind.value, message, headers=headers)
+
+
+def told_to_client(failure: Failure) -> str:
+    """Without what the system said of addresses; that is in the log."""
+    inward = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.TRUNCATED)
+    return failure.kind.value if failure.kind in inward else str(failure)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of a client's request before it is routed: its id, its headers, its body."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+
+from aiohttp import web
+
+from vllm_ascend_pd.router.answers import HOP_BY_HOP
+
+REQUEST_ID = b"x-request-id"
+SESSION_HEADERS = ("x-session-id", "x-user-id")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_NOT_FORWARDED = HOP_BY_HOP | {
+    b"accept-encoding",
+    b"content-encoding",
+    b"content-type",
+    b"cookie",
+    b"expect",
+    b"host",
+    REQUEST_ID,
+}
+
+
+class BodyError(Exception):
+    """The body did not come whole; ``status`` says why."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def request_id(request: web.Request) -> str:
+    """The client's, if it is one that logs can carry; else a new one."""
+    given = request.headers.get("x-request-id")
+    return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def session_of(request: web.Request) -> str | None:
+    """What a client that wants to stay with an instance sends."""
+    for name in SESSION_HEADERS:
+        if value := request.headers.get(name):
+            return value[:256]
+    return None
+
+
+def forwarded_headers(
+    request: web.Request, identifier: str, authorization: bytes | None
+) -> list[tuple[bytes, bytes]]:
+    """The client's headers for an engine, tracing ones too. ``authorization`` replaces the
+    client's, if it is given."""
+    headers = [
+        (name, value)
+        for name, value in request.raw_headers
+        if name.lower() not in _NOT_FORWARDED
+        and not (authorization is not None and name.lower() == b"authorization")
+    ]
+    headers.append((REQUEST_ID, identifier.encode()))
+    if authorization is not None:
+        headers.append((b"authorization", authorization))
+    return headers
+
+
+async def read_body(request: web.Request, timeout_s: float) -> bytes:
+    """All of it; ``BodyError`` if it is too long, too slow or broken."""
+    try:
+        if request.content.is_eof():  # as it is when a short body came with the head
+            return await request.read()
+        return await asyncio.wait_for(request.read(), timeout_s)
+    except web.HTTPRequestEntityTooLarge as e:
+        raise BodyError(413, "the body is larger than this router accepts") from e
+    except (asyncio.TimeoutError, TimeoutError) as e:
+        raise BodyError(408, f"the body did not come within {timeout_s:g} s") from e
+    except web.RequestPayloadError as e:
+        raise BodyError(400, f"the body is broken: {e}") from e
