@@ -7,7 +7,7 @@ import hashlib
 import logging
 import threading
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.transfer.session import (
@@ -78,14 +78,6 @@ class Lease:
         return num_blocks, count if digest == request.tail_digest else 0
 
 
-@dataclass(slots=True)
-class LeaseCounts:
-    """Totals since start, for the metrics."""
-
-    granted: int = 0
-    closed: dict[str, int] = field(default_factory=dict)
-
-
 class LeaseBook:
     """The leases by transfer id.
 
@@ -104,7 +96,6 @@ class LeaseBook:
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._closed: list[Lease] = []
-        self._counts = LeaseCounts()
         self.data_endpoint: Endpoint | None = None
         """Where the worker serves pages; written by the scheduler thread at the first report."""
 
@@ -112,16 +103,11 @@ class LeaseBook:
         with self._lock:
             return len(self._leases)
 
-    def counts(self) -> LeaseCounts:
-        with self._lock:
-            return LeaseCounts(self._counts.granted, dict(self._counts.closed))
-
     # Scheduler thread.
 
     def grant(self, lease: Lease) -> None:
         with self._lock:
             self._leases[lease.transfer_id] = lease
-            self._counts.granted += 1
 
     def finish(self, lease: Lease) -> bool:
         """The prompt is computed and pinned: consumers may open it from now on."""
@@ -221,5 +207,4 @@ class LeaseBook:
             lease.cause = event.name.lower()
             del self._leases[transfer_id]
             self._closed.append(lease)
-            self._counts.closed[lease.cause] = self._counts.closed.get(lease.cause, 0) + 1
             return True
