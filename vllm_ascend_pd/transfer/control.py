@@ -137,11 +137,18 @@ class ControlClient(Reactor):
     latest after ``peer_timeout_s``.
     """
 
-    def __init__(self, peer_timeout_s: float, heartbeat_s: float, seals: Seals) -> None:
+    def __init__(
+        self,
+        peer_timeout_s: float,
+        heartbeat_s: float,
+        seals: Seals,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__("pd-control-client")
         self.outcomes: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
         self._peer_timeout_s = peer_timeout_s
         self._heartbeat_s = heartbeat_s
+        self._clock = clock
         self._peers = Dealers(self, seals, Channel.CONTROL, self._on_frame, self._on_lost)
         self._pending: dict[int, _Pending] = {}
         self._open_ids = itertools.count(1)
@@ -150,7 +157,7 @@ class ControlClient(Reactor):
 
     def open(self, key: str, peer: Endpoint, request: Open) -> None:
         """Ask; the answer comes as an ``OpenOutcome``, and an opened lease is kept alive."""
-        deadline = time.monotonic() + self._peer_timeout_s
+        deadline = self._clock() + self._peer_timeout_s
 
         def send() -> None:
             numbered = msgspec.structs.replace(request, open_id=next(self._open_ids))
@@ -175,7 +182,7 @@ class ControlClient(Reactor):
         self.submit(lambda: self._kept.setdefault((peer, epoch), set()).add(transfer_id))
 
     def on_tick(self) -> float | None:
-        now = time.monotonic()
+        now = self._clock()
         for open_id, pending in list(self._pending.items()):
             if pending.deadline <= now:
                 what = f"did not answer within {self._peer_timeout_s:g} s"

@@ -69,14 +69,15 @@ class Reactor(threading.Thread):
             for socket in ready:
                 if handler := self._handlers.get(socket):
                     self._guard(handler)
-        for socket in list(self._handlers):
-            self.unwatch(socket, linger_ms=200)
-        self.context.term()
-        os.close(self._wake)
+        self._close()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the thread and close its sockets. Idempotent."""
-        if self._stopping or not self.is_alive():
+        """End the thread, if it was started, and close its sockets. Idempotent."""
+        if self._stopping:
+            return
+        if self.ident is None:
+            self._stopping = True
+            self._close()
             return
 
         def end() -> None:
@@ -84,6 +85,12 @@ class Reactor(threading.Thread):
 
         self.submit(end)
         self.join(timeout)
+
+    def _close(self) -> None:
+        for socket in list(self._handlers):
+            self.unwatch(socket, linger_ms=200)
+        self.context.term()
+        os.close(self._wake)
 
     def _guard(self, call: Callable[[], float | None] | Callable[[], None]) -> float | None:
         try:

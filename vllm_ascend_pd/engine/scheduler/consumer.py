@@ -66,6 +66,11 @@ class RemotePrompt:
         return True
 
     @property
+    def lease(self) -> tuple[Endpoint, str, str]:
+        """What several requests may share: all of it, since a client may mix them up."""
+        return self.control, self.remote.transfer_id, self.remote.remote_epoch
+
+    @property
     def offers(self) -> bool:
         """Whether the lookup of the waiting request may count on this source."""
         return self.state in (ConsumerState.READY, ConsumerState.LOADING) and not self.parked
@@ -138,7 +143,7 @@ class Consumer:
         self._stats = stats
         self._others_wait = others_wait
         self._sessions: dict[str, RemotePrompt] = {}
-        self._users: dict[str, int] = {}
+        self._users: dict[tuple[Endpoint, str, str], int] = {}
         self._bytes_per_ms = _FIRST_BYTES_PER_MS
 
     def __len__(self) -> int:
@@ -163,7 +168,7 @@ class Consumer:
             )
         session = RemotePrompt(request, remote, self._transfer)
         self._sessions[request.request_id] = session
-        self._users[remote.transfer_id] = self._users.get(remote.transfer_id, 0) + 1
+        self._users[session.lease] = self._users.get(session.lease, 0) + 1
         if request.num_tokens < 2 or request.skip_reading_prefix_cache:
             # One token is computed in any case; prompt logprobs need the whole prompt computed.
             session.provenance.outcome = "not_needed"
@@ -213,9 +218,7 @@ class Consumer:
                 continue
             session.opened(answer)
             session.advance(ConsumerEvent.OPENED)
-            self._client.keep(
-                session.control, session.remote.transfer_id, session.remote.remote_epoch
-            )
+            self._client.keep(*session.lease)
 
     def wants_parking(self, session: RemotePrompt, num_missing: int) -> bool:
         """Whether this load is so long that the rest of the batch should not wait for it."""
@@ -280,13 +283,12 @@ class Consumer:
         if session.released:
             return
         session.released = True
-        transfer_id = session.remote.transfer_id
-        left = self._users.get(transfer_id, 0) - 1
+        left = self._users.get(session.lease, 0) - 1
         if left > 0:
-            self._users[transfer_id] = left
+            self._users[session.lease] = left
             return
-        if self._users.pop(transfer_id, None) is not None:
-            self._client.release(session.control, transfer_id, session.remote.remote_epoch)
+        if self._users.pop(session.lease, None) is not None:
+            self._client.release(*session.lease)
 
     def _count(self, session: RemotePrompt) -> None:
         prompt = session.provenance

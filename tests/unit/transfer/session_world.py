@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Producers and consumers without threads: real sessions, a scripted network, one clock.
+
+Everything from the scheduler's session and lease down to the frame is the real code; only sockets
+are scripted. Nothing happens by itself: the test hands over frames, runs turns, moves the clock.
+
+    ConsumerProcess                                   ProducerProcess
+      Consumer ─ ControlClient ─ Dealers ═ Link ═ Listener ─ ControlServer ─ LeaseBook ─ Producer
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import zmq
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_ascend_pd.config import SecurityConfig, TransferConfig
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
+from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.metrics import Provenance, Stats
+from vllm_ascend_pd.transfer.control import ControlClient, ControlServer, OpenOutcome
+from vllm_ascend_pd.transfer.dealers import Dealers, _Connection
+from vllm_ascend_pd.transfer.leases import LeaseBook
+from vllm_ascend_pd.transfer.seal import Channel, Seals, Secret
+from vllm_ascend_pd.transfer.send import Grants
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+LEASE_S = 30.0
+PEER_TIMEOUT_S = 2.0
+HEARTBEAT_S = 10.0
+
+init_none_hash(sha256)
+_numbers = itertools.count()
+
+
+def make_request(tokens: list[int], params: dict[str, Any]) -> Request:
+    return Request(
+        request_id=f"r{next(_numbers)}",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params}),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+    )
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# The network.
+
+
+class Link:
+    """One connection, and the frames that are under way on it."""
+
+    def __init__(self, consumer: ConsumerProcess, peer: Endpoint) -> None:
+        self.consumer = consumer
+        self.peer = peer
+        self.producer = consumer.network.producers.get(peer)
+        self.identity = b"\0%d" % next(_numbers)
+        self.up: list[bytes] = []
+        self.down: list[bytes] = []
+        self.broken = self.producer is None
+        self.connection: _Connection | None = None
+
+    def deliver(self, upwards: bool, frame: bytes) -> None:
+        if upwards:
+            assert self.producer is not None
+            self.producer.take(self.identity, frame)
+        else:
+            self.consumer.peers.take(self, frame)
+
+
+class Network:
+    """Which processes there are, and the links between them."""
+
+    def __init__(self) -> None:
+        self.producers: dict[Endpoint, ProducerProcess] = {}
+        self.links: list[Link] = []
+
+    def under_way(self) -> list[tuple[Link, bool, int]]:
+        """Each frame, as its link, whether it goes up to the producer, and its place."""
+        return [
+            (link, upwards, place)
+            for link in self.links
+            for upwards, frames in ((True, link.up), (False, link.down))
+            for place in range(len(frames))
+        ]
+
+    def cut(self, link: Link) -> None:
+        """What is under way is lost; the consumer has not noticed yet."""
+        link.broken = True
+        link.up.clear()
+        link.down.clear()
+
+    def notice(self, link: Link) -> None:
+        self.links.remove(link)
+        link.consumer.peers.lose(link)
+
+
+class _ClientSocket:
+    """The socket of one link, as ``Dealers`` uses it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def send(self, frame: bytes, flags: int) -> None:
+        if self.link.broken:
+            raise zmq.Again
+        self.link.up.append(frame)
+
+
+class ScriptedDealers(Dealers):
+    """The real connections, on links instead of sockets."""
+
+    def __init__(self, consumer: ConsumerProcess, client: ControlClient, seals: Seals) -> None:
+        super().__init__(client, seals, Channel.CONTROL, client._on_frame, client._on_lost)
+        self._consumer = consumer
+
+    def _connect(self, peer: Endpoint) -> _Connection:
+        link = Link(self._consumer, peer)
+        self._consumer.network.links.append(link)
+        socket: Any = _ClientSocket(link)
+        link.connection = _Connection(socket, socket, self._seals.client(self._channel))
+        self._connections[peer] = link.connection
+        return link.connection
+
+    def _close(self, peer: Endpoint) -> None:
+        socket: Any = self._connections.pop(peer).socket
+        links = self._consumer.network.links
+        if socket.link in links:
+            links.remove(socket.link)
+
+    def take(self, link: Link, frame: bytes) -> None:
+        if (connection := self._connections.get(link.peer)) is link.connection is not None:
+            self._receive(link.peer, connection, frame)
+
+    def lose(self, link: Link) -> None:
+        if self._connections.get(link.peer) is link.connection:
+            self._close(link.peer)
+            self._on_lost(link.peer, Cause.PEER_UNREACHABLE, "is gone")
+
+
+class _Frame:
+    """A received part of a message, as ``Listener`` uses it."""
+
+    def __init__(self, content: bytes) -> None:
+        self.bytes = self.buffer = content
+
+    def get(self, name: str) -> str:
+        return "127.0.0.1"
+
+
+class _ServerSocket:
+    """The listening socket of one producer, as ``Listener`` uses it."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self.arrived: deque[tuple[bytes, bytes]] = deque()
+
+    def recv_multipart(self, flags: int, copy: bool) -> list[_Frame]:
+        if not self.arrived:
+            raise zmq.Again
+        return [_Frame(part) for part in self.arrived.popleft()]
+
+    def send_multipart(self, parts: list[bytes], flags: int) -> None:
+        identity, frame = parts
+        for link in self._network.links:
+            if link.identity == identity and not link.broken:
+                link.down.append(frame)
+
+
+# The processes.
+
+
+def make_manager() -> KVCacheManager:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    return KVCacheManager(
+        KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
+        max_model_len=256,
+        scheduler_block_size=BLOCK_SIZE,
+        hash_block_size=BLOCK_SIZE,
+    )
+
+
+class ProducerProcess:
+    """One start of a producer: both of its processes, and the prompts that it computes."""
+
+    def __init__(self, network: Network, clock: Clock, secret: Secret | None, port: int) -> None:
+        self.network = network
+        self.endpoint = Endpoint("127.0.0.1", port)
+        self.manager = make_manager()
+        self.pool = self.manager.block_pool
+        self.num_free = self.pool.get_num_free_blocks()
+        epoch = Epoch(f"epoch-{next(_numbers)}")
+        self.book = LeaseBook(epoch, "same", LEASE_S, clock)
+        self.book.data_endpoint = Endpoint("127.0.0.1", 1)
+        self.seals = Seals(secret)
+        self.server = ControlServer("127.0.0.1", 0, self.book, lambda: None, self.seals)
+        self._socket: Any = _ServerSocket(network)
+        real, self.server._listener.socket = self.server._listener.socket, self._socket
+        self.server.unwatch(real)
+        self.producer = Producer(
+            self.manager, self.book, "p", epoch, self.endpoint, Stats(), BLOCK_SIZE
+        )
+        self.grants = Grants()
+        self.running: list[Request] = []
+        network.producers[self.endpoint] = self
+
+    def take(self, identity: bytes, frame: bytes) -> None:
+        self._socket.arrived.append((identity, frame))
+        self.server._on_messages()
+
+    def start_prefill(self, tokens: list[int]) -> Request | None:
+        """Compute a prompt; ``None`` when memory is short. The request has not ended yet."""
+        request = make_request(tokens, {"do_remote_decode": True})
+        if self.manager.allocate_slots(request, request.num_tokens) is None:
+            return None
+        self.producer.expect(request)
+        self._step({request.request_id: request.num_tokens})
+        request.num_computed_tokens = request.num_tokens
+        self.running.append(request)
+        return request
+
+    def end_prefill(self, request: Request, status: RequestStatus) -> dict[str, Any] | None:
+        self.running.remove(request)
+        request.status = status
+        params = self.producer.finish(request)
+        self.manager.free(request)
+        return params
+
+    def preempt(self, request: Request) -> None:
+        """Its blocks are gone; nobody computes it again here."""
+        self._step({}, {request.request_id})
+        self.end_prefill(request, RequestStatus.FINISHED_ABORTED)
+
+    def tick(self) -> None:
+        """The control thread's clock, then what the scheduler and its worker make of it."""
+        self.server.on_tick()
+        self.producer.collect_closed()
+        if self.producer.has_revokes:
+            self._step({})
+
+    def _step(self, num_scheduled: dict[str, int], preempted: set[str] | None = None) -> None:
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=num_scheduled, preempted_req_ids=preempted
+        )
+        grants = self.producer.build_grants(output)
+        self.grants.discard(self.producer.take_revokes())
+        for grant in grants:
+            self.grants.add(grant.transfer_id, grant.epoch, grant.block_ids)
+
+    def stop(self) -> None:
+        self.network.producers.pop(self.endpoint, None)
+        for link in self.network.links:
+            if link.producer is self:
+                self.network.cut(link)
+        self.server.stop()
+
+
+class _Outcomes(queue.SimpleQueue[OpenOutcome]):
+    """Every open ends once."""
+
+    def __init__(self) -> None:
+        self._keys: set[str] = set()
+
+    def put(self, item: OpenOutcome, block: bool = True, timeout: float | None = None) -> None:
+        assert item.key not in self._keys, "an open ended twice"
+        self._keys.add(item.key)
+        super().put(item)
+
+
+class ConsumerProcess:
+    """One start of a consumer's scheduler process. Its worker's loads end as the test says."""
+
+    def __init__(self, network: Network, clock: Clock, secret: Secret | None) -> None:
+        self.network = network
+        self.seals = Seals(secret)
+        self.client = ControlClient(PEER_TIMEOUT_S, HEARTBEAT_S, self.seals, clock)
+        self.peers = ScriptedDealers(self, self.client, self.seals)
+        self.client._peers = self.peers
+        self.client.outcomes = _Outcomes()
+        pool = BlockPool(NUM_BLOCKS, True, BLOCK_SIZE)
+        self.consumer = Consumer(
+            client=self.client,
+            phantoms=PhantomBlocks(pool, BLOCK_SIZE),
+            fingerprint="same",
+            block_size=BLOCK_SIZE,
+            bytes_per_block=1,
+            transfer=TransferConfig(),
+            security=SecurityConfig(),
+            stats=Stats(),
+            others_wait=lambda: False,
+        )
+        self.requests: list[Request] = []
+        self.ended: list[tuple[Request, RemotePrompt, Provenance]] = []
+        self.loading: list[RemotePrompt] = []
+
+    def add(self, tokens: list[int], params: dict[str, Any]) -> tuple[Cause, str] | None:
+        request = make_request(tokens, params)
+        refused = self.consumer.add(request, params)
+        if refused is None:
+            self.requests.append(request)
+        return refused
+
+    def session(self, request: Request) -> RemotePrompt:
+        session = self.consumer.get(request)
+        assert session is not None
+        return session
+
+    def turn(self) -> None:
+        """The control thread's queue, then what the scheduler makes of the answers."""
+        while not self.client._commands.empty():
+            self.client._commands.get_nowait()()
+        self.consumer.collect_outcomes()
+
+    def tick(self) -> None:
+        self.turn()
+        self.client.on_tick()
+        self.consumer.collect_outcomes()
+
+    def load(self, request: Request) -> None:
+        session = self.session(request)
+        session.load_started()
+        self.loading.append(session)
+
+    def admit(self, request: Request) -> None:
+        session = self.session(request)
+        num_peer = request.num_tokens - 1 if session.num_loads else 0
+        self.consumer.admitted(session, 0, num_peer)
+
+    def end_load(self, session: RemotePrompt, cause: str) -> None:
+        self.loading.remove(session)
+        session.load_ended(cause, 100, 1.0)
+        self.consumer.load_ended(session, 100, 1.0)
+
+    def finish(self, request: Request) -> None:
+        session = self.session(request)
+        self.requests.remove(request)
+        provenance = self.consumer.finish(request)
+        assert provenance is not None
+        self.ended.append((request, session, provenance))
+
+    def stop(self) -> None:
+        self.network.links = [link for link in self.network.links if link.consumer is not self]
+        self.client.stop()

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every transfer ends once, and nothing is left, whatever the network and the processes do.
+
+Hypothesis drives two producers and a consumer (``session_world``) through any order of prefills,
+requests, loads, frames that are delivered, lost, doubled or overtaken, broken connections, time,
+aborts, and processes that die and start again. At the end everybody goes on as usual for some
+time: requests end, clocks tick. Then there must be nothing left.
+
+To add an event, add a rule; if it opens something new, add it to ``_everybody_ends`` and
+``_nothing_is_left``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from vllm.v1.request import Request, RequestStatus
+
+from tests.unit.transfer.session_world import (
+    BLOCK_SIZE,
+    HEARTBEAT_S,
+    LEASE_S,
+    PEER_TIMEOUT_S,
+    Clock,
+    ConsumerProcess,
+    Network,
+    ProducerProcess,
+)
+from vllm_ascend_pd.engine.scheduler.consumer import RemotePrompt
+from vllm_ascend_pd.transfer.seal import Secret
+from vllm_ascend_pd.transfer.session import ConsumerState
+from vllm_ascend_pd.types import Cause, Endpoint
+
+PORTS = (7001, 7002)
+PROMPTS = [
+    list(range(2 * BLOCK_SIZE + 9)),
+    list(range(3 * BLOCK_SIZE)),  # begins as the first one does
+    [*range(2 * BLOCK_SIZE), *range(900, 909)],  # and this one ends otherwise
+    list(range(500, 500 + BLOCK_SIZE + 1)),
+    [7, 8],
+]
+SECRETS = {"one": Secret(b"1" * 32), "two": Secret(b"2" * 32), "none": None}
+PAIRS = [("none", "none"), ("one", "one")] * 3 + [("one", "two"), ("none", "one")]
+OUTCOMES = {cause.value for cause in Cause} | {"loaded", "local", "not_needed"}
+pick = st.integers(0, 999)
+few = st.integers(0, 4)
+
+
+class Transfers(RuleBasedStateMachine):
+    """The rules are what may happen next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.network = Network()
+        self.consumer: ConsumerProcess | None = None
+        self.secrets: tuple[Secret | None, Secret | None] = (None, None)
+        self.keeps_frames = True
+        self.params: list[dict[str, Any]] = []
+        self.prompt_of: dict[str, list[int]] = {}
+        self.num_added = 0
+        self.num_of_the_dead = 0
+        self.ended: list[tuple[Request, RemotePrompt, Any]] = []
+        self.final_states: dict[RemotePrompt, ConsumerState] = {}
+
+    # The world.
+
+    @initialize(secrets=st.sampled_from(PAIRS), keeps_frames=st.booleans())
+    def begin(self, secrets: tuple[str, str], keeps_frames: bool) -> None:
+        self.secrets = (SECRETS[secrets[0]], SECRETS[secrets[1]])
+        self.keeps_frames = keeps_frames
+        for port in PORTS:
+            ProducerProcess(self.network, self.clock, self.secrets[0], port)
+        self.consumer = ConsumerProcess(self.network, self.clock, self.secrets[1])
+
+    @property
+    def producers(self) -> list[ProducerProcess]:
+        return list(self.network.producers.values())
+
+    @property
+    def sessions(self) -> list[tuple[Request, RemotePrompt]]:
+        """Of requests that have not ended."""
+        if self.consumer is None:
+            return []
+        return [(request, self.consumer.session(request)) for request in self.consumer.requests]
+
+    def sessions_in(self, *states: ConsumerState) -> list[tuple[Request, RemotePrompt]]:
+        return [(r, s) for r, s in self.sessions if s.state in states and not s.admitted]
+
+    # Producers.
+
+    @precondition(lambda self: self.producers)
+    @rule(
+        which=pick,
+        prompt=few,
+        ends=st.sampled_from([True, True, False]),
+    )
+    def prefill(self, which: int, prompt: int, ends: bool) -> None:
+        producer = self.producers[which % len(self.producers)]
+        request = producer.start_prefill(PROMPTS[prompt % len(PROMPTS)])
+        if request is not None and ends:
+            self._end_prefill(producer, request, "completed")
+
+    @precondition(lambda self: any(p.running for p in self.producers))
+    @rule(which=pick, how=st.sampled_from(["completed", "aborted", "preempted"]))
+    def prefill_ends(self, which: int, how: str) -> None:
+        running = [(p, request) for p in self.producers for request in p.running]
+        self._end_prefill(*running[which % len(running)], how)
+
+    def _end_prefill(self, producer: ProducerProcess, request: Request, how: str) -> None:
+        if how == "preempted":
+            producer.preempt(request)
+            return
+        completed = how == "completed"
+        status = (
+            RequestStatus.FINISHED_LENGTH_CAPPED if completed else RequestStatus.FINISHED_ABORTED
+        )
+        params = producer.end_prefill(request, status)
+        assert params is None or completed
+        if params is not None:
+            self.params.append(params)
+            self.prompt_of[params["transfer_id"]] = list(request.prompt_token_ids or ())
+
+    # Consumer.
+
+    @precondition(lambda self: self.params and self.consumer)
+    @rule(recent=few, is_answered=st.booleans())
+    def request(self, recent: int, is_answered: bool) -> None:
+        params = self.params[-1 - recent % len(self.params)]
+        self._add(self.prompt_of[params["transfer_id"]], params, is_answered)
+
+    @precondition(lambda self: self.params and self.consumer)
+    @rule(
+        recent=few,
+        change=st.sampled_from(["prompt", "epoch", "transfer", "port"]),
+        other=few,
+        is_answered=st.booleans(),
+    )
+    def request_that_is_wrong(
+        self, recent: int, change: str, other: int, is_answered: bool
+    ) -> None:
+        params = dict(self.params[-1 - recent % len(self.params)])
+        prompt = self.prompt_of[params["transfer_id"]]
+        if change == "prompt":
+            prompt = PROMPTS[other % len(PROMPTS)]
+        elif change == "epoch":
+            params["remote_epoch"] = "another"
+        elif change == "transfer":
+            params["transfer_id"] = "another"
+        else:
+            params["remote_port"] = 7999
+        self._add(prompt, params, is_answered)
+
+    def _add(self, prompt: list[int], params: dict[str, Any], is_answered: bool) -> None:
+        assert self.consumer is not None
+        assert self.consumer.add(prompt, params) is None
+        self.num_added += 1
+        if is_answered:
+            self.everything_arrives()
+
+    @precondition(lambda self: self.consumer)
+    @rule()
+    def consumer_turn(self) -> None:
+        assert self.consumer is not None
+        self.consumer.turn()
+
+    @precondition(lambda self: self.sessions_in(ConsumerState.READY))
+    @rule(which=pick, loads=st.booleans())
+    def schedule(self, which: int, loads: bool) -> None:
+        """The request is scheduled, with a load in its step or with everything at hand."""
+        ready = self.sessions_in(ConsumerState.READY)
+        request, _ = ready[which % len(ready)]
+        assert self.consumer is not None
+        if loads:
+            self.consumer.load(request)
+        self.consumer.admit(request)
+
+    @precondition(lambda self: self.sessions_in(ConsumerState.READY, ConsumerState.LOADING))
+    @rule(which=pick)
+    def load_beside_the_steps(self, which: int) -> None:
+        ready = self.sessions_in(ConsumerState.READY, ConsumerState.LOADING)
+        assert self.consumer is not None
+        self.consumer.load(ready[which % len(ready)][0])
+
+    @precondition(lambda self: self.sessions_in(ConsumerState.FAILED))
+    @rule(which=pick)
+    def schedule_without_its_peer(self, which: int) -> None:
+        failed = self.sessions_in(ConsumerState.FAILED)
+        assert self.consumer is not None
+        self.consumer.admit(failed[which % len(failed)][0])
+
+    @precondition(lambda self: self.consumer and self.consumer.loading)
+    @rule(which=pick, cause=st.sampled_from(["", "", Cause.CHECKSUM.value, Cause.DEADLINE.value]))
+    def load_ends(self, which: int, cause: str) -> None:
+        assert self.consumer is not None
+        loading = self.consumer.loading
+        self.consumer.end_load(loading[which % len(loading)], cause)
+
+    @precondition(lambda self: self.consumer and self.consumer.requests)
+    @rule(which=pick)
+    def request_ends(self, which: int) -> None:
+        """By its last token, an abort, or a client that is gone."""
+        assert self.consumer is not None
+        requests = self.consumer.requests
+        self.consumer.finish(requests[which % len(requests)])
+
+    # The network, and time.
+
+    @precondition(lambda self: self.network.under_way())
+    @rule(which=pick, fate=st.sampled_from(["delivered", "delivered", "doubled", "lost"]))
+    def frame(self, which: int, fate: str) -> None:
+        """Any of them, so they overtake each other."""
+        if fate == "doubled":
+            link, upwards, place = self._choose(which)
+            frames = link.up if upwards else link.down
+            frames.append(frames[place])
+            return
+        link, upwards, frame = self._take(which)
+        if fate == "delivered":
+            link.deliver(upwards, frame)
+
+    @precondition(lambda self: self.network.links)
+    @rule(which=pick)
+    def connection_breaks_or_that_is_noticed(self, which: int) -> None:
+        link = self.network.links[which % len(self.network.links)]
+        if link.broken:
+            self.network.notice(link)
+        else:
+            self.network.cut(link)
+
+    @rule()
+    def everything_arrives(self) -> None:
+        """In order, and all threads have their turns."""
+        for _ in range(4):
+            if self.consumer is not None:
+                self.consumer.turn()
+            while self.network.under_way():
+                link, upwards, frame = self._take(0)
+                link.deliver(upwards, frame)
+
+    @rule(seconds=st.sampled_from([0.5, PEER_TIMEOUT_S, HEARTBEAT_S, LEASE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(which=pick)
+    def clock_is_looked_at(self, which: int) -> None:
+        """By one of the processes."""
+        processes = [*self.producers, *([self.consumer] if self.consumer else [])]
+        if processes:
+            processes[which % len(processes)].tick()
+
+    def _choose(self, which: int) -> tuple[Any, bool, int]:
+        under_way = self.network.under_way()
+        return under_way[which % len(under_way)]
+
+    def _take(self, which: int) -> tuple[Any, bool, bytes]:
+        link, upwards, place = self._choose(which)
+        return link, upwards, (link.up if upwards else link.down).pop(place)
+
+    # Processes.
+
+    @rule(kind=st.sampled_from(["reset", "bad block", "producer", "consumer"]), which=few)
+    def misfortune(self, kind: str, which: int) -> None:
+        """A process dies, or starts again if it is dead; or a producer gives blocks up."""
+        if kind == "consumer":
+            self._kill_or_start_consumer()
+        elif kind == "producer":
+            self._kill_or_start_producer(PORTS[which % len(PORTS)])
+        elif self.producers:
+            producer = self.producers[which % len(self.producers)].producer
+            if kind == "reset":
+                producer.revoke_all()
+            else:
+                producer.revoke_blocks({1 + which})
+
+    def _kill_or_start_consumer(self) -> None:
+        if self.consumer is None:
+            self.consumer = ConsumerProcess(self.network, self.clock, self.secrets[1])
+            return
+        self.ended += self.consumer.ended
+        self.num_of_the_dead += len(self.consumer.requests)
+        self.consumer.stop()
+        self.consumer = None
+
+    def _kill_or_start_producer(self, port: int) -> None:
+        alive = self.network.producers.get(Endpoint("127.0.0.1", port))
+        if alive is None:
+            ProducerProcess(self.network, self.clock, self.secrets[0], port)
+        else:
+            alive.stop()
+
+    # What always holds.
+
+    @invariant()
+    def final_is_final(self) -> None:
+        for _, session in self.sessions:
+            if session in self.final_states:
+                assert session.state is self.final_states[session]
+            elif session.state.final:
+                self.final_states[session] = session.state
+
+    @invariant()
+    def nobody_reads_another_prompt(self) -> None:
+        for request, session in self.sessions:
+            theirs = self.prompt_of.get(session.remote.transfer_id, [])
+            ours = list(request.prompt_token_ids or ())
+            num_read = session.num_blocks * BLOCK_SIZE + session.num_tail_tokens
+            assert ours[:num_read] == theirs[:num_read]
+            assert not num_read or session.remote.remote_epoch != "another"
+
+    @invariant()
+    def what_is_pinned_is_leased(self) -> None:
+        for producer in self.producers:
+            leases = producer.producer._leases.values()
+            assert producer.producer.num_pinned_blocks <= sum(len(x.block_ids) for x in leases)
+            assert producer.producer._pins.keys() <= {lease.transfer_id for lease in leases}
+
+    # The end.
+
+    def teardown(self) -> None:
+        try:
+            if self.network.producers or self.consumer:
+                self._everybody_ends()
+                self._nothing_is_left()
+        finally:
+            for process in [*self.producers, *([self.consumer] if self.consumer else [])]:
+                process.stop()
+
+    def _everybody_ends(self) -> None:
+        """As it does without a fault: requests end, clocks tick, frames arrive (or none does)."""
+        for producer in self.producers:
+            for request in list(producer.running):
+                producer.end_prefill(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if self.consumer is not None:
+            for session in list(self.consumer.loading):
+                self.consumer.end_load(session, "")
+            self.consumer.turn()
+            self.clock.now += PEER_TIMEOUT_S
+            self.consumer.tick()
+            assert not self.sessions_in(ConsumerState.OPENING), "a request waits for ever"
+            for request in list(self.consumer.requests):
+                self.consumer.finish(request)
+        for _ in range(2 * int(LEASE_S / HEARTBEAT_S) + 2):
+            self._some_time_passes()
+
+    def _some_time_passes(self) -> None:
+        if self.consumer is not None:
+            self.consumer.tick()
+        while self.network.under_way():
+            link, upwards, frame = self._take(0)
+            if self.keeps_frames:
+                link.deliver(upwards, frame)
+        for link in [link for link in self.network.links if link.broken]:
+            self.network.notice(link)
+        for producer in self.producers:
+            producer.tick()
+        self.clock.now += HEARTBEAT_S
+
+    def _nothing_is_left(self) -> None:
+        if self.consumer is not None:
+            assert len(self.consumer.consumer) == 0
+            assert self.consumer.consumer._users == {}
+            assert self.consumer.client._pending == {}
+            assert self.consumer.client._kept == {}, "a heartbeat goes on"
+            assert self.consumer.client.outcomes.empty()
+            assert all(session.released for _, session, _ in self.consumer.ended)
+            self.ended += self.consumer.ended
+        assert len(self.ended) + self.num_of_the_dead == self.num_added
+        for _, session, provenance in self.ended:
+            assert session.state.final
+            assert provenance.outcome in OUTCOMES
+            total = (
+                provenance.num_local_tokens
+                + provenance.num_peer_tokens
+                + provenance.num_computed_tokens
+            )
+            assert total in (0, provenance.num_prompt_tokens)
+        for producer in self.producers:
+            assert len(producer.book) == 0
+            assert producer.producer.num_pinned_blocks == 0
+            assert producer.producer._leases == {}
+            assert producer.producer._expected == {}
+            assert len(producer.grants) == 0
+            assert producer.pool.get_num_free_blocks() == producer.num_free
+            values = producer.producer._stats._values
+            closed = sum(v for name, v in values.items() if name.startswith("leases_closed/"))
+            assert closed == values.get("leases_granted", 0)
+
+
+TestTransfers = Transfers.TestCase
+TestTransfers.settings = settings(
+    max_examples=300,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def test_wrong_reference_beside_a_right_one_leaves_no_heartbeat() -> None:
+    """Both name one transfer, in different starts of its producer; each is given back as such."""
+    world = Transfers()
+    world.begin(secrets=("none", "none"), keeps_frames=True)
+    try:
+        world.prefill(which=0, prompt=0, ends=True)
+        world.request(recent=0, is_answered=True)
+        world.request_that_is_wrong(recent=0, change="epoch", other=0, is_answered=False)
+        world.schedule(which=0, loads=False)
+        world.everything_arrives()
+        [producer] = [producer for producer in world.producers if producer.producer._stats._values]
+        assert len(producer.book) == 0
+    finally:
+        world.teardown()
