@@ -43,7 +43,7 @@ PLANS = {
     "ascend": Plan(
         "ascend",
         (f"vllm=={VLLM}", f"vllm-ascend=={VLLM_ASCEND}"),
-        f"mooncake-transfer-engine=={MOONCAKE}",
+        f"mooncake-transfer-engine-npu=={MOONCAKE}",
         tested=False,
     ),
 }

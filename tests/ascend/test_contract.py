@@ -406,3 +406,52 @@ def test_role_effect_that_is_respected_is_still_there(
     sources: Sources, path: str, text: str
 ) -> None:
     assert text in (sources.root / "vllm_ascend" / path).read_text()
+
+
+# Mooncake and streams ---------------------------------------------------------------------------
+
+
+def test_mooncake_is_opened_as_vllm_ascend_opens_it(sources: Sources) -> None:
+    """``backends/mooncake_engine.py`` makes the same calls, with ``protocol="ascend"``."""
+    path = "vllm_ascend/distributed/kv_transfer/utils/mooncake_transfer_engine.py"
+    opened = calls(sources.method(path, "GlobalTE", "get_transfer_engine"))
+    (initialize,) = opened["self.transfer_engine.initialize"]
+    assert [ast.unparse(argument) for argument in initialize.args] == [
+        "hostname",
+        "'P2PHANDSHAKE'",
+        "'ascend'",
+        "device_name",
+    ]
+    registered = calls(sources.method(path, "GlobalTE", "register_buffer"))
+    (register,) = registered["self.transfer_engine.register_memory"]
+    assert [ast.unparse(argument) for argument in register.args] == ["ptr", "size"]
+
+
+def test_store_shares_the_engine_of_the_transfers(sources: Sources) -> None:
+    path = "vllm_ascend/distributed/kv_transfer/kv_pool/ascend_store/backend/mooncake_backend.py"
+    setup, _ = calls(sources.method(path, "MooncakeBackend", "_setup_store"))["store.setup"]
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in setup.keywords}
+    assert given["engine"] == "transfer_engine.get_engine()"
+    assert given["protocol"] == "self.config.protocol"
+    names = {name for name in given if name is not None}
+    assert names >= {"local_hostname", "metadata_server", "global_segment_size", "rdma_devices"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.npu.set_device",
+        "torch.npu.Stream",
+        "torch.npu.Event",
+        "torch.npu.current_stream",
+        "torch.npu.stream",
+        "wait_event",
+        "pin_memory",
+    ],
+)
+def test_streams_of_torch_npu_are_used_as_vllm_ascend_uses_them(
+    sources: Sources, call: str
+) -> None:
+    """``backends/torch_device.py`` calls nothing of ``torch.npu`` that vllm-ascend does not."""
+    text = "\n".join((sources.root / path).read_text() for path in sources.paths())
+    assert re.search(rf"{re.escape(call)}\s*[(=]", text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's transfer engine over TCP, without the ways in which it can hang or corrupt."""
+"""Mooncake's transfer engine, without the ways in which it can hang or corrupt."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class _NativeEngine(Protocol):
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int: ...
     def get_rpc_port(self) -> int: ...
+    def get_engine(self) -> object: ...
     def register_memory(self, addr: int, num_bytes: int) -> int: ...
     def unregister_memory(self, addr: int) -> int: ...
     def send_probe(self, session: str) -> int: ...
@@ -92,7 +93,7 @@ class _Write:
 
 
 class MooncakeTransferEngine(TransferEngine):
-    """One-sided writes over Mooncake TCP.
+    """One-sided writes over Mooncake. What is said of time and failure was measured over TCP.
 
     DONE comes after the peer's acknowledgement, so the bytes are in its memory. FAILED comes after
     the connection has been dropped, so the source is no longer read; but bytes that had already
@@ -109,12 +110,23 @@ class MooncakeTransferEngine(TransferEngine):
     The engine listens on two ports, the data port on all interfaces, without authentication.
     """
 
-    def __init__(self, host: str, contact_timeout_s: float = 3.0) -> None:
-        """`host` is the address at which peers reach this process; Mooncake picks the port."""
+    def __init__(
+        self,
+        host: str,
+        contact_timeout_s: float = 3.0,
+        protocol: str = "tcp",
+        bind_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`host` is the address at which peers reach this process; Mooncake picks the port.
+
+        `protocol` is "tcp", or "ascend" for Mooncake's build for NPUs, with which writes go over
+        the NPUs' own links; `bind_thread` then makes the device current in a thread of this class.
+        """
         self._contact_timeout_s = contact_timeout_s
+        self._bind_thread = bind_thread
         engine = _load_mooncake()()
-        if rc := engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
-            raise BackendError(f"Mooncake cannot listen for {host!r}: rc {rc}")
+        if rc := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
+            raise BackendError(f"Mooncake cannot listen for {host!r} ({protocol}): rc {rc}")
         self._session = f"{host}:{engine.get_rpc_port()}"
         self._regions = RegionTable()
         # All fields below are read and written by any thread, under the lock. Mooncake is never
@@ -132,7 +144,15 @@ class MooncakeTransferEngine(TransferEngine):
 
     @property
     def direct_placement(self) -> bool:
+        """False for "ascend" too: that no byte lands after a failure has not been seen to hold."""
         return False
+
+    def shared(self) -> object:
+        """The engine for `MooncakeDistributedStore.setup(engine=...)`: one listener for both.
+
+        What is registered here counts for the store as well.
+        """
+        return self._open_engine().get_engine()
 
     def register(self, addr: int, num_bytes: int) -> None:
         engine = self._open_engine()
@@ -225,6 +245,7 @@ class MooncakeTransferEngine(TransferEngine):
     def _contact(self, engine: _NativeEngine, session: str) -> None:
         """Meets a new peer, then starts the writes that wait for it. Its own thread."""
         try:
+            self._bind_thread()
             is_there = engine.send_probe(session) == 0
         except Exception:  # a thread's boundary: the writes that wait fail below
             logger.exception("first contact with %s failed", session)

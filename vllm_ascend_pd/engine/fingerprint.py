@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
+from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
 from vllm_ascend_pd.wire import WIRE_VERSION
 
 if TYPE_CHECKING:
@@ -54,7 +55,11 @@ def _hash_seed(algorithm: str) -> str:
 
 
 def _page_isa(vllm_config: VllmConfig, block_size: int) -> str:
-    """The CPU backend packs K as its instruction set likes it; elsewhere pages are plain."""
+    """The CPU backend packs K as its instruction set likes it; an NPU has two formats of pages;
+    elsewhere pages are plain.
+    """
+    if is_ascend(vllm_config):
+        return f"npu-{page_format(ascend_facts(vllm_config))}"
     if vllm_config.device_config.device_type != "cpu":
         return "plain"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
@@ -51,6 +52,8 @@ def create(scheduler: Scheduler) -> SchedulerSide:
     adopt_engine_logging()
     config = PDConfig.from_kv_transfer_config(scheduler.vllm_config.kv_transfer_config)
     check_supported(scheduler)
+    if is_ascend(scheduler.vllm_config):
+        check_roles(ascend_facts(scheduler.vllm_config), config.role)
     shorten_turns()
     return SchedulerSide(scheduler, config)
 
@@ -66,7 +69,8 @@ def check_supported(scheduler: Scheduler) -> None:
         (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
         (
             len(groups) != 1
-            or type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"),
+            or type(spec).__name__
+            not in ("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
             (
                 f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group"
                 " of full attention is supported"

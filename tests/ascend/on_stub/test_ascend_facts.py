@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings that decide about roles, read out of vllm-ascend's own configuration classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_ascend import ascend_config
+from vllm_ascend.attention.utils import MLAPO_MAX_SUPPORTED_TOKENS
+
+from vllm_ascend_pd.engine.ascend import MLAPO_MAX_TOKENS, AscendFacts, ascend_facts
+
+
+def fields(owner: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(owner)}
+
+
+@pytest.fixture
+def ascend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A configuration with the attributes that the classes really have, and their defaults."""
+    scheduler = SimpleNamespace(
+        recompute_scheduler_enable=False, dyntra_lb_config=SimpleNamespace(enabled=False)
+    )
+    config = SimpleNamespace(
+        enable_mlapo=True,
+        mlapo_keep_prefill_weights=False,
+        enable_kv_nz=False,
+        scheduler_config=scheduler,
+        xlite_graph_config=SimpleNamespace(enabled=False),
+        sparse_kv_offload_config=SimpleNamespace(enabled=False),
+    )
+    assert set(vars(config)) <= fields(ascend_config.AscendConfig)
+    assert set(vars(scheduler)) <= fields(ascend_config.SchedulerConfig)
+    for owner in ("DyntraLBConfig", "XliteGraphConfig", "SparseKVOffloadConfig"):
+        assert "enabled" in fields(getattr(ascend_config, owner)), owner
+    monkeypatch.setattr(ascend_config, "get_ascend_config", lambda: config)
+    return config
+
+
+def vllm_config(**model: Any) -> Any:
+    hf = SimpleNamespace(model_type="llama")
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            **{"use_mla": False, "hf_text_config": hf, "hf_config": hf, **model}
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        quant_config=None,
+    )
+
+
+def test_defaults(ascend: Any) -> None:
+    assert ascend_facts(vllm_config()) == AscendFacts(max_num_batched_tokens=2048)
+
+
+def test_what_is_set_is_read(ascend: Any) -> None:
+    ascend.enable_kv_nz = ascend.mlapo_keep_prefill_weights = True
+    ascend.scheduler_config.recompute_scheduler_enable = True
+    config = vllm_config(use_mla=True, hf_text_config=SimpleNamespace(index_topk=2048))
+    config.quant_config = SimpleNamespace(enable_c8_quant=True)
+    facts = ascend_facts(config)
+    assert facts.enable_kv_nz
+    assert facts.keeps_prefill_weights
+    assert facts.recompute_scheduler
+    assert facts.uses_mla
+    assert facts.uses_sparse_attention
+    assert facts.enable_c8_quant
+
+
+def test_limit_of_mlapo_is_that_of_vllm_ascend() -> None:
+    assert MLAPO_MAX_TOKENS == MLAPO_MAX_SUPPORTED_TOKENS

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch's streams are asked for, on a scripted ``torch.cuda`` / ``torch.npu``; no device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ascend_pd.backends.block_copy import PythonBlockCopier, Region
+from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
+from vllm_ascend_pd.backends.torch_device import TorchDevice
+
+DEVICE = torch.device("cuda", 3)
+
+
+class Api:
+    """The part of ``torch.cuda`` that is used; ``torch.npu`` has the same."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.inside: Any = None
+        api = self
+
+        class Stream:
+            def __init__(self, device: torch.device) -> None:
+                api.calls.append(f"stream on {device}")
+
+            def wait_event(self, event: Any) -> None:
+                api.calls.append("wait")
+
+            def synchronize(self) -> None:
+                api.calls.append("synchronize")
+
+        class Event:
+            def record(self, stream: Any = None) -> None:
+                assert stream == "the engine's"
+                api.calls.append("record")
+
+        self.Stream, self.Event = Stream, Event
+
+    def set_device(self, device: torch.device) -> None:
+        self.calls.append(f"set {device}")
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        assert device == DEVICE
+        return "the engine's"
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.calls.append("on stream")
+        yield
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+@pytest.fixture
+def copier(api: Api, monkeypatch: pytest.MonkeyPatch) -> DeviceBlockCopier:
+    device = TorchDevice(api, DEVICE)
+    monkeypatch.setattr(device, "pinned", lambda n: torch.zeros(n, dtype=torch.uint8))
+    return DeviceBlockCopier(device, PythonBlockCopier())
+
+
+def layout() -> DevicePageLayout:
+    memory = torch.arange(64, dtype=torch.uint8)
+    return DevicePageLayout(
+        region=Region(1, 1 << 60),
+        layer_offsets=np.zeros(1, dtype=np.int64),
+        block_stride=16,
+        page_bytes=16,
+        segments=((Segment(0, 0, 16, 16),),),
+        memories=(memory,),
+        num_blocks=4,
+    )
+
+
+def test_copies_run_on_their_own_stream_behind_the_fence(
+    api: Api, copier: DeviceBlockCopier
+) -> None:
+    copier.fence([1])
+    assert api.calls == ["record"]
+    api.calls.clear()
+    staging = np.zeros(16, dtype=np.uint8)
+    region = Region(staging.ctypes.data, 16)
+    copier.gather(layout(), np.array([1], dtype=np.int64), region)
+    assert api.calls == ["set cuda:3", "stream on cuda:3", "wait", "on stream", "synchronize"]
+    assert staging.tolist() == list(range(16, 32))
+    api.calls.clear()
+    copier.scatter(layout(), np.array([1], dtype=np.int64), region)
+    assert api.calls == ["wait", "on stream", "synchronize"]
+
+
+def test_torch_cuda_has_what_is_used() -> None:
+    """``torch.npu`` is checked against the calls of vllm-ascend, see tests/ascend."""
+    cuda = torch.cuda
+    inspect.signature(cuda.Stream.wait_event).bind(None, object())
+    inspect.signature(cuda.Stream.synchronize).bind(None)
+    inspect.signature(cuda.Event.record).bind(None, object())
+    inspect.signature(cuda.set_device).bind(DEVICE)
+    inspect.signature(cuda.current_stream).bind(DEVICE)
+    inspect.signature(cuda.stream).bind(object())
+    assert "device" in inspect.signature(cuda.Stream.__new__).parameters

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is different on Ascend NPUs: the format of pages, and settings that cannot work.
+
+vllm-ascend changes what an engine does by its ``kv_role``: a consumer frees weights, its cache may
+be in NZ format or quantised, a pure producer keeps the block that EAGLE would drop. `ascend_facts`
+reads the settings out of vllm-ascend; what follows from them is decided here, and is pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.config import Role
+from vllm_ascend_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.config import VllmConfig
+
+MLAPO_MAX_TOKENS = 1024
+"""``MLAPO_MAX_SUPPORTED_TOKENS`` of vllm-ascend: up to here a consumer frees weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class AscendFacts:
+    """Settings of vllm-ascend and of the engine that a transfer depends on."""
+
+    is_310p: bool = False
+    uses_mla: bool = False
+    uses_sparse_attention: bool = False
+    enable_mlapo: bool = True
+    keeps_prefill_weights: bool = False
+    max_num_batched_tokens: int = 8192
+    enable_kv_nz: bool = False
+    enable_c8_quant: bool = False
+    uses_c8_mxfp: bool = False
+    recompute_scheduler: bool = False
+    dyntra_lb: bool = False
+    xlite_graph: bool = False
+    sparse_kv_offload: bool = False
+
+
+def is_ascend(vllm_config: VllmConfig) -> bool:
+    """Whether this engine runs on NPUs."""
+    return bool(vllm_config.device_config.device_type == "npu")
+
+
+def ascend_facts(vllm_config: VllmConfig) -> AscendFacts:
+    """Read once, in the EngineCore process, where vllm-ascend has parsed its configuration."""
+    from vllm_ascend.ascend_config import get_ascend_config
+    from vllm_ascend.device.device_config import is_310p
+    from vllm_ascend.utils import is_c8_mxfp_kv_quant, model_uses_sfa_sparse
+
+    ascend = get_ascend_config()
+    model = vllm_config.model_config
+    return AscendFacts(
+        is_310p=is_310p(),
+        uses_mla=model.use_mla,
+        uses_sparse_attention=model_uses_sfa_sparse(model),
+        enable_mlapo=ascend.enable_mlapo,
+        keeps_prefill_weights=ascend.mlapo_keep_prefill_weights,
+        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        enable_kv_nz=ascend.enable_kv_nz,
+        enable_c8_quant=getattr(vllm_config.quant_config, "enable_c8_quant", False) is True,
+        uses_c8_mxfp=is_c8_mxfp_kv_quant(vllm_config),
+        recompute_scheduler=ascend.scheduler_config.recompute_scheduler_enable,
+        dyntra_lb=ascend.scheduler_config.dyntra_lb_config.enabled,
+        xlite_graph=ascend.xlite_graph_config.enabled,
+        sparse_kv_offload=ascend.sparse_kv_offload_config.enabled,
+    )
+
+
+def page_format(facts: AscendFacts) -> str:
+    """``nz`` or ``nd``: bytes of a page in one format make no sense in the other."""
+    return "nz" if facts.enable_kv_nz else "nd"
+
+
+def check_roles(facts: AscendFacts, role: Role) -> None:
+    """Refuse at start what could only fail, or be wrong, once requests come.
+
+    Raises:
+        ConfigError: names every such setting and what to do.
+    """
+    if problems := list(_problems(facts, role)):
+        raise ConfigError(f"InEngine with kv_role {role.value} on Ascend: " + "; ".join(problems))
+
+
+def _problems(facts: AscendFacts, role: Role) -> Iterator[str]:
+    if facts.is_310p:
+        yield "Atlas 300I (310P) has model runners of its own, which are not patched"
+    if role.consumes and facts.uses_sparse_attention:
+        yield (
+            "a consumer of a sparse-attention model frees the weights that it needs to compute a"
+            " prompt whose KV does not arrive"
+        )
+    elif (
+        role.consumes
+        and facts.uses_mla
+        and facts.enable_mlapo
+        and not facts.keeps_prefill_weights
+        and facts.max_num_batched_tokens <= MLAPO_MAX_TOKENS
+    ):
+        yield (
+            "MLAPO frees the weights that a consumer needs to compute a prompt whose KV does not"
+            " arrive: set mlapo_keep_prefill_weights to true in --additional-config, or"
+            f" --max-num-batched-tokens above {MLAPO_MAX_TOKENS}"
+        )
+    if role is Role.CONSUMER and facts.enable_kv_nz:
+        yield (
+            "enable_kv_nz makes the pages of a consumer unlike those of every kv_producer: turn it"
+            " off, or give kv_both and enable_kv_nz to both sides"
+        )
+    if facts.enable_c8_quant:
+        yield (
+            "C8 quantisation of the KV cache: a producer keeps bfloat16 and a consumer int8; turn"
+            " it off on both sides"
+        )
+    if facts.uses_c8_mxfp:
+        yield (
+            "C8 MXFP caches have scales beside K and V, and vllm-ascend refuses every forward with"
+            " them unless its own connector moves them: choose another --kv-cache-dtype"
+        )
+    if facts.recompute_scheduler:
+        yield (
+            "recompute_scheduler_enable ends a preempted request and expects the proxy to send it"
+            " to a producer again: turn it off, the request is computed or loaded again in place"
+        )
+    if facts.dyntra_lb:
+        yield "dyntra_lb_config marks running requests as preempted although they keep their blocks"
+    if facts.xlite_graph:
+        yield "xlite_graph_config runs no layer hook, so attention would not wait for its KV"
+    if facts.sparse_kv_offload:
+        yield "sparse_kv_offload_config keeps KV in host memory, where it is not looked for"
