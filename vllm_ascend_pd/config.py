@@ -8,6 +8,7 @@ It arrives in ``KVTransferConfig`` (``--kv-transfer-config``); ours is
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -157,6 +158,137 @@ class RouterConfig:
             raise ConfigError("router.url is missing: the router that the other options are for")
 
 
+class PoolLoad(str, Enum):
+    """Which of the blocks that the pool has are loaded."""
+
+    AUTO = "auto"
+    ALL = "all"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class SsdConfig:
+    """``kv_connector_extra_config.pool.ssd``."""
+
+    path: str
+    """An absolute folder of this engine alone; made if it is not there."""
+    size: int
+    """Bytes at most."""
+
+    def __post_init__(self) -> None:
+        if not self.path.startswith("/"):
+            raise ConfigError(f"pool.ssd.path must be an absolute path, not {self.path!r}")
+        if self.size < _MIN_SSD_BYTES:
+            raise ConfigError(
+                f"pool.ssd.size must be at least {_MIN_SSD_BYTES >> 20} MiB, not {self.size} bytes"
+            )
+
+    @classmethod
+    def parse(cls, raw: Any) -> SsdConfig:
+        raw = _mapping("pool.ssd", raw)
+        _refuse_unknown("pool.ssd", raw, {"path", "size"})
+        if missing := {"path", "size"} - raw.keys():
+            raise ConfigError(f"pool.ssd: {sorted(missing)} is missing")
+        if not isinstance(raw["path"], str):
+            raise ConfigError(f"pool.ssd.path must be a string, not {raw['path']!r}")
+        return cls(raw["path"], parse_size("pool.ssd.size", raw["size"]))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """``kv_connector_extra_config.pool``; the pool is on when the section is there."""
+
+    master: str | None = None
+    """``host:port`` of a running mooncake_master; without it the engine starts its own."""
+    dram_size: int | None = None
+    """Bytes of memory to contribute; without it 25 % of what is available at start."""
+    ssd: SsdConfig | None = None
+    get: bool = True
+    """Take blocks that the pool has."""
+    put: bool = True
+    """Store blocks as they become full."""
+    put_decoded: bool = True
+    """Store blocks with generated tokens too, for the next turn of a conversation."""
+    load: PoolLoad = PoolLoad.AUTO
+    """``all``, ``none``, or ``auto``: as many as is faster than computing them."""
+    lookup_timeout_ms: float = 100.0
+    """A request waits so long for its lookup, then goes on without the pool."""
+    io_threads: int = 2
+    """Threads that read."""
+    staging_slot_bytes: int = 8 * 1024 * 1024
+    """One read or write at a time; raised to one block's KV when that is larger."""
+    breaker_failures: int = 3
+    """So many failures in a row, and the pool is bypassed."""
+    breaker_slow_ms: float = 2000.0
+    """A lookup, read or write that takes longer is a failure."""
+    probe_interval_s: float = 1.0
+    """How often a bypassed pool is tried."""
+
+    def __post_init__(self) -> None:
+        if self.master is not None:
+            host, _, port = self.master.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ConfigError(f"pool.master must be host:port, not {self.master!r}")
+        if self.dram_size is not None and 0 < self.dram_size < _MIN_DRAM_BYTES:
+            raise ConfigError(
+                f"pool.dram_size must be 0 or at least {_MIN_DRAM_BYTES >> 20} MiB,"
+                f" not {self.dram_size} bytes"
+            )
+        for name in (
+            "lookup_timeout_ms",
+            "io_threads",
+            "staging_slot_bytes",
+            "breaker_failures",
+            "breaker_slow_ms",
+            "probe_interval_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"pool.{name} must be positive, not {getattr(self, name)}")
+
+    @property
+    def master_host(self) -> str | None:
+        return self.master.rpartition(":")[0] if self.master is not None else None
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> PoolConfig | None:
+        """``None`` when there is no such section."""
+        if "pool" not in extra:
+            return None
+        raw = _mapping("pool", extra["pool"])
+        _refuse_unknown("pool", raw, {f.name for f in fields(cls)})
+        defaults = cls()
+        values = {
+            key: _coerce(f"pool.{key}", value, getattr(defaults, key))
+            for key, value in raw.items()
+            if key not in ("master", "dram_size", "ssd")
+        }
+        master = raw.get("master")
+        if master is not None and not isinstance(master, str):
+            raise ConfigError(f"pool.master must be host:port, not {master!r}")
+        if raw.get("dram_size") is not None:
+            values["dram_size"] = parse_size("pool.dram_size", raw["dram_size"])
+        if raw.get("ssd") is not None:
+            values["ssd"] = SsdConfig.parse(raw["ssd"])
+        return cls(master=master, **values)
+
+
+_MIN_DRAM_BYTES = 16 << 20
+_MIN_SSD_BYTES = 64 << 20
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
+
+
+def parse_size(path: str, value: Any) -> int:
+    """Bytes: a number, or a text such as ``"512MiB"`` or ``"8G"`` (powers of 1024)."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        if value.isdigit():
+            return int(value)
+        if match := _SIZE.fullmatch(value.strip()):
+            return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
+    raise ConfigError(f'{path} must be bytes or a text such as "8GiB", not {value!r}')
+
+
 class KVTransferConfigLike(Protocol):
     """The fields of vLLM's ``KVTransferConfig`` that are read here."""
 
@@ -178,6 +310,7 @@ class PDConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    pool: PoolConfig | None = None
 
     @classmethod
     def from_kv_transfer_config(cls, config: KVTransferConfigLike) -> PDConfig:
@@ -187,7 +320,9 @@ class PDConfig:
                 "kv_role is missing; set it to one of " + ", ".join(role.value for role in Role)
             )
         extra = config.kv_connector_extra_config
-        _refuse_unknown("kv_connector_extra_config", extra, {"transfer", "security", "router"})
+        _refuse_unknown(
+            "kv_connector_extra_config", extra, {"transfer", "security", "router", "pool"}
+        )
         security = _section(SecurityConfig, "security", extra)
         host = "127.0.0.1" if config.kv_ip == "localhost" else config.kv_ip
         try:
@@ -201,6 +336,12 @@ class PDConfig:
                 " security.secret_file on all engines (or security.allow_non_loopback: true on a"
                 " trusted network), and security.allowed_peers to the peers' addresses"
             )
+        pool = PoolConfig.parse(extra)
+        if pool is not None and (master := pool.master_host) and not security.allows(master):
+            raise ConfigError(
+                f"pool.master {pool.master!r} is neither a loopback address nor in"
+                " security.allowed_peers; the pool has no authentication"
+            )
         if not 0 <= config.kv_port <= 65535:
             raise ConfigError(f"kv_port must be within 0..65535, not {config.kv_port}")
         return cls(
@@ -211,7 +352,14 @@ class PDConfig:
             transfer=_section(TransferConfig, "transfer", extra),
             security=security,
             router=_section(RouterConfig, "router", extra),
+            pool=pool,
         )
+
+
+def _mapping(path: str, raw: Any) -> Mapping[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path} must be a mapping, not {type(raw).__name__}")
+    return raw
 
 
 def _refuse_unknown(path: str, raw: Mapping[str, Any], valid: set[str]) -> None:
@@ -223,9 +371,7 @@ _S = TypeVar("_S", TransferConfig, SecurityConfig, RouterConfig)
 
 
 def _section(cls: type[_S], name: str, extra: Mapping[str, Any]) -> _S:
-    raw = extra.get(name, {})
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{name} must be a mapping, not {type(raw).__name__}")
+    raw = _mapping(name, extra.get(name, {}))
     _refuse_unknown(name, raw, {f.name for f in fields(cls)})
     defaults = cls()
     return cls(

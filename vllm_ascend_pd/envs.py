@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 FAULTS = "ASCEND_PD_FAULTS"
+POOL_FAULTS = "ASCEND_PD_POOL_FAULTS"
 
 
 def fault_script() -> str | None:
@@ -16,3 +17,8 @@ def fault_script() -> str | None:
 def hash_seed() -> str | None:
     """Python's own variable; vLLM starts the hashes of the prefix cache from it."""
     return os.environ.get("PYTHONHASHSEED")
+
+
+def pool_fault_script() -> str | None:
+    """A fault script for the pool (tests only), see ``pool.fake_tier``."""
+    return os.environ.get(POOL_FAULTS) or None

@@ -15,6 +15,16 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "load_ms": ("Milliseconds from the start to the end of loads, added up", None),
     "prompt_tokens": ("Prompt tokens by where their KV came from", "source"),
     "frames_refused": ("Frames of peers that were not authentic, by what was wrong", "reason"),
+    "pool_lookups": ("Lookups in the pool, by how they ended", "outcome"),
+    "pool_lookup_ms": ("Milliseconds that requests waited for lookups, added up", None),
+    "pool_decisions": ("What was taken of what the pool had: all, part, none", "decision"),
+    "pool_loads": ("Loads from the pool, by how they ended", "outcome"),
+    "pool_load_bytes": ("Bytes loaded from the pool, by tier", "tier"),
+    "pool_load_ms": ("Milliseconds of loads from the pool, added up", None),
+    "pool_put_blocks": ("Blocks offered to the pool, by how that ended", "outcome"),
+    "pool_put_bytes": ("Bytes stored in the pool", None),
+    "pool_put_ms": ("Milliseconds of writes to the pool, added up", None),
+    "pool_breaker_opened": ("How often the pool was bypassed, by direction", "direction"),
     "recovered_requests": ("Requests preempted because KV under them failed to load", None),
 }
 """Exposed as ``vllm:pd_<name>_total``."""
@@ -66,9 +76,15 @@ class Provenance:
     num_prompt_tokens: int
     num_local_tokens: int = 0
     num_peer_tokens: int = 0
+    num_dram_tokens: int = 0
+    num_remote_tokens: int = 0
+    num_ssd_tokens: int = 0
     num_computed_tokens: int = 0
     num_peer_blocks: int = 0
     num_peer_bytes: int = 0
+    num_pool_bytes: int = 0
     transfer_ms: float = 0.0
     outcome: str = ""
-    """``loaded``, ``local`` (nothing was missing), or the cause why the peer's KV was not used."""
+    """``loaded``, ``local`` (nothing was missing), ``computed`` (nothing was to be had), or the
+    cause why KV of a peer or of the pool was not used.
+    """

@@ -40,5 +40,7 @@ class Cause(str, Enum):
     HASH_MISMATCH = "hash_mismatch"
     CHECKSUM = "checksum"
     TRANSFER_FAILED = "transfer_failed"
+    EVICTED = "evicted"
+    POOL_FAILED = "pool_failed"
     DEADLINE = "deadline"
     CANCELLED = "cancelled"

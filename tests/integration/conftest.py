@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -67,8 +68,14 @@ class Engines:
         return engine
 
     def _configure(
-        self, role: str, transfer: dict[str, Any] | None = None, **options: Any
+        self,
+        role: str,
+        transfer: dict[str, Any] | None = None,
+        pool: dict[str, Any] | None = None,
+        **options: Any,
     ) -> EngineConfig:
+        if pool is not None:
+            options["pool"] = json.dumps(pool, sort_keys=True)
         config = replace(self._config, role=role, **options)
         return config.with_transfer(**(transfer or {}))
 

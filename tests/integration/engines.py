@@ -43,7 +43,10 @@ class EngineConfig:
     transfer: str = "{}"
     """JSON of ``kv_connector_extra_config.transfer``."""
     secret_file: str | None = None
+    pool: str = ""
+    """JSON of ``kv_connector_extra_config.pool``; empty for none."""
     faults: str = ""
+    pool_faults: str = ""
     kv_port: int | None = None
     block_size: int = BLOCK_SIZE
     num_blocks: int = 256
@@ -77,13 +80,15 @@ class EngineConfig:
         extra: dict[str, Any] = {"transfer": json.loads(self.transfer)}
         if self.secret_file is not None:
             extra["security"] = {"secret_file": self.secret_file}
+        if self.pool:
+            extra["pool"] = json.loads(self.pool)
         options: dict[str, Any] = {"kv_role": self.role, "kv_connector_extra_config": extra}
         if self.kv_port is not None:
             options["kv_port"] = self.kv_port
         return options
 
     def env(self) -> dict[str, str]:
-        return {"ASCEND_PD_FAULTS": self.faults}
+        return {"ASCEND_PD_FAULTS": self.faults, "ASCEND_PD_POOL_FAULTS": self.pool_faults}
 
 
 @dataclass(frozen=True)
@@ -463,6 +468,9 @@ _COMPARED = (
     "sessions",
     "leases",
     "pinned_blocks",
+    "pool_prompts",
+    "pool_saves",
+    "pool_pins",
     "worker_regions",
     "worker_busy_slots",
     "worker_loads",

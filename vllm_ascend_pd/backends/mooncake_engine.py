@@ -38,7 +38,7 @@ _ENV_DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
 }
 
-_IMPORT_HELP = (
+IMPORT_HELP = (
     "Mooncake cannot be loaded: {error}. Install the extra of this host, vllm-ascend-pd[cpu], "
     "[cuda] or [ascend], and on Debian or Ubuntu the libraries that its wheel needs: "
     "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4"
@@ -274,12 +274,17 @@ class MooncakeTransferEngine(TransferEngine):
             return []
 
 
-def _load_mooncake() -> Callable[[], _NativeEngine]:
+def set_mooncake_env() -> None:
+    """Shorter timeouts than Mooncake's own; before it is imported."""
     for name, value in _ENV_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def _load_mooncake() -> Callable[[], _NativeEngine]:
+    set_mooncake_env()
     try:
         from mooncake.engine import TransferEngine as NativeEngine
     except ImportError as error:
-        raise ImportError(_IMPORT_HELP.format(error=error)) from error
+        raise ImportError(IMPORT_HELP.format(error=error)) from error
     native: Callable[[], _NativeEngine] = NativeEngine
     return native

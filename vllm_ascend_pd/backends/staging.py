@@ -17,15 +17,13 @@ import mmap
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +50,13 @@ class Slot:
         return Region(self.addr, self.num_bytes)
 
 
+class MemoryRegistry(Protocol):
+    """Who must know of the memory that others read and write: a transfer engine, a store."""
+
+    def register(self, addr: int, num_bytes: int) -> None: ...
+    def unregister(self, addr: int) -> None: ...
+
+
 class StagingPool:
     """A fixed number of equal slots in one mapping that is registered once.
 
@@ -60,7 +65,7 @@ class StagingPool:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: MemoryRegistry,
         num_slots: int,
         slot_bytes: int,
         clock: Callable[[], float] = time.monotonic,

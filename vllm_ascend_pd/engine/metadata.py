@@ -26,13 +26,24 @@ class GrantSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolLoadSpec:
+    """Blocks of the pool to load: the value of ``hashes[i]`` goes to ``block_ids[i]``."""
+
+    load_id: LoadId
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    in_step: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepMeta:
     """``SchedulerOutput.pd_metadata``; applied in the order of the fields, before the forward."""
 
     revokes: tuple[str, ...] = ()
     cancels: tuple[LoadId, ...] = ()
     grants: tuple[GrantSpec, ...] = ()
-    loads: tuple[LoadSpec, ...] = ()
+    loads: tuple[LoadSpec | PoolLoadSpec, ...] = ()
 
 
 @dataclass(frozen=True)

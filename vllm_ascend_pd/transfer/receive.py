@@ -64,6 +64,8 @@ class LoadResult:
     cause: str
     num_bytes: int
     elapsed_ms: float
+    failed: tuple[int, ...] = ()
+    """The block ids that a failed load has not filled; empty when it may be any of them."""
 
 
 @dataclass(slots=True, eq=False)

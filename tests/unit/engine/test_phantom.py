@@ -26,14 +26,28 @@ class Source:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
 
+    def has_block(self, index: int) -> bool:
+        return index < self.num_blocks
+
     def make_load(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("nothing is loaded here")
 
     def load_started(self) -> None:
         raise AssertionError("nothing is loaded here")
 
-    def load_ended(self, cause: str, num_bytes: int, elapsed_ms: float) -> None:
+    def load_ended(self, result: Any) -> None:
         raise AssertionError("nothing is loaded here")
+
+
+class HoledSource(Source):
+    """The pool, which has lost one block."""
+
+    def __init__(self, num_blocks: int, hole: int) -> None:
+        super().__init__(num_blocks)
+        self.hole = hole
+
+    def has_block(self, index: int) -> bool:
+        return super().has_block(index) and index != self.hole
 
 
 def make_request(num_tokens: int = 100, start: int = 0) -> Request:
@@ -217,8 +231,23 @@ def test_withdraw_all_leaves_nothing(pool: BlockPool, phantoms: PhantomBlocks) -
 def test_find_missing_names_what_is_not_cached(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     request = make_request()
     fill(pool, phantoms, request, 1, 2)
-    assert phantoms.find_missing(request, 0, 6) == [0, 3, 4, 5]
-    assert phantoms.find_missing(request, 1, 4) == [3]
+    assert phantoms.find_missing(request, Source(6)) == [0, 3, 4, 5]
+    assert phantoms.find_missing(request, Source(4)) == [0, 3]
+
+
+def test_find_missing_ends_at_a_block_that_nobody_has(
+    pool: BlockPool, phantoms: PhantomBlocks
+) -> None:
+    request = make_request()
+    publish(pool, phantoms, request, Source(2))
+    assert phantoms.find_missing(request, HoledSource(6, 3)) == [2]
+
+
+def test_publish_fills_a_hole_and_ends_at_a_block_that_nobody_has(
+    pool: BlockPool, phantoms: PhantomBlocks
+) -> None:
+    request = make_request()
+    assert len(phantoms.publish(request, [], HoledSource(6, 4))) == 4
 
 
 @pytest.mark.parametrize(

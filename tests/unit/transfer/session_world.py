@@ -34,9 +34,10 @@ from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer, OpenOutcome
 from vllm_ascend_pd.transfer.dealers import Dealers, _Connection
 from vllm_ascend_pd.transfer.leases import LeaseBook
+from vllm_ascend_pd.transfer.receive import LoadResult
 from vllm_ascend_pd.transfer.seal import Channel, Seals, Secret
 from vllm_ascend_pd.transfer.send import Grants
-from vllm_ascend_pd.types import Cause, Endpoint, Epoch
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LoadId
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -352,7 +353,7 @@ class ConsumerProcess:
 
     def end_load(self, session: RemotePrompt, cause: str) -> None:
         self.loading.remove(session)
-        session.load_ended(cause, 100, 1.0)
+        session.load_ended(LoadResult(LoadId(0), cause, 100, 1.0))
         self.consumer.load_ended(session, 100, 1.0)
 
     def finish(self, request: Request) -> None:

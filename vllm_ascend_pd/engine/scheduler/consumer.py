@@ -13,7 +13,7 @@ from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.leases import tail_digest
-from vllm_ascend_pd.transfer.receive import LoadSpec
+from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState, next_consumer_state
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, RemotePrefill
@@ -71,6 +71,11 @@ class RemotePrompt:
         return self.control, self.remote.transfer_id, self.remote.remote_epoch
 
     @property
+    def pending(self) -> bool:
+        """Whether the producer has not answered yet."""
+        return self.state is ConsumerState.OPENING
+
+    @property
     def offers(self) -> bool:
         """Whether the lookup of the waiting request may count on this source."""
         return self.state in (ConsumerState.READY, ConsumerState.LOADING) and not self.parked
@@ -107,12 +112,15 @@ class RemotePrompt:
         self.num_loads += 1
         self.advance(ConsumerEvent.LOAD)
 
-    def load_ended(self, cause: str, num_bytes: int, elapsed_ms: float) -> None:
+    def has_block(self, index: int) -> bool:
+        return index < self.num_blocks
+
+    def load_ended(self, result: LoadResult) -> None:
         self.num_loads -= 1
-        self.provenance.num_peer_bytes += num_bytes
-        self.provenance.transfer_ms += elapsed_ms
-        if cause:
-            self.provenance.outcome = cause
+        self.provenance.num_peer_bytes += result.num_bytes
+        self.provenance.transfer_ms += result.elapsed_ms
+        if result.cause:
+            self.provenance.outcome = result.cause
             self.advance(ConsumerEvent.LOAD_FAILED)
         elif not self.num_loads:
             self.advance(ConsumerEvent.LOADED)

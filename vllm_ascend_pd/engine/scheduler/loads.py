@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_ascend_pd.engine.metadata import PoolLoadSpec
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
-    from vllm_ascend_pd.transfer.receive import LoadSpec
+    from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,7 @@ class LoadRecord:
     held: list[KVCacheBlock] = field(default_factory=list)
     held_indices: list[int] = field(default_factory=list)
 
-    def spec(self) -> LoadSpec:
+    def spec(self) -> LoadSpec | PoolLoadSpec:
         if self.parked_for is not None:
             return self.source.make_load(
                 self.load_id,
@@ -69,11 +70,32 @@ class LoadRecord:
             self.load_id, tuple(indices), tuple(block_ids), self.tail is not None, in_step=True
         )
 
-    def bad_block_ids(self) -> set[int]:
+    def indices(self) -> dict[int, int]:
+        """``{block id: index in the prompt}`` of all full blocks that it fills."""
+        indices = {phantom.block.block_id: phantom.index for phantom in self.phantoms}
+        for block, index in zip(self.held, self.held_indices, strict=True):
+            indices[block.block_id] = index
+        return indices
+
+    def loaded(self, result: LoadResult) -> tuple[list[int], list[KVCacheBlock]] | None:
+        """Of a parked load that has ended: indices and blocks that it has filled."""
+        if result.cause and not result.failed:
+            return None
+        pairs = [
+            (index, block)
+            for index, block in zip(self.held_indices, self.held, strict=True)
+            if block.block_id not in result.failed
+        ]
+        return ([i for i, _ in pairs], [block for _, block in pairs]) if pairs else None
+
+    def bad_block_ids(self, failed: Sequence[int]) -> set[int]:
         """If it failed: the blocks that still hold what it should have filled, or what was
         computed on it, also by a request that has been preempted or has ended meanwhile.
+
+        ``failed`` are the blocks that have not been filled, if that is known.
         """
-        loaded_and_computed = [*self.phantoms, *self.computed_on.values()]
+        loaded = [p for p in self.phantoms if not failed or p.block.block_id in failed]
+        loaded_and_computed = [*loaded, *self.computed_on.values()]
         bad = {p.block.block_id for p in loaded_and_computed if p.is_current()}
         if self.tail is not None and self.tail.is_current():
             bad.add(self.tail.block_id)
@@ -180,7 +202,7 @@ class Loads:
             if record.parked_for is request:
                 self._cancels.append(record.load_id)
 
-    def take_new(self) -> tuple[LoadSpec, ...]:
+    def take_new(self) -> tuple[LoadSpec | PoolLoadSpec, ...]:
         """The loads that the worker starts in this step."""
         if not self._new:
             return ()

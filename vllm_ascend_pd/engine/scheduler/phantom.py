@@ -60,13 +60,28 @@ class PhantomBlocks:
     def __len__(self) -> int:
         return len(self._phantoms)
 
-    def find_missing(self, request: Request, start: int, stop: int) -> list[int]:
-        """Indices in ``[start, stop)`` of the request's blocks that are not cached here."""
-        return [
-            index
-            for index in range(start, stop)
-            if self._pool.get_cached_block(request.block_hashes[index], [_GROUP_ID]) is None
-        ]
+    def num_leading_hits(self, request: Request, stop: int) -> int:
+        """How many of the first ``stop`` blocks are cached, counted up to the first that is not."""
+        cached_block = self._pool.cached_block_hash_to_block.get_one_block
+        for index in range(stop):
+            key = make_block_hash_with_group_id(request.block_hashes[index], _GROUP_ID)
+            if cached_block(key) is None:
+                return index
+        return stop
+
+    def find_missing(self, request: Request, source: BlockSource) -> list[int]:
+        """Indices of what ``source`` has and is not cached here, up to the first block that is
+        neither.
+        """
+        missing: list[int] = []
+        cached_block = self._pool.cached_block_hash_to_block.get_one_block
+        for index in range(min(source.num_blocks, (request.num_tokens - 1) // self._block_size)):
+            key = make_block_hash_with_group_id(request.block_hashes[index], _GROUP_ID)
+            if cached_block(key) is None:
+                if not source.has_block(index):
+                    break
+                missing.append(index)
+        return missing
 
     def publish(
         self, request: Request, hits: Sequence[KVCacheBlock], source: BlockSource
@@ -85,15 +100,12 @@ class PhantomBlocks:
         missing: list[int] = []
         cached_block = self._pool.cached_block_hash_to_block.get_one_block
         hashes = request.block_hashes
-        for index in range(len(hits), last):
+        for index in range(len(hits), end):
             block = cached_block(make_block_hash_with_group_id(hashes[index], _GROUP_ID))
             if block is None:
+                if index >= last or not source.has_block(index):
+                    break
                 missing.append(index)
-            table.append(block)
-        for index in range(last, end):
-            block = cached_block(make_block_hash_with_group_id(hashes[index], _GROUP_ID))
-            if block is None:
-                break
             table.append(block)
         # What is there already must survive get_new_blocks, which evicts the least recently used.
         kept = [block for block in table if block is not None]

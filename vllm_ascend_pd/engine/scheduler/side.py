@@ -23,6 +23,8 @@ from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
 from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads, TailBlock
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
 from vllm_ascend_pd.engine.self_description import describe
@@ -32,7 +34,6 @@ from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.seal import Seals
-from vllm_ascend_pd.transfer.session import ConsumerState
 from vllm_ascend_pd.types import Cause, Epoch
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class SchedulerSide:
         self._engine_core: Any = None
         self._phantoms = PhantomBlocks(self._pool, self._block_size)
         self._loads = Loads()
+        self._kv_pool: PoolSide | None = None  # from on_engine_started on
         self._ignored: dict[str, Provenance] = {}
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
@@ -150,9 +152,10 @@ class SchedulerSide:
                 others_wait=self._others_wait,
             )
             self._client.start()
-            # A parked load is not ordered against a step that is still writing freed blocks.
-            if scheduler.vllm_config.max_concurrent_batches > 1:
-                scheduler.defer_block_free = True
+        # A parked load is not ordered against a step that is still writing freed blocks.
+        has_loads = config.role.consumes or config.pool is not None
+        if has_loads and scheduler.vllm_config.max_concurrent_batches > 1:
+            scheduler.defer_block_free = True
         logger.debug("fingerprint: %s", identity)
         endpoint = self._server.endpoint if self._server is not None else None
         self._stats.set(
@@ -176,6 +179,16 @@ class SchedulerSide:
     # Arrival and waiting.
 
     def on_request_added(self, request: Request) -> None:
+        self._add_transfer(request)
+        if self._kv_pool is None:
+            return
+        if self._consumer is not None and self._consumer.get(request) is not None:
+            # Its producer stores the prompt.
+            self._kv_pool.saves.skip(request, request.num_prompt_tokens)
+        else:
+            self._kv_pool.source.add(request)
+
+    def _add_transfer(self, request: Request) -> None:
         params = request.kv_transfer_params
         if not params:
             return
@@ -214,39 +227,44 @@ class SchedulerSide:
         )
 
     def try_promote(self, request: Request) -> bool:
-        assert self._consumer is not None
-        self._consumer.collect_outcomes()
-        session = self._consumer.get(request)
-        if session is None:
+        self._collect()
+        source = self._source_of(request)
+        if source is None:
             request.status = RequestStatus.WAITING
             return True
-        if session.state is ConsumerState.OPENING or session.parked:
+        if source.pending or source.parked:
             return False
-        if session.state is ConsumerState.READY and not session.placed:
-            missing = self._find_missing(session)
-            if self._loads.is_parked_load_of(session.request, missing):
+        if source.offers and not source.placed:
+            missing = self._phantoms.find_missing(request, source)
+            if self._loads.is_parked_load_of(request, missing):
                 # Another request's load brings these blocks in; then they are ordinary hits.
                 return False
-            session.placed = True
-            if self._park(session, missing):
+            source.placed = True
+            if self._park(source, missing):
                 return False
-        request.status = session.queued_status
-        return request.status == RequestStatus.WAITING
+        request.status = source.queued_status
+        return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+    def _collect(self) -> None:
+        if self._consumer is not None:
+            self._consumer.collect_outcomes()
+        if self._kv_pool is not None:
+            self._kv_pool.collect()
+
+    def _source_of(self, request: Request) -> RemotePrompt | PoolPrompt | None:
+        """Where this request's missing blocks may come from."""
+        if self._consumer is not None and (session := self._consumer.get(request)) is not None:
+            return session
+        return self._kv_pool.source.get(request) if self._kv_pool is not None else None
 
     def _others_wait(self) -> bool:
         """Whether an in-step load would hold up other requests."""
         return bool(self._scheduler.running) or len(self._scheduler.requests) > 1
 
-    def _find_missing(self, session: RemotePrompt) -> list[int]:
-        """Indices of the blocks that the producer has and this engine has not."""
-        last = min(session.num_blocks, (session.request.num_tokens - 1) // self._block_size)
-        return self._phantoms.find_missing(session.request, 0, last)
-
-    def _park(self, session: RemotePrompt, missing: list[int]) -> bool:
+    def _park(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
         """Load the missing blocks beside the steps, if that is worth it and memory allows."""
-        assert self._consumer is not None
-        request = session.request
-        if not missing or not self._consumer.wants_parking(session, len(missing)):
+        request = source.request
+        if not missing or not self._wants_parking(source, missing):
             return False
         kept = [
             block
@@ -259,24 +277,29 @@ class SchedulerSide:
         enough = self._pool.get_num_free_blocks() - len(missing) >= margin
         if enough:
             blocks = self._pool.get_new_blocks(len(missing))
-            self._loads.park(request, session, missing, blocks)
-            session.parked = True
+            self._loads.park(request, source, missing, blocks)
+            source.parked = True
         self._pool.free_blocks(reversed(kept))
         return enough
+
+    def _wants_parking(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
+        if isinstance(source, PoolPrompt):
+            assert self._kv_pool is not None
+            return self._kv_pool.source.wants_parking(source, missing)
+        assert self._consumer is not None
+        return self._consumer.wants_parking(source, len(missing))
 
     # Lookup and allocation.
 
     def get_external_prefix_cache_blocks(
         self, request: Request, hit: tuple[Any, int, int]
     ) -> tuple[Any, int, int]:
-        if self._consumer is None:
+        source = self._source_of(request)
+        if source is None or not source.offers:
             return hit
-        session = self._consumer.get(request)
-        if session is None or not session.offers:
-            return hit
-        blocks = self._phantoms.publish(request, hit[0][0], session)
+        blocks = self._phantoms.publish(request, hit[0][0], source)
         num_full = (request.num_tokens - 1) // self._block_size
-        num_tail = session.num_tail_tokens if len(blocks) == num_full else 0
+        num_tail = source.num_tail_tokens if len(blocks) == num_full else 0
         return (blocks,), len(blocks) * self._block_size + num_tail, hit[2]
 
     def split_tail(
@@ -296,9 +319,6 @@ class SchedulerSide:
         if ignored := self._ignored.get(request.request_id):
             ignored.num_local_tokens = len(hits) * self._block_size
             ignored.num_computed_tokens = ignored.num_prompt_tokens - ignored.num_local_tokens
-        if self._consumer is None:
-            return
-        session = self._consumer.get(request)
         phantoms = self._phantoms.claim(hits)
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom], None)
@@ -306,7 +326,14 @@ class SchedulerSide:
         num_hit = len(hits) * self._block_size
         num_peer = len(phantoms) * self._block_size
         num_tail = 0
-        if session is not None and not session.admitted:
+        session = self._source_of(request)
+        if isinstance(session, PoolPrompt):
+            assert self._kv_pool is not None
+            num_peer = min(num_hit, num_peer + session.num_parked_tokens)
+            claimed = [phantom.index for phantom in phantoms]
+            self._kv_pool.source.admitted(session, num_hit - num_peer, num_peer, claimed)
+        elif session is not None and not session.admitted:
+            assert self._consumer is not None
             num_full = (request.num_tokens - 1) // self._block_size
             if session.offers and session.num_tail_tokens and len(hits) == num_full:
                 num_tail = session.num_tail_tokens
@@ -330,6 +357,8 @@ class SchedulerSide:
         self._loads.note_computed(
             lambda request: self._manager.get_blocks(request.request_id).blocks[0]
         )
+        if self._kv_pool is not None:
+            self._kv_pool.note_step(scheduler_output)
         loads = self._loads.take_new()
         if not (revokes or cancels or grants or loads):
             return None
@@ -353,6 +382,8 @@ class SchedulerSide:
         if self._registrar is not None and self._registrar.state is not self._told_state:
             self._told_state = self._registrar.state
             self._stats.set("router_registered", int(self._told_state.registered))
+        if self._kv_pool is not None:
+            self._kv_pool.saves.confirm()
         if self._scheduler.log_stats and (values := self._stats.take()):
             output.kv_connector_stats = PDStats(data=values)
 
@@ -364,33 +395,36 @@ class SchedulerSide:
         """Fold one result in; the block ids that must be recovered from."""
         record = self._loads.end(result.load_id)
         source = record.source
-        self._stats.add("loads", label=result.cause or "ok")
-        self._stats.add("load_bytes", result.num_bytes)
-        self._stats.add("load_ms", result.elapsed_ms)
-        source.load_ended(result.cause, result.num_bytes, result.elapsed_ms)
-        bad = record.bad_block_ids() if result.cause else set()
+        source.load_ended(result)
+        if isinstance(source, PoolPrompt):
+            assert self._kv_pool is not None
+            self._kv_pool.source.load_ended(source, result, record.indices())
+        else:
+            self._stats.add("loads", label=result.cause or "ok")
+            self._stats.add("load_bytes", result.num_bytes)
+            self._stats.add("load_ms", result.elapsed_ms)
+        bad = record.bad_block_ids(result.failed) if result.cause else set()
         if result.cause:
             self._phantoms.withdraw(source)
             for request in record.users:
                 if request.status == RequestStatus.PREEMPTED and request.num_stale_output_tokens:
                     request.drop_stale_output = True
         if record.parked_for is not None:
-            self._end_parked(record, bool(result.cause))
+            self._end_parked(record, result)
         if isinstance(source, RemotePrompt) and self._consumer is not None:
             self._consumer.load_ended(source, result.num_bytes, result.elapsed_ms)
         return bad
 
-    def _end_parked(self, record: LoadRecord, failed: bool) -> None:
+    def _end_parked(self, record: LoadRecord, result: LoadResult) -> None:
         """Held blocks become cached ones, or go back unused."""
-        session, request = record.source, record.parked_for
+        source, request = record.source, record.parked_for
         assert request is not None
-        if not failed and not request.is_finished():
-            self._phantoms.cache(request, record.held_indices, record.held)
-            if isinstance(session, RemotePrompt):
-                session.num_parked_tokens = len(record.held) * self._block_size
+        loaded = record.loaded(result)
+        if loaded and not request.is_finished():
+            self._phantoms.cache(request, *loaded)
+            source.num_parked_tokens = len(loaded[0]) * self._block_size
         self._pool.free_blocks(reversed(record.held))
-        if isinstance(session, RemotePrompt):
-            session.parked = False
+        source.parked = False
 
     def _recover(self, bad_block_ids: set[int]) -> None:
         preempted, bad = recover(self._scheduler, bad_block_ids)
@@ -414,33 +448,53 @@ class SchedulerSide:
             if session is not None and session.parked:
                 self._loads.cancel(request)
             provenance = self._consumer.finish(request)
+        if self._kv_pool is not None:
+            self._kv_pool.saves.forget(request)
+            prompt = self._kv_pool.source.get(request)
+            if prompt is not None and prompt.parked:
+                self._loads.cancel(request)
+            provenance = self._kv_pool.source.finish(request) or provenance
         provenance = self._ignored.pop(request.request_id, provenance)
         if provenance is not None and _wants_provenance(request):
             params = {**(params or {}), "provenance": dataclasses.asdict(provenance)}
         return params
 
     def has_pending_work(self) -> bool:
-        if self._consumer is not None:
-            self._consumer.collect_outcomes()
+        self._collect()
         if self._producer is not None:
             self._producer.collect_closed()
         # A step tells the worker what it may no longer serve, and carries the counters out.
         has_revokes = self._producer is not None and self._producer.has_revokes
         gauges_due = self._gauges_due and self._scheduler.log_stats
-        return self._loads.num_parked > 0 or has_revokes or gauges_due
+        has_news = self._kv_pool is not None and self._kv_pool.has_news
+        return self._loads.num_parked > 0 or has_revokes or gauges_due or has_news
 
     def on_engine_started(self, engine_core: object) -> None:
         self._engine_core = engine_core
+        if self._config.pool is not None:
+            self._kv_pool = PoolSide(
+                self._scheduler,
+                engine_core,
+                self._config,
+                self._phantoms,
+                self._stats,
+                self._others_wait,
+                self._wake,
+            )
 
     def reset(self) -> None:
         if self._producer is not None:
             self._producer.revoke_all()
         self._phantoms.withdraw_all()
+        if self._kv_pool is not None:
+            self._kv_pool.reset()
 
     def shutdown(self) -> None:
         for thread in (self._registrar, self._server, self._client):
             if thread is not None:
                 thread.stop()
+        if self._kv_pool is not None:
+            self._kv_pool.stop()
 
     def counts(self) -> dict[str, int]:
         """What a leak check compares; all but ``free_blocks`` are zero when nothing goes on."""
@@ -452,6 +506,9 @@ class SchedulerSide:
             "sessions": len(self._consumer) if self._consumer else 0,
             "leases": len(self._book),
             "pinned_blocks": self._producer.num_pinned_blocks if self._producer else 0,
+            "pool_prompts": len(self._kv_pool.source) if self._kv_pool else 0,
+            "pool_saves": self._kv_pool.saves.num_under_way if self._kv_pool else 0,
+            "pool_pins": self._kv_pool.saves.num_pinned if self._kv_pool else 0,
         }
 
     def _is_draining(self) -> bool:

@@ -6,21 +6,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.transfer.receive import LoadSpec
+    from vllm.v1.request import Request
+
+    from vllm_ascend_pd.engine.metadata import PoolLoadSpec
+    from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
     from vllm_ascend_pd.types import LoadId
 
 
 class BlockSource(Protocol):
-    """Some leading blocks of one prompt, held elsewhere. A peer is one; a pool would be another.
+    """Blocks of one prompt that are held elsewhere: by a peer, or by the pool.
 
-    Scheduler thread only. The blocks stay readable while a load of them is under way.
+    Scheduler thread only. A load of blocks that are gone meanwhile fails; it never gets others.
     """
 
+    request: Request
+
     num_blocks: int
-    """Leading full blocks that can be had."""
+    """Full blocks from the first that can be had to the last, counted from the start."""
 
     num_tail_tokens: int
     """Tokens that can be had of the block after the prompt's last cacheable one."""
+
+    parked: bool
+    """Whether a parked load is under way; the request waits for it."""
+
+    num_parked_tokens: int
+    """Tokens that a parked load has brought into the prefix cache."""
+
+    @property
+    def offers(self) -> bool:
+        """Whether the lookup of the waiting request may count on this source."""
+
+    def has_block(self, index: int) -> bool:
+        """Whether this full block of the prompt can be had."""
 
     def make_load(
         self,
@@ -29,11 +47,11 @@ class BlockSource(Protocol):
         block_ids: tuple[int, ...],
         has_tail: bool,
         in_step: bool,
-    ) -> LoadSpec:
+    ) -> LoadSpec | PoolLoadSpec:
         """What the worker needs to load ``block_indices`` into ``block_ids``."""
 
     def load_started(self) -> None:
         """A load that uses this source is about to be sent to the worker."""
 
-    def load_ended(self, cause: str, num_bytes: int, elapsed_ms: float) -> None:
-        """It has ended; ``cause`` is empty when it succeeded."""
+    def load_ended(self, result: LoadResult) -> None:
+        """It has ended; ``result.cause`` is empty when it succeeded."""

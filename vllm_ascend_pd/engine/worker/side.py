@@ -17,6 +17,7 @@ from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
+from vllm_ascend_pd.engine.worker.pool_start import start_pool
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transfer.receive import Loader
@@ -86,6 +87,9 @@ def _create(
             engine.session, copier, caches.layout, make_pool(), seals, transfer.peer_timeout_s
         )
         loader.start()
+    pool = None
+    if config.pool is not None:
+        pool = start_pool(config, vllm_config, kv_cache_config, caches.layout, copier, pools)
     logger.info(
         "in-engine transfers: role %s, Mooncake session %s, %d layers, %d bytes per page, %s",
         config.role.value,
@@ -94,7 +98,7 @@ def _create(
         caches.layout.page_bytes,
         type(copier).__name__,
     )
-    parts = (caches.layer_index, engine, pools, grants, seals, server, loader)
+    parts = (caches.layer_index, engine, pools, grants, seals, server, loader, pool)
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)
     return WorkerSide(*parts)

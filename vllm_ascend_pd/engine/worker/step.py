@@ -12,6 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.metadata import GrantSpec, StepMeta, StepReport
+from vllm_ascend_pd.engine.worker.loaders import Loaders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+    from vllm_ascend_pd.engine.worker.pool_io import PoolIO
     from vllm_ascend_pd.transfer.receive import Loader
     from vllm_ascend_pd.transfer.seal import Seals
     from vllm_ascend_pd.transfer.send import DataServer, Grants
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 class ArmedStep:
     """Wraps the forward of a step that loads KV; implements ``hooks.StepHooks`` inside it."""
 
-    def __init__(self, loader: Loader, layer_index: Mapping[str, int], wait_all: bool) -> None:
+    def __init__(self, loader: Loaders, layer_index: Mapping[str, int], wait_all: bool) -> None:
         self._loader = loader
         self._layer_index = layer_index
         self._wait_all = wait_all
@@ -70,6 +72,7 @@ class WorkerSide:
         seals: Seals,
         server: DataServer | None,
         loader: Loader | None,
+        pool: PoolIO | None = None,
     ) -> None:
         self._layer_index = layer_index
         self._engine = engine
@@ -77,7 +80,9 @@ class WorkerSide:
         self._grants = grants
         self._seals = seals
         self._server = server
-        self._loader = loader
+        has_loads = loader is not None or pool is not None
+        self._loader = Loaders(loader, pool) if has_loads else None
+        self._pool = pool
         self._meta: StepMeta | None = None
         self._armed = False
         self._new_grants: tuple[GrantSpec, ...] = ()
@@ -137,6 +142,12 @@ class WorkerSide:
             return None
         return StepReport(tuple(results), endpoint, refused)
 
+    @property
+    def pool_address(self) -> tuple[str, int]:
+        """See ``engine.pool_link.pool_address``."""
+        assert self._pool is not None
+        return self._pool.address, self._pool.blocks_per_batch
+
     def counts(self) -> dict[str, int]:
         """What a leak check compares: all but ``regions`` are zero when nothing is under way."""
         return {
@@ -152,5 +163,7 @@ class WorkerSide:
                 thread.stop()
         for pool in self._pools:
             pool.close()
+        if self._pool is not None:
+            self._pool.close()
         self._engine.close()
         logger.info("in-engine transfers stopped")

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of `Tier`, the same for every implementation and every place a value can lie."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vllm_ascend_pd.backends.mooncake_store import MooncakeStore, StoreOptions
+from vllm_ascend_pd.config import PoolConfig, SsdConfig
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier
+from vllm_ascend_pd.pool.tier import Place, Status, Tier, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
+
+SIZE = 64 << 10
+MIB = 1 << 20
+_numbers = itertools.count()
+
+
+class Buffers:
+    """Memory that a tier reads and writes."""
+
+    def __init__(self, num_bytes: int = 8 * MIB) -> None:
+        self.memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.addr = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def value(self, key: str, slot: int, data: bytes = b"", size: int = SIZE) -> Value:
+        start = slot * SIZE
+        if data:
+            self.memory[start : start + len(data)] = data
+        return Value(key, self.addr + start, size)
+
+    def read(self, slot: int, size: int = SIZE) -> bytes:
+        return self.memory[slot * SIZE : slot * SIZE + size]
+
+
+class Subject:
+    """A tier with values that lie where the suite says."""
+
+    place = Place.DRAM
+
+    def __init__(self, tier: Tier, buffers: Buffers) -> None:
+        self.tier = tier
+        self.buffers = buffers
+
+    def store(self, num_values: int = 1) -> dict[str, bytes]:
+        """Put random values; by key."""
+        data = {f"contract/{next(_numbers)}": random.randbytes(SIZE) for _ in range(num_values)}
+        values = [self.buffers.value(k, i, d) for i, (k, d) in enumerate(data.items())]
+        assert self.tier.put(values) == [Status.OK] * num_values
+        return data
+
+    def get(self, *keys: str, size: int = SIZE) -> list[tuple[Status, bytes]]:
+        values = [self.buffers.value(key, 64 + i, size=size) for i, key in enumerate(keys)]
+        statuses = self.tier.get(values)
+        return [(status, self.buffers.read(64 + i, size)) for i, status in enumerate(statuses)]
+
+
+class OnSsd(Subject):
+    """Values that memory has evicted; a stock of them, because that takes seconds."""
+
+    place = Place.SSD
+
+    def __init__(self, tier: MooncakeTier, buffers: Buffers) -> None:
+        super().__init__(tier, buffers)
+        self._stock = super().store(16)
+        time.sleep(1.5)  # what is evicted before it has been written to disk is lost
+        deadline = time.monotonic() + 30
+        while True:
+            # No lookups meanwhile: they protect what they find from eviction.
+            for _ in range(8):
+                keys = [f"filler/{next(_numbers)}" for _ in range(4)]
+                tier.put([Value(key, buffers.addr + 2 * MIB, MIB) for key in keys])
+                time.sleep(0.5)
+            if set(tier.lookup(list(self._stock))) == {Place.SSD}:
+                break
+            assert time.monotonic() < deadline, "memory does not evict"
+
+    def store(self, num_values: int = 1) -> dict[str, bytes]:
+        return dict(self._stock.popitem() for _ in range(num_values))
+
+
+class Remote(Subject):
+    """Values in the memory of another client."""
+
+    place = Place.REMOTE
+
+    def __init__(self, tier: Tier, owner: Tier, buffers: Buffers) -> None:
+        super().__init__(tier, buffers)
+        self.owner = owner
+
+
+def _open(config: PoolConfig) -> Iterator[Subject]:
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+
+    backend = PoolBackend(config, "127.0.0.1")
+    buffers = Buffers()
+    backend.store.register(buffers.addr, len(buffers.memory))
+    assert backend.store.wait_connected(10)
+    yield (OnSsd if config.ssd else Subject)(backend.tier, buffers)
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def dram() -> Iterator[Subject]:
+    yield from _open(PoolConfig(dram_size=64 * MIB))
+
+
+@pytest.fixture(scope="module")
+def ssd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    folder: Path = tmp_path_factory.mktemp("ssd")
+    config = SsdConfig(str(folder), 256 * MIB)
+    yield from _open(PoolConfig(dram_size=16 * MIB, ssd=config))
+
+
+@pytest.fixture(scope="module")
+def remote(dram: Subject) -> Iterator[Subject]:
+    """A client without memory of its own, beside the one that has it."""
+    from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
+
+    owner: MooncakeStore = dram.tier._store  # type: ignore[attr-defined]
+    store = MooncakeStore(StoreOptions("127.0.0.1", owner._options.master, 0))
+    assert store.wait_connected(10)
+    buffers = Buffers()
+    store.register(buffers.addr, len(buffers.memory))
+    tier = MooncakeTier(store, 0)
+    yield Remote(tier, dram.tier, buffers)
+    tier.close()
+
+
+@pytest.fixture(scope="module")
+def memory() -> Subject:
+    return Subject(MemoryTier(64 * MIB), Buffers())
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Subject:
+    return Subject(FaultyTier(MemoryTier(64 * MIB)), Buffers())
+
+
+@pytest.fixture(params=["memory", "faulty", "dram", "remote", "ssd"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    found: Subject = request.getfixturevalue(request.param)
+    return found
+
+
+def test_value_comes_back_as_it_was_put(subject: Subject) -> None:
+    data = subject.store(3)
+    assert subject.get(*data) == [(Status.OK, value) for value in data.values()]
+
+
+def test_lookup_says_where_each_value_is(subject: Subject) -> None:
+    data = subject.store(2)
+    unknown = f"contract/{next(_numbers)}"
+    first, second = data
+    assert subject.tier.lookup([first, unknown, second]) == [
+        subject.place,
+        Place.NOWHERE,
+        subject.place,
+    ]
+
+
+def test_unknown_key_is_missing_and_spoils_no_other(subject: Subject) -> None:
+    ((key, value),) = subject.store().items()
+    got = subject.get(f"contract/{next(_numbers)}", key)
+    assert got[0][0] is Status.MISSING
+    assert got[1] == (Status.OK, value)
+
+
+def test_first_value_of_a_key_stays(subject: Subject) -> None:
+    ((key, value),) = subject.store().items()
+    second = subject.buffers.value(key, 0, random.randbytes(SIZE))
+    assert subject.tier.put([second]) == [Status.OK]
+    assert subject.get(key) == [(Status.OK, value)]
+
+
+def test_value_of_another_size_is_damaged(subject: Subject) -> None:
+    ((key, _),) = subject.store().items()
+    assert subject.get(key, size=SIZE // 2)[0][0] is Status.DAMAGED
+    assert subject.get(key, size=2 * SIZE)[0][0] is Status.DAMAGED
+
+
+def test_removed_value_is_gone_and_can_be_put_again(subject: Subject) -> None:
+    ((key, _),) = subject.store().items()
+    subject.tier.remove([key, f"contract/{next(_numbers)}"])
+    assert subject.tier.lookup([key]) == [Place.NOWHERE]
+    assert subject.get(key)[0][0] is Status.MISSING
+    data = random.randbytes(SIZE)
+    assert subject.tier.put([subject.buffers.value(key, 0, data)]) == [Status.OK]
+    assert subject.get(key) == [(Status.OK, data)]
+
+
+def test_nothing_is_asked_with_no_keys(subject: Subject) -> None:
+    assert subject.tier.lookup([]) == []
+    assert subject.tier.put([]) == []
+    assert subject.tier.get([]) == []
+    subject.tier.remove([])
+
+
+def test_open_tier_is_healthy(subject: Subject) -> None:
+    assert subject.tier.is_healthy()
+
+
+@pytest.mark.parametrize("kind", ["memory", "mooncake"])
+def test_closed_tier_answers_as_one_that_is_down(kind: str) -> None:
+    buffers = Buffers()
+    tier: Tier = MemoryTier(MIB)
+    if kind == "mooncake":
+        subject = next(gen := _open(PoolConfig(dram_size=16 * MIB)))
+        tier, buffers = subject.tier, subject.buffers
+    value = buffers.value("k", 0, b"x" * SIZE)
+    assert tier.put([value]) == [Status.OK]
+    tier.close()
+    tier.close()
+    assert not tier.is_healthy()
+    assert tier.lookup(["k"]) == [Place.NOWHERE]
+    assert tier.put([value]) == [Status.FAILED]
+    assert tier.get([value]) == [Status.FAILED]
+    tier.remove(["k"])
+    assert tier.clear() == 0
+    if kind == "mooncake":
+        next(gen, None)
+
+
+def test_tier_that_is_full_says_so() -> None:
+    buffers = Buffers()
+    tier = MemoryTier(SIZE // 2)
+    assert tier.put([buffers.value("k", 0, b"x" * SIZE)]) == [Status.FULL]
+
+
+def test_clear_forgets_everything() -> None:
+    subject = next(gen := _open(PoolConfig(dram_size=16 * MIB)))
+    data = subject.store(3)
+    assert subject.tier.clear() >= 3
+    assert set(subject.tier.lookup(list(data))) == {Place.NOWHERE}
+    next(gen, None)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool in real engines: tokens are a single engine's, whatever tier the KV came from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.pool_steps import POOL, delta, provenance, settle, store
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Engines, SingleEngine
+
+pytestmark = pytest.mark.engine
+
+NUM_BLOCKS = 6
+FULL = NUM_BLOCKS * BLOCK_SIZE
+NUM_TOKENS = FULL + 9
+ASK = {"return_provenance": True}
+PromptOf = Callable[..., list[int]]
+
+
+@pytest.fixture
+def engine(engines: Engines) -> Engine:
+    return engines.shared("kv_both", pool=POOL)
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[EmbeddedMaster]:
+    master = EmbeddedMaster()
+    yield master
+    master.stop()
+
+
+def test_cold_prompt_is_computed(engine: Engine, single: SingleEngine, prompt_of: PromptOf) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert (answer.outcome, provenance(answer)) == ("computed", {"computed": NUM_TOKENS})
+    settle(engine)
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_warm_prompt_comes_from_dram(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, load_mode: str
+) -> None:
+    engine = engines.shared("kv_both", pool=POOL, transfer={"load_mode": load_mode})
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert (answer.outcome, provenance(answer)) == ("loaded", {"dram": FULL, "computed": 9})
+    assert answer.provenance["num_pool_bytes"] > 0
+
+
+def test_warm_prompt_comes_from_another_process(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, master: EmbeddedMaster
+) -> None:
+    owner = engines.shared("kv_both", pool={**POOL, "master": master.address})
+    guest = engines.shared("kv_both", pool={**POOL, "master": master.address, "dram_size": 0})
+    prompt = prompt_of(NUM_TOKENS)
+    store(owner, prompt)
+    answer = guest.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {"remote": FULL, "computed": 9}
+
+
+def test_warm_prompt_comes_from_ssd(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, tmp_path: Path
+) -> None:
+    ssd = {"path": str(tmp_path / "ssd"), "size": "256MiB"}
+    engine = engines.own("kv_both", pool={**POOL, "dram_size": "16MiB", "ssd": ssd})
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    time.sleep(1.5)  # until it is on disk
+    for part in range(9):
+        # Memory holds about 120 blocks and forgets the oldest.
+        store(engine, prompt_of(40 * BLOCK_SIZE, str(part)))
+        time.sleep(0.5)
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {"ssd": FULL, "computed": 9}
+
+
+def test_only_what_is_missing_comes_from_the_pool(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    engine.ask(prompt[: 2 * BLOCK_SIZE + 1])
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {
+        "local": 2 * BLOCK_SIZE,
+        "dram": FULL - 2 * BLOCK_SIZE,
+        "computed": 9,
+    }
+    settle(engine)
+
+
+def test_partial_hit_is_computed_from_where_it_ends(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    first, second = prompt_of(NUM_TOKENS, "first"), prompt_of(NUM_TOKENS, "second")
+    store(engine, first)
+    prompt = first[: 3 * BLOCK_SIZE] + second
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {"dram": 3 * BLOCK_SIZE, "computed": NUM_TOKENS}
+    settle(engine)
+
+
+def test_missing_middle_block_is_filled_and_later_local_ones_stay(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    engine.add("first", prompt, 2)
+    engine.step_until("first", "num_output_tokens", 1)
+    blocks = engine.block_ids("first")
+    engine.run()
+    settle(engine)
+    engine.evict_blocks([blocks[2]])
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {
+        "local": FULL - BLOCK_SIZE,
+        "dram": BLOCK_SIZE,
+        "computed": 9,
+    }
+
+
+def test_decoded_blocks_are_hits_of_the_next_turn(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    first = store(engine, prompt, 3 * BLOCK_SIZE)
+    turn = prompt + first.token_ids + prompt_of(5, "turn")
+    answer = engine.ask(turn, 8, ASK)
+    assert answer.token_ids == single(turn).token_ids
+    # The last generated token was never computed on.
+    stored = (NUM_TOKENS + 3 * BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert provenance(answer) == {"dram": stored, "computed": len(turn) - stored}
+    settle(engine)
+
+
+def test_decoded_blocks_are_not_stored_when_switched_off(
+    engines: Engines, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared("kv_both", pool={**POOL, "put_decoded": False})
+    prompt = prompt_of(NUM_TOKENS)
+    first = store(engine, prompt, 3 * BLOCK_SIZE)
+    answer = engine.ask(prompt + first.token_ids, 8, ASK)
+    assert provenance(answer)["dram"] == FULL
+    settle(engine)
+
+
+def test_chunked_prefill_stores_and_loads_every_chunk(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    prompt = prompt_of(20 * BLOCK_SIZE + 3)
+    store(engine, prompt)
+    longer = prompt + prompt_of(15 * BLOCK_SIZE, "more")
+    answer = engine.ask(longer, 8, ASK)
+    assert answer.token_ids == single(longer).token_ids
+    assert provenance(answer)["dram"] == 20 * BLOCK_SIZE
+    settle(engine)
+
+
+def test_two_requests_with_one_prefix_in_one_step_cause_one_load(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    shared = prompt_of(FULL, "shared")
+    store(engine, [*shared, 300])
+    prompts = {name: shared + prompt_of(7, name) for name in ("a", "b")}
+    before = engine.metrics()
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, 8, ASK)
+    answers = engine.run()
+    after = engine.metrics()
+    for name, prompt in prompts.items():
+        assert answers[name].token_ids == single(prompt).token_ids, name
+    assert delta(before, after, "pool_loads/ok") == 1
+    origins = [provenance(answer) for answer in answers.values()]
+    assert sorted(origins, key=str) == [
+        {"dram": FULL, "computed": 7},
+        {"local": FULL, "computed": 7},
+    ]
+
+
+def test_preempted_request_comes_back_as_a_hit(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared("kv_both", pool=POOL, num_blocks=25, max_model_len=512)
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in ("a", "b", "c")}
+    before = engine.metrics()
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, 3 * BLOCK_SIZE, ASK)
+    answers = engine.run()
+    after = engine.metrics()
+    for name, prompt in prompts.items():
+        assert answers[name].token_ids == single(prompt, 3 * BLOCK_SIZE).token_ids, name
+    assert delta(before, after, "preemptions") > 0
+    assert delta(before, after, "pool_loads/ok") > 0
+    settle(engine)
+
+
+def test_other_salt_never_hits(engine: Engine, prompt_of: PromptOf) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    answer = engine.ask(prompt, 8, ASK, cache_salt="another tenant")
+    assert provenance(answer) == {"computed": NUM_TOKENS}
+    settle(engine)
+
+
+def test_engines_of_other_dtype_share_no_block(
+    engines: Engines, prompt_of: PromptOf, master: EmbeddedMaster
+) -> None:
+    owner = engines.shared("kv_both", pool={**POOL, "master": master.address})
+    other = engines.own("kv_both", pool={**POOL, "master": master.address}, dtype="bfloat16")
+    prompt = prompt_of(NUM_TOKENS)
+    store(owner, prompt)
+    assert provenance(other.ask(prompt, 8, ASK)) == {"computed": NUM_TOKENS}
+    settle(other)
+
+
+def test_what_the_pool_has_is_not_stored_again(engine: Engine, prompt_of: PromptOf) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    before = engine.metrics()
+    engine.ask(prompt)
+    settle(engine)
+    assert delta(before, engine.metrics(), "pool_put_blocks/ok") == 0
+
+
+def test_producer_stores_and_consumer_stores_what_it_decodes(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, master: EmbeddedMaster
+) -> None:
+    pool = {**POOL, "master": master.address}
+    producer = engines.shared("kv_producer", pool=pool)
+    consumer = engines.shared("kv_consumer", pool=pool)
+    prompt = prompt_of(NUM_TOKENS)
+    first = consumer.ask(prompt, 3 * BLOCK_SIZE, producer.prefill(prompt))
+    assert first.token_ids == single(prompt, 3 * BLOCK_SIZE).token_ids
+    assert provenance(first) == {"peer": NUM_TOKENS - 1, "computed": 1}
+    settle(producer)
+    settle(consumer)
+    assert producer.reset_prefix_cache()
+    turn = prompt + first.token_ids + prompt_of(5, "turn")
+    params = producer.prefill(turn)
+    assert delta({}, producer.metrics(), "prompt_tokens/remote") >= 2 * BLOCK_SIZE
+    assert consumer.reset_prefix_cache()
+    second = consumer.ask(turn, 8, params)
+    assert second.token_ids == single(turn).token_ids
+    settle(producer)
+    settle(consumer)
+
+
+def test_auto_loads_and_says_what_it_decided(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared("kv_both", pool={**POOL, "load": "auto"})
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    before = engine.metrics()
+    answer = engine.ask(prompt, 8, ASK)
+    after = engine.metrics()
+    assert answer.token_ids == single(prompt).token_ids
+    decisions = [delta(before, after, f"pool_decisions/{x}") for x in ("all", "part", "none")]
+    assert sum(decisions) == 1
+    settle(engine)
+
+
+def test_load_none_computes(engines: Engines, prompt_of: PromptOf) -> None:
+    engine = engines.shared("kv_both", pool={**POOL, "load": "none"})
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    assert provenance(engine.ask(prompt, 8, ASK)) == {"computed": NUM_TOKENS}
+    settle(engine)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in the pool under which key, and that nothing else is ever taken for it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from vllm_ascend_pd.backends.block_copy import PageLayout, PythonBlockCopier, Region
+from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.tier import Status
+from vllm_ascend_pd.pool.values import HEADER_BYTES, BlockValues
+
+PAGE = 512
+NUM_LAYERS, NUM_BLOCKS = 3, 4
+HASH = bytes(range(32))
+SPACE = KeySpace.of("model=a dtype=float32")
+
+
+class Memory:
+    """Pages ``uint8 [layer, block, byte]`` and staging."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        self.pages = rng.integers(0, 255, (NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
+        self.map = mmap.mmap(-1, 1 << 16)
+        self.staging = Region(ctypes.addressof(ctypes.c_char.from_buffer(self.map)), 1 << 16)
+        offsets = np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE
+        region = Region(self.pages.ctypes.data, self.pages.nbytes)
+        self.layout = PageLayout(region, offsets, PAGE, PAGE)
+
+    def values(self, space: KeySpace = SPACE) -> BlockValues:
+        return BlockValues(PythonBlockCopier(), self.layout, space)
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    return Memory()
+
+
+def test_value_fills_another_block_with_the_same_bytes(memory: Memory) -> None:
+    values = memory.values()
+    values.pack(1, HASH, memory.staging, 128)
+    assert values.unpack(3, HASH, memory.staging, 128) is Status.OK
+    assert (memory.pages[:, 3] == memory.pages[:, 1]).all()
+
+
+def test_value_is_a_header_and_the_pages(memory: Memory) -> None:
+    assert memory.values().num_bytes == HEADER_BYTES + NUM_LAYERS * PAGE
+
+
+@pytest.mark.parametrize("position", [0, 9, 20, 40, HEADER_BYTES, HEADER_BYTES + 700, -1])
+def test_every_flipped_bit_is_found(memory: Memory, position: int) -> None:
+    values = memory.values()
+    values.pack(1, HASH, memory.staging, 0)
+    memory.map[position % values.num_bytes] ^= 4
+    assert values.unpack(3, HASH, memory.staging, 0) is Status.DAMAGED
+
+
+def test_value_of_another_block_is_not_taken(memory: Memory) -> None:
+    values = memory.values()
+    values.pack(1, HASH, memory.staging, 0)
+    assert values.unpack(3, bytes(32), memory.staging, 0) is Status.DAMAGED
+
+
+def test_value_of_another_key_space_is_not_taken(memory: Memory) -> None:
+    memory.values().pack(1, HASH, memory.staging, 0)
+    other = memory.values(KeySpace.of("model=b dtype=float32"))
+    assert other.unpack(3, HASH, memory.staging, 0) is Status.DAMAGED
+
+
+def test_damaged_header_leaves_the_pages_alone(memory: Memory) -> None:
+    values = memory.values()
+    values.pack(1, HASH, memory.staging, 0)
+    before = memory.pages.copy()
+    memory.map[0] ^= 1
+    values.unpack(3, HASH, memory.staging, 0)
+    assert (memory.pages == before).all()
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "rank", "size"),
+    [("model=b", 0, 1), ("model=a", 1, 2), ("model=a", 0, 2)],
+)
+def test_engines_that_differ_share_no_key(fingerprint: str, rank: int, size: int) -> None:
+    mine = KeySpace.of("model=a", 0, 1)
+    other = KeySpace.of(fingerprint, rank, size)
+    assert mine.key(HASH) != other.key(HASH)
+    assert mine.seed != other.seed
+
+
+def test_engines_that_are_equal_share_every_key() -> None:
+    assert KeySpace.of("model=a").key(HASH) == KeySpace.of("model=a").key(HASH)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_connector_extra_config.pool``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.config import PDConfig, PoolConfig, PoolLoad, SsdConfig
+from vllm_ascend_pd.errors import ConfigError
+
+
+def parse(pool: Any, **extra: Any) -> PoolConfig | None:
+    config = SimpleNamespace(
+        kv_role="kv_both",
+        engine_id="e",
+        kv_ip="127.0.0.1",
+        kv_port=0,
+        kv_connector_extra_config={"pool": pool, **extra},
+    )
+    return PDConfig.from_kv_transfer_config(config).pool
+
+
+def test_an_empty_section_switches_the_pool_on() -> None:
+    assert parse({}) == PoolConfig()
+
+
+def test_without_the_section_there_is_no_pool() -> None:
+    assert PoolConfig.parse({}) is None
+
+
+def test_every_option_is_read() -> None:
+    options = {
+        "master": "127.0.0.1:50051",
+        "dram_size": "1.5GiB",
+        "ssd": {"path": "/data/kv", "size": "2T"},
+        "get": False,
+        "put": False,
+        "put_decoded": False,
+        "load": "all",
+        "lookup_timeout_ms": 5,
+        "io_threads": 3,
+        "staging_slot_bytes": 1 << 20,
+        "breaker_failures": 5,
+        "breaker_slow_ms": 100,
+        "probe_interval_s": 2,
+    }
+    config = parse(options)
+    assert config == PoolConfig(
+        master="127.0.0.1:50051",
+        dram_size=1536 << 20,
+        ssd=SsdConfig("/data/kv", 2 << 40),
+        get=False,
+        put=False,
+        put_decoded=False,
+        load=PoolLoad.ALL,
+        lookup_timeout_ms=5.0,
+        io_threads=3,
+        staging_slot_bytes=1 << 20,
+        breaker_failures=5,
+        breaker_slow_ms=100.0,
+        probe_interval_s=2.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ([], "pool must be a mapping"),
+        ({"size": 1}, r"pool: unknown keys \['size'\]"),
+        ({"master": "host"}, "pool.master must be host:port"),
+        ({"master": 5}, "pool.master must be host:port"),
+        ({"dram_size": "much"}, "pool.dram_size must be bytes or a text"),
+        ({"dram_size": 1}, "pool.dram_size must be 0 or at least 16 MiB"),
+        ({"ssd": "/data"}, "pool.ssd must be a mapping"),
+        ({"ssd": {"path": "/data"}}, r"pool.ssd: \['size'\] is missing"),
+        ({"ssd": {"path": "data", "size": "1G"}}, "pool.ssd.path must be an absolute path"),
+        ({"ssd": {"path": "/data", "size": "1M"}}, "pool.ssd.size must be at least 64 MiB"),
+        ({"load": "some"}, "pool.load: 'some' is not one of"),
+        ({"get": "yes"}, "pool.get must be bool"),
+        ({"io_threads": 0}, "pool.io_threads must be positive"),
+        ({"master": "192.0.2.1:5"}, "neither a loopback address nor in security.allowed_peers"),
+    ],
+)
+def test_wrong_value_is_named(pool: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(pool)
+
+
+def test_master_on_another_host_needs_to_be_allowed() -> None:
+    security = {"allow_non_loopback": True, "allowed_peers": ["192.0.2.0/24"]}
+    config = parse({"master": "192.0.2.1:5"}, security=security)
+    assert config is not None
+    assert config.master == "192.0.2.1:5"

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's distributed store, without the ways in which it can crash or hang this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm_ascend_pd.backends.mooncake_engine import IMPORT_HELP, set_mooncake_env
+from vllm_ascend_pd.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+logger = logging.getLogger(__name__)
+
+NOT_CONNECTED = -900
+"""What every call answers while there is no connection; Mooncake's own code for it."""
+NO_SPACE = -200
+MISSING = frozenset({-704})
+DAMAGED = frozenset({-600, -801, -1101, -1102})
+"""A size or checksum that does not fit, a file that is gone or cut off."""
+
+# Mooncake reads these when a client is set up; a value that the user has set stays.
+_ENV_DEFAULTS = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_RPC_TIMEOUT_MS": "3000",
+    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+    "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(128 << 20),
+    "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(16 << 20),
+    # A file holds one value: what waits for its file to fill up is lost when memory evicts it.
+    "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "1",
+}
+_LOCAL_BUFFER_BYTES = 16 << 20  # for put() and get() of bytes, which are used for probes only
+_RETRY_S = 1.0
+_CLOSE_TIMEOUT_S = 3.0
+_MAX_DESCRIBED = 2048  # about 5 ms
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How this process takes part in a store."""
+
+    host: str
+    master: str
+    """``host:port`` of its RPC."""
+    segment_bytes: int
+    """Memory that this process contributes; 0 for none."""
+    ssd_path: Path | None = None
+    ssd_bytes: int = 0
+
+
+class _Store(Protocol):
+    """What is used of mooncake.store.MooncakeDistributedStore. Batch calls release the GIL."""
+
+    def setup(self, *args: Any, **kwargs: Any) -> int: ...
+    def close(self) -> int: ...
+    def health_check(self) -> int: ...
+    def get_hostname(self) -> str: ...
+    def register_buffer(self, addr: int, num_bytes: int) -> int: ...
+    def unregister_buffer(self, addr: int) -> int: ...
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]: ...
+    def batch_put_from(
+        self, keys: list[str], addrs: list[int], sizes: list[int], config: Any = ...
+    ) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], addrs: list[int], sizes: list[int]) -> list[int]: ...
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
+    def remove_all(self, force: bool) -> int: ...
+
+
+class MooncakeStore:
+    """One client of a store; any thread.
+
+    Setting up blocks for seconds when the master cannot be reached, so a thread does it and tries
+    again; until then every call answers ``NOT_CONNECTED`` at once. The same after `close`: a call
+    on a store that is not set up, or closed, would end the process.
+
+    A call on a dead master blocks for about 4 s. The next ones answer at once, because Mooncake
+    knows then; it connects again by itself when the master is back.
+    """
+
+    def __init__(self, options: StoreOptions) -> None:
+        self._options = options
+        self._make = _load_store()
+        # All fields below are read and written by any thread, under the lock. Mooncake is called
+        # outside it, by callers that are counted.
+        self._changed = threading.Condition()
+        self._store: _Store | None = None
+        self._buffers: dict[int, int] = {}
+        self._num_calls = 0
+        self._closed = False
+        self._own_endpoint: str | None = None
+        self._thread = threading.Thread(target=self._connect, name="pd-store-setup", daemon=True)
+        self._thread.start()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._store is not None or self._closed, timeout_s)
+            return self._store is not None
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        """Memory that values are read from and written to; also before there is a connection."""
+        if addr <= 0 or num_bytes <= 0:
+            raise ValueError(f"cannot register {num_bytes} bytes at {addr:#x}")
+        with self._changed:
+            self._buffers[addr] = num_bytes
+        with self._use() as store:
+            if store is not None and (rc := store.register_buffer(addr, num_bytes)):
+                raise BackendError(f"Mooncake cannot register {num_bytes} bytes: rc {rc}")
+
+    def unregister(self, addr: int) -> None:
+        with self._changed:
+            del self._buffers[addr]
+        with self._use() as store:
+            if store is not None:
+                store.unregister_buffer(addr)
+
+    def is_healthy(self) -> bool:
+        with self._use() as store:
+            return store is not None and store.health_check() == 0
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Also protects what it finds from eviction for the master's lease time."""
+        with self._use() as store:
+            if store is None or store.health_check() or not keys:
+                return [False] * len(keys)
+            return [code == 1 for code in store.batch_is_exist(list(keys))]
+
+    def describe(self, keys: Sequence[str]) -> dict[str, tuple[bool, bool]]:
+        """``{key: (in memory, in this process's memory)}`` of the first 2,048 keys, else SSD."""
+        with self._use() as store:
+            if store is None or not keys:
+                return {}
+            own = self._own_endpoint
+            found = {}
+            for key, replicas in store.batch_get_replica_desc(list(keys[:_MAX_DESCRIBED])).items():
+                endpoints = [
+                    replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+                    for replica in replicas
+                    if replica.is_memory_replica()
+                ]
+                found[key] = bool(endpoints), own is None or own in endpoints
+            return found
+
+    def put(self, keys: list[str], addrs: list[int], sizes: list[int]) -> list[int]:
+        """0 or a negative code for each; a key that is there already is 0 and keeps its value."""
+        with self._use() as store:
+            if store is None or store.health_check():
+                return [NOT_CONNECTED] * len(keys)
+            return list(store.batch_put_from(keys, addrs, sizes))
+
+    def get(self, keys: list[str], addrs: list[int], sizes: list[int]) -> list[int]:
+        """The number of bytes or a negative code for each."""
+        with self._use() as store:
+            if store is None or store.health_check():
+                return [NOT_CONNECTED] * len(keys)
+            return list(store.batch_get_into(keys, addrs, sizes))
+
+    def remove(self, keys: Sequence[str]) -> None:
+        with self._use() as store:
+            if store is not None and not store.health_check() and keys:
+                store.batch_remove(list(keys), True)
+
+    def remove_all(self) -> int:
+        """Of every client and every model; how many values there were."""
+        with self._use() as store:
+            if store is None or store.health_check():
+                return 0
+            return max(0, store.remove_all(True))
+
+    def close(self) -> None:
+        """Idempotent. Waits for calls under way for 3 s; then the store is left to the process's
+        end, since closing it under a call would end the process now.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            store, self._store = self._store, None
+            self._changed.notify_all()
+            is_idle = self._changed.wait_for(lambda: not self._num_calls, _CLOSE_TIMEOUT_S)
+        if store is None:
+            return
+        if is_idle:
+            store.close()
+        else:
+            logger.warning("the pool's store is not closed: a call on it does not return")
+            _abandoned.append(store)
+
+    @contextmanager
+    def _use(self) -> Iterator[_Store | None]:
+        with self._changed:
+            store = self._store
+            self._num_calls += 1
+        try:
+            yield store
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+    def _connect(self) -> None:
+        """Own thread: until it is connected or closed."""
+        num_failed = 0
+        while True:
+            store = self._make()
+            code = self._set_up(store)
+            with self._changed:
+                if self._closed:
+                    break
+                if not code:
+                    for addr, num_bytes in self._buffers.items():
+                        store.register_buffer(addr, num_bytes)
+                    self._store = store
+                    self._changed.notify_all()
+            if not code:
+                self._find_own_endpoint(store)
+                return
+            num_failed += 1
+            if num_failed == 1:
+                logger.warning(
+                    "the pool's master at %s does not answer (rc %d); serving goes on without the"
+                    " pool, and it is tried again",
+                    self._options.master,
+                    code,
+                )
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed, _RETRY_S):
+                    break
+        if not code:
+            store.close()
+
+    def _set_up(self, store: _Store) -> int:
+        options = self._options
+        more: dict[str, Any] = {}
+        if options.ssd_path is not None:
+            more = {"enable_ssd_offload": True, "ssd_offload_path": str(options.ssd_path)}
+        return store.setup(
+            options.host,
+            "P2PHANDSHAKE",
+            options.segment_bytes,
+            _LOCAL_BUFFER_BYTES,
+            "tcp",
+            "",
+            options.master,
+            **more,
+        )
+
+    def _find_own_endpoint(self, store: _Store) -> None:
+        """Learn by which name the master knows our segment, to tell our memory from others'."""
+        if not self._options.segment_bytes:
+            with self._changed:
+                self._own_endpoint = ""
+            return
+        from mooncake.store import ReplicateConfig
+
+        config = ReplicateConfig()
+        key = f"pd-probe/{secrets.token_hex(8)}"
+        with self._use() as current:
+            if current is None:
+                return
+            config.preferred_segment = store.get_hostname()
+            probe: Any = store
+            if probe.put(key, b"probe", config) == 0:
+                replicas = store.batch_get_replica_desc([key]).get(key, [])
+                for replica in replicas:
+                    if replica.is_memory_replica():
+                        descriptor = replica.get_memory_descriptor().buffer_descriptor
+                        with self._changed:
+                            self._own_endpoint = str(descriptor.transport_endpoint)
+                store.batch_remove([key], True)
+
+
+# Stores that a call is still using.
+_abandoned: list[_Store] = []
+
+
+def prepare_store_env(ssd_bytes: int) -> None:
+    """Variables that a client must find when it is set up; what the user has set stays."""
+    env = dict(_ENV_DEFAULTS)
+    if ssd_bytes:
+        env |= {
+            "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(ssd_bytes),
+            "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(ssd_bytes),
+            "MOONCAKE_OFFLOAD_BUCKET_EVICTION_POLICY": "lru",
+        }
+    for name, value in env.items():
+        os.environ.setdefault(name, value)
+
+
+def available_memory_bytes() -> int:
+    """Memory that new allocations can have without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _load_store() -> Callable[[], _Store]:
+    set_mooncake_env()
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise ImportError(IMPORT_HELP.format(error=error)) from error
+    make: Callable[[], _Store] = MooncakeDistributedStore
+    return make

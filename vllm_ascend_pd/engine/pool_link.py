@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between the scheduler and the worker's pool: lookups, saves, and what became of them.
+
+They go beside the steps, so that a lookup leaves while a step runs, and an engine with nothing to
+do sleeps while its last blocks are stored. Loads go with the steps, as those of a peer do.
+
+    scheduler:  Lookup ──► worker          Save ──► worker
+                       ◄── Found                ◄── Packed   its blocks may be reused
+                                                ◄── Saved    how it ended
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+import zmq
+
+from vllm_ascend_pd import hooks
+from vllm_ascend_pd.transfer.reactor import Reactor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Lookup(msgspec.Struct, tag=True, frozen=True):
+    """Where are these blocks? Not answered when nobody has come to it ``before`` (monotonic s)."""
+
+    lookup_id: int
+    hashes: bytes
+    hash_bytes: int
+    before: float
+
+
+class Found(msgspec.Struct, tag=True, frozen=True):
+    """``places[i]`` is a ``pool.tier.Place``."""
+
+    lookup_id: int
+    places: bytes
+    healthy: bool
+    elapsed_ms: float
+
+
+class Save(msgspec.Struct, tag=True, frozen=True):
+    """Store these blocks. They are computed, and stay as they are until ``Packed``."""
+
+    save_id: int
+    block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+
+
+class DropSaves(msgspec.Struct, tag=True, frozen=True):
+    """Give up the saves up to this one that are not under way."""
+
+    last_save_id: int
+
+
+class Packed(msgspec.Struct, tag=True, frozen=True):
+    """The blocks of this save are not read any more."""
+
+    save_id: int
+
+
+class Saved(msgspec.Struct, tag=True, frozen=True):
+    """``statuses[i]`` is the value of a ``pool.tier.Status``, or ``dropped``."""
+
+    save_id: int
+    statuses: tuple[str, ...]
+    num_bytes: int
+    elapsed_ms: float
+
+
+DROPPED = "dropped"
+
+Message: TypeAlias = Lookup | Found | Save | DropSaves | Packed | Saved
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    Lookup | Found | Save | DropSaves | Packed | Saved
+)
+
+
+def join_hashes(hashes: Sequence[bytes]) -> tuple[bytes, int]:
+    """One byte string, and the size of each hash."""
+    return b"".join(hashes), len(hashes[0])
+
+
+def split_hashes(joined: bytes, hash_bytes: int) -> list[bytes]:
+    return [joined[i : i + hash_bytes] for i in range(0, len(joined), hash_bytes)]
+
+
+class PoolLink(Reactor):
+    """One end; ``handle`` is called on its thread with each message that arrives."""
+
+    def __init__(self, name: str, handle: Callable[[Message], None]) -> None:
+        super().__init__(name)
+        self._handle = handle
+        self._socket: zmq.Socket[bytes] = self.context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+
+    def listen(self, path: str) -> None:
+        """At a Unix socket in a folder that only this user can enter. Before ``start``."""
+        self._socket.bind(f"ipc://{path}")
+        self.watch(self._socket, self._receive)
+
+    def connect(self, path: str) -> None:
+        """Before ``start``."""
+        self._socket.connect(f"ipc://{path}")
+        self.watch(self._socket, self._receive)
+
+    def send(self, message: Message) -> None:
+        """Any thread; never blocks."""
+        frame = _encoder.encode(message)
+        self.submit(lambda: self._send(frame))
+
+    def _send(self, frame: bytes) -> None:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("the other end of the pool's link is gone")
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(_decoder.decode(frame))
+
+
+def pool_address(worker: object) -> tuple[str, int]:
+    """Runs in the worker process: the path of its end, and how many blocks one save may hold."""
+    side: Any = hooks._worker
+    address: tuple[str, int] = side.pool_address
+    return address

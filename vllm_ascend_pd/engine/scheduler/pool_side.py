@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of the pool: one link to the worker, lookups, saves."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.engine.pool_link import (
+    Found,
+    Message,
+    Packed,
+    PoolLink,
+    Saved,
+    pool_address,
+)
+from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
+from vllm_ascend_pd.engine.scheduler.saves import KnownKeys, Saves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_ascend_pd.config import PDConfig
+    from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.metrics import Stats
+
+_DROP_TIMEOUT_S = 1.0
+
+
+class PoolSide:
+    """Scheduler thread; ``on_message`` alone is the link's."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine_core: Any,
+        config: PDConfig,
+        phantoms: PhantomBlocks,
+        stats: Stats,
+        others_wait: Callable[[], bool],
+        wake: Callable[[], None],
+    ) -> None:
+        assert config.pool is not None
+        self._scheduler = scheduler
+        self._wake = wake
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        address, blocks_per_save = engine_core.model_executor.collective_rpc(pool_address)[0]
+        self._link = PoolLink("pd-pool-client", self.on_message)
+        self._link.connect(address)
+        spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
+        known = KnownKeys()
+        self.source = PoolSource(
+            send=self._link.send,
+            phantoms=phantoms,
+            known=known,
+            config=config.pool,
+            transfer=config.transfer,
+            stats=stats,
+            block_size=scheduler.block_size,
+            bytes_per_block=spec.page_size_bytes * num_layers,
+            others_wait=others_wait,
+        )
+        self.saves = Saves(
+            send=self._link.send,
+            manager=scheduler.kv_cache_manager,
+            known=known,
+            speeds=self.source.speeds,
+            config=config.pool,
+            stats=stats,
+            block_size=scheduler.block_size,
+            blocks_per_save=blocks_per_save,
+        )
+        self._has_news = False
+        self._link.start()
+
+    def on_message(self, message: Message) -> None:
+        """Link thread."""
+        self._inbox.put(message)
+        if not isinstance(message, Found):
+            # A request that waits for a lookup keeps the engine stepping; a save may be the last
+            # thing that goes on.
+            self._wake()
+
+    def collect(self) -> None:
+        """Fold in what the worker has said."""
+        while not self._inbox.empty():
+            message = self._inbox.get_nowait()
+            if isinstance(message, Found):
+                self.source.on_found(message)
+            elif isinstance(message, Packed):
+                self.saves.on_packed(message)
+            elif isinstance(message, Saved):
+                self.saves.on_saved(message)
+                self._has_news = True
+        self.source.tick()
+        self.saves.tick()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a step should carry counters out, though there is nothing to compute."""
+        return self._has_news and not self.saves.num_under_way
+
+    def note_step(self, output: SchedulerOutput) -> None:
+        """The step is about to go out. Preempted requests are looked up again."""
+        self._has_news = False
+        self.saves.note_step(output, self._scheduler.requests)
+        for request_id in output.preempted_req_ids or ():
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and request.status == RequestStatus.PREEMPTED:
+                self.saves.forget(request)
+                self.source.add(request)
+
+    def reset(self) -> None:
+        """Let go of every block; waits for a copy that is under way, at most a second."""
+        self.saves.drop()
+        deadline = time.monotonic() + _DROP_TIMEOUT_S
+        while self.saves.num_pinned and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self.collect()
+
+    def stop(self) -> None:
+        self._link.stop()

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that the pool has: looked up at arrival, loaded as those of a peer are."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.config import LoadMode, PoolConfig, PoolLoad, TransferConfig
+from vllm_ascend_pd.engine.metadata import PoolLoadSpec
+from vllm_ascend_pd.engine.pool_link import Found, Lookup, join_hashes
+from vllm_ascend_pd.metrics import Provenance, Stats
+from vllm_ascend_pd.pool.breaker import Breaker
+from vllm_ascend_pd.pool.policy import Speeds, num_blocks_to_use
+from vllm_ascend_pd.pool.tier import Place
+from vllm_ascend_pd.types import Cause, LoadId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm.v1.request import Request
+
+    from vllm_ascend_pd.engine.pool_link import Message
+    from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.engine.scheduler.saves import KnownKeys
+    from vllm_ascend_pd.transfer.receive import LoadResult
+
+logger = logging.getLogger(__name__)
+
+_BLACKLIST_S = 30.0
+_PROBE_HASH = bytes(32)
+_POOL_FAULTS = (Cause.POOL_FAILED.value, Cause.DEADLINE.value)
+_EXPECTED_OUTCOMES = ("", Cause.CANCELLED.value)
+
+
+class PoolState(Enum):
+    LOOKING = "looking"
+    """The lookup is on its way; the request waits for it."""
+    READY = "ready"
+    """The pool's blocks count as hits."""
+    OVER = "over"
+    """Nothing (more) is taken from the pool for this request."""
+
+
+class PoolEvent(Enum):
+    FOUND = "found"
+    NOTHING = "nothing"
+    """Not found, not answered in time, or the pool is bypassed."""
+    LOAD_FAILED = "load failed"
+    ADMITTED = "admitted"
+    ENDED = "ended"
+
+
+TRANSITIONS = {
+    PoolState.LOOKING: {
+        PoolEvent.FOUND: PoolState.READY,
+        PoolEvent.NOTHING: PoolState.OVER,
+        PoolEvent.ENDED: PoolState.OVER,
+    },
+    PoolState.READY: {
+        PoolEvent.LOAD_FAILED: PoolState.OVER,
+        PoolEvent.ADMITTED: PoolState.OVER,
+        PoolEvent.ENDED: PoolState.OVER,
+    },
+    PoolState.OVER: {},
+}
+
+
+class PoolPrompt:
+    """What the pool has of one request's blocks; a ``BlockSource``."""
+
+    num_tail_tokens = 0
+    """The pool has full blocks only."""
+
+    def __init__(self, request: Request, start: int, transfer: TransferConfig) -> None:
+        self.request = request
+        self.state = PoolState.LOOKING
+        self.queued_status = request.status
+        """The status to return to when nothing is pending any more."""
+        self.start = start
+        """Blocks before this one were in the prefix cache at arrival and were not asked for."""
+        self.num_blocks = 0
+        self.placed = False
+        self.parked = False
+        self.num_parked_tokens = 0
+        self.num_loads = 0
+        self.provenance = Provenance(request.num_prompt_tokens)
+        self.admitted = False
+        self._places: bytes = b""
+        self._transfer = transfer
+
+    def advance(self, event: PoolEvent) -> bool:
+        """Whether the event had an effect."""
+        state = TRANSITIONS[self.state].get(event)
+        if state is None:
+            return False
+        self.state = state
+        return True
+
+    @property
+    def pending(self) -> bool:
+        """Whether the pool has not answered yet."""
+        return self.state is PoolState.LOOKING
+
+    @property
+    def offers(self) -> bool:
+        return self.state is PoolState.READY and not self.parked
+
+    def found(self, places: bytes) -> None:
+        """``places[i]`` is that of block ``start + i``."""
+        self._places = places
+        self.num_blocks = self.start + len(places.rstrip(b"\0"))
+
+    def has_block(self, index: int) -> bool:
+        return self.place_of(index) is not Place.NOWHERE
+
+    def place_of(self, index: int) -> Place:
+        if not self.start <= index < self.num_blocks:
+            return Place.NOWHERE
+        return Place(self._places[index - self.start])
+
+    def make_load(
+        self,
+        load_id: LoadId,
+        block_indices: tuple[int, ...],
+        block_ids: tuple[int, ...],
+        has_tail: bool,
+        in_step: bool,
+    ) -> PoolLoadSpec:
+        hashes = tuple(bytes(self.request.block_hashes[i]) for i in block_indices)
+        transfer = self._transfer
+        timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
+        return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s)
+
+    def load_started(self) -> None:
+        self.num_loads += 1
+
+    def load_ended(self, result: LoadResult) -> None:
+        self.num_loads -= 1
+        if result.cause:
+            self.advance(PoolEvent.LOAD_FAILED)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A lookup on its way; of a request, or a probe."""
+
+    prompt: PoolPrompt | None
+    sent_at: float
+    deadline: float
+
+
+class PoolSource:
+    """Scheduler thread. ``send`` hands a message to the worker and never blocks."""
+
+    def __init__(
+        self,
+        send: Callable[[Message], None],
+        phantoms: PhantomBlocks,
+        known: KnownKeys,
+        config: PoolConfig,
+        transfer: TransferConfig,
+        stats: Stats,
+        block_size: int,
+        bytes_per_block: int,
+        others_wait: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._send = send
+        self._phantoms = phantoms
+        self._known = known
+        self._config = config
+        self._transfer = transfer
+        self._stats = stats
+        self._block_size = block_size
+        self._bytes_per_block = bytes_per_block
+        self._others_wait = others_wait
+        self._clock = clock
+        self.speeds = Speeds()
+        self.breaker = Breaker(
+            config.breaker_failures, config.breaker_slow_ms / 1000, config.probe_interval_s, clock
+        )
+        self._ids = count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._prompts: dict[str, PoolPrompt] = {}
+        self._blacklist: dict[bytes, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def get(self, request: Request) -> PoolPrompt | None:
+        return self._prompts.get(request.request_id)
+
+    # Lookups.
+
+    def add(self, request: Request) -> None:
+        """Look for what the prefix cache has not; the request waits for the answer.
+
+        Called at arrival, and when a request has been preempted.
+        """
+        if not self._config.get or request.skip_reading_prefix_cache:
+            return
+        end = (request.num_tokens - 1) // self._block_size
+        previous = self._prompts.get(request.request_id)
+        # The blocks of a preempted request are still cached, and about to be taken by others.
+        start = 0 if previous else self._phantoms.num_leading_hits(request, end)
+        prompt = PoolPrompt(request, start, self._transfer)
+        if previous is not None:
+            prompt.provenance = previous.provenance
+            prompt.admitted = previous.admitted
+        self._prompts[request.request_id] = prompt
+        if start >= end:
+            prompt.advance(PoolEvent.NOTHING)
+            return
+        if not self.breaker.closed:
+            self._count_lookup("bypassed")
+            prompt.advance(PoolEvent.NOTHING)
+            self._probe()
+            return
+        self._look_up(prompt, [bytes(h) for h in request.block_hashes[start:end]])
+        request.status = RequestStatus.WAITING_FOR_KV
+
+    def _probe(self) -> None:
+        if self.breaker.take_probe():
+            self._look_up(None, [_PROBE_HASH])
+
+    def _look_up(self, prompt: PoolPrompt | None, hashes: Sequence[bytes]) -> None:
+        now = self._clock()
+        timeout_s = self._config.lookup_timeout_ms / 1000
+        lookup_id = next(self._ids)
+        self._pending[lookup_id] = _Pending(prompt, now, now + timeout_s)
+        joined, hash_bytes = join_hashes(hashes)
+        self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s))
+
+    def on_found(self, found: Found) -> None:
+        """The worker has answered a lookup."""
+        pending = self._pending.pop(found.lookup_id, None)
+        if pending is None:
+            return
+        elapsed_s = self._clock() - pending.sent_at
+        self._record(found.healthy, elapsed_s)
+        if not found.healthy:
+            self._known.clear()
+        prompt = pending.prompt
+        if prompt is None or prompt.state is not PoolState.LOOKING:
+            return
+        places = bytearray(found.places)
+        if not found.healthy or len(places) + prompt.start > len(prompt.request.block_hashes):
+            self._count_lookup("failed")
+            prompt.advance(PoolEvent.NOTHING)
+            return
+        self._stats.add("pool_lookup_ms", elapsed_s * 1000)
+        self._learn(prompt, places)
+        num_found = len(places) - places.count(0)
+        self._count_lookup("hit" if num_found else "miss")
+        prompt.found(bytes(places))
+        prompt.advance(PoolEvent.FOUND if num_found else PoolEvent.NOTHING)
+        if num_found:
+            self._decide(prompt)
+
+    def _learn(self, prompt: PoolPrompt, places: bytearray) -> None:
+        """What is there need not be stored again; what failed a moment ago is not tried again."""
+        now = self._clock()
+        for i, place in enumerate(places):
+            block_hash = bytes(prompt.request.block_hashes[prompt.start + i])
+            if place:
+                self._known.add(block_hash)
+            else:
+                self._known.discard(block_hash)
+            if self._blacklist and (until := self._blacklist.get(block_hash)):
+                if until > now:
+                    places[i] = Place.NOWHERE
+                else:
+                    del self._blacklist[block_hash]
+
+    def expire(self) -> None:
+        """Requests whose lookup is not answered in time go on without the pool."""
+        if not self._pending:
+            return
+        now = self._clock()
+        for lookup_id, pending in list(self._pending.items()):
+            if now < pending.deadline:
+                continue
+            del self._pending[lookup_id]
+            self._record(False)
+            if pending.prompt is not None and pending.prompt.advance(PoolEvent.NOTHING):
+                self._count_lookup("deadline")
+
+    def _count_lookup(self, outcome: str) -> None:
+        self._stats.add("pool_lookups", label=outcome)
+
+    def _record(self, ok: bool, elapsed_s: float = 0.0) -> None:
+        if not self.breaker.record(ok, elapsed_s):
+            return
+        if self.breaker.closed:
+            logger.info("the pool answers again; reads go on")
+        else:
+            self._known.clear()
+            self._stats.add("pool_breaker_opened", label="get")
+            logger.warning(
+                "the pool is down or slow; it is not read for %.1f s, prompts are computed",
+                self._config.probe_interval_s,
+            )
+
+    # Load or recompute.
+
+    def _decide(self, prompt: PoolPrompt) -> None:
+        """Cut what is slower to load than to compute."""
+        if self._config.load is PoolLoad.NONE:
+            prompt.advance(PoolEvent.ENDED)
+            self._stats.add("pool_decisions", label="none")
+            return
+        missing = set(self._phantoms.find_missing(prompt.request, prompt))
+        if not missing:
+            return
+        last = max(missing) + 1
+        places = [prompt.place_of(i) if i in missing else None for i in range(last)]
+        use = last
+        if self._config.load is PoolLoad.AUTO:
+            use = num_blocks_to_use(places, self.speeds, self._bytes_per_block, self._block_size)
+        label = "all" if use == last else "part" if use else "none"
+        self._stats.add("pool_decisions", label=label)
+        logger.debug(
+            "request %s: the pool has %d of the missing blocks, %s of %d are used; load %.1f ms,"
+            " bandwidth %s bytes/ms, prefill %s tokens/ms",
+            prompt.request.request_id,
+            len(missing),
+            use,
+            last,
+            self.speeds.load_ms([place for place in places[:use] if place], self._bytes_per_block),
+            {place.label: round(speed) for place, speed in self.speeds.bytes_per_ms.items()},
+            self.speeds.tokens_per_ms,
+        )
+        if use < last:
+            self.speeds.relax()
+            prompt.num_blocks = use
+            if not use:
+                prompt.advance(PoolEvent.ENDED)
+
+    def wants_parking(self, prompt: PoolPrompt, missing: Sequence[int]) -> bool:
+        """Whether this load is so long that the rest of the batch should not wait for it."""
+        mode = self._transfer.load_mode
+        if mode is not LoadMode.AUTO:
+            return mode is LoadMode.PARK
+        places = [prompt.place_of(index) for index in missing]
+        expected_ms = self.speeds.load_ms(places, self._bytes_per_block)
+        if expected_ms <= self._transfer.max_step_load_ms:
+            return False
+        return self._others_wait() or expected_ms > self._transfer.step_load_timeout_s * 500
+
+    # Admission, loads, end.
+
+    def admitted(
+        self, prompt: PoolPrompt, num_local: int, num_pool: int, claimed: Sequence[int]
+    ) -> None:
+        """The request is scheduled on ``num_pool`` tokens of the pool."""
+        prompt.advance(PoolEvent.ADMITTED)
+        if prompt.admitted:
+            return
+        prompt.admitted = True
+        origin = prompt.provenance
+        num_prompt = origin.num_prompt_tokens
+        num_local = min(num_local, num_prompt)
+        num_pool = min(num_pool, num_prompt - num_local)
+        origin.num_local_tokens = num_local
+        origin.num_computed_tokens = num_prompt - num_local - num_pool
+        self._attribute(prompt, num_pool, claimed)
+
+    def _attribute(self, prompt: PoolPrompt, num_pool: int, claimed: Sequence[int]) -> None:
+        """Split the pool's tokens by tier, as the lookup saw it."""
+        origin = prompt.provenance
+        by_place = {Place.DRAM: 0, Place.REMOTE: 0, Place.SSD: 0}
+        for index in claimed:
+            by_place[prompt.place_of(index) or Place.DRAM] += self._block_size
+        total = sum(by_place.values())
+        by_place[Place.DRAM] += num_pool - total
+        origin.num_dram_tokens = by_place[Place.DRAM]
+        origin.num_remote_tokens = by_place[Place.REMOTE]
+        origin.num_ssd_tokens = by_place[Place.SSD]
+        if num_pool:
+            origin.outcome = "loaded"
+
+    def load_ended(self, prompt: PoolPrompt, result: LoadResult, blocks: dict[int, int]) -> None:
+        """A load has ended; ``blocks`` are its block ids with their indices in the prompt."""
+        self._stats.add("pool_loads", label=result.cause or "ok")
+        self._stats.add("pool_load_ms", result.elapsed_ms)
+        prompt.provenance.num_pool_bytes += result.num_bytes
+        prompt.provenance.transfer_ms += result.elapsed_ms
+        places = {index: prompt.place_of(index) for index in blocks.values()}
+        for place in set(places.values()):
+            share = sum(p is place for p in places.values()) / len(places)
+            self._stats.add("pool_load_bytes", result.num_bytes * share, place.label)
+        if len(set(places.values())) == 1:
+            self.speeds.note_load(next(iter(places.values())), result.num_bytes, result.elapsed_ms)
+        if result.cause != Cause.CANCELLED.value:
+            self._record(result.cause not in _POOL_FAULTS)
+        if result.cause in _EXPECTED_OUTCOMES:
+            return
+        prompt.provenance.outcome = result.cause
+        until = self._clock() + _BLACKLIST_S
+        for block_id in result.failed:
+            if (index := blocks.get(block_id)) is not None:
+                block_hash = bytes(prompt.request.block_hashes[index])
+                self._blacklist[block_hash] = until
+                self._known.discard(block_hash)
+        lost = {i for b, i in blocks.items() if not result.failed or b in result.failed}
+        self._take_back(prompt, min(lost, default=0))
+
+    def _take_back(self, prompt: PoolPrompt, first_lost: int) -> None:
+        """Tokens from this block on are computed after all."""
+        origin = prompt.provenance
+        kept = first_lost * self._block_size
+        pool = ("num_dram_tokens", "num_remote_tokens", "num_ssd_tokens")
+        excess = origin.num_local_tokens + sum(getattr(origin, name) for name in pool) - kept
+        for name in (*pool, "num_local_tokens"):
+            back = max(0, min(excess, getattr(origin, name)))
+            setattr(origin, name, getattr(origin, name) - back)
+            origin.num_computed_tokens += back
+            excess -= back
+
+    def finish(self, request: Request) -> Provenance | None:
+        """The request ended, by whatever cause."""
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None:
+            return None
+        prompt.advance(PoolEvent.ENDED)
+        self._phantoms.withdraw(prompt)
+        origin = prompt.provenance
+        origin.outcome = origin.outcome or ("local" if origin.num_local_tokens else "computed")
+        for source in ("local", "dram", "remote", "ssd", "computed"):
+            if num_tokens := getattr(origin, f"num_{source}_tokens"):
+                self._stats.add("prompt_tokens", num_tokens, source)
+        logger.debug("request %s: %s", request.request_id, origin)
+        return origin
+
+    def tick(self) -> None:
+        """Once a step: give up what is late, try a pool that is bypassed."""
+        self.expire()
+        if not self.breaker.closed:
+            self._probe()

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of the pool: reads values into blocks, writes blocks as values, looks keys up.
+
+    link thread ──lookups──► lookup thread ──► tier
+                ──saves────► save thread:   pages ──pack──► staging ──put──► tier
+    main thread ──loads────► read threads:  tier ──get──► staging ──verify, scatter──► pages
+
+Nothing but our own copy ever writes to live pages, and only for a load that has not ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.engine.pool_link import (
+    DROPPED,
+    DropSaves,
+    Found,
+    Lookup,
+    Message,
+    Packed,
+    PoolLink,
+    Save,
+    Saved,
+    split_hashes,
+)
+from vllm_ascend_pd.pool.tier import Place, Status, Tier, Value
+from vllm_ascend_pd.transfer.receive import QUARANTINE_S, LoadResult
+from vllm_ascend_pd.types import Cause, LoadId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.backends.staging import Slot, StagingPool
+    from vllm_ascend_pd.engine.metadata import PoolLoadSpec
+    from vllm_ascend_pd.pool.keys import KeySpace
+    from vllm_ascend_pd.pool.values import BlockValues
+
+logger = logging.getLogger(__name__)
+
+_SLOT_POLL_S = 0.002
+_CAUSES = {
+    Status.MISSING: Cause.EVICTED,
+    Status.DAMAGED: Cause.CHECKSUM,
+    Status.FAILED: Cause.POOL_FAILED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One load under way.
+
+    ``lock`` guards all fields below it and the copy into live pages: once ``ended`` is set, by any
+    thread, not one byte more is written for this load.
+    """
+
+    spec: PoolLoadSpec
+    started: float
+    deadline: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    missing: set[int] = field(default_factory=set)
+    """Block ids that have not been loaded."""
+    num_batches: int = 0
+    cause: str = ""
+    num_bytes: int = 0
+    ended: LoadResult | None = None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Some blocks of a load that fit one staging slot: ``spec.block_ids[start:stop]``."""
+
+    load: _Load
+    start: int
+    stop: int
+
+
+class PoolIO:
+    """Main thread: loads. Everything else comes over the link and runs on threads of its own."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        values: BlockValues,
+        space: KeySpace,
+        read_slots: StagingPool,
+        write_slots: StagingPool,
+        num_readers: int,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_close`` gives the tier back, once no staging memory is registered any more."""
+        self._tier = tier
+        self._on_close = on_close
+        self._values = values
+        self._space = space
+        self._read_slots = read_slots
+        self._write_slots = write_slots
+        self.blocks_per_batch = read_slots.slot_bytes // values.num_bytes
+        self._ended = threading.Condition()
+        self._loads: dict[LoadId, _Load] = {}  # main thread only
+        self._order = count()
+        self._batches: queue.PriorityQueue[tuple[int, int, _Batch | None]] = queue.PriorityQueue()
+        self._lookups: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._dropped_saves = 0  # written by the link thread, read by the save thread
+        self._folder = Path(tempfile.mkdtemp(prefix="vllm-pd-"))
+        self.address = str(self._folder / "pool")
+        self._link = PoolLink("pd-pool-link", self._on_message)
+        self._link.listen(self.address)
+        targets = [("pd-pool-lookup", self._run_lookups), ("pd-pool-save", self._run_saves)]
+        targets += [(f"pd-pool-read-{i}", self._run_reads) for i in range(num_readers)]
+        self._num_readers = num_readers
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True) for name, target in targets
+        ]
+
+    def start(self) -> None:
+        self._link.start()
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Threads that a call on the tier holds are left behind."""
+        self._link.stop()
+        self._lookups.put(None)
+        self._saves.put(None)
+        for _ in range(self._num_readers):
+            self._batches.put((-1, next(self._order), None))
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(2.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """After ``stop``, and after the staging memory has been closed."""
+        self._on_close()
+
+    # Loads, main thread. The interface is that of transfer.receive.Loader.
+
+    def start_load(self, spec: PoolLoadSpec) -> None:
+        """Begin a load; returns at once."""
+        now = time.monotonic()
+        load = _Load(spec, now, now + spec.timeout_s, missing=set(spec.block_ids))
+        starts = range(0, len(spec.block_ids), self.blocks_per_batch)
+        load.num_batches = len(starts)
+        self._loads[spec.load_id] = load
+        for start in starts:
+            stop = min(start + self.blocks_per_batch, len(spec.block_ids))
+            # A step that waits goes before loads that nobody waits for yet.
+            order = (0 if spec.in_step else 1, next(self._order))
+            self._batches.put((*order, _Batch(load, start, stop)))
+
+    def cancel(self, load_id: LoadId) -> None:
+        if load := self._loads.get(load_id):
+            self._end(load, Cause.CANCELLED)
+
+    def wait_layer(self, layer: int) -> None:
+        """A value holds every layer of its block, so the first layer waits for all."""
+        self.wait_all()
+
+    def wait_tails(self) -> None:
+        """The pool has full blocks only."""
+
+    def wait_all(self) -> None:
+        """Until every in-step load has ended."""
+        for load in self._loads.values():
+            if not load.spec.in_step or load.ended is not None:
+                continue
+            with self._ended:
+                self._ended.wait_for(
+                    lambda load=load: load.ended is not None,  # type: ignore[misc]
+                    timeout=max(0.0, load.deadline - time.monotonic()),
+                )
+            self._end(load, Cause.DEADLINE)
+
+    def in_step_under_way(self) -> bool:
+        """Whether an in-step load has not ended yet."""
+        return any(load.spec.in_step and load.ended is None for load in self._loads.values())
+
+    def take_results(self) -> list[LoadResult]:
+        """The loads that ended since the last call."""
+        if not self._loads:
+            return []
+        now = time.monotonic()
+        for load in self._loads.values():
+            if load.ended is None and now >= load.deadline:
+                self._end(load, Cause.DEADLINE)
+        results = [load.ended for load in self._loads.values() if load.ended is not None]
+        for result in results:
+            del self._loads[result.load_id]
+        return results
+
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    def _end(self, load: _Load, cause: Cause | None) -> None:
+        """Final, once; waits for a copy that is under way."""
+        with load.lock:
+            if load.ended is not None:
+                return
+            load.cause = load.cause or (cause.value if cause is not None else "")
+            elapsed_ms = (time.monotonic() - load.started) * 1000
+            load.ended = LoadResult(
+                load.spec.load_id,
+                load.cause,
+                load.num_bytes,
+                elapsed_ms,
+                failed=tuple(sorted(load.missing)) if load.cause else (),
+            )
+        if load.cause:
+            logger.warning(
+                "load %d from the pool failed for %d of %d blocks: %s",
+                load.spec.load_id,
+                len(load.missing),
+                len(load.spec.block_ids),
+                load.cause,
+            )
+        with self._ended:
+            self._ended.notify_all()
+
+    # Read threads.
+
+    def _run_reads(self) -> None:
+        while True:
+            _, _, batch = self._batches.get()
+            if batch is None:
+                return
+            try:
+                self._read(batch)
+            except Exception:
+                logger.exception("a read from the pool failed")
+                batch.load.cause = batch.load.cause or Cause.POOL_FAILED.value
+            with batch.load.lock:
+                batch.load.num_batches -= 1
+                is_last = not batch.load.num_batches
+            if is_last:
+                self._end(batch.load, None)
+
+    def _read(self, batch: _Batch) -> None:
+        load = batch.load
+        slot = self._wait_slot(self._read_slots, lambda: load.ended is not None)
+        if slot is None:
+            return
+        spec, size = load.spec, self._values.num_bytes
+        hashes = spec.hashes[batch.start : batch.stop]
+        values = [
+            Value(self._space.key(block_hash), slot.addr + i * size, size)
+            for i, block_hash in enumerate(hashes)
+        ]
+        statuses = [Status.FAILED]
+        damaged: list[str] = []
+        try:
+            statuses = self._tier.get(values)
+            for i, status in enumerate(statuses):
+                block_id = spec.block_ids[batch.start + i]
+                if status is Status.OK:
+                    with load.lock:
+                        if load.ended is not None:
+                            return
+                        status = self._values.unpack(block_id, hashes[i], slot.region, i * size)
+                        if status is Status.OK:
+                            load.num_bytes += size
+                            load.missing.discard(block_id)
+                if status is not Status.OK:
+                    load.cause = load.cause or _CAUSES[status].value
+                if status is Status.DAMAGED:
+                    damaged.append(values[i].key)
+        finally:
+            if Status.FAILED in statuses:
+                # What a stalled owner sends may land when it goes on.
+                self._read_slots.quarantine(slot, time.monotonic() + QUARANTINE_S)
+            else:
+                self._read_slots.release(slot)
+        if damaged:
+            # The first value of a key stays, so a bad one would be found for ever.
+            logger.warning("the pool had %d values that do not verify; removed", len(damaged))
+            self._tier.remove(damaged)
+
+    def _wait_slot(self, pool: StagingPool, given_up: Callable[[], bool]) -> Slot | None:
+        while not given_up():
+            if slot := pool.acquire():
+                return slot
+            time.sleep(_SLOT_POLL_S)
+        return None
+
+    # What comes over the link.
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Lookup):
+            self._lookups.put(message)
+        elif isinstance(message, Save):
+            self._saves.put(message)
+        elif isinstance(message, DropSaves):
+            self._drop_saves(message.last_save_id)
+
+    def _drop_saves(self, last_save_id: int) -> None:
+        """Also while the save thread is held by a call that does not return."""
+        self._dropped_saves = max(self._dropped_saves, last_save_id)
+        kept: list[Save | None] = []
+        while True:
+            try:
+                save = self._saves.get_nowait()
+            except queue.Empty:
+                break
+            if save is not None and save.save_id <= last_save_id:
+                dropped = (DROPPED,) * len(save.block_ids)
+                self._link.send(Saved(save.save_id, dropped, 0, 0.0))
+            else:
+                kept.append(save)
+        for save in kept:
+            self._saves.put(save)
+
+    def _run_lookups(self) -> None:
+        while (lookup := self._lookups.get()) is not None:
+            started = time.monotonic()
+            if started >= lookup.before:
+                continue
+            try:
+                keys = [self._space.key(h) for h in split_hashes(lookup.hashes, lookup.hash_bytes)]
+                places = self._tier.lookup(keys)
+                healthy = self._tier.is_healthy()
+            except Exception:
+                logger.exception("a lookup in the pool failed")
+                places, healthy = [Place.NOWHERE], False
+            elapsed_ms = (time.monotonic() - started) * 1000
+            self._link.send(Found(lookup.lookup_id, bytes(places), healthy, elapsed_ms))
+
+    def _run_saves(self) -> None:
+        while (save := self._saves.get()) is not None:
+            started = time.monotonic()
+            statuses: list[str] = []
+            try:
+                statuses = self._save(save)
+            except Exception:
+                logger.exception("a write to the pool failed")
+            statuses += [Status.FAILED.value] * (len(save.block_ids) - len(statuses))
+            num_bytes = statuses.count(Status.OK.value) * self._values.num_bytes
+            elapsed_ms = (time.monotonic() - started) * 1000
+            self._link.send(Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms))
+
+    def _save(self, save: Save) -> list[str]:
+        """At most ``blocks_per_batch`` blocks."""
+        slot = self._wait_slot(
+            self._write_slots, lambda: save.save_id <= self._dropped_saves or not self._is_running
+        )
+        if slot is None:
+            return [DROPPED] * len(save.block_ids)
+        if save.save_id <= self._dropped_saves:
+            self._write_slots.release(slot)
+            return [DROPPED] * len(save.block_ids)
+        size = self._values.num_bytes
+        statuses = [Status.FAILED]
+        try:
+            for i, (block_id, block_hash) in enumerate(
+                zip(save.block_ids, save.hashes, strict=True)
+            ):
+                self._values.pack(block_id, block_hash, slot.region, i * size)
+            self._link.send(Packed(save.save_id))
+            statuses = self._tier.put(
+                [
+                    Value(self._space.key(block_hash), slot.addr + i * size, size)
+                    for i, block_hash in enumerate(save.hashes)
+                ]
+            )
+        finally:
+            if Status.FAILED in statuses:
+                # A write that was given up may still read from it.
+                self._write_slots.quarantine(slot, time.monotonic() + QUARANTINE_S)
+            else:
+                self._write_slots.release(slot)
+        return [status.value for status in statuses]
+
+    @property
+    def _is_running(self) -> bool:
+        return self._link.is_alive()

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the pool in the worker process: its tier, staging memory and threads."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd import envs
+from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.engine.fingerprint import fingerprint
+from vllm_ascend_pd.engine.worker.pool_io import PoolIO
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
+from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+from vllm_ascend_pd.pool.values import BlockValues
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from vllm_ascend_pd.config import PDConfig
+    from vllm_ascend_pd.pool.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+_WRITE_SLOTS = 2
+
+
+def start_pool(
+    config: PDConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    layout: PageLayout,
+    copier: BlockCopier,
+    pools: list[StagingPool],
+) -> PoolIO:
+    """``pools`` gets the staging memory, which its owner closes between ``stop`` and ``close``."""
+    assert config.pool is not None
+    parallel = vllm_config.parallel_config
+    space = KeySpace.of(
+        fingerprint(vllm_config, kv_cache_config), parallel.rank, parallel.tensor_parallel_size
+    )
+    backend = PoolBackend(config.pool, config.host)
+    tier: Tier = backend.tier
+    if script := envs.pool_fault_script():
+        logger.warning("%s is set: the pool fails as scripted (%s)", envs.POOL_FAULTS, script)
+        tier = FaultyTier(tier, TierScript(script))
+    values = BlockValues(copier, layout, space)
+    slot_bytes = max(config.pool.staging_slot_bytes, values.num_bytes)
+    num_readers = config.pool.io_threads
+    read_slots = StagingPool(backend.store, 2 * num_readers, slot_bytes)
+    write_slots = StagingPool(backend.store, _WRITE_SLOTS, slot_bytes)
+    pools += [read_slots, write_slots]
+    pool = PoolIO(tier, values, space, read_slots, write_slots, num_readers, backend.close)
+    pool.start()
+    logger.info(
+        "KV pool: keys %s*, %d bytes for each block of %d tokens",
+        space.prefix,
+        values.num_bytes,
+        kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+    )
+    return pool

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under which key a block lies in the pool.
+
+A block hash says which tokens (and which LoRA, ``cache_salt``, images) came before and in a block.
+It says nothing about the model or how its KV is laid out, so two engines share a key only when
+their fingerprints are equal too.
+
+    pd1/3f0c9a…(16)/8e17…   = format / fingerprint digest / block hash
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+"""Of keys and values. 1: header of 64 bytes, then the pages, layer-major."""
+
+PREFIX = f"pd{FORMAT_VERSION}/"
+"""All keys of this format begin with it."""
+
+_DIGEST_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """The keys of all engines whose KV is interchangeable."""
+
+    prefix: str
+    seed: int
+    """Starts every checksum of this space: a value of another space never verifies."""
+
+    @classmethod
+    def of(cls, fingerprint: str, tp_rank: int = 0, tp_size: int = 1) -> KeySpace:
+        """``fingerprint`` names model, dtype, layout, block size and packing."""
+        text = f"{fingerprint} format={FORMAT_VERSION} tp={tp_rank}/{tp_size}"
+        digest = hashlib.sha256(text.encode())
+        seed = int.from_bytes(digest.digest()[-8:], "little") >> 1
+        return cls(f"{PREFIX}{digest.hexdigest()[:_DIGEST_LENGTH]}/", seed)
+
+    def key(self, block_hash: bytes) -> str:
+        return self.prefix + block_hash.hex()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is stored for a block: a header, then its pages.
+
+    | magic 8 | version 4 | 0 4 | num_bytes 8 | checksum 8 | block hash 32 |  pages, layer-major  |
+    |<------------------------- 64 bytes -------------------------------->|<---- num_bytes ----->|
+
+The checksum covers the pages, starts from the key space's seed and the block hash, and is computed
+in the same pass that copies them. It is checked on every read, whatever the tier.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_ascend_pd.pool.keys import FORMAT_VERSION
+from vllm_ascend_pd.pool.tier import Status
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
+    from vllm_ascend_pd.pool.keys import KeySpace
+
+_MAGIC = b"PDKVPOOL"
+_HEADER = struct.Struct("<8sIIQQ32s")
+HEADER_BYTES = _HEADER.size
+_MASK = (1 << 63) - 1
+
+
+class BlockValues:
+    """Packs blocks of one engine's KV caches into values, and back. Stateless, any thread."""
+
+    def __init__(self, copier: BlockCopier, layout: PageLayout, space: KeySpace) -> None:
+        self._copier = copier
+        self._layout = layout
+        self._seed = space.seed
+        self._page_bytes = layout.num_bytes(1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one value."""
+        return HEADER_BYTES + self._page_bytes
+
+    def pack(self, block_id: int, block_hash: bytes, staging: Region, offset: int) -> None:
+        """Write the value of a block to ``staging[offset:]``."""
+        ids = np.array([block_id], dtype=np.int64)
+        checksum = self._copier.gather(
+            self._layout, ids, staging, offset + HEADER_BYTES, self._seed_of(block_hash)
+        )
+        header = _HEADER.pack(
+            _MAGIC, FORMAT_VERSION, 0, self._page_bytes, checksum, block_hash[:32].ljust(32, b"\0")
+        )
+        ctypes.memmove(staging.base + offset, header, HEADER_BYTES)
+
+    def unpack(self, block_id: int, block_hash: bytes, staging: Region, offset: int) -> Status:
+        """Put the value at ``staging[offset:]`` into the pages of a block.
+
+        Anything but ``OK`` means that the pages must not be used: they may hold part of a value
+        that turned out to be wrong.
+        """
+        header = ctypes.string_at(staging.base + offset, HEADER_BYTES)
+        magic, version, _, num_bytes, expected, stored_hash = _HEADER.unpack(header)
+        if (
+            magic != _MAGIC
+            or version != FORMAT_VERSION
+            or num_bytes != self._page_bytes
+            or stored_hash != block_hash[:32].ljust(32, b"\0")
+        ):
+            return Status.DAMAGED
+        ids = np.array([block_id], dtype=np.int64)
+        checksum = self._copier.scatter(
+            self._layout, ids, staging, offset + HEADER_BYTES, self._seed_of(block_hash)
+        )
+        return Status.OK if checksum == expected else Status.DAMAGED
+
+    def _seed_of(self, block_hash: bytes) -> int:
+        return (self._seed ^ int.from_bytes(block_hash[:8], "little")) & _MASK
