@@ -102,6 +102,8 @@ def up(
             return
         commands = plan.on(here)
         launch.refuse_busy_ports(commands)
+        if any(command.role != "router" for command in commands):
+            asyncio.run(launch.refuse_unpatched_engine())
         logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
         code = asyncio.run(
             launch.launch(

@@ -19,11 +19,13 @@ import psutil
 from rich.text import Text
 
 from vllm_ascend_pd.cluster.display import Display
+from vllm_ascend_pd.cluster.doctor.findings import Verdict
+from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.cluster.machine import can_listen, port_owner
 from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.supervisor import ChildSpec, Patience, StartError, Supervisor
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.registration import PATH, InstanceStatus
+from vllm_ascend_pd.registration import InstanceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.cluster.plan import Command
     from vllm_ascend_pd.cluster.topology import Topology
 
-_REGISTRATION_PATIENCE_S = 60.0
+_ROUTER_PATIENCE_S = 60.0
 
 
 def find_programs() -> Programs:
@@ -83,6 +85,13 @@ def refuse_busy_ports(commands: Sequence[Command]) -> None:
             )
 
 
+async def refuse_unpatched_engine() -> None:
+    """``ConfigError`` with the command that mends it, before a model is loaded for nothing."""
+    for finding in await Patches().run():
+        if finding.verdict is Verdict.FAIL:
+            raise ConfigError(f"{finding.found}; fix: {finding.fix}")
+
+
 async def launch(
     plan: Plan,
     commands: Sequence[Command],
@@ -108,7 +117,7 @@ async def launch(
         async def announce() -> None:
             await all_up.wait()
             if any(command.role == "router" for command in commands):
-                await _report_registration(plan, display)
+                await _report_missing(plan, display)
             seconds = time.monotonic() - started
             display.say(_banner(plan, commands, model, log_dir, seconds))
 
@@ -132,32 +141,28 @@ async def launch(
     return 0
 
 
-async def _report_registration(plan: Plan, display: Display) -> None:
-    """Wait until the router lists every engine as ready; say which ones it does not."""
-    wanted = {command.name for command in plan.commands if command.role != "router"}
-    missing = wanted
-    end = time.monotonic() + _REGISTRATION_PATIENCE_S
+async def _report_missing(plan: Plan, display: Display) -> None:
+    """Wait until the router sends requests to every engine; say which ones it does not."""
+    missing = {command.url: command.name for command in plan.commands if command.role != "router"}
+    end = time.monotonic() + _ROUTER_PATIENCE_S
     timeout = aiohttp.ClientTimeout(total=3)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while missing and time.monotonic() < end:
             with contextlib.suppress(
                 aiohttp.ClientError, asyncio.TimeoutError, msgspec.MsgspecError
             ):
-                async with session.get(plan.router_url + PATH) as response:
+                async with session.get(f"{plan.router_url}/instances") as response:
                     listed = msgspec.json.decode(await response.read(), type=list[InstanceStatus])
-                ready = {i.instance_id for i in listed if i.state == "ready" and i.healthy}
-                missing = wanted - ready
+                for instance in listed:
+                    if instance.state == "ready" and instance.healthy:
+                        missing.pop(instance.url, None)
             if missing:
                 await asyncio.sleep(0.5)
     if missing:
-        names = ", ".join(sorted(missing))
-        display.say(
-            Text(
-                f"the router does not send requests to {names} yet; see their logs, and"
-                f" {plan.router_url}{PATH}",
-                "red",
-            )
-        )
+        names = ", ".join(missing.values())
+        where = f"{plan.router_url}/instances"
+        text = f"the router sends no requests to {names} yet; see their logs, and {where}"
+        display.say(Text(text, "red"))
 
 
 def _banner(
@@ -165,6 +170,8 @@ def _banner(
 ) -> Text:
     body = json.dumps({"model": model, "prompt": "Hello, my name is", "max_tokens": 16})
     text = Text(f"\nup after {seconds:.0f} s: {len(commands)} processes, logs in {log_dir}\n")
+    if not any(command.role == "router" for command in commands):
+        return text.append(f"  the router is on another host: {plan.router_url}\n")
     text.append(f"  {plan.router_url}/v1", "bold green")
     text.append(f" serves {model}\n\n")
     text.append(

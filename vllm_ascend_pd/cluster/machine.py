@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from vllm_ascend_pd.errors import ConfigError
+
+_FIRST_FREE_PORT = 18000
+"""Above those that Mooncake takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +46,17 @@ def _device_ids(name: str, folder: Path = Path("/dev")) -> tuple[int, ...]:
 
 
 def free_port(address: str) -> int:
-    """A TCP port that nobody listens on; the system does not give it out again at once."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, and that the system does not give to anybody by itself.
+
+    An engine listens seconds after its port was chosen. A port that the system hands out could be
+    somebody's outgoing connection by then.
+    """
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(_FIRST_FREE_PORT, max(first_ephemeral, _FIRST_FREE_PORT + 1000))
+    for port in random.sample(candidates, len(candidates)):
+        if can_listen(address, port):
+            return port
+    raise ConfigError(f"no port from {candidates.start} to {candidates.stop - 1} is free")
 
 
 def can_listen(address: str, port: int) -> bool:
@@ -59,17 +71,27 @@ def can_listen(address: str, port: int) -> bool:
         return True
 
 
-def port_owner(port: int) -> str:
-    """Who listens on ``port``, e.g. ``python (pid 12)``; empty when it cannot be told."""
+def listeners(port: int) -> set[int]:
+    """Process ids of who listens on ``port``, as far as this process may know."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
-        return ""
-    for connection in connections:
-        listens = connection.status == psutil.CONN_LISTEN
-        if listens and connection.laddr and connection.laddr.port == port and connection.pid:
-            try:
-                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
-            except psutil.NoSuchProcess:
-                return f"pid {connection.pid}"
+        return set()
+    return {
+        connection.pid
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr
+        and connection.laddr.port == port
+        and connection.pid
+    }
+
+
+def port_owner(port: int) -> str:
+    """Who listens on ``port``, e.g. ``python (pid 12)``; empty when it cannot be told."""
+    for pid in sorted(listeners(port)):
+        try:
+            return f"{psutil.Process(pid).name()} (pid {pid})"
+        except psutil.NoSuchProcess:
+            return f"pid {pid}"
     return ""

@@ -116,7 +116,7 @@ def make_plan(
         _divide(name, host, here, device, machine if name == local_host else None)
     router_host = topology.host_name(topology.router.host)
     router_url = _url(topology.hosts[router_host].address, topology.router.port)
-    commands = [_engine_command(e, topology, device, router_url, programs) for e in engines]
+    commands = [_engine_command(e, topology, device, programs) for e in engines]
     commands.append(
         Command(
             name="router",
@@ -126,6 +126,7 @@ def make_plan(
                 *(programs.vllm_pd, "router"),
                 *("--host", topology.hosts[router_host].address),
                 *("--port", str(topology.router.port)),
+                *(word for c in commands for word in (f"--{c.role}", c.url)),
                 *render_args(topology.router.args),
             ),
             env=dict(topology.router.env),
@@ -221,7 +222,7 @@ def _divide_devices(name: str, host: Host, engines: list[_Engine], machine: Mach
 
 
 def _engine_command(
-    engine: _Engine, topology: Topology, device: str, router_url: str, programs: Programs
+    engine: _Engine, topology: Topology, device: str, programs: Programs
 ) -> Command:
     address = topology.hosts[engine.host].address
     url = _url(address, engine.port)
@@ -234,7 +235,7 @@ def _engine_command(
         words += ["--kv-cache-memory-bytes", str(engine.memory_bytes)]
     words += [
         "--kv-transfer-config",
-        json.dumps(_transfer_config(engine, topology, url, router_url)),
+        json.dumps(_transfer_config(engine, topology)),
     ]
     env = {"VLLM_HOST_IP": address, **engine.env}
     if engine.devices:
@@ -245,9 +246,7 @@ def _engine_command(
     )
 
 
-def _transfer_config(
-    engine: _Engine, topology: Topology, url: str, router_url: str
-) -> dict[str, Any]:
+def _transfer_config(engine: _Engine, topology: Topology) -> dict[str, Any]:
     extra = dict(topology.extra_config)
     address = topology.hosts[engine.host].address
     if not ipaddress.ip_address(address).is_loopback:
@@ -257,12 +256,6 @@ def _transfer_config(
             security.setdefault("allow_non_loopback", True)
         security.setdefault("allowed_peers", peers or [address])
         extra["security"] = security
-    extra["router"] = {
-        **extra.get("router", {}),
-        "url": router_url,
-        "http_url": url,
-        "instance_id": engine.name,
-    }
     config = {
         "kv_connector": "InEngine",
         "kv_role": _KV_ROLES[engine.role],

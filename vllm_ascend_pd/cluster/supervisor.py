@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts child processes, waits until they are up, starts them again when they crash, stops all.
 
-Each child leads a process group of its own. It is sent SIGTERM when the supervisor dies, however
-that dies; when it has ended itself, what is left of its group is killed before anything else
-happens, so that no engine core keeps a port or memory of an API server that is gone.
+Each child leads a process group of its own. When it has ended, what is left of its group is killed
+before anything else happens, so that no engine core keeps a port or memory of an API server that is
+gone. When the supervisor itself is killed, its guard ends the children (``guard``).
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import signal
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import aiohttp
 
+from vllm_ascend_pd.cluster import guard
+from vllm_ascend_pd.cluster.machine import listeners
 from vllm_ascend_pd.errors import PDError
 
 if TYPE_CHECKING:
@@ -72,7 +75,9 @@ class Patience:
     startup_s: float = 1800.0
     """For one child to be up; then it counts as crashed."""
     stop_s: float = 20.0
-    """From SIGTERM to SIGKILL."""
+    """From SIGTERM to SIGKILL, of a child that is up."""
+    early_stop_s: float = 3.0
+    """The same before it is up: it has nothing to finish, and vLLM may not listen then."""
     first_backoff_s: float = 1.0
     max_backoff_s: float = 30.0
     stable_s: float = 60.0
@@ -132,6 +137,7 @@ class Supervisor:
         self._patience = patience or Patience()
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
+        self._guard = _Guard(self._patience.stop_s)
         self._announced = False
         self._failed: Child | None = None
 
@@ -147,21 +153,21 @@ class Supervisor:
         Raises:
             StartError: a child did not come up the first time; the others were stopped.
         """
-        if shutil.which("setpriv") is None:
-            raise PDError("setpriv is not there; it comes with the package util-linux")
         now = time.monotonic()
         for child in self.children:
             child.since = now
         timeout = aiohttp.ClientTimeout(total=3)
         async with aiohttp.ClientSession(timeout=timeout) as session:
+            await self._guard.start()
             tasks = [asyncio.create_task(self._keep(child, session)) for child in self.children]
-            with _adopting_orphans():
-                try:
+            try:
+                with _adopting_orphans():
                     await asyncio.gather(*tasks)
-                finally:
-                    self._stop.set()
-                    self._kill.set()
-                    await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                self._stop.set()
+                self._kill.set()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._guard.close()
         if self._failed is not None:
             raise StartError(self._failed)
 
@@ -182,12 +188,18 @@ class Supervisor:
             self._set(child, State.STOPPED, child.note)
 
     async def _run_once(self, child: Child, session: aiohttp.ClientSession) -> None:
-        process = await self._spawn(child)
+        try:
+            process = await self._spawn(child)
+        except OSError as e:
+            self._set(child, State.STARTING, "")
+            self._crashed(child, f"cannot be started: {e}")
+            return
         child.pid = process.pid
+        self._guard.tell("+", process.pid)
         self._set(child, State.STARTING, "")
         exited = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
-        healthy = asyncio.create_task(self._wait_healthy(child, session))
+        healthy = asyncio.create_task(self._wait_healthy(child, process.pid, session))
         try:
             await asyncio.wait(
                 {exited, stop, healthy},
@@ -199,9 +211,10 @@ class Supervisor:
                 await asyncio.wait({exited, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not exited.done():
                 late = not stop.done()
+                was_up = child.state is State.READY
                 if not late:
                     self._set(child, State.STOPPING, "")
-                await self._terminate(process, exited)
+                await self._terminate(process, exited, was_up)
                 if late:
                     self._crashed(child, f"not up after {self._patience.startup_s:g} s")
             elif not self._stop.is_set():
@@ -213,6 +226,7 @@ class Supervisor:
                 _signal_group(process.pid, signal.SIGKILL)
             await asyncio.gather(exited, healthy, stop, return_exceptions=True)
             await _sweep(process.pid)
+            self._guard.tell("-", process.pid)
             child.pid = None
             if self._stop.is_set() and child.state is not State.BACKOFF:
                 if child.state is not State.STOPPING:
@@ -220,13 +234,9 @@ class Supervisor:
                 self._set(child, State.STOPPED, "")
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
-        # setpriv comes with util-linux, as taskset does. A preexec_fn would run Python code
-        # between fork and exec, beside the threads of this process.
-        guard = ["setpriv", "--pdeathsig", "TERM", "--"]
         child.log.parent.mkdir(parents=True, exist_ok=True)
         with child.log.open("ab") as output:
             return await asyncio.create_subprocess_exec(
-                *guard,
                 *child.spec.argv,
                 env={**os.environ, **child.spec.env},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -235,12 +245,13 @@ class Supervisor:
                 start_new_session=True,
             )
 
-    async def _wait_healthy(self, child: Child, session: aiohttp.ClientSession) -> None:
+    async def _wait_healthy(self, child: Child, group: int, session: aiohttp.ClientSession) -> None:
         while True:
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
                 async with session.get(child.spec.health_url) as response:
-                    if response.status == 200:
-                        return
+                    healthy = response.status == 200
+                if healthy and await asyncio.to_thread(_answers, child.spec.health_url, group):
+                    return
             await asyncio.sleep(self._patience.probe_s)
 
     def _ready(self, child: Child) -> None:
@@ -264,15 +275,14 @@ class Supervisor:
         return min(doubled, self._patience.max_backoff_s)
 
     async def _terminate(
-        self, process: asyncio.subprocess.Process, exited: asyncio.Task[int]
+        self, process: asyncio.subprocess.Process, exited: asyncio.Task[int], was_up: bool
     ) -> None:
         """SIGTERM for the leader, which ends its own children; SIGKILL for who is left."""
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         kill = asyncio.create_task(self._kill.wait())
-        await asyncio.wait(
-            {exited, kill}, timeout=self._patience.stop_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        patience_s = self._patience.stop_s if was_up else self._patience.early_stop_s
+        await asyncio.wait({exited, kill}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         kill.cancel()
         await asyncio.gather(kill, return_exceptions=True)
         _signal_group(process.pid, signal.SIGKILL)
@@ -284,11 +294,48 @@ class Supervisor:
         self._on_change(child)
 
 
+class _Guard:
+    """The process that outlives this one. If it is killed itself, the children live on alone."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", guard.__name__, str(self._patience_s)),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def tell(self, change: str, pid: int) -> None:
+        """``+``: a child was started; ``-``: nothing of it is left."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{change}{pid}\n".encode())
+
+    async def close(self) -> None:
+        """There is nothing left to guard."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+
+
 def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
     return f"exited with code {code}"
+
+
+def _answers(url: str, group: int) -> bool:
+    """Whether it is this process group that answers there, and not a stranger on its port."""
+    pids = listeners(urlsplit(url).port or 80)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == group:
+                return True
+    return not pids
 
 
 @contextlib.contextmanager

@@ -49,17 +49,14 @@ def test_one_machine() -> None:
         "engine_id": "prefill-0",
         "kv_ip": "127.0.0.1",
         "kv_port": 9001,
-        "kv_connector_extra_config": {
-            "router": {
-                "url": "http://127.0.0.1:8000",
-                "http_url": "http://127.0.0.1:9000",
-                "instance_id": "prefill-0",
-            }
-        },
+        "kv_connector_extra_config": {},
     }
     assert transfer_config(decode)["kv_role"] == "kv_consumer"
     assert transfer_config(decode)["kv_port"] == 0
-    assert router.argv == ("vllm-pd", "router", "--host", "127.0.0.1", "--port", "8000")
+    assert router.argv == (
+        *("vllm-pd", "router", "--host", "127.0.0.1", "--port", "8000"),
+        *("--prefill", "http://127.0.0.1:9000", "--decode", "http://127.0.0.1:9002"),
+    )
     assert router.url == "http://127.0.0.1:8000"
 
 
@@ -130,17 +127,16 @@ def test_several_hosts() -> None:
     assert config["kv_ip"] == "10.0.0.2"
     extra = config["kv_connector_extra_config"]
     assert extra["security"] == {"allow_non_loopback": True, "allowed_peers": ["10.0.0.1"]}
-    assert extra["router"]["url"] == "http://10.0.0.1:8000"
+    assert option(made.commands[-1], "--decode") == "http://10.0.0.2:8102"
     # The other host works out the same ports.
     assert [c.url for c in plan(local="b", **fields).commands] == [c.url for c in made.commands]
 
 
 def test_extra_config_reaches_every_engine() -> None:
-    made = plan(extra_config={"transfer": {"lease_s": 5}, "router": {"labels": {"model": "x"}}})
+    made = plan(extra_config={"transfer": {"lease_s": 5}})
     for command in made.commands[:2]:
         extra = transfer_config(command)["kv_connector_extra_config"]
         assert extra["transfer"] == {"lease_s": 5}
-        assert extra["router"]["labels"] == {"model": "x"}
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modle": "m"}, r"the topology: unknown keys \['modle'\]; valid: .*'model'"),
+        ({"replicas": 2}, r"the topology: unknown keys \['replicas'\]; valid: .*'model'"),
         ({"hosts": {"a": {"ip": "::1"}}}, r"hosts.a: unknown keys \['ip'\]; valid: \['address'"),
         ({"prefill": [{}, {"n": 1}]}, r"prefill\[1\]: unknown keys \['n'\]; valid: .*'count'"),
         ({"decode": [{"tp": 1}]}, r"decode\[0\]: unknown keys \['tp'\]"),

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
-from vllm_ascend_pd.registration import PATH, InstanceStatus
+from vllm_ascend_pd.registration import InstanceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -111,7 +111,7 @@ class Web:
 
 async def discover(web: Web, router: str) -> list[Engine]:
     """The engines that a router knows; ``ERRORS`` when it cannot be asked."""
-    text = await web.text(router.rstrip("/") + PATH)
+    text = await web.text(f"{router}/instances")
     listed = msgspec.json.decode(text, type=list[InstanceStatus])
     return [Engine(i.url, i.role, i.instance_id) for i in listed]
 

@@ -54,7 +54,7 @@ class ScriptedEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._complete)
-        app.router.add_get("/registry/instances", self._instances)
+        app.router.add_get("/instances", self._instances)
         return app
 
     async def _health(self, _: web.Request) -> web.Response:

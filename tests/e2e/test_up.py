@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd up`` and ``vllm-pd doctor`` as a user runs them: real engines, the real router.
+
+One deployment serves all tests of this file; they run in its order, the last one ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from tests.e2e.servers import free_port
+from vllm_ascend_pd.testing.tiny_model import main as make_model
+
+pytestmark = pytest.mark.engine
+
+VLLM_PD = str(Path(sys.executable).with_name("vllm-pd"))
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "COLUMNS": "200"}
+ENGINE_ARGS = [
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"),
+    *("--kv-cache-memory-bytes", str(256 << 20)),
+]
+LONG = " ".join(f"This is sentence {i} of a story." for i in range(120))
+
+
+class Up:
+    """A running ``vllm-pd up``; its output is what a terminal would show."""
+
+    def __init__(self, folder: Path, model: Path, *engine_args: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._output = folder / "up.out"
+        command = [VLLM_PD, "up", str(model), "--served-model-name", "tiny", "--prefill", "1"]
+        command += ["--decode", "1", "--port", str(self.port), "--log-dir", str(folder / "logs")]
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--", *engine_args],
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def until(self, condition: Callable[[], bool], patience_s: float = 200) -> None:
+        end = time.monotonic() + patience_s
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < end, self.output
+            time.sleep(0.1)
+
+    def count(self, name: str, state: str) -> int:
+        """How often this child has come into this state."""
+        return len(re.findall(rf"^\S+  {name} +{state}\b", self.output, re.MULTILINE))
+
+    def pid(self, name: str) -> int:
+        return int(re.findall(rf"{name} +starting +pid (\d+)", self.output)[-1])
+
+    def engine_url(self, name: str) -> str:
+        return re.findall(rf"{name} +ready +(\S+)", self.output)[-1]
+
+    def pids(self) -> list[int]:
+        """Of everything that was started and is still there."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [p.pid for p in psutil.Process(self.process.pid).children(recursive=True)]
+        return []
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(90)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(["--out", str(path), "--size", "tiny"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Up]:
+    up = Up(tmp_path_factory.mktemp("up"), model, *ENGINE_ARGS)
+    try:
+        up.until(lambda: "\nup after " in up.output)
+        yield up
+    finally:
+        pids = up.pids()
+        up.process.kill()
+        up.process.wait()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def complete(url: str, prompt: str, **more: Any) -> str:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        **more,
+    }
+    answer = requests.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def doctor(up: Up) -> tuple[int, list[dict[str, Any]]]:
+    command = [VLLM_PD, "doctor", "--router", up.url, "--no-measure", "--json"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=200, check=False)
+    return done.returncode, json.loads(done.stdout)["findings"]
+
+
+def metric(url: str, name: str) -> float:
+    page = requests.get(f"{url}/metrics", timeout=30).text
+    lines = [line for line in page.splitlines() if line.startswith(name)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_answers_are_those_of_one_engine(up: Up) -> None:
+    alone = up.engine_url("prefill-0")
+    before = metric(up.engine_url("decode-0"), "vllm:pd_load_bytes_total")
+    for prompt in ("Hello, my name is", LONG):
+        # The salt keeps what the prefill engine computed for the pair out of its own answer.
+        assert complete(up.url, prompt) == complete(alone, prompt, cache_salt="alone")
+    assert metric(up.engine_url("decode-0"), "vllm:pd_load_bytes_total") > before
+
+
+def test_doctor_finds_nothing_wrong(up: Up) -> None:
+    code, findings = doctor(up)
+    assert code == 0, findings
+    verdicts = {finding["check"]: finding["verdict"] for finding in findings}
+    assert set(verdicts.values()) == {"ok"}, findings
+    assert {"P/D request", "router request", "KV layout", "block hashes", "clock"} <= set(verdicts)
+
+
+def test_a_killed_engine_is_reported_and_started_again(up: Up) -> None:
+    first = up.pid("decode-0")
+    cores = [child.pid for child in psutil.Process(first).children(recursive=True)]
+    os.kill(first, signal.SIGKILL)
+    up.until(lambda: up.count("decode-0", "backoff") == 1, 20)
+    assert "killed by SIGKILL; starts again in 1 s" in up.output
+
+    code, findings = doctor(up)
+    assert code == 1
+    failed = [finding for finding in findings if finding["verdict"] == "fail"]
+    assert any("decode" in finding["found"] and finding["fix"] for finding in failed), findings
+
+    up.until(lambda: up.count("decode-0", "ready") == 2)
+    assert up.pid("decode-0") != first
+    assert not any(psutil.pid_exists(pid) for pid in cores)
+    up.until(lambda: requests.get(f"{up.url}/health", timeout=30).status_code == 200, 30)
+    prompt = "After the restart. " + LONG
+    alone = up.engine_url("prefill-0")
+    assert complete(up.url, prompt) == complete(alone, prompt, cache_salt="alone")
+    assert metric(up.engine_url("decode-0"), "vllm:pd_load_bytes_total") > 0
+
+
+def test_ctrl_c_leaves_nothing(up: Up) -> None:
+    pids = up.pids()
+    assert len(pids) >= 5  # two front ends, two engine cores at least, the router
+    assert up.stop() == 0, up.output
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    for name in ("prefill-0", "decode-0", "router"):
+        assert up.count(name, "stopped") == 1
+
+
+def test_an_option_that_vllm_refuses_ends_it_with_the_reason(tmp_path: Path, model: Path) -> None:
+    up = Up(tmp_path, model, "--no-such-option")
+    assert up.process.wait(120) == 1
+    assert "unrecognized arguments: --no-such-option" in up.output
+    assert re.search(r"(prefill|decode)-0 did not come up: exited with code", up.output)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd up`` as far as it starts nothing, and ``vllm-pd doctor``'s options."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from vllm_ascend_pd.cli import doctor, main, up
+from vllm_ascend_pd.cluster.doctor import host
+from vllm_ascend_pd.cluster.doctor.findings import fail
+
+TOPOLOGY = """
+model: m
+device: cpu
+hosts:
+  a: {address: 203.0.113.1}
+  b: {address: 203.0.113.2}
+prefill: [{host: a}]
+decode: [{host: b}]
+"""
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(up.app, list(words))
+
+
+def test_is_a_subcommand() -> None:
+    assert "up" in main.SUBCOMMANDS
+    result = CliRunner().invoke(main.app, ["up", "--help"])
+    assert result.exit_code == 0
+    assert "--dry-run" in result.output
+
+
+def test_dry_run_prints_commands_that_a_shell_reads() -> None:
+    result = run(
+        "m", "--prefill", "2", "--dry-run", "--", "--dtype", "float32", "--max-model-len=9"
+    )
+    assert result.exit_code == 0, result.output
+    title, *lines = result.output.splitlines()
+    assert title == "# host localhost (127.0.0.1)"
+    commands = [shlex.split(line) for line in lines]
+    serves = [words for words in commands if "serve" in words]
+    assert len(serves) == 3
+    assert all("--max-model-len=9" in words and "float32" in words for words in serves)
+    assert commands[-1][:2] == ["vllm-pd", "router"]
+
+
+def test_dry_run_of_several_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "topology.yaml"
+    path.write_text(TOPOLOGY)
+    result = run("--config", str(path), "--host", "a", "--dry-run", "--", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    titles = [line for line in result.output.splitlines() if line.startswith("#")]
+    assert titles == ["# host a (203.0.113.1)", "# host b (203.0.113.2)"]
+    assert result.output.count("--dtype float32") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a model, or --config"),
+        (["m", "--config", "{topology}"], "the topology file names the model"),
+        (["--config", "{topology}"], "say so with --host"),
+        (["--config", "{topology}", "--host", "c"], "--host: 'c' is not in hosts ['a', 'b']"),
+        (["--config", "/no/such/file"], "/no/such/file: cannot be read"),
+        (["m", "--prefill", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_wrong_options_are_named(words: list[str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "topology.yaml"
+    path.write_text(TOPOLOGY)
+    result = run(*(word.format(topology=path) for word in words))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_router_port_that_is_taken_is_named_with_its_owner() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        result = run("m", "--port", port)
+    assert result.exit_code == 2
+    assert f"port {port} of 127.0.0.1, for router, is used by" in result.output
+    assert "with --port" in result.output
+
+
+def test_an_engine_without_patches_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pristine(self: host.Patches) -> list[object]:
+        return [fail("patches", "vllm-0.30.0: pristine", "apply_patches.py apply")]
+
+    monkeypatch.setattr(host.Patches, "run", pristine)
+    result = run("m", "--port", "1024")
+    assert result.exit_code == 2
+    assert "vllm-0.30.0: pristine; fix: apply_patches.py apply" in result.output
+
+
+@pytest.mark.parametrize("option", ["--router", "--prefill", "--decode"])
+def test_doctor_names_a_wrong_url(option: str) -> None:
+    result = CliRunner().invoke(doctor.app, [option, "localhost:8000"])
+    assert result.exit_code == 2
+    assert "is not http://HOST:PORT" in result.output
