@@ -38,6 +38,13 @@ class Role(str, Enum):
         return self is not Role.PRODUCER
 
 
+class WireProtocol(str, Enum):
+    """What Mooncake moves bytes over."""
+
+    TCP = "tcp"
+    ASCEND = "ascend"
+
+
 class LoadMode(str, Enum):
     """Where a peer's KV is loaded: inside a step, or beside the steps while the request waits."""
 
@@ -66,6 +73,8 @@ class TransferConfig:
     """Number of pieces that may be on their way at once."""
     staging_slot_bytes: int = 8 * 1024 * 1024
     """Size of a piece; at least one layer's page of one block."""
+    protocol: WireProtocol = WireProtocol.TCP
+    """Mooncake's protocol; ``ascend`` goes over the links of the NPUs. The same on both sides."""
 
     def __post_init__(self) -> None:
         for name in (

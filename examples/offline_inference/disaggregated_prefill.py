@@ -8,6 +8,9 @@ ordinary engine answers the same prompts and every token must be equal.
 
     python -m vllm_ascend_pd.testing.tiny_model --out .cache/models/tiny
     python examples/offline_inference/disaggregated_prefill.py --model .cache/models/tiny --verify
+
+With --device npu or cuda each engine has a device of its own; nothing else changes. That has not
+been run on such hardware yet.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 PROMPTS = ["Hello, my name is", "Hi, your name is", "Tell me a very long story"]
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 PRODUCER = {"kv_role": "kv_producer", "kv_rank": 0}
 CONSUMER = {"kv_role": "kv_consumer", "kv_rank": 1}
 
@@ -40,8 +44,12 @@ class Answer:
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)
 
 
-def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any] | None) -> None:
+def serve(
+    pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any] | None, device: int
+) -> None:
     """One engine: answers (prompts, max_tokens, kv_transfer_params per prompt) until None comes."""
+    if options.device in VISIBLE_DEVICES:  # read when the engine's libraries are loaded
+        os.environ[VISIBLE_DEVICES[options.device]] = str(device)
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -53,7 +61,7 @@ def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any
     llm = LLM(
         model=options.model,
         dtype=options.dtype,
-        enforce_eager=True,
+        enforce_eager=options.device == "cpu",
         max_model_len=options.max_model_len,
         kv_cache_memory_bytes=options.kv_cache_mb << 20,
         kv_transfer_config=kv_transfer_config,
@@ -89,12 +97,17 @@ class Engine:
     """A process with one engine in it."""
 
     def __init__(
-        self, name: str, options: argparse.Namespace, transfer: dict[str, Any] | None
+        self,
+        name: str,
+        options: argparse.Namespace,
+        transfer: dict[str, Any] | None,
+        device: int = 0,
     ) -> None:
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=serve, args=(child, options, transfer), name=name)
+        arguments = (child, options, transfer, device)
+        self._process = context.Process(target=serve, args=arguments, name=name)
         self._process.start()
         child.close()
 
@@ -171,6 +184,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="model folder or name")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", *VISIBLE_DEVICES],
+        default="cpu",
+        help="cuda, npu: the producer has device 0, the consumer device 1 (default: cpu)",
+    )
     parser.add_argument("--dtype", default="float32", help="float32 makes equality exact")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens to generate")
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -188,7 +207,7 @@ def main() -> None:
         "starting the producer and the consumer (two processes, half a minute or more) ...",
         flush=True,
     )
-    engines = [Engine("producer", options, PRODUCER), Engine("consumer", options, CONSUMER)]
+    engines = [Engine("producer", options, PRODUCER, 0), Engine("consumer", options, CONSUMER, 1)]
     producer, consumer = engines
     try:
         for engine in engines:

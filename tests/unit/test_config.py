@@ -78,6 +78,16 @@ def test_every_option_is_read() -> None:
     assert config.security.allowed_peers == ("192.0.2.0/24", "2001:db8::1")
 
 
+@pytest.mark.parametrize("protocol", ["tcp", "ascend"])
+def test_protocol_of_mooncake(protocol: str) -> None:
+    assert parse_extra(transfer={"protocol": protocol}).transfer.protocol.value == protocol
+
+
+def test_unknown_protocol_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"transfer.protocol: 'rdma' .*'tcp', 'ascend'"):
+        parse_extra(transfer={"protocol": "rdma"})
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         parse().transfer.lease_s = 1.0  # type: ignore[misc]

@@ -233,6 +233,10 @@ class DeviceBlockCopier(BlockCopier):
         """Of host memory: staging, or what a tier holds."""
         return self._host.checksum(region, offset, num_bytes, seed)
 
+    def bind_thread(self) -> None:
+        """Make the device current for the calling thread, for a library that needs it there."""
+        self._device.bind_thread()
+
     def _lane(self, num_bytes: int) -> _Lane:
         lane: _Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:

@@ -115,7 +115,7 @@ class MooncakeTransferEngine(TransferEngine):
         host: str,
         contact_timeout_s: float = 3.0,
         protocol: str = "tcp",
-        bind_thread: Callable[[], None] = lambda: None,
+        bind_thread: Callable[[], None] | None = None,
     ) -> None:
         """`host` is the address at which peers reach this process; Mooncake picks the port.
 
@@ -245,7 +245,8 @@ class MooncakeTransferEngine(TransferEngine):
     def _contact(self, engine: _NativeEngine, session: str) -> None:
         """Meets a new peer, then starts the writes that wait for it. Its own thread."""
         try:
-            self._bind_thread()
+            if self._bind_thread is not None:
+                self._bind_thread()
             is_there = engine.send_probe(session) == 0
         except Exception:  # a thread's boundary: the writes that wait fail below
             logger.exception("first contact with %s failed", session)

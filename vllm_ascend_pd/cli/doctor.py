@@ -37,6 +37,9 @@ def doctor(
     measure: Annotated[
         bool, typer.Option(help="Measure the bandwidth of this host's transports.")
     ] = True,
+    ascend: Annotated[
+        bool, typer.Option("--ascend", help="Walk through the bring-up list of a host with NPUs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     import asyncio
@@ -71,6 +74,7 @@ def doctor(
         decode=tuple(decode or ()),
         api_key=key,
         measure=measure,
+        ascend=ascend,
     )
     findings = asyncio.run(examine(subject, report))
     if as_json:

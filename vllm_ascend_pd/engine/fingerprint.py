@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
+from vllm_ascend_pd.config import PDConfig, WireProtocol
 from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
 from vllm_ascend_pd.wire import WIRE_VERSION
 
@@ -40,6 +41,10 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         "seed": _hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
         "wire": str(WIRE_VERSION),
     }
+    if vllm_config.kv_transfer_config is not None:
+        transfer = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config).transfer
+        if transfer.protocol is not WireProtocol.TCP:
+            parts["via"] = transfer.protocol.value
     return " ".join(f"{key}={value}" for key, value in parts.items())
 
 

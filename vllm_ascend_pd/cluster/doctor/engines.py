@@ -39,7 +39,8 @@ _FITTING: dict[str, dict[str, str]] = {
         "kv_dtype": "give both sides the same --kv-cache-dtype",
         "block": "give both sides the same --block-size",
         "layout": "start both sides with the same VLLM_KV_CACHE_LAYOUT",
-        "isa": "run both sides on the same kind of CPU",
+        "via": "give both sides the same transfer.protocol",
+        "isa": "run both sides on the same kind of CPU; on NPUs give both the same enable_kv_nz",
     },
     "engine versions": {
         "vllm": "install the same vLLM on both sides",

@@ -12,7 +12,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.cluster.doctor import engines, host, requests
+from vllm_ascend_pd.cluster.doctor import ascend, engines, host, requests
 from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code, fail, ok
 from vllm_ascend_pd.cluster.doctor.transports import Bandwidth
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
@@ -40,6 +40,8 @@ class Subject:
     api_key: str | None = None
     measure: bool = True
     """Whether the transports of this host are measured, which takes some seconds of a core."""
+    ascend: bool = False
+    """Whether this host is to have NPUs: walk through their bring-up list too."""
 
     @property
     def runs(self) -> bool:
@@ -63,6 +65,8 @@ async def _findings(subject: Subject) -> AsyncIterator[Finding]:
         host.NativeExtension(),
         host.MooncakeLibraries(),
     ]
+    if subject.ascend:
+        checks.append(ascend.BringUp())
     if not subject.runs:
         wanted = {
             "the router": ("127.0.0.1", 8000),

@@ -12,7 +12,7 @@ from vllm_ascend_pd.backends.fake_engine import FaultScript, FaultyTransferEngin
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.torch_device import make_copier
-from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.config import PDConfig, WireProtocol
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
@@ -56,11 +56,20 @@ def _create(
             f"transfer.staging_slot_bytes {transfer.staging_slot_bytes} is less than one layer's"
             f" page of a block ({caches.layout.page_bytes} bytes); raise it"
         )
-    engine: TransferEngine = MooncakeTransferEngine(config.host)
+    if transfer.protocol is WireProtocol.ASCEND and caches.device.type != "npu":
+        raise ConfigError(
+            f"transfer.protocol ascend is for KV caches on NPUs; this worker's are on"
+            f" {caches.device.type!r}: leave it out"
+        )
+    copier = make_copier(caches.device)
+    engine: TransferEngine = MooncakeTransferEngine(
+        config.host,
+        protocol=transfer.protocol.value,
+        bind_thread=copier.bind_thread if isinstance(copier, DeviceBlockCopier) else None,
+    )
     if script := envs.fault_script():
         logger.warning("%s is set: writes fail as scripted (%s)", envs.FAULTS, script)
         engine = FaultyTransferEngine(engine, FaultScript.parse(script))
-    copier = make_copier(caches.device)
     grants = Grants()
     pools: list[StagingPool] = []
 
