@@ -22,11 +22,14 @@ from handover import RawTransfer
 
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
 from vllm_ascend_pd.config import TransferConfig
+from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals, Secret
-from vllm_ascend_pd.transfer.send import DataServer, Grants
+from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import LoadId
 
 if TYPE_CHECKING:
@@ -45,18 +48,25 @@ def make_seals(options: argparse.Namespace) -> Seals:
     return Seals(Secret(b"0123456789abcdef" * 2) if options.sealed else None)
 
 
+def open_transport(name: str) -> Transports:
+    if name == SHARED_MEMORY:
+        return Transports({name: SharedMemoryTransferEngine()})
+    return Transports({name: MooncakeTransferEngine("127.0.0.1")})
+
+
 def produce(pipe: Connection, options: argparse.Namespace) -> None:
     memory, layout = make_pages(options)
     memory[:] = np.arange(memory.size, dtype=np.uint8)
-    engine = MooncakeTransferEngine("127.0.0.1")
+    transports = open_transport(options.transport)
     grants = Grants()
-    grants.add("prompt", "epoch", tuple(range(options.blocks)))
+    ids = tuple(range(options.blocks))
+    grants.begin_step([GrantSpec("prompt", "epoch", ids, len(ids), len(ids))])
     server = DataServer(
         host="127.0.0.1",
-        engine=engine,
+        transports=transports,
         copier=make_block_copier(),
         layout=layout,
-        pool=StagingPool(engine, options.slots, options.slot_bytes),
+        pool=StagingPool(transports, options.slots, options.slot_bytes),
         grants=grants,
         allows_host=lambda host: host == "127.0.0.1",
         write_timeout_s=10,
@@ -66,7 +76,7 @@ def produce(pipe: Connection, options: argparse.Namespace) -> None:
     pipe.send(server.endpoint)
     pipe.recv()
     server.stop()
-    engine.close()
+    transports.close()
 
 
 def main() -> None:
@@ -79,6 +89,7 @@ def main() -> None:
     parser.add_argument("--page-bytes", type=int, default=196608, help="of a block in a layer")
     parser.add_argument("--slots", type=int, default=defaults.staging_slots)
     parser.add_argument("--slot-bytes", type=int, default=defaults.staging_slot_bytes)
+    parser.add_argument("--transport", choices=(MOONCAKE, SHARED_MEMORY), default=MOONCAKE)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--sealed", action="store_true", help="with security.secret_file")
     options = parser.parse_args()
@@ -88,9 +99,9 @@ def main() -> None:
     producer.start()
     endpoint = pipe.recv()
     memory, layout = make_pages(options)
-    engine = MooncakeTransferEngine("127.0.0.1")
-    pool = StagingPool(engine, options.slots, options.slot_bytes)
-    loader = Loader(engine.session, make_block_copier(), layout, pool, make_seals(options))
+    transports = open_transport(options.transport)
+    pool = StagingPool(transports, options.slots, options.slot_bytes)
+    loader = Loader(transports.sessions, make_block_copier(), layout, pool, make_seals(options))
     loader.start()
     raw = RawTransfer(memory.nbytes)
     ids = tuple(range(options.blocks))
@@ -111,10 +122,13 @@ def main() -> None:
                 times.setdefault(name, []).append(value)
     raw.close()
     loader.stop()
-    engine.close()
+    transports.close()
     pipe.send(None)
     producer.join()
-    print(f"{memory.nbytes / 1e6:.1f} MB, {options.rounds} rounds; medians in ms (min..max)")
+    print(
+        f"{memory.nbytes / 1e6:.1f} MB by {options.transport}, {options.rounds} rounds;"
+        " medians in ms (min..max)"
+    )
     for name, values in times.items():
         middle = statistics.median(values)
         print(
@@ -125,6 +139,10 @@ def main() -> None:
         ours / theirs for ours, theirs in zip(times["transfer"], times["raw"], strict=True)
     )
     print(f"transfer / raw = {ratio:.3f}")
+    ratio = statistics.median(
+        theirs / ours for ours, theirs in zip(times["transfer"], times["memcpy"], strict=True)
+    )
+    print(f"speed of transfer / speed of memcpy = {ratio:.3f}")
 
 
 if __name__ == "__main__":

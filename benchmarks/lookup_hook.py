@@ -123,7 +123,9 @@ def add_waiting(
         session = scheduler.pd._consumer.get(request)
         num_full = (num_tokens - 1) // block_size
         session.opened(
-            Opened(f"t{number}", num_full, num_tokens - 1 - num_full * block_size, "127.0.0.1", 1)
+            Opened(
+                f"t{number}", num_full, num_tokens - 1 - num_full * block_size, "127.0.0.1", 1, "e"
+            )
         )
         session.advance(ConsumerEvent.OPENED)
         requests.append(request)

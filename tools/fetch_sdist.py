@@ -11,6 +11,7 @@ and the file is fetched with pip's own settings (index, proxy, certificates).
 import argparse
 import hashlib
 import sys
+import warnings
 from pathlib import Path
 
 from patch_series import REFUSED, PatchError, Pin, ToolError, read_pin
@@ -38,6 +39,12 @@ def _digest(data: bytes) -> str:
 
 
 def _download(pin: Pin) -> bytes:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what pip brings along is deprecated here and there
+        return _download_quietly(pin)
+
+
+def _download_quietly(pin: Pin) -> bytes:
     from pip._internal.commands import create_command
 
     command = create_command("download")

@@ -53,6 +53,27 @@ class LoadMode(str, Enum):
     PARK = "park"
 
 
+class PushMode(str, Enum):
+    """How much of a prompt is moved at a time while it is computed.
+
+    ``auto`` moves what takes a millisecond at the measured speed, so that a short prompt goes in
+    one piece and a long one layer by layer.
+    """
+
+    AUTO = "auto"
+    LAYER = "layer"
+    STEP = "step"
+    PROMPT = "prompt"
+
+
+class Transport(str, Enum):
+    """By what bytes travel; ``auto`` is shared memory on one host and Mooncake across hosts."""
+
+    AUTO = "auto"
+    SHARED_MEMORY = "shared_memory"
+    MOONCAKE = "mooncake"
+
+
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """``kv_connector_extra_config.transfer``."""
@@ -65,6 +86,14 @@ class TransferConfig:
     """Longest wait for KV inside one step; the whole batch waits with it."""
     load_timeout_s: float = 30.0
     """Longest load of a parked request."""
+    arrival_timeout_s: float = 5.0
+    """When both requests are sent at once: longest wait for the producer's one to arrive there."""
+    prefill_timeout_s: float = 60.0
+    """When both are sent at once: a producer that computes nothing of the prompt for so long (its
+    queue included) is not waited for any more."""
+    push_mode: PushMode = PushMode.AUTO
+    """When both are sent at once, how much is moved at a time: ``layer``, ``step`` (all layers of
+    a chunk), ``prompt`` (everything at its end), or ``auto``: see ``PushMode``."""
     load_mode: LoadMode = LoadMode.AUTO
     """``step``, ``park``, or ``auto``: by expected load time, see ``max_step_load_ms``."""
     max_step_load_ms: float = 50.0
@@ -75,6 +104,9 @@ class TransferConfig:
     """Size of a piece; at least one layer's page of one block."""
     protocol: WireProtocol = WireProtocol.TCP
     """Mooncake's protocol; ``ascend`` goes over the links of the NPUs. The same on both sides."""
+    transport: Transport = Transport.AUTO
+    """``shared_memory`` (peers of this host and user only), ``mooncake``, or ``auto``: the first
+    that reaches the peer."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -82,6 +114,8 @@ class TransferConfig:
             "peer_timeout_s",
             "step_load_timeout_s",
             "load_timeout_s",
+            "arrival_timeout_s",
+            "prefill_timeout_s",
             "staging_slots",
             "staging_slot_bytes",
         ):

@@ -11,7 +11,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "leases_closed": ("Leases that ended, by cause", "cause"),
     "requests": ("Requests that asked for a peer's KV, by how it ended", "outcome"),
     "loads": ("Loads from a peer, by how they ended", "outcome"),
-    "load_bytes": ("Bytes of KV loaded from peers", None),
+    "load_bytes": ("Bytes of KV loaded from peers, by transport", "transport"),
     "load_ms": ("Milliseconds from the start to the end of loads, added up", None),
     "prompt_tokens": ("Prompt tokens by where their KV came from", "source"),
     "frames_refused": ("Frames of peers that were not authentic, by what was wrong", "reason"),
@@ -84,6 +84,8 @@ class Provenance:
     num_peer_bytes: int = 0
     num_pool_bytes: int = 0
     transfer_ms: float = 0.0
+    transport: str = ""
+    """By what the bytes came, a value of ``transfer.transport``."""
     outcome: str = ""
     """``loaded``, ``local`` (nothing was missing), ``computed`` (nothing was to be had), or the
     cause why KV of a peer or of the pool was not used.

@@ -14,7 +14,9 @@ import msgspec
 from vllm_ascend_pd.errors import TransferError
 
 # History: 1 - first version (prefill first, the consumer asks for pieces).
-WIRE_VERSION = 1
+#          2 - a consumer names its session on every transport; waiting, watch and progress, for
+#              prompts that are opened before they are computed.
+WIRE_VERSION = 2
 
 _MAX_PARAM_LENGTH = 256
 _NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -26,6 +28,9 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     ``block_hashes`` are the consumer's own hashes of its full prompt blocks, in order;
     ``tail_digest`` is that of the first ``num_tail_tokens`` tokens after them. The producer
     compares both with its lease, so a reference to another prompt's KV is refused.
+
+    An empty ``epoch`` means that the prompt may still have to reach the producer: whoever routes
+    chose ``transfer_id`` and sent both requests at once.
     """
 
     version: int
@@ -40,13 +45,25 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """Producer: the first ``num_blocks`` blocks and ``num_tail_tokens`` more can be read."""
+    """Producer: the first ``num_blocks`` blocks and ``num_tail_tokens`` more can be read.
+
+    Without ``is_computed`` they can be read as they are computed: see ``Watch``.
+    """
 
     transfer_id: str
     num_blocks: int
     num_tail_tokens: int
     data_host: str
     data_port: int
+    epoch: str
+    is_computed: bool = True
+    open_id: int = 0
+
+
+class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+    """Producer: no request has brought this transfer id yet; the answer follows when one does."""
+
+    transfer_id: str
     open_id: int = 0
 
 
@@ -73,8 +90,39 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     epoch: str
 
 
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Consumer: tell me how far this prompt is, now and whenever that changes.
+
+    Sent again while nothing is heard, as a sign of life is expected. With ``each_layer`` the
+    layers of a step count one by one, else the step as a whole.
+    """
+
+    transfer_id: str
+    epoch: str
+    each_layer: bool
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Producer: what of a prompt can be fetched.
+
+        layer   0 .. num_layers_done - 1    the first num_coming blocks
+        the other layers                    the first num_ready blocks
+
+    With ``cause`` set nothing more can be, ever.
+    """
+
+    transfer_id: str
+    num_ready: int
+    num_coming: int
+    num_layers_done: int
+    cause: str = ""
+
+
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
-    """Consumer: write these pages, layer-major, into my staging memory at ``address``."""
+    """Consumer: write these pages, layer-major, into my staging memory at ``address``.
+
+    ``sessions`` says by which transports that memory can be reached, ``{name: session}``.
+    """
 
     fetch_id: int
     transfer_id: str
@@ -82,7 +130,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     first_layer: int
     num_layers: int
     block_indices: tuple[int, ...]
-    session: str
+    sessions: dict[str, str]
     address: int
     num_bytes: int
     seed: int
@@ -94,10 +142,11 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     fetch_id: int
     checksum: int
     cause: str = ""
+    transport: str = ""
 
 
-ControlMessage = Open | Opened | Refused | Heartbeat | Release
-DataMessage = Fetch | Fetched
+ControlMessage = Open | Opened | Waiting | Refused | Heartbeat | Release
+DataMessage = Watch | Progress | Fetch | Fetched
 
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
@@ -125,6 +174,15 @@ def decode_data(frame: bytes) -> DataMessage:
         raise TransferError(f"not a data message: {e}") from e
 
 
+def check_name(field: str, value: object) -> str:
+    """A client's value of ``kv_transfer_params[field]``; ``TransferError`` when it is no name."""
+    if not isinstance(value, str) or not value.isascii() or not 0 < len(value) <= _MAX_PARAM_LENGTH:
+        raise TransferError(
+            f"kv_transfer_params.{field} must be 1..{_MAX_PARAM_LENGTH} ASCII characters"
+        )
+    return value
+
+
 class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """What a producer returns in ``kv_transfer_params`` and a router hands to the consumer.
 
@@ -142,7 +200,10 @@ class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     # Ours.
     transfer_id: str = ""
     remote_epoch: str = ""
+    """Empty when both requests were sent at once; the producer says it when it is asked."""
     remote_num_tokens: int = 0
+    supports_concurrent: bool = True
+    """Said by a producer: a router may choose the transfer id and send both requests at once."""
 
     def to_params(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -158,12 +219,10 @@ class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
             remote = msgspec.convert(known, cls)
         except msgspec.ValidationError as e:
             raise TransferError(f"kv_transfer_params: {e}") from e
-        for name in ("transfer_id", "remote_epoch", "remote_host", "remote_engine_id"):
-            value = getattr(remote, name)
-            if not 0 < len(value) <= _MAX_PARAM_LENGTH or not value.isascii():
-                raise TransferError(
-                    f"kv_transfer_params.{name} must be 1..{_MAX_PARAM_LENGTH} ASCII characters"
-                )
+        for name in ("transfer_id", "remote_host", "remote_engine_id"):
+            check_name(name, getattr(remote, name))
+        if remote.remote_epoch:
+            check_name("remote_epoch", remote.remote_epoch)
         if not 0 < remote.remote_port <= 65535:
             raise TransferError(f"kv_transfer_params.remote_port: {remote.remote_port}")
         return remote

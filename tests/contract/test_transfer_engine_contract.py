@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from vllm_ascend_pd.backends.fake_engine import (
     FaultyTransferEngine,
     InMemoryEngine,
 )
+from vllm_ascend_pd.backends.shared_memory import SharedMapping, SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
 from vllm_ascend_pd.errors import BackendError
 
@@ -79,7 +79,17 @@ def mooncake_pool() -> Iterator[MooncakePool]:
         engine.close()
 
 
-@pytest.fixture(params=["in_memory", "fake", "faulty", "mooncake", "faulty_mooncake"])
+@pytest.fixture(
+    params=[
+        "in_memory",
+        "fake",
+        "faulty",
+        "mooncake",
+        "faulty_mooncake",
+        "shared_memory",
+        "faulty_shared_memory",
+    ]
+)
 def make_engine(request, mooncake_pool) -> Iterator[Callable[[], TransferEngine]]:
     cleanups: list[Callable[[], None]] = []
 
@@ -87,6 +97,9 @@ def make_engine(request, mooncake_pool) -> Iterator[Callable[[], TransferEngine]
         if "mooncake" in request.param:
             engine = mooncake_pool.take()
             cleanups.append(engine.give_back)
+        elif "shared_memory" in request.param:
+            engine = SharedMemoryTransferEngine()
+            cleanups.append(engine.close)
         else:
             engine = FakeTransferEngine() if request.param == "fake" else InMemoryEngine()
             cleanups.append(engine.close)
@@ -103,8 +116,9 @@ class Memory:
     """Page-aligned memory that outlives the engines of a test."""
 
     def __init__(self, num_bytes: int = REGION_BYTES) -> None:
-        self.view = mmap.mmap(-1, num_bytes)
-        self.addr = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self.mapping = SharedMapping(num_bytes)
+        self.addr = self.mapping.addr
+        self.view = memoryview((ctypes.c_char * num_bytes).from_address(self.addr)).cast("B")
         self.num_bytes = num_bytes
 
 

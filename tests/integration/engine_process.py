@@ -50,7 +50,13 @@ def _worker_counts(worker: object) -> dict[str, int]:
         return {}
     counts = side.counts()
     quarantined = sum(len(pool._quarantined) for pool in side._pools)
-    return {**counts, "busy_slots": counts["busy_slots"] - quarantined, "quarantined": quarantined}
+    loads = side._loader._loads.values() if side._loader is not None else ()
+    return {
+        **counts,
+        "busy_slots": counts["busy_slots"] - quarantined,
+        "quarantined": quarantined,
+        "loaded_bytes": sum(load.num_bytes for load in loads),
+    }
 
 
 def _set_worker_faults(worker: object, script: str) -> None:
@@ -59,7 +65,9 @@ def _set_worker_faults(worker: object, script: str) -> None:
     from vllm_ascend_pd.backends.fake_engine import FaultScript
 
     side: Any = hooks._worker
-    side._engine._script = FaultScript.parse(script)
+    parsed = FaultScript.parse(script)
+    for engine in side._transports._engines.values():
+        engine._script = parsed
 
 
 def _external_id(internal_id: str) -> str:

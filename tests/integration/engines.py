@@ -122,6 +122,19 @@ class Answer:
         return self.provenance["outcome"]
 
 
+def _states_of_group(group_id: int) -> list[str]:
+    """What its processes do, as ``/proc`` says it: ``T`` is stopped."""
+    states = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(group) == group_id:
+            states.append(state)
+    return states
+
+
 def _make_answer(raw: dict[str, Any]) -> Answer:
     samples = raw["token_ids"]
     return Answer(
@@ -262,8 +275,13 @@ class Engine:
     # The process.
 
     def signal(self, number: signal.Signals) -> None:
-        """To the engine and to its worker."""
+        """To the engine and to its worker; returns when they have stopped, if that is asked."""
         os.killpg(self.process_id, number)
+        if number == signal.SIGSTOP:
+            deadline = time.monotonic() + 10
+            while not all(state in "TZ" for state in _states_of_group(self.process_id)):
+                assert time.monotonic() < deadline, f"{self.name} does not stop"
+                time.sleep(0.005)
 
     def stop(self) -> None:
         """Close the pipe: the engine ends by itself."""

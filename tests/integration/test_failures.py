@@ -365,7 +365,7 @@ def test_forged_reference_is_refused(
     consumer.ask(prompt, 1, params)  # gives the lease back
 
 
-@pytest.mark.parametrize("missing", ["remote_host", "remote_port", "transfer_id", "remote_epoch"])
+@pytest.mark.parametrize("missing", ["remote_host", "remote_port", "transfer_id"])
 def test_reference_that_lacks_a_field_is_refused(
     producer: Engine,
     consumer: Engine,

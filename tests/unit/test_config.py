@@ -11,10 +11,12 @@ import pytest
 from vllm_ascend_pd.config import (
     LoadMode,
     PDConfig,
+    PushMode,
     Role,
     RouterConfig,
     SecurityConfig,
     TransferConfig,
+    Transport,
 )
 from vllm_ascend_pd.errors import ConfigError, PDError
 
@@ -65,6 +67,10 @@ def test_every_option_is_read() -> None:
             "step_load_timeout_s": 1,
             "load_timeout_s": 2.5,
             "load_mode": "park",
+            "push_mode": "step",
+            "transport": "mooncake",
+            "arrival_timeout_s": 4,
+            "prefill_timeout_s": 7,
             "max_step_load_ms": 0,
             "staging_slots": 3,
             "staging_slot_bytes": 65536,
@@ -72,7 +78,18 @@ def test_every_option_is_read() -> None:
         security={"allow_non_loopback": True, "allowed_peers": ["192.0.2.0/24", "2001:db8::1"]},
     )
     assert config.transfer == TransferConfig(
-        5.0, 0.5, 1.0, 2.5, LoadMode.PARK, 0.0, staging_slots=3, staging_slot_bytes=65536
+        lease_s=5.0,
+        peer_timeout_s=0.5,
+        step_load_timeout_s=1.0,
+        load_timeout_s=2.5,
+        arrival_timeout_s=4.0,
+        prefill_timeout_s=7.0,
+        push_mode=PushMode.STEP,
+        load_mode=LoadMode.PARK,
+        max_step_load_ms=0.0,
+        staging_slots=3,
+        staging_slot_bytes=65536,
+        transport=Transport.MOONCAKE,
     )
     assert isinstance(config.transfer.lease_s, float)
     assert config.security.allowed_peers == ("192.0.2.0/24", "2001:db8::1")

@@ -21,9 +21,12 @@ from vllm_ascend_pd.wire import (
     Heartbeat,
     Open,
     Opened,
+    Progress,
     Refused,
     Release,
     RemotePrefill,
+    Waiting,
+    Watch,
     decode_control,
     decode_data,
     encode,
@@ -31,15 +34,19 @@ from vllm_ascend_pd.wire import (
 
 CONTROL = [
     Open(1, "same", "t", "e", (b"\x00" * 32, b"\xff" * 32), 3, b"digest"),
-    Opened("t", 2, 3, "127.0.0.1", 5),
+    Opened("t", 2, 3, "127.0.0.1", 5, "e", False, 4),
+    Waiting("t", 4),
     Refused("t", "lease_expired", "no such lease"),
     Heartbeat(("t", "u"), "e"),
     Release("t", "e"),
 ]
 DATA = [
-    Fetch(1, "t", "e", 0, 4, (0, 1, 5), "127.0.0.1:5", 1 << 47, 4096, (1 << 63) - 1),
+    Fetch(1, "t", "e", 0, 4, (0, 1, 5), {"mooncake": "127.0.0.1:5"}, 1 << 47, 4096, (1 << 63) - 1),
     Fetched(1, (1 << 64) - 1),
-    Fetched(1, 0, "bad_params"),
+    Fetched(1, 0, "bad_params", "mooncake"),
+    Watch("t", "e", True),
+    Progress("t", 1, 3, 2),
+    Progress("t", 0, 0, 0, "lease_expired"),
 ]
 GOOD = RemotePrefill(
     remote_engine_id="engine",
@@ -162,7 +169,6 @@ def test_unknown_params_are_left_to_others() -> None:
         ("transfer_id", ["t"]),
         ("transfer_id", "x" * 257),
         ("transfer_id", "\ud800"),
-        ("remote_epoch", ""),
         ("remote_epoch", "\ud800"),
         ("remote_num_tokens", "many"),
         ("tp_size", "one"),

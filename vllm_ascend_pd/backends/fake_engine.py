@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from vllm_ascend_pd.backends.regions import RegionTable
 from vllm_ascend_pd.backends.transfer_engine import (
+    SupportsReach,
     TransferEngine,
     TransferHandle,
     TransferStatus,
@@ -145,6 +146,9 @@ class FaultyTransferEngine(TransferEngine):
     @property
     def direct_placement(self) -> bool:
         return self._inner.direct_placement
+
+    def reaches(self, session: str) -> bool:
+        return not isinstance(self._inner, SupportsReach) or self._inner.reaches(session)
 
     @property
     def num_writes(self) -> int:

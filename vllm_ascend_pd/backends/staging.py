@@ -11,7 +11,6 @@ Peers can reach only this memory, never live KV pages.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import threading
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_ascend_pd.backends.block_copy import Region
+from vllm_ascend_pd.backends.shared_memory import SharedMapping
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
@@ -29,7 +29,14 @@ logger = logging.getLogger(__name__)
 
 # Mappings of pools that were closed while somebody might still write to them. Unmapping those would
 # turn a late write into a crash, so they live as long as the process.
-_abandoned: list[mmap.mmap] = []
+_abandoned: list[SharedMapping] = []
+
+
+class Registrar(Protocol):
+    """What opens memory to peers: a transfer engine, or several."""
+
+    def register(self, addr: int, num_bytes: int) -> None: ...
+    def unregister(self, addr: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +85,10 @@ class StagingPool:
         self._slot_bytes = slot_bytes
         self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._num_slots = num_slots
-        self._map = _map_memory(num_slots * self._stride)
-        self._base = _address_of(self._map)
+        self._map = SharedMapping(num_slots * self._stride)
+        self._base = self._map.addr
         try:
-            engine.register(self._base, len(self._map))
+            engine.register(self._base, self._map.num_bytes)
         except BaseException:
             self._map.close()
             raise
@@ -170,13 +177,3 @@ class StagingPool:
         for index in ended:
             del self._quarantined[index]
         self._free.extend(ended)
-
-
-def _map_memory(num_bytes: int) -> mmap.mmap:
-    """Anonymous page-aligned memory; its pages exist from the start, so no copy pays for faults."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    return mmap.mmap(-1, num_bytes, flags=flags)
-
-
-def _address_of(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import ClassVar, NewType
+from typing import TYPE_CHECKING, ClassVar, NewType, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.backends.block_copy import Region
 
 TransferHandle = NewType("TransferHandle", int)
 
@@ -24,9 +27,9 @@ class TransferEngine(ABC):
     Threads: every method may be called from any thread; the engine locks for itself and holds no
     lock while bytes move. No call holds the GIL while it waits for the network.
 
-    Blocking: `submit_write` and `poll` return promptly, `register`, `unregister` and `close` may
-    take milliseconds to seconds and belong to start-up and shutdown. `submit_write` may make first
-    contact with a peer, but does not wait for it.
+    Blocking: `submit_write` and `poll` return promptly (a copy in memory is prompt), `register`,
+    `unregister` and `close` may take milliseconds to seconds and belong to start-up and shutdown.
+    `submit_write` may make first contact with a peer, but does not wait for a network.
 
     The caller guarantees that source bytes do not change, and that source and destination stay
     mapped, from `submit_write` until the write is terminal. It sets its own deadline, since a write
@@ -94,3 +97,24 @@ class TransferEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Unregisters everything and leaves the network; idempotent."""
+
+
+@runtime_checkable
+class SupportsReach(Protocol):
+    """An engine that does not reach every peer, and knows which."""
+
+    def reaches(self, session: str) -> bool:
+        """Whether writes to `session` can be tried; may make first contact, for milliseconds."""
+
+
+@runtime_checkable
+class SupportsWindow(Protocol):
+    """An engine whose peers' registered memory can be written as if it were this process's.
+
+    What is packed right into a window needs no staging memory and no write. The bytes are in the
+    peer's memory when the packer returns; the caller asks for the window again to learn whether
+    the peer was there to the end.
+    """
+
+    def window(self, session: str, addr: int, num_bytes: int) -> Region | None:
+        """The peer's `[addr, addr + num_bytes)`, or None when it may not be written (any more)."""

@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.transfer.grants import GrantSpec
     from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
     from vllm_ascend_pd.types import Endpoint, LoadId
-
-
-@dataclass(frozen=True, slots=True)
-class GrantSpec:
-    """Blocks that peers may read once this step has computed them."""
-
-    transfer_id: str
-    epoch: str
-    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import queue
@@ -27,6 +28,7 @@ from vllm_ascend_pd.wire import (
     Opened,
     Refused,
     Release,
+    Waiting,
     decode_control,
     encode,
 )
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_WAITING = 4096
+
 
 class ControlServer(Reactor):
     """Answers consumers out of the lease book (producer, EngineCore process, own thread)."""
@@ -50,6 +54,7 @@ class ControlServer(Reactor):
         book: LeaseBook,
         wake_scheduler: Callable[[], None],
         seals: Seals,
+        arrival_timeout_s: float = 5.0,
     ) -> None:
         """Binds at once, so a port that is taken is an error of the start.
 
@@ -59,6 +64,9 @@ class ControlServer(Reactor):
         super().__init__("pd-control-server")
         self._book = book
         self._wake_scheduler = wake_scheduler
+        self._arrival_timeout_s = arrival_timeout_s
+        # Opens of prompts that no request has brought yet, and until when they wait.
+        self._waiting: list[tuple[bytes, Open, float]] = []
         self._listener = Listener(self.context, seals, Channel.CONTROL)
         try:
             self.endpoint = Endpoint(host, _bind(self._listener.socket, host, port))
@@ -79,19 +87,62 @@ class ControlServer(Reactor):
 
     def _on_message(self, identity: bytes, message: ControlMessage) -> None:
         if isinstance(message, Open):
-            answer = msgspec.structs.replace(self._book.open(message), open_id=message.open_id)
-            self._listener.send(identity, encode(answer))
+            self._on_open(identity, message)
         elif isinstance(message, Heartbeat):
             self._book.heartbeat(message.transfer_ids, message.epoch)
-        elif isinstance(message, Release) and self._book.release(
-            message.transfer_id, message.epoch
-        ):
-            self._wake_scheduler()
+        elif isinstance(message, Release):
+            self._waiting = [
+                waiting
+                for waiting in self._waiting
+                if (waiting[0], waiting[1].transfer_id) != (identity, message.transfer_id)
+            ]
+            if self._book.release(message.transfer_id, message.epoch):
+                self._wake_scheduler()
+
+    def _on_open(self, identity: bytes, request: Open) -> None:
+        answer = self._book.open(request)
+        if isinstance(answer, Waiting):
+            if len(self._waiting) < _MAX_WAITING:
+                until = time.monotonic() + self._arrival_timeout_s
+                self._waiting.append((identity, request, until))
+            else:
+                answer = self._refuse(request, f"{_MAX_WAITING} others wait for theirs already")
+        self._send(identity, request, answer)
+
+    def answer_waiting(self) -> None:
+        """Leases were announced: look again at the opens that came too early. Any thread."""
+        if self._waiting:
+            self.submit(self._answer_waiting)
+
+    def _answer_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        now = time.monotonic()
+        for identity, request, until in waiting:
+            answer = self._book.open(request)
+            if isinstance(answer, Waiting):
+                if now < until:
+                    self._waiting.append((identity, request, until))
+                    continue
+                answer = self._refuse(request, f"none came within {self._arrival_timeout_s:g} s")
+            self._send(identity, request, answer)
+
+    def _refuse(self, request: Open, why: str) -> Refused:
+        detail = f"no request has brought this transfer id: {why}"
+        logger.warning("refused transfer %s: %s", request.transfer_id, detail)
+        return Refused(request.transfer_id, Cause.NOT_ARRIVED.value, detail)
+
+    def _send(self, identity: bytes, request: Open, answer: Opened | Waiting | Refused) -> None:
+        numbered = msgspec.structs.replace(answer, open_id=request.open_id)
+        self._listener.send(identity, encode(numbered))
 
     def on_tick(self) -> float | None:
         num_expired, next_expiry = self._book.expire()
         if num_expired:
             self._wake_scheduler()
+        if self._waiting:
+            now = time.monotonic()
+            if any(waits_until <= now for _, _, waits_until in self._waiting):
+                self._answer_waiting()
         # A lease granted meanwhile has a whole term to run, so a turn a second is soon enough.
         return 1.0 if next_expiry is None else min(1.0, next_expiry)
 
@@ -119,6 +170,7 @@ class _Pending:
     key: str
     peer: Endpoint
     transfer_id: str
+    epoch: str
     deadline: float
 
 
@@ -134,7 +186,8 @@ class ControlClient(Reactor):
     """Asks producers (consumer, EngineCore process, own thread).
 
     ``outcomes`` is read by the scheduler thread; every ``open`` ends there exactly once, at the
-    latest after ``peer_timeout_s``.
+    latest after ``peer_timeout_s``, or ``arrival_timeout_s`` more when the producer waits itself
+    for the request.
     """
 
     def __init__(
@@ -142,9 +195,11 @@ class ControlClient(Reactor):
         peer_timeout_s: float,
         heartbeat_s: float,
         seals: Seals,
+        arrival_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("pd-control-client")
+        self._arrival_timeout_s = arrival_timeout_s
         self.outcomes: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
         self._peer_timeout_s = peer_timeout_s
         self._heartbeat_s = heartbeat_s
@@ -161,7 +216,7 @@ class ControlClient(Reactor):
 
         def send() -> None:
             numbered = msgspec.structs.replace(request, open_id=next(self._open_ids))
-            pending = _Pending(key, peer, request.transfer_id, deadline)
+            pending = _Pending(key, peer, request.transfer_id, request.epoch, deadline)
             self._pending[numbered.open_id] = pending
             self._send(peer, numbered)
 
@@ -173,6 +228,9 @@ class ControlClient(Reactor):
         def send() -> None:
             if kept := self._kept.get((peer, epoch)):
                 kept.discard(transfer_id)
+            for open_id, pending in list(self._pending.items()):
+                if (pending.peer, pending.transfer_id, pending.epoch) == (peer, transfer_id, epoch):
+                    del self._pending[open_id]
             self._send(peer, Release(transfer_id, epoch))
 
         self.submit(send)
@@ -185,7 +243,7 @@ class ControlClient(Reactor):
         now = self._clock()
         for open_id, pending in list(self._pending.items()):
             if pending.deadline <= now:
-                what = f"did not answer within {self._peer_timeout_s:g} s"
+                what = f"did not answer in time ({self._peer_timeout_s:g} s)"
                 self._refuse(open_id, Cause.PEER_UNREACHABLE, what)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s
@@ -210,12 +268,17 @@ class ControlClient(Reactor):
         except TransferError as e:
             logger.warning("dropped a frame of %s: %s", peer, e)
             return
-        if not isinstance(message, Opened | Refused):
+        if not isinstance(message, Opened | Waiting | Refused):
             return
         pending = self._pending.get(message.open_id)
-        if pending is not None and pending.peer == peer:
-            del self._pending[message.open_id]
-            self.outcomes.put(OpenOutcome(pending.key, message))
+        if pending is None or pending.peer != peer:
+            return
+        if isinstance(message, Waiting):
+            later = self._clock() + self._arrival_timeout_s + self._peer_timeout_s
+            self._pending[message.open_id] = dataclasses.replace(pending, deadline=later)
+            return
+        del self._pending[message.open_id]
+        self.outcomes.put(OpenOutcome(pending.key, message))
 
     def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:
         for open_id in [i for i, pending in self._pending.items() if pending.peer == peer]:

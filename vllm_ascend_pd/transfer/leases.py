@@ -16,7 +16,7 @@ from vllm_ascend_pd.transfer.session import (
     next_producer_state,
 )
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
-from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused
+from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,10 +42,13 @@ def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int])
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One prompt's blocks on this engine. Immutable but for ``state`` and ``expires_at``.
+    """One prompt's blocks on this engine. Immutable but for ``state``, ``expires_at`` and, while it
+    is computed, ``block_ids`` (scheduler thread only).
 
     ``block_ids[i]`` holds the tokens ``[i * block_size, (i + 1) * block_size)`` of the prompt; the
-    last one is the tail block, whose tokens are ``tail_token_ids`` (1..block_size of them).
+    last one, after ``num_before_tail`` others, is the tail block, whose tokens are
+    ``tail_token_ids`` (1..block_size of them). An ``announced`` lease can be opened before its
+    prompt is computed.
     """
 
     transfer_id: TransferId
@@ -54,6 +57,8 @@ class Lease:
     tail_token_ids: tuple[int, ...]
     tail_extra_keys: bytes
     num_tokens: int
+    num_before_tail: int
+    announced: bool = False
     state: ProducerState = ProducerState.OPEN
     expires_at: float = 0.0
     cause: str = ""
@@ -65,7 +70,7 @@ class Lease:
             if ours != theirs:
                 break
             num_blocks += 1
-        num_before_tail = len(self.block_ids) - 1
+        num_before_tail = self.num_before_tail
         count = request.num_tail_tokens
         if (
             num_blocks < num_before_tail
@@ -96,6 +101,8 @@ class LeaseBook:
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._closed: list[Lease] = []
+        # Transfer ids that were released before they came, and until when that is remembered.
+        self._released_early: dict[str, float] = {}
         self.data_endpoint: Endpoint | None = None
         """Where the worker serves pages; written by the scheduler thread at the first report."""
 
@@ -103,11 +110,18 @@ class LeaseBook:
         with self._lock:
             return len(self._leases)
 
+    def __contains__(self, transfer_id: str) -> bool:
+        with self._lock:
+            return transfer_id in self._leases
+
     # Scheduler thread.
 
     def grant(self, lease: Lease) -> None:
         with self._lock:
             self._leases[lease.transfer_id] = lease
+            is_released = self._released_early.pop(lease.transfer_id, None) is not None
+        if is_released:
+            self._end(lease.transfer_id, ProducerEvent.RELEASED)
 
     def finish(self, lease: Lease) -> bool:
         """The prompt is computed and pinned: consumers may open it from now on."""
@@ -138,7 +152,7 @@ class LeaseBook:
 
     # Control thread.
 
-    def open(self, request: Open) -> Opened | Refused:
+    def open(self, request: Open) -> Opened | Waiting | Refused:
         """Answer a consumer; an accepted open renews the lease."""
 
         def refuse(cause: Cause, detail: str) -> Refused:
@@ -149,7 +163,7 @@ class LeaseBook:
             return refuse(
                 Cause.INCOMPATIBLE, f"wire version {request.version} there, {WIRE_VERSION} here"
             )
-        if request.epoch != self._epoch:
+        if request.epoch and request.epoch != self._epoch:
             return refuse(Cause.WRONG_EPOCH, "this engine was restarted since the prefill")
         if request.fingerprint != self._fingerprint:
             return refuse(
@@ -158,18 +172,27 @@ class LeaseBook:
             )
         with self._lock:
             lease = self._leases.get(request.transfer_id)
-            if lease is not None and lease.state is ProducerState.LEASED:
+            is_computed = lease is not None and lease.state is ProducerState.LEASED
+            if lease is not None and is_computed:
                 lease.expires_at = self._clock() + self._lease_s
-            else:
+            elif lease is not None and not lease.announced:
                 lease = None
             endpoint = self.data_endpoint
+        if (lease is None or endpoint is None) and not request.epoch:
+            return Waiting(request.transfer_id)
         if lease is None or endpoint is None:
             return refuse(Cause.LEASE_EXPIRED, "no such lease (expired, released or revoked)")
         num_blocks, num_tail_tokens = lease.match(request)
         if not num_blocks and not num_tail_tokens:
             return refuse(Cause.HASH_MISMATCH, "the lease holds another prompt's KV")
         return Opened(
-            request.transfer_id, num_blocks, num_tail_tokens, endpoint.host, endpoint.port
+            request.transfer_id,
+            num_blocks,
+            num_tail_tokens,
+            endpoint.host,
+            endpoint.port,
+            self._epoch,
+            is_computed,
         )
 
     def heartbeat(self, transfer_ids: Sequence[str], epoch: str) -> None:
@@ -181,13 +204,24 @@ class LeaseBook:
                     lease.expires_at = self._clock() + self._lease_s
 
     def release(self, transfer_id: str, epoch: str) -> bool:
-        return epoch == self._epoch and self._end(transfer_id, ProducerEvent.RELEASED)
+        """An empty ``epoch`` is that of a consumer that was never answered (decode first); its
+        request may have been quicker than the producer's.
+        """
+        with self._lock:
+            lease = self._leases.get(transfer_id)
+            if lease is None and not epoch:
+                self._released_early[transfer_id] = self._clock() + self._lease_s
+            if lease is None or (lease.state is ProducerState.OPEN and not lease.announced):
+                return False
+        return epoch in ("", self._epoch) and self._end(transfer_id, ProducerEvent.RELEASED)
 
     def expire(self) -> tuple[int, float | None]:
         """End what is over; (number of those, seconds to the next expiry or ``None``)."""
         now = self._clock()
         with self._lock:
             leased = [x for x in self._leases.values() if x.state is ProducerState.LEASED]
+            for transfer_id in [i for i, until in self._released_early.items() if until <= now]:
+                del self._released_early[transfer_id]
             over = [x.transfer_id for x in leased if x.expires_at <= now]
             left = [x.expires_at - now for x in leased if x.expires_at > now]
         for transfer_id in over:

@@ -47,14 +47,41 @@ def plan_pieces(
             pieces.append(Piece(layer, count, num_full, num_blocks, True))
     if not num_full:
         return pieces
-    if num_full <= pages_per_piece:
-        step = pages_per_piece // num_full
-        for layer in range(0, num_layers, step):
-            count = min(step, num_layers - layer)
-            pieces.append(Piece(layer, count, 0, num_full, False))
-        return pieces
-    for layer in range(num_layers):
-        for start in range(0, num_full, pages_per_piece):
-            stop = min(start + pages_per_piece, num_full)
-            pieces.append(Piece(layer, 1, start, stop, False))
+    pieces += _split(0, num_layers, 0, num_full, pages_per_piece)
     return pieces
+
+
+def plan_ready(planned: list[int], ready: list[int], pages_per_piece: int) -> list[Piece]:
+    """Pieces of what has become ready: blocks ``[planned[l], ready[l])`` of every layer ``l``.
+
+    Counts of leading blocks of a load; consecutive layers with the same two counts share pieces.
+    """
+    pieces: list[Piece] = []
+    first = 0
+    for layer in range(1, len(planned) + 1):
+        here = (planned[first], ready[first])
+        if layer < len(planned) and (planned[layer], ready[layer]) == here:
+            continue
+        if here[1] > here[0]:
+            pieces += _split(first, layer - first, *here, pages_per_piece)
+        first = layer
+    return pieces
+
+
+def _split(
+    first_layer: int, num_layers: int, start: int, stop: int, pages_per_piece: int
+) -> list[Piece]:
+    """A rectangle of pages as pieces: whole layers if a layer fits, else parts of one."""
+    num_blocks = stop - start
+    end = first_layer + num_layers
+    if num_blocks <= pages_per_piece:
+        step = pages_per_piece // num_blocks
+        return [
+            Piece(layer, min(step, end - layer), start, stop, False)
+            for layer in range(first_layer, end, step)
+        ]
+    return [
+        Piece(layer, 1, begin, min(begin + pages_per_piece, stop), False)
+        for layer in range(first_layer, end)
+        for begin in range(start, stop, pages_per_piece)
+    ]

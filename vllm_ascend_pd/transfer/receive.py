@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,22 +16,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.dealers import Dealers
-from vllm_ascend_pd.transfer.plan import Piece, plan_pieces
+from vllm_ascend_pd.transfer.plan import Piece, plan_pieces, plan_ready
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
-from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
+from vllm_ascend_pd.wire import Fetch, Fetched, Progress, Watch, decode_data, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.transfer.seal import Seals
 
 logger = logging.getLogger(__name__)
+
+_PIECE_OVERHEAD_S = 1e-3
+_FIRST_BYTES_PER_S = 1e9
+_SMOOTHING = 0.1
 
 QUARANTINE_S = 5.0
 """A slot whose write may still land is not reused for so long. What lands even later spoils a
@@ -43,6 +50,9 @@ class LoadSpec:
     ``block_indices[i]`` of the producer's lease goes to ``block_ids[i]`` of this engine. With
     ``has_tail`` the last one is a tail block, which must be in place before the forward.
     An ``in_step`` load ends within the step that carries it.
+
+    A load with ``num_awaited`` set begins while the producer still computes the prompt, and ends
+    when it has everything and that many of the producer's blocks are computed.
     """
 
     load_id: LoadId
@@ -54,6 +64,7 @@ class LoadSpec:
     has_tail: bool
     in_step: bool
     timeout_s: float
+    num_awaited: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,9 @@ class LoadResult:
     elapsed_ms: float
     failed: tuple[int, ...] = ()
     """The block ids that a failed load has not filled; empty when it may be any of them."""
+    transport: str = ""
+    was_awaited: bool = False
+    """Whether the time is mostly that of the producer's computing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +100,12 @@ class _Load:
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: LoadResult | None = None
     num_bytes: int = 0
+    transport: str = ""
+    num_planned: list[int] = field(default_factory=list)
+    """Of an awaited load: how many leading blocks of each layer have been asked for."""
+    is_complete: bool = True
+    """Whether all pieces are known; an awaited load learns of them bit by bit."""
+    watched_at: float = 0.0
 
     def has_layer(self, layer: int) -> bool:
         """Whether every piece of it has landed."""
@@ -101,7 +121,14 @@ class _Load:
             if self.ended is not None:
                 return False
             elapsed_ms = (time.monotonic() - self.started) * 1000
-            self.ended = LoadResult(self.spec.load_id, cause, self.num_bytes, elapsed_ms)
+            self.ended = LoadResult(
+                self.spec.load_id,
+                cause,
+                self.num_bytes,
+                elapsed_ms,
+                transport=self.transport,
+                was_awaited=self.spec.num_awaited is not None,
+            )
             return True
 
 
@@ -123,21 +150,24 @@ class Loader(Reactor):
 
     def __init__(
         self,
-        session: str,
+        sessions: Mapping[str, str],
         copier: BlockCopier,
         layout: PageLayout,
         pool: StagingPool,
         seals: Seals,
         answer_timeout_s: float = 2.0,
+        push_mode: PushMode = PushMode.AUTO,
     ) -> None:
-        """``answer_timeout_s``: a producer that a step waits for and that says nothing so long is
-        gone.
+        """``sessions``: where the pool's memory is reached, by transport. ``answer_timeout_s``: a
+        producer that a step waits for and that says nothing so long is gone.
         """
         super().__init__("pd-loader")
         self._answer_timeout_s = answer_timeout_s
+        self._push_mode = push_mode
+        self._bytes_per_s = _FIRST_BYTES_PER_S
         # One silent producer must not hold every slot until its pieces are given up.
         self._slots_per_load = max(1, pool.num_slots - pool.num_slots // 4)
-        self._session = session
+        self._sessions = dict(sessions)
         self._copier = copier
         self._layout = layout
         self._pool = pool
@@ -155,13 +185,16 @@ class Loader(Reactor):
 
     def start_load(self, spec: LoadSpec) -> None:
         """Begin a load; returns at once."""
-        pieces = plan_pieces(
-            self._num_layers,
-            len(spec.block_ids),
-            spec.has_tail,
-            self._layout.page_bytes,
-            self._pool.slot_bytes,
-        )
+        is_awaited = spec.num_awaited is not None
+        pieces = []
+        if not is_awaited:
+            pieces = plan_pieces(
+                self._num_layers,
+                len(spec.block_ids),
+                spec.has_tail,
+                self._layout.page_bytes,
+                self._pool.slot_bytes,
+            )
         pieces_of_layer = [0] * self._num_layers
         for piece in pieces:
             for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
@@ -175,6 +208,8 @@ class Loader(Reactor):
             num_pieces=len(pieces),
             started=now,
             deadline=now + spec.timeout_s,
+            num_planned=[0] * self._num_layers if is_awaited else [],
+            is_complete=not is_awaited,
         )
         self._loads[spec.load_id] = load
 
@@ -256,13 +291,81 @@ class Loader(Reactor):
         for load in list(self._active):
             if now >= load.deadline:
                 self._end(load, Cause.DEADLINE.value)
+            if load.ended is None and not load.is_complete:
+                self._keep_watching(load, now)
             if load.ended is not None:
                 self._active.remove(load)
         self._send_fetches()
         self._peers.close_idle()
         deadlines = [load.deadline for load in self._active]
         deadlines += [self._flight_deadline(flight) for flight in self._in_flight.values()]
+        deadlines += [
+            load.watched_at + self._answer_timeout_s / 2
+            for load in self._active
+            if not load.is_complete
+        ]
         return max(0.0, min(deadlines) - now) if deadlines else None
+
+    def _keep_watching(self, load: _Load, now: float) -> None:
+        """Ask how far the prompt is, at first and as a sign of life, which must come back."""
+        spec = load.spec
+        if load.watched_at:
+            heard_at = self._heard_at.get(spec.peer, 0.0)
+            if now >= max(heard_at, load.started) + 2 * self._answer_timeout_s:
+                self._end(load, Cause.PEER_UNREACHABLE.value)
+                return
+            if now < load.watched_at + self._answer_timeout_s / 2:
+                return
+        load.watched_at = now
+        each_layer = self._push_mode in (PushMode.AUTO, PushMode.LAYER)
+        watch = Watch(spec.transfer_id, spec.epoch, each_layer)
+        if not self._peers.send(spec.peer, encode(watch)):
+            self._end(load, Cause.PEER_UNREACHABLE.value)
+
+    def _on_progress(self, peer: Endpoint, progress: Progress) -> None:
+        for load in self._active:
+            spec = load.spec
+            if load.is_complete or (spec.peer, spec.transfer_id) != (peer, progress.transfer_id):
+                continue
+            if progress.cause:
+                self._end(load, progress.cause)
+            elif load.ended is None:
+                self._plan_ready(load, progress)
+
+    def _plan_ready(self, load: _Load, progress: Progress) -> None:
+        """Ask for what is computed and worth a piece, or for the rest at the end."""
+        spec = load.spec
+        assert spec.num_awaited is not None
+        now = time.monotonic()
+        if progress.num_ready or progress.num_layers_done:
+            # It computes: from here on the term runs anew with every sign of that.
+            load.deadline = max(load.deadline, now + spec.timeout_s)
+        num_ready = bisect_left(spec.block_indices, progress.num_ready)
+        num_coming = bisect_left(spec.block_indices, progress.num_coming)
+        ready = [
+            max(planned, num_coming if layer < progress.num_layers_done else num_ready)
+            for layer, planned in enumerate(load.num_planned)
+        ]
+        is_last = progress.num_ready >= spec.num_awaited
+        num_new = sum(ready) - sum(load.num_planned)
+        if not is_last and num_new * self._layout.page_bytes < self._min_push_bytes():
+            return
+        pages_per_piece = self._pool.slot_bytes // self._layout.page_bytes
+        for piece in plan_ready(load.num_planned, ready, pages_per_piece):
+            load.pieces.append(piece)
+            load.num_pieces += 1
+            for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
+                load.pieces_of_layer[layer] += 1
+        load.num_planned = ready
+        load.is_complete = is_last
+        if is_last and not load.num_pieces:
+            self._end(load, "")
+
+    def _min_push_bytes(self) -> float:
+        """What is not worth a piece of its own before the end of the prompt."""
+        if self._push_mode is PushMode.AUTO:
+            return self._bytes_per_s * _PIECE_OVERHEAD_S
+        return math.inf if self._push_mode is PushMode.PROMPT else 1
 
     def _flight_deadline(self, flight: _InFlight) -> float:
         """A step waits only while its producer answers something; a parked load for its term."""
@@ -294,7 +397,7 @@ class Loader(Reactor):
             first_layer=piece.first_layer,
             num_layers=piece.num_layers,
             block_indices=spec.block_indices[piece.start : piece.stop],
-            session=self._session,
+            sessions=self._sessions,
             address=slot.addr,
             num_bytes=piece.num_bytes(self._layout.page_bytes),
             seed=seed,
@@ -308,12 +411,15 @@ class Loader(Reactor):
         except TransferError as e:
             logger.warning("dropped a frame of %s: %s", peer, e)
             return
+        self._heard_at[peer] = time.monotonic()
+        if isinstance(message, Progress):
+            self._on_progress(peer, message)
         if not isinstance(message, Fetched):
             return
-        self._heard_at[peer] = time.monotonic()
         flight = self._in_flight.pop(message.fetch_id, None)
         if flight is None:
             return
+        flight.load.transport = message.transport
         if not message.cause:
             self._place(flight, message.checksum)
             self._pool.release(flight.slot)
@@ -358,5 +464,8 @@ class Loader(Reactor):
             load.tail_pieces -= piece.tail
             load.num_pieces -= 1
             self._landed.notify_all()
-        if not load.num_pieces:
+        elapsed = time.monotonic() - flight.sent_at
+        measured = piece.num_bytes(self._layout.page_bytes) / max(elapsed, 1e-6)
+        self._bytes_per_s += _SMOOTHING * (measured - self._bytes_per_s)
+        if load.is_complete and not load.num_pieces:
             self._end(load, "")

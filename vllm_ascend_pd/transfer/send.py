@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -13,24 +12,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zmq
 
-from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferHandle, TransferStatus
+from vllm_ascend_pd.backends.transfer_engine import SupportsWindow, TransferStatus
+from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.listener import Listener
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.types import Cause, Endpoint
-from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
+from vllm_ascend_pd.wire import Fetch, Fetched, Progress, Watch, decode_data, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
+    from vllm_ascend_pd.backends.transfer_engine import TransferHandle
+    from vllm_ascend_pd.backends.transports import Route, Transports
+    from vllm_ascend_pd.transfer.grants import Grant, Grants
     from vllm_ascend_pd.transfer.seal import Seals
 
 logger = logging.getLogger(__name__)
 
 _MAX_WRITES_PER_PEER = 4
+_MAX_WATCHED = 4096
 _POLL_S = 100e-6
 _SLOW_POLL_S = 1e-3
 _SLOW_AFTER_S = 0.02
@@ -41,65 +45,38 @@ _CAUSES = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grant:
-    """Blocks that may be served, and the start of this engine in which that was said."""
-
-    epoch: str
-    block_ids: tuple[int, ...]
-
-
-class Grants:
-    """Which blocks may be served under which transfer id.
-
-    Written by the worker's main thread at the begin and end of a step, read by the data server.
-    A grant is given up before the forward that may reuse its blocks; the server looks again after
-    it has packed, and drops what it packed when the grant is gone.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._grants: dict[str, Grant] = {}
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._grants)
-
-    def add(self, transfer_id: str, epoch: str, block_ids: tuple[int, ...]) -> None:
-        with self._lock:
-            self._grants[transfer_id] = Grant(epoch, block_ids)
-
-    def discard(self, transfer_ids: Sequence[str]) -> None:
-        with self._lock:
-            for transfer_id in transfer_ids:
-                self._grants.pop(transfer_id, None)
-
-    def get(self, transfer_id: str) -> Grant | None:
-        with self._lock:
-            return self._grants.get(transfer_id)
-
-
 @dataclass(slots=True)
 class _Write:
     identity: bytes
     fetch_id: int
-    session: str
+    route: Route
     slot: Slot
     handle: TransferHandle
     checksum: int
     deadline: float
 
 
-class DataServer(Reactor):
-    """Serves ``Fetch`` (worker process, own thread). Gathers and writes hold no GIL.
+@dataclass(slots=True)
+class _Watcher:
+    """A consumer that wants to know how far a prompt is; ``told`` is the last thing it was told."""
 
-    While one piece is on the wire the next is packed.
+    identity: bytes
+    epoch: str
+    each_layer: bool
+    told: Progress | None = None
+
+
+class DataServer(Reactor):
+    """Serves ``Fetch`` and ``Watch`` (worker process, own thread). Gathers and writes hold no GIL.
+
+    While one piece is on the wire the next is packed. A peer whose memory is mapped here has its
+    pieces packed right into it.
     """
 
     def __init__(
         self,
         host: str,
-        engine: TransferEngine,
+        transports: Transports,
         copier: BlockCopier,
         layout: PageLayout,
         pool: StagingPool,
@@ -109,7 +86,7 @@ class DataServer(Reactor):
         seals: Seals,
     ) -> None:
         super().__init__("pd-data-server")
-        self._engine = engine
+        self._transports = transports
         self._copier = copier
         self._layout = layout
         self._pool = pool
@@ -118,6 +95,7 @@ class DataServer(Reactor):
         self._write_timeout_s = write_timeout_s
         self._queue: deque[tuple[bytes, Fetch]] = deque()
         self._writes: deque[_Write] = deque()
+        self._watchers: dict[str, list[_Watcher]] = {}
         self._listener = Listener(self.context, seals, Channel.DATA)
         if ":" in host:
             self._listener.socket.setsockopt(zmq.IPV6, 1)
@@ -137,6 +115,51 @@ class DataServer(Reactor):
                 continue
             if isinstance(message, Fetch):
                 self._queue.append((identity, message))
+            elif isinstance(message, Watch):
+                self._watch(identity, message)
+
+    def notify(self) -> None:
+        """Grants have changed. Main thread; cheap when nobody watches."""
+        if self._watchers:
+            self.submit(self._tell_watchers)
+
+    def _watch(self, identity: bytes, message: Watch) -> None:
+        watchers = self._watchers.setdefault(message.transfer_id, [])
+        known = next((w for w in watchers if w.identity == identity), None)
+        if known is None:
+            known = _Watcher(identity, message.epoch, message.each_layer)
+            watchers.append(known)
+        self._tell(message.transfer_id, known, always=True)
+        self._forget_ended(message.transfer_id)
+        while len(self._watchers) > _MAX_WATCHED:
+            del self._watchers[next(iter(self._watchers))]
+
+    def _tell_watchers(self) -> None:
+        for transfer_id, watchers in list(self._watchers.items()):
+            for watcher in watchers:
+                self._tell(transfer_id, watcher, always=False)
+            self._forget_ended(transfer_id)
+
+    def _tell(self, transfer_id: str, watcher: _Watcher, always: bool) -> None:
+        grant, num_layers_done, is_gone = self._grants.look(transfer_id)
+        progress = Progress(transfer_id, 0, 0, 0)
+        if is_gone:
+            progress = Progress(transfer_id, 0, 0, 0, Cause.LEASE_EXPIRED.value)
+        elif grant is not None and grant.epoch != watcher.epoch:
+            progress = Progress(transfer_id, 0, 0, 0, Cause.WRONG_EPOCH.value)
+        elif grant is not None:
+            done = num_layers_done if watcher.each_layer else 0
+            progress = Progress(transfer_id, grant.num_ready, grant.num_coming, done)
+        if always or progress != watcher.told:
+            watcher.told = progress
+            self._listener.send(watcher.identity, encode(progress))
+
+    def _forget_ended(self, transfer_id: str) -> None:
+        """Who was told the cause of an end is told nothing more."""
+        watchers = self._watchers[transfer_id]
+        watchers[:] = [w for w in watchers if w.told is None or not w.told.cause]
+        if not watchers:
+            del self._watchers[transfer_id]
 
     def on_tick(self) -> float | None:
         progress = self._poll_writes()
@@ -147,9 +170,7 @@ class DataServer(Reactor):
             progress = True
             identity, fetch = self._queue[ready]
             del self._queue[ready]
-            if refused := self._start(identity, fetch, slot):
-                self._pool.release(slot)
-                self._reply(identity, Fetched(fetch.fetch_id, 0, refused.value))
+            self._serve(identity, fetch, slot)
             self._poll_writes()
         now = time.monotonic()
         if progress:
@@ -163,62 +184,97 @@ class DataServer(Reactor):
 
     def _next_ready(self) -> int | None:
         """Place in the queue of the first fetch whose peer has not too many writes under way."""
-        busy = Counter(write.session for write in self._writes)
-        for place, (_, fetch) in enumerate(self._queue):
-            if busy[fetch.session] < _MAX_WRITES_PER_PEER:
+        busy = Counter(write.identity for write in self._writes)
+        for place, (identity, _) in enumerate(self._queue):
+            if busy[identity] < _MAX_WRITES_PER_PEER:
                 return place
         return None
 
-    def _start(self, identity: bytes, fetch: Fetch, slot: Slot) -> Cause | None:
-        """Pack and submit; the cause when it may not or cannot be served."""
-        grant = self._grants.get(fetch.transfer_id)
+    def _serve(self, identity: bytes, fetch: Fetch, slot: Slot) -> None:
+        """Pack, and submit or answer; ``slot`` goes back unless a write of it is under way."""
+        grant, num_layers_done, _ = self._grants.look(fetch.transfer_id)
+        refused = self._check(fetch, grant, num_layers_done)
+        if refused is None:
+            route = self._transports.route(fetch.sessions)
+            if route is None:
+                refused = Cause.TRANSFER_FAILED
+                logger.warning("no transport reaches the peer at %s", fetch.sessions)
+        if refused is not None:
+            self._pool.release(slot)
+            self._reply(identity, Fetched(fetch.fetch_id, 0, refused.value))
+            return
+        assert grant is not None
+        assert route is not None
+        engine = route.engine
+        window = None
+        if isinstance(engine, SupportsWindow):
+            window = engine.window(route.session, fetch.address, fetch.num_bytes)
+        layers = self._layout.for_layers(fetch.first_layer, fetch.first_layer + fetch.num_layers)
+        ids = np.array([grant.block_ids[index] for index in fetch.block_indices], dtype=np.int64)
+        checksum = self._copier.gather(layers, ids, window or slot.region, 0, fetch.seed)
+        cause = ""
+        if not self._grants.is_current(fetch.transfer_id, grant):
+            cause = Cause.LEASE_EXPIRED.value
+        elif window is None:
+            handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
+            deadline = time.monotonic() + self._write_timeout_s
+            self._writes.append(
+                _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline)
+            )
+            return
+        self._pool.release(slot)
+        self._reply(identity, Fetched(fetch.fetch_id, checksum, cause, route.name))
+
+    def _check(self, fetch: Fetch, grant: Grant | None, num_layers_done: int) -> Cause | None:
+        """Why this fetch may not be served."""
         if grant is None:
             return Cause.LEASE_EXPIRED
         if fetch.epoch != grant.epoch:
             return Cause.WRONG_EPOCH
-        block_ids = grant.block_ids
         num_layers = len(self._layout.layer_offsets)
-        layers = self._layout.for_layers(fetch.first_layer, fetch.first_layer + fetch.num_layers)
-        num_bytes = layers.num_bytes(len(fetch.block_indices))
+        stop_layer = fetch.first_layer + fetch.num_layers
+        num_bytes = fetch.num_layers * len(fetch.block_indices) * self._layout.page_bytes
         if (
-            not 0 <= fetch.first_layer < fetch.first_layer + fetch.num_layers <= num_layers
-            or not all(0 <= index < len(block_ids) for index in fetch.block_indices)
+            not 0 <= fetch.first_layer < stop_layer <= num_layers
+            or not all(0 <= index < len(grant.block_ids) for index in fetch.block_indices)
             or num_bytes != fetch.num_bytes
-            or not 0 < num_bytes <= slot.num_bytes
+            or not 0 < num_bytes <= self._pool.slot_bytes
             or min(fetch.seed, fetch.address) < 0
             or max(fetch.seed, fetch.address) >= 1 << 63
-            or not self._allows_host(fetch.session.rpartition(":")[0].strip("[]"))
+            or not all(self._may_write_to(*session) for session in fetch.sessions.items())
         ):
             return Cause.BAD_PARAMS
-        ids = np.array([block_ids[index] for index in fetch.block_indices], dtype=np.int64)
-        checksum = self._copier.gather(layers, ids, slot.region, 0, fetch.seed)
-        if self._grants.get(fetch.transfer_id) is not grant:
-            return Cause.LEASE_EXPIRED
-        handle = self._engine.submit_write(fetch.session, slot.addr, fetch.address, num_bytes)
-        deadline = time.monotonic() + self._write_timeout_s
-        self._writes.append(
-            _Write(identity, fetch.fetch_id, fetch.session, slot, handle, checksum, deadline)
-        )
+        num_computed = grant.num_coming if stop_layer <= num_layers_done else grant.num_ready
+        if max(fetch.block_indices) >= num_computed:
+            return Cause.NOT_COMPUTED
         return None
+
+    def _may_write_to(self, transport: str, session: str) -> bool:
+        """A session of a network transport is ``host:port``; others do not leave this host."""
+        if transport == SHARED_MEMORY:
+            return True
+        return self._allows_host(session.rpartition(":")[0].strip("[]"))
 
     def _poll_writes(self) -> bool:
         """Answer the writes that ended; a slot is free once its write is over."""
         ended = False
         now = time.monotonic()
         for write in list(self._writes):
-            status = self._engine.poll(write.handle)
+            status = write.route.engine.poll(write.handle)
             if status is TransferStatus.RUNNING and now < write.deadline:
                 continue
             ended = True
             self._writes.remove(write)
             cause = _CAUSES[status]
             if status is TransferStatus.RUNNING:
-                self._pool.quarantine(write.slot, now + self._engine.LATE_WRITE_S)
+                self._pool.quarantine(write.slot, now + write.route.engine.LATE_WRITE_S)
             else:
                 self._pool.release(write.slot)
             if cause:
                 logger.warning("a write to a peer ended with %s", cause)
-            self._reply(write.identity, Fetched(write.fetch_id, write.checksum, cause))
+            self._reply(
+                write.identity, Fetched(write.fetch_id, write.checksum, cause, write.route.name)
+            )
         return ended
 
     def _reply(self, identity: bytes, message: Fetched) -> None:

@@ -4,7 +4,10 @@
 Producer, one per prompt that a consumer may read:
 
     OPEN ──finished──► LEASED ──released / expired / revoked──► CLOSED
-      └──────revoked (preempted, aborted, failed)─────────────────┘
+      └──released, or revoked (preempted, aborted, failed)────────┘
+
+``OPEN`` is a prompt that is still being computed. It can be opened then only when the router has
+chosen its transfer id (decode first).
 
 Consumer, one per request that wants a peer's KV:
 
@@ -60,6 +63,7 @@ class ConsumerEvent(Enum):
 PRODUCER_TRANSITIONS: dict[ProducerState, dict[ProducerEvent, ProducerState]] = {
     ProducerState.OPEN: {
         ProducerEvent.FINISHED: ProducerState.LEASED,
+        ProducerEvent.RELEASED: ProducerState.CLOSED,
         ProducerEvent.REVOKED: ProducerState.CLOSED,
     },
     ProducerState.LEASED: {

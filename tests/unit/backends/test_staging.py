@@ -10,6 +10,7 @@ import pytest
 
 from vllm_ascend_pd.backends import staging
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
+from vllm_ascend_pd.backends.shared_memory import SharedMapping
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.errors import BackendError
 
@@ -146,15 +147,11 @@ def test_a_refused_registration_leaves_no_memory_behind(engine, monkeypatch):
     def refuse(addr: int, num_bytes: int) -> None:
         raise BackendError("no")
 
-    mappings = []
-    map_memory = staging._map_memory
-    monkeypatch.setattr(
-        staging, "_map_memory", lambda size: mappings.append(map_memory(size)) or mappings[0]
-    )
+    mappings = dict(SharedMapping._live)
     monkeypatch.setattr(engine, "register", refuse)
     with pytest.raises(BackendError):
         StagingPool(engine, 1, 4096)
-    assert mappings[0].closed
+    assert SharedMapping._live == mappings
 
 
 @pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 4096), (1, 0), (-1, 4096)])

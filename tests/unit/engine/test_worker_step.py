@@ -22,13 +22,15 @@ from vllm_ascend_pd import hooks
 from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
-from vllm_ascend_pd.engine.metadata import GrantSpec, StepMeta, StepReport
+from vllm_ascend_pd.backends.transports import Transports
+from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
 from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
+from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
+from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals
-from vllm_ascend_pd.transfer.send import DataServer, Grants
+from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 
 NUM_BLOCKS = 8
@@ -61,11 +63,13 @@ class Side:
         config, self.caches = make_caches()
         self.located: KVCaches = locate(config, self.caches)
         self.engine = FakeTransferEngine()
-        copier, grants, seals = PythonBlockCopier(), Grants(), Seals()
+        self.transports = Transports({"fake": self.engine})
+        self.grants = grants = Grants()
+        copier, seals = PythonBlockCopier(), Seals()
         pools = [StagingPool(self.engine, 2, 4 * SPEC.page_size_bytes) for _ in range(2)]
         self.server = DataServer(
             host="127.0.0.1",
-            engine=self.engine,
+            transports=self.transports,
             copier=copier,
             layout=self.located.layout,
             pool=pools[0],
@@ -74,15 +78,28 @@ class Side:
             write_timeout_s=5.0,
             seals=seals,
         )
-        self.loader = Loader(self.engine.session, copier, self.located.layout, pools[1], seals)
+        self.loader = Loader(self.transports.sessions, copier, self.located.layout, pools[1], seals)
         self.server.start()
         self.loader.start()
         self.worker = WorkerSide(
-            self.located.layer_index, self.engine, pools, grants, seals, self.server, self.loader
+            self.located.layer_index,
+            self.transports,
+            pools,
+            grants,
+            seals,
+            self.server,
+            self.loader,
         )
 
     def pages(self, name: str) -> Any:
         return self.caches[name].numpy().reshape(NUM_BLOCKS, SPEC.page_size_bytes)
+
+    def load(self) -> LoadResult:
+        """What a consumer gets of the grant now."""
+        self.loader.start_load(load_spec(self, 99))
+        self.loader.wait_all()
+        (result,) = self.loader.take_results()
+        return result
 
     def step(self, meta: StepMeta | None = None) -> StepReport | None:
         """A whole step as the runner drives it; its report."""
@@ -130,7 +147,7 @@ def load_spec(side: Side, load_id: int = 1, *, in_step: bool = True, **changes: 
     return LoadSpec(**{**fields, **changes})
 
 
-GRANT = StepMeta(grants=(GrantSpec("t", "e", (1, 2)),))
+GRANT = StepMeta(grants=(GrantSpec("t", "e", (1, 2), 0, 2),))
 
 
 def test_layers_are_in_the_models_order_whatever_the_allocations(side: Side) -> None:
@@ -185,17 +202,32 @@ def test_granted_blocks_are_loaded_in_a_step(side: Side) -> None:
 
 def test_grant_is_served_only_after_its_step_has_computed_it(side: Side) -> None:
     side.worker.begin_step(output_of(GRANT))
-    assert side.worker.counts()["grants"] == 0
     with side.worker.step_output():
-        assert side.worker.counts()["grants"] == 0
-    assert side.worker.counts()["grants"] == 1
+        assert side.load().cause == Cause.NOT_COMPUTED.value
+    assert side.load().cause == ""
+
+
+def test_layer_is_served_when_it_is_computed(side: Side) -> None:
+    side.worker.begin_step(output_of(GRANT))
+    armed = side.worker.take_armed_step(wait_all=False)
+    assert armed is not None
+    with side.worker.step_output(), armed:
+        assert hooks.current_step is armed
+        hooks.current_step.wait_layer(NAMES[2])
+        hooks.current_step.save_layer(NAMES[2])
+        grant, num_layers_done, _ = side.grants.look("t")
+        assert (grant.num_ready, grant.num_coming, num_layers_done) == (0, 2, 1)
+        hooks.current_step.save_layer(NAMES[0])
+        assert side.grants.look("t")[1] == 3
+    grant, num_layers_done, _ = side.grants.look("t")
+    assert (grant.num_ready, num_layers_done) == (2, 0)
 
 
 def test_forward_that_fails_grants_nothing(side: Side) -> None:
     side.worker.begin_step(output_of(GRANT))
     with pytest.raises(ZeroDivisionError), side.worker.step_output():
         raise ZeroDivisionError
-    assert side.worker.counts()["grants"] == 0
+    assert side.load().cause == Cause.NOT_COMPUTED.value
 
 
 def test_revoked_grant_is_given_up_before_the_forward(side: Side) -> None:
@@ -219,10 +251,12 @@ def test_step_is_begun_once(side: Side) -> None:
     assert len(report.results) == 1
 
 
-def test_only_steps_with_loads_are_armed(side: Side) -> None:
+def test_only_steps_with_loads_or_grants_are_armed(side: Side) -> None:
     side.worker.begin_step(output_of(None))
     assert side.worker.take_armed_step(wait_all=False) is None
     side.worker.begin_step(output_of(GRANT))
+    assert side.worker.take_armed_step(wait_all=False) is not None
+    side.worker.begin_step(output_of(StepMeta(revokes=("u",))))
     assert side.worker.take_armed_step(wait_all=False) is None
     side.worker.begin_step(output_of(StepMeta(loads=(load_spec(side, in_step=False),))))
     assert side.worker.take_armed_step(wait_all=False) is None

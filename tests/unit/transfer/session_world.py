@@ -33,10 +33,10 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer, OpenOutcome
 from vllm_ascend_pd.transfer.dealers import Dealers, _Connection
+from vllm_ascend_pd.transfer.grants import Grants
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.receive import LoadResult
 from vllm_ascend_pd.transfer.seal import Channel, Seals, Secret
-from vllm_ascend_pd.transfer.send import Grants
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LoadId
 
 BLOCK_SIZE = 16
@@ -223,7 +223,15 @@ class ProducerProcess:
         real, self.server._listener.socket = self.server._listener.socket, self._socket
         self.server.unwatch(real)
         self.producer = Producer(
-            self.manager, self.book, "p", epoch, self.endpoint, Stats(), BLOCK_SIZE
+            self.manager,
+            self.book,
+            "p",
+            epoch,
+            self.endpoint,
+            Stats(),
+            BLOCK_SIZE,
+            announce=self.server.answer_waiting,
+            waits_for_loads=lambda request: False,
         )
         self.grants = Grants()
         self.running: list[Request] = []
@@ -260,7 +268,7 @@ class ProducerProcess:
         """The control thread's clock, then what the scheduler and its worker make of it."""
         self.server.on_tick()
         self.producer.collect_closed()
-        if self.producer.has_revokes:
+        if self.producer.has_news:
             self._step({})
 
     def _step(self, num_scheduled: dict[str, int], preempted: set[str] | None = None) -> None:
@@ -269,8 +277,8 @@ class ProducerProcess:
         )
         grants = self.producer.build_grants(output)
         self.grants.discard(self.producer.take_revokes())
-        for grant in grants:
-            self.grants.add(grant.transfer_id, grant.epoch, grant.block_ids)
+        self.grants.begin_step(grants)
+        self.grants.end_step()
 
     def stop(self) -> None:
         self.network.producers.pop(self.endpoint, None)
@@ -298,7 +306,7 @@ class ConsumerProcess:
     def __init__(self, network: Network, clock: Clock, secret: Secret | None) -> None:
         self.network = network
         self.seals = Seals(secret)
-        self.client = ControlClient(PEER_TIMEOUT_S, HEARTBEAT_S, self.seals, clock)
+        self.client = ControlClient(PEER_TIMEOUT_S, HEARTBEAT_S, self.seals, clock=clock)
         self.peers = ScriptedDealers(self, self.client, self.seals)
         self.client._peers = self.peers
         self.client.outcomes = _Outcomes()
@@ -353,8 +361,9 @@ class ConsumerProcess:
 
     def end_load(self, session: RemotePrompt, cause: str) -> None:
         self.loading.remove(session)
-        session.load_ended(LoadResult(LoadId(0), cause, 100, 1.0))
-        self.consumer.load_ended(session, 100, 1.0)
+        result = LoadResult(LoadId(0), cause, 100, 1.0)
+        session.load_ended(result)
+        self.consumer.load_ended(session, result)
 
     def finish(self, request: Request) -> None:
         session = self.session(request)

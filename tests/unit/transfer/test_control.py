@@ -74,7 +74,7 @@ class Producer:
 
     def lease(self, name: str = "t", hashes: tuple[bytes, ...] = (b"h0", b"h1")) -> Lease:
         ids = tuple(range(1, len(hashes) + 2))
-        lease = Lease(TransferId(name), ids, hashes, (1, 2, 3), b"", 35)
+        lease = Lease(TransferId(name), ids, hashes, (1, 2, 3), b"", 35, 2)
         self.book.grant(lease)
         assert self.book.finish(lease)
         return lease
@@ -130,7 +130,9 @@ def test_open_is_answered(producer: Producer, make_client: Callable[..., Control
     producer.lease()
     client = make_client()
     client.open("r", producer.endpoint, make_open())
-    assert outcome_of(client) == OpenOutcome("r", Opened("t", 2, 2, "127.0.0.1", 5, open_id=1))
+    assert outcome_of(client) == OpenOutcome(
+        "r", Opened("t", 2, 2, "127.0.0.1", 5, "epoch", open_id=1)
+    )
 
 
 def test_refusal_is_answered(producer: Producer, make_client: Callable[..., ControlClient]) -> None:
@@ -250,7 +252,7 @@ def test_late_answer_is_not_taken_for_a_later_open(
         assert isinstance(outcome_of(client).answer, Refused)
         client.open("second", peer, make_open(hashes=(b"x", b"y")))
         assert slow.poll(int(LIMIT_S * 1000))
-        late = Opened("t", 2, 2, "127.0.0.1", 5, open_id=first.open_id)
+        late = Opened("t", 2, 2, "127.0.0.1", 5, "epoch", open_id=first.open_id)
         slow.send_multipart([identity, encode(late)])
         outcome = outcome_of(client)
     assert outcome.key == "second"
@@ -292,7 +294,12 @@ def test_client_survives_garbage_from_a_producer(
         client.open("lied to", Endpoint("127.0.0.1", port), make_open())
         assert liar.poll(int(LIMIT_S * 1000))
         identity, _ = liar.recv_multipart()
-        for frame in (b"", b"\xc1", encode(make_open()), encode(Opened("else", 1, 0, "h", 1))):
+        for frame in (
+            b"",
+            b"\xc1",
+            encode(make_open()),
+            encode(Opened("else", 1, 0, "h", 1, "epoch")),
+        ):
             liar.send_multipart([identity, frame])
         outcome = outcome_of(client)
         assert outcome.key == "lied to"

@@ -11,7 +11,7 @@ import pytest
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
 from vllm_ascend_pd.transfer.session import ProducerState
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
-from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused
+from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
 
 LEASE_S = 30.0
 HASHES = (b"h0", b"h1", b"h2")
@@ -33,7 +33,9 @@ def make_lease(
     hashes: tuple[bytes, ...] = HASHES, tail: tuple[int, ...] = TAIL, name: str = "t"
 ) -> Lease:
     num_blocks = len(hashes) + 1
-    return Lease(TransferId(name), tuple(range(1, num_blocks + 1)), hashes, tail, KEYS, 52)
+    return Lease(
+        TransferId(name), tuple(range(1, num_blocks + 1)), hashes, tail, KEYS, 52, len(hashes)
+    )
 
 
 def make_open(
@@ -135,7 +137,7 @@ def test_digest_keeps_its_parts_apart() -> None:
 
 
 def test_open_answers_where_to_read(book: LeaseBook, lease: Lease) -> None:
-    assert book.open(make_open()) == Opened("t", 3, 3, "127.0.0.1", 5)
+    assert book.open(make_open()) == Opened("t", 3, 3, "127.0.0.1", 5, "epoch")
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,50 @@ def test_released_lease_is_closed_once(book: LeaseBook, lease: Lease) -> None:
 def test_release_for_another_start_is_ignored(book: LeaseBook, lease: Lease) -> None:
     assert not book.release("t", "before")
     assert len(book) == 1
+
+
+def test_announced_lease_can_be_opened_and_released_before_it_is_finished(book: LeaseBook) -> None:
+    early = msgspec.structs.replace(make_open(), epoch="")
+    assert book.open(early) == Waiting("t")
+    lease = replace(make_lease(), announced=True)
+    book.grant(lease)
+    assert book.open(early) == Opened("t", 3, 3, "127.0.0.1", 5, "epoch", is_computed=False)
+    assert book.open(make_open()).is_computed is False
+    assert book.release("t", "")
+    assert book.take_closed() == [lease]
+    assert book.open(early) == Waiting("t")
+
+
+def test_lease_that_was_released_before_it_came_is_not_kept(book: LeaseBook, clock: Clock) -> None:
+    assert not book.release("t", "")
+    lease = replace(make_lease(), announced=True)
+    book.grant(lease)
+    assert book.take_closed() == [lease]
+    assert not book.release("t", "")
+    clock.now += LEASE_S
+    book.expire()
+    book.grant(replace(make_lease(), announced=True))
+    assert len(book) == 1
+
+
+def test_open_without_an_epoch_waits_for_the_data_endpoint(book: LeaseBook) -> None:
+    book.data_endpoint = None
+    lease = replace(make_lease(), announced=True)
+    book.grant(lease)
+    assert book.open(msgspec.structs.replace(make_open(), epoch="")) == Waiting("t")
+    book.data_endpoint = Endpoint("127.0.0.1", 5)
+    assert book.finish(lease)
+    answer = book.open(msgspec.structs.replace(make_open(), epoch=""))
+    assert isinstance(answer, Opened)
+    assert answer.is_computed
+
+
+def test_open_without_an_epoch_is_checked_as_any_other(book: LeaseBook) -> None:
+    book.grant(replace(make_lease(), announced=True))
+    early = msgspec.structs.replace(make_open(hashes=(b"x",) * 3), epoch="")
+    assert cause_of(book.open(early)) == Cause.HASH_MISMATCH.value
+    other = msgspec.structs.replace(make_open(), epoch="", fingerprint="other")
+    assert cause_of(book.open(other)) == Cause.INCOMPATIBLE.value
 
 
 def test_consumer_cannot_release_what_is_not_finished(book: LeaseBook) -> None:

@@ -29,10 +29,12 @@ from vllm_ascend_pd.backends.fake_engine import (
     WriteRequest,
 )
 from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.transfer.dealers import make_dealer
+from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals
-from vllm_ascend_pd.transfer.send import DataServer, Grants
+from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
 
@@ -89,7 +91,7 @@ class Pair:
         self.grants = Grants()
         self.server = DataServer(
             host="127.0.0.1",
-            engine=self.engine,
+            transports=Transports({"fake": self.engine}),
             copier=copier,
             layout=self.theirs.layout,
             pool=self.send_pool,
@@ -99,7 +101,11 @@ class Pair:
             seals=self.seals,
         )
         self.loader = Loader(
-            self.our_engine.session, copier, self.ours.layout, self.receive_pool, self.our_seals
+            {"fake": self.our_engine.session},
+            copier,
+            self.ours.layout,
+            self.receive_pool,
+            self.our_seals,
         )
         self.server.start()
         self.loader.start()
@@ -109,7 +115,10 @@ class Pair:
         return time.monotonic() + self.time_passed
 
     def grant(self, *block_ids: int, transfer_id: str = "t", epoch: str = "e") -> None:
-        self.grants.add(transfer_id, epoch, block_ids)
+        self.grants.begin_step(
+            [GrantSpec(transfer_id, epoch, block_ids, len(block_ids), len(block_ids))]
+        )
+        self.grants.end_step()
 
     def spec(
         self,
@@ -497,7 +506,7 @@ def make_fetch(pair: Pair) -> Fetch:
         first_layer=0,
         num_layers=1,
         block_indices=(0,),
-        session=pair.our_engine.session,
+        sessions={"fake": pair.our_engine.session},
         address=pair.receive_pool.region.base,
         num_bytes=PAGE,
         seed=5,
@@ -518,8 +527,8 @@ def make_fetch(pair: Pair) -> Fetch:
         {"block_indices": (1 << 62,)},
         {"num_bytes": PAGE - 1},
         {"num_bytes": 0},
-        {"session": "192.0.2.1:5"},
-        {"session": ""},
+        {"sessions": {"fake": "192.0.2.1:5"}},
+        {"sessions": {"fake": ""}},
         {"seed": -1},
         {"seed": (1 << 64) - 1},
         {"address": -1},

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.transfer.control import ControlClient
+    from vllm_ascend_pd.transfer.receive import LoadResult
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,11 @@ class RemotePrompt:
         """Whether a parked load is under way; the request waits for it."""
         self.num_parked_tokens = 0
         """Tokens that a parked load has brought into the prefix cache."""
+        self.epoch = remote.remote_epoch
+        self.is_computed = True
+        """Whether the producer had the whole prompt when it was opened."""
+        self.place_until = math.inf
+        """When it is given up to find memory for a prompt that is still computed."""
         self.admitted = False
         self.released = False
         self.provenance = Provenance(request.num_prompt_tokens)
@@ -84,6 +92,9 @@ class RemotePrompt:
         self.num_blocks = answer.num_blocks
         self.num_tail_tokens = answer.num_tail_tokens
         self._data = Endpoint(answer.data_host, answer.data_port)
+        self.epoch = answer.epoch
+        self.is_computed = answer.is_computed
+        self.place_until = time.monotonic() + self._transfer.load_timeout_s
 
     def make_load(
         self,
@@ -94,18 +105,24 @@ class RemotePrompt:
         in_step: bool,
     ) -> LoadSpec:
         assert self._data is not None
+        num_awaited = None
+        timeout_s = self._transfer.step_load_timeout_s
+        if not in_step:
+            timeout_s = self._transfer.load_timeout_s
+            if not self.is_computed:
+                timeout_s = self._transfer.prefill_timeout_s
+                num_awaited = self.num_blocks + bool(self.num_tail_tokens)
         return LoadSpec(
             load_id=load_id,
             peer=self._data,
             transfer_id=self.remote.transfer_id,
-            epoch=self.remote.remote_epoch,
+            epoch=self.epoch,
             block_indices=block_indices,
             block_ids=block_ids,
             has_tail=has_tail,
             in_step=in_step,
-            timeout_s=self._transfer.step_load_timeout_s
-            if in_step
-            else self._transfer.load_timeout_s,
+            timeout_s=timeout_s,
+            num_awaited=num_awaited,
         )
 
     def load_started(self) -> None:
@@ -117,8 +134,11 @@ class RemotePrompt:
 
     def load_ended(self, result: LoadResult) -> None:
         self.num_loads -= 1
+        # A load that waited for the prompt has ended: from now on all of it can be read.
+        self.is_computed = True
         self.provenance.num_peer_bytes += result.num_bytes
         self.provenance.transfer_ms += result.elapsed_ms
+        self.provenance.transport = result.transport or self.provenance.transport
         if result.cause:
             self.provenance.outcome = result.cause
             self.advance(ConsumerEvent.LOAD_FAILED)
@@ -179,7 +199,7 @@ class Consumer:
         self._users[session.lease] = self._users.get(session.lease, 0) + 1
         if request.num_tokens < 2 or request.skip_reading_prefix_cache:
             # One token is computed in any case; prompt logprobs need the whole prompt computed.
-            session.provenance.outcome = "not_needed"
+            session.provenance.outcome = Cause.NOT_NEEDED.value
             session.advance(ConsumerEvent.ABORT)
             self._release(session)
             return None
@@ -226,10 +246,12 @@ class Consumer:
                 continue
             session.opened(answer)
             session.advance(ConsumerEvent.OPENED)
-            self._client.keep(*session.lease)
+            self._client.keep(session.control, session.remote.transfer_id, session.epoch)
 
     def wants_parking(self, session: RemotePrompt, num_missing: int) -> bool:
         """Whether this load is so long that the rest of the batch should not wait for it."""
+        if not session.is_computed:
+            return True
         mode = self._transfer.load_mode
         if mode is not LoadMode.AUTO:
             return mode is LoadMode.PARK
@@ -237,6 +259,19 @@ class Consumer:
         if expected_ms <= self._transfer.max_step_load_ms:
             return False
         return self._others_wait() or expected_ms > self._transfer.step_load_timeout_s * 500
+
+    def give_up(self, session: RemotePrompt, cause: Cause) -> None:
+        """The request goes on without what its peer has."""
+        if session.advance(ConsumerEvent.LOAD_FAILED):
+            session.provenance.outcome = cause.value
+            level = logging.DEBUG if cause is Cause.NOT_NEEDED else logging.WARNING
+            logger.log(
+                level,
+                "request %s: the rest of its prompt is computed here: %s",
+                session.request.request_id,
+                cause.value,
+            )
+            self._release(session)
 
     def admitted(self, session: RemotePrompt, num_local: int, num_peer: int) -> None:
         """The request is scheduled; with nothing on its way the session is over."""
@@ -249,10 +284,10 @@ class Consumer:
         if session.state is ConsumerState.READY:
             self._done(session)
 
-    def load_ended(self, session: RemotePrompt, num_bytes: int, elapsed_ms: float) -> None:
+    def load_ended(self, session: RemotePrompt, result: LoadResult) -> None:
         """A load of this session ended; release the producer as soon as nothing more is needed."""
-        if num_bytes and elapsed_ms > 0:
-            measured = num_bytes / elapsed_ms
+        if result.num_bytes and result.elapsed_ms > 0 and not result.was_awaited:
+            measured = result.num_bytes / result.elapsed_ms
             self._bytes_per_ms += _SMOOTHING * (measured - self._bytes_per_ms)
         if session.num_loads:
             return
@@ -296,7 +331,7 @@ class Consumer:
             self._users[session.lease] = left
             return
         if self._users.pop(session.lease, None) is not None:
-            self._client.release(*session.lease)
+            self._client.release(session.control, session.remote.transfer_id, session.epoch)
 
     def _count(self, session: RemotePrompt) -> None:
         prompt = session.provenance

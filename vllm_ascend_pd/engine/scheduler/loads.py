@@ -178,6 +178,11 @@ class Loads:
                 if record := self._in_step_blocks.get(block.block_id):
                     record.users.add(request)
 
+    def is_under(self, request: Request) -> bool:
+        """Whether ``request`` is computed on KV of a load whose end is not known yet."""
+        records = [*self._new, *self._running.values()]
+        return any(request in record.users for record in records)
+
     def note_computed(self, get_blocks: Callable[[Request], Sequence[KVCacheBlock]]) -> None:
         """Remember what this step caches on top of loads whose end is not known yet."""
         for record in [*self._new, *self._running.values()]:

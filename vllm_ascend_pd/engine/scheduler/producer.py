@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.engine.metadata import GrantSpec
+from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
 from vllm_ascend_pd.transfer.session import ProducerState
-from vllm_ascend_pd.types import Endpoint, Epoch, TransferId
-from vllm_ascend_pd.wire import RemotePrefill
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
+from vllm_ascend_pd.wire import RemotePrefill, check_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +44,9 @@ class Producer:
     The worker is told which blocks it may serve in the step that completes the prompt, so a
     consumer that comes right after the response is served at once. When the request ends, its
     blocks are pinned with a reference of their own and the request is freed as usual.
+
+    A request that comes with a transfer id (decode first) is announced on arrival, and its blocks
+    are granted step by step as they are computed, but never on top of a load that may still fail.
     """
 
     def __init__(
@@ -52,7 +58,14 @@ class Producer:
         endpoint: Endpoint,
         stats: Stats,
         block_size: int,
+        announce: Callable[[], None],
+        waits_for_loads: Callable[[Request], bool],
     ) -> None:
+        """``announce``: leases can be opened that could not before. ``waits_for_loads``: whether
+        KV that a request is computed on may still fail to load.
+        """
+        self._announce = announce
+        self._waits_for_loads = waits_for_loads
         self._manager = manager
         self._book = book
         self._engine_id = engine_id
@@ -64,35 +77,95 @@ class Producer:
         self._leases: dict[str, Lease] = {}
         self._pins: dict[TransferId, list[KVCacheBlock]] = {}
         self._revokes: list[str] = []
+        self._held: dict[str, tuple[Request, int]] = {}
 
     @property
     def num_pinned_blocks(self) -> int:
         return sum(len(blocks) for blocks in self._pins.values())
 
-    def expect(self, request: Request) -> None:
-        """This request asks for its KV to be kept for a consumer."""
+    def expect(self, request: Request) -> tuple[Cause, str] | None:
+        """This request asks for its KV to be kept for a consumer; why it is not, or ``None``."""
+        if (transfer_id := _chosen_id(request)) is not None:
+            key = _prompt_key(request.request_id)
+            try:
+                check_name("transfer_id", transfer_id)
+            except TransferError as e:
+                return Cause.BAD_PARAMS, str(e)
+            if key not in self._leases:
+                if transfer_id in self._book:
+                    return Cause.BAD_PARAMS, "kv_transfer_params.transfer_id is in use already"
+                self._grant(key, self._make_lease(request, TransferId(transfer_id), True))
+                self._announce()
         self._expected[request.request_id] = request
+        return None
 
     def build_grants(self, output: SchedulerOutput) -> list[GrantSpec]:
-        """Grants of the prompts that this step completes."""
-        if not self._expected:
+        """Grants of the prompts that this step computes."""
+        if not self._expected and not self._held:
             return []
         for request_id in output.preempted_req_ids or ():
             self._revoke(request_id)
-        grants = []
+        grants = self._build_held()
+        done: set[str] = set()
         for request_id, request in self._expected.items():
             num_scheduled = output.num_scheduled_tokens.get(request_id, 0)
-            num_computed = request.num_computed_tokens + num_scheduled
-            if not num_scheduled or num_computed < request.num_prompt_tokens:
-                continue
             key = _prompt_key(request_id)
-            if key not in self._leases:
-                lease = self._make_lease(request)
-                self._leases[key] = lease
-                self._book.grant(lease)
-                self._stats.add("leases_granted")
-                grants.append(GrantSpec(lease.transfer_id, self._epoch, lease.block_ids))
+            if not num_scheduled or key in done:
+                continue
+            num_before = request.num_computed_tokens
+            num_after = num_before + num_scheduled
+            lease = self._leases.get(key)
+            if lease is None and _chosen_id(request) is not None:
+                continue  # Announced on arrival, and given up since.
+            if lease is None and num_after >= request.num_prompt_tokens:
+                lease = self._make_lease(request, TransferId(secrets.token_hex(16)), False)
+                lease.block_ids = self._block_ids(request)
+                self._grant(key, lease)
+                grants.append(self._spec(lease, 0, num_after))
+            elif lease is not None and lease.announced and num_before < request.num_prompt_tokens:
+                done.add(key)
+                lease.block_ids = self._block_ids(request)
+                if self._waits_for_loads(request):
+                    self._held[key] = request, num_after
+                else:
+                    self._held.pop(key, None)
+                    grants.append(self._spec(lease, num_before, num_after))
         return grants
+
+    def _build_held(self) -> list[GrantSpec]:
+        """What was held back and stands on good KV now."""
+        grants = []
+        for key, (request, num_tokens) in list(self._held.items()):
+            lease = self._leases.get(key)
+            if lease is None:
+                del self._held[key]
+            elif not self._waits_for_loads(request):
+                del self._held[key]
+                grants.append(self._spec(lease, num_tokens, num_tokens))
+        return grants
+
+    def _spec(self, lease: Lease, num_tokens_before: int, num_tokens_after: int) -> GrantSpec:
+        def num_blocks(num_tokens: int) -> int:
+            if num_tokens >= lease.num_tokens:
+                return lease.num_before_tail + 1
+            return min(num_tokens // self._block_size, lease.num_before_tail)
+
+        return GrantSpec(
+            lease.transfer_id,
+            self._epoch,
+            lease.block_ids,
+            num_blocks(num_tokens_before),
+            num_blocks(num_tokens_after),
+        )
+
+    def _grant(self, key: str, lease: Lease) -> None:
+        self._leases[key] = lease
+        self._book.grant(lease)
+        self._stats.add("leases_granted")
+
+    def _block_ids(self, request: Request) -> tuple[int, ...]:
+        num_blocks = (request.num_prompt_tokens - 1) // self._block_size + 1
+        return tuple(self._manager.get_block_ids(request.request_id)[0][:num_blocks])
 
     def finish(self, request: Request) -> dict[str, Any] | None:
         """The request ended: pin and lease its prompt, or take the grant back."""
@@ -132,8 +205,9 @@ class Producer:
                 del self._leases[key]
 
     @property
-    def has_revokes(self) -> bool:
-        return bool(self._revokes)
+    def has_news(self) -> bool:
+        """Whether an idle engine must step to tell its worker what it may serve."""
+        return bool(self._revokes or self._held)
 
     def take_revokes(self) -> tuple[str, ...]:
         """Transfer ids that the worker must not serve from this step on."""
@@ -159,18 +233,19 @@ class Producer:
             self._book.revoke(lease)
             self.collect_closed()
 
-    def _make_lease(self, request: Request) -> Lease:
+    def _make_lease(self, request: Request, transfer_id: TransferId, announced: bool) -> Lease:
         num_tokens = request.num_prompt_tokens
         num_full_before_tail = (num_tokens - 1) // self._block_size
         tail_start = num_full_before_tail * self._block_size
-        table = self._manager.get_block_ids(request.request_id)[0]
         return Lease(
-            transfer_id=TransferId(secrets.token_hex(16)),
-            block_ids=tuple(table[: num_full_before_tail + 1]),
+            transfer_id=transfer_id,
+            block_ids=(),
             block_hashes=tuple(request.block_hashes[: num_tokens // self._block_size]),
             tail_token_ids=tuple(request.all_token_ids[tail_start:num_tokens]),
             tail_extra_keys=tail_extra_keys(request, tail_start, num_tokens),
             num_tokens=num_tokens,
+            num_before_tail=num_full_before_tail,
+            announced=announced,
         )
 
 
@@ -178,6 +253,15 @@ def tail_extra_keys(request: Request, start: int, stop: int) -> bytes:
     """What vLLM would hash beside the tokens ``[start, stop)``: salt, LoRA, images, embeddings."""
     keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
     return repr(keys).encode()
+
+
+def _chosen_id(request: Request) -> Any:
+    """The transfer id that the router chose. Of a request that also takes a peer's KV it names
+    that one.
+    """
+    params = request.kv_transfer_params
+    assert params is not None
+    return None if params.get("do_remote_prefill") else params.get("transfer_id")
 
 
 def _prompt_key(request_id: str) -> str:

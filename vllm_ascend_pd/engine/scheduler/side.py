@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -121,7 +121,12 @@ class SchedulerSide:
         self._consumer: Consumer | None = None
         if config.role.produces:
             self._server = ControlServer(
-                config.host, config.port, self._book, self._wake, self._seals
+                config.host,
+                config.port,
+                self._book,
+                self._wake,
+                self._seals,
+                transfer.arrival_timeout_s,
             )
             self._producer = Producer(
                 self._manager,
@@ -131,13 +136,20 @@ class SchedulerSide:
                 self._server.endpoint,
                 self._stats,
                 self._block_size,
+                self._server.answer_waiting,
+                self._loads.is_under,
             )
             self._server.start()
             logger.info(
                 "in-engine transfers: consumers reach this engine at %s", self._server.endpoint
             )
         if config.role.consumes:
-            self._client = ControlClient(transfer.peer_timeout_s, transfer.lease_s / 3, self._seals)
+            self._client = ControlClient(
+                transfer.peer_timeout_s,
+                transfer.lease_s / 3,
+                self._seals,
+                transfer.arrival_timeout_s,
+            )
             spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
             num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
             self._consumer = Consumer(
@@ -204,8 +216,8 @@ class SchedulerSide:
         if params.get("do_remote_decode"):
             if self._producer is None:
                 self._wrong_role(request, "do_remote_decode", "kv_producer or kv_both")
-            else:
-                self._producer.expect(request)
+            elif refusal := self._producer.expect(request):
+                self._ignore(request, *refusal)
 
     def _wrong_role(self, request: Request, name: str, roles: str) -> None:
         role = self._config.role.value
@@ -239,9 +251,12 @@ class SchedulerSide:
             if self._loads.is_parked_load_of(request, missing):
                 # Another request's load brings these blocks in; then they are ordinary hits.
                 return False
-            source.placed = True
             if self._park(source, missing):
+                source.placed = True
                 return False
+            if _is_awaited(source) and not self._place_elsewhere(source, missing):
+                return False
+            source.placed = True
         request.status = source.queued_status
         return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -260,6 +275,21 @@ class SchedulerSide:
     def _others_wait(self) -> bool:
         """Whether an in-step load would hold up other requests."""
         return bool(self._scheduler.running) or len(self._scheduler.requests) > 1
+
+    def _place_elsewhere(self, session: RemotePrompt, missing: list[int]) -> bool:
+        """A prompt that is still computed is not parked: whether the request goes on without it.
+
+        It does when only a tail is missing, which is computed sooner than it would come, or when
+        memory for the rest has not been found in time.
+        """
+        assert self._consumer is not None
+        if not missing:
+            self._consumer.give_up(session, Cause.NOT_NEEDED)
+            return True
+        if time.monotonic() < session.place_until:
+            return False
+        self._consumer.give_up(session, Cause.DEADLINE)
+        return True
 
     def _park(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
         """Load the missing blocks beside the steps, if that is worth it and memory allows."""
@@ -372,6 +402,8 @@ class SchedulerSide:
         if isinstance(report, StepReport):
             if report.data_endpoint is not None:
                 self._book.data_endpoint = report.data_endpoint
+                if self._server is not None:
+                    self._server.answer_waiting()
             self._count_refused(report.refused_frames)
             bad_block_ids: set[int] = set()
             for result in report.results:
@@ -401,7 +433,8 @@ class SchedulerSide:
             self._kv_pool.source.load_ended(source, result, record.indices())
         else:
             self._stats.add("loads", label=result.cause or "ok")
-            self._stats.add("load_bytes", result.num_bytes)
+            if result.num_bytes:
+                self._stats.add("load_bytes", result.num_bytes, result.transport)
             self._stats.add("load_ms", result.elapsed_ms)
         bad = record.bad_block_ids(result.failed) if result.cause else set()
         if result.cause:
@@ -412,7 +445,7 @@ class SchedulerSide:
         if record.parked_for is not None:
             self._end_parked(record, result)
         if isinstance(source, RemotePrompt) and self._consumer is not None:
-            self._consumer.load_ended(source, result.num_bytes, result.elapsed_ms)
+            self._consumer.load_ended(source, result)
         return bad
 
     def _end_parked(self, record: LoadRecord, result: LoadResult) -> None:
@@ -464,10 +497,10 @@ class SchedulerSide:
         if self._producer is not None:
             self._producer.collect_closed()
         # A step tells the worker what it may no longer serve, and carries the counters out.
-        has_revokes = self._producer is not None and self._producer.has_revokes
+        has_news = self._producer is not None and self._producer.has_news
         gauges_due = self._gauges_due and self._scheduler.log_stats
-        has_news = self._kv_pool is not None and self._kv_pool.has_news
-        return self._loads.num_parked > 0 or has_revokes or gauges_due or has_news
+        pool_has_news = self._kv_pool is not None and self._kv_pool.has_news
+        return self._loads.num_parked > 0 or has_news or gauges_due or pool_has_news
 
     def on_engine_started(self, engine_core: object) -> None:
         self._engine_core = engine_core
@@ -528,6 +561,10 @@ class SchedulerSide:
         input_queue = getattr(self._engine_core, "input_queue", None)
         if input_queue is not None:
             input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def _is_awaited(source: RemotePrompt | PoolPrompt) -> TypeGuard[RemotePrompt]:
+    return isinstance(source, RemotePrompt) and not source.is_computed
 
 
 def _wants_provenance(request: Request) -> bool:

@@ -10,9 +10,11 @@ from vllm_ascend_pd import envs
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_engine import FaultScript, FaultyTransferEngine
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.torch_device import make_copier
-from vllm_ascend_pd.config import PDConfig, WireProtocol
+from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
+from vllm_ascend_pd.config import PDConfig, Transport, WireProtocol
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
@@ -20,11 +22,14 @@ from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.pool_start import start_pool
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.transfer.grants import Grants
 from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.seal import Seals
-from vllm_ascend_pd.transfer.send import DataServer, Grants
+from vllm_ascend_pd.transfer.send import DataServer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -62,26 +67,21 @@ def _create(
             f" {caches.device.type!r}: leave it out"
         )
     copier = make_copier(caches.device)
-    engine: TransferEngine = MooncakeTransferEngine(
-        config.host,
-        protocol=transfer.protocol.value,
-        bind_thread=copier.bind_thread if isinstance(copier, DeviceBlockCopier) else None,
+    transports = _open_transports(
+        config, copier.bind_thread if isinstance(copier, DeviceBlockCopier) else None
     )
-    if script := envs.fault_script():
-        logger.warning("%s is set: writes fail as scripted (%s)", envs.FAULTS, script)
-        engine = FaultyTransferEngine(engine, FaultScript.parse(script))
     grants = Grants()
     pools: list[StagingPool] = []
 
     def make_pool() -> StagingPool:
-        pools.append(StagingPool(engine, transfer.staging_slots, transfer.staging_slot_bytes))
+        pools.append(StagingPool(transports, transfer.staging_slots, transfer.staging_slot_bytes))
         return pools[-1]
 
     server = loader = None
     if config.role.produces:
         server = DataServer(
             host=config.host,
-            engine=engine,
+            transports=transports,
             copier=copier,
             layout=caches.layout,
             pool=make_pool(),
@@ -93,21 +93,44 @@ def _create(
         server.start()
     if config.role.consumes:
         loader = Loader(
-            engine.session, copier, caches.layout, make_pool(), seals, transfer.peer_timeout_s
+            transports.sessions,
+            copier,
+            caches.layout,
+            make_pool(),
+            seals,
+            transfer.peer_timeout_s,
+            transfer.push_mode,
         )
         loader.start()
     pool = None
     if config.pool is not None:
         pool = start_pool(config, vllm_config, kv_cache_config, caches.layout, copier, pools)
     logger.info(
-        "in-engine transfers: role %s, Mooncake session %s, %d layers, %d bytes per page, %s",
+        "in-engine transfers: role %s, transports %s, %d layers, %d bytes per page, %s",
         config.role.value,
-        engine.session,
+        transports.sessions,
         len(caches.layout.layer_offsets),
         caches.layout.page_bytes,
         type(copier).__name__,
     )
-    parts = (caches.layer_index, engine, pools, grants, seals, server, loader, pool)
+    parts = (caches.layer_index, transports, pools, grants, seals, server, loader, pool)
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)
     return WorkerSide(*parts)
+
+
+def _open_transports(config: PDConfig, bind_thread: Callable[[], None] | None) -> Transports:
+    """The engines that the configuration allows; one fault script for all of them, if there is."""
+    engines: dict[str, TransferEngine] = {}
+    transfer = config.transfer
+    if transfer.transport is not Transport.MOONCAKE and transfer.protocol is WireProtocol.TCP:
+        engines[SHARED_MEMORY] = SharedMemoryTransferEngine()
+    if transfer.transport is not Transport.SHARED_MEMORY:
+        engines[MOONCAKE] = MooncakeTransferEngine(
+            config.host, protocol=transfer.protocol.value, bind_thread=bind_thread
+        )
+    if text := envs.fault_script():
+        logger.warning("%s is set: writes fail as scripted (%s)", envs.FAULTS, text)
+        script = FaultScript.parse(text)
+        engines = {name: FaultyTransferEngine(engine, script) for name, engine in engines.items()}
+    return Transports(engines)

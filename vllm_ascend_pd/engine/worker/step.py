@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ascend_pd import hooks
-from vllm_ascend_pd.engine.metadata import GrantSpec, StepMeta, StepReport
+from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.worker.loaders import Loaders
 
 if TYPE_CHECKING:
@@ -20,20 +20,33 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_ascend_pd.backends.staging import StagingPool
-    from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+    from vllm_ascend_pd.backends.transports import Transports
     from vllm_ascend_pd.engine.worker.pool_io import PoolIO
+    from vllm_ascend_pd.transfer.grants import Grants
     from vllm_ascend_pd.transfer.receive import Loader
     from vllm_ascend_pd.transfer.seal import Seals
-    from vllm_ascend_pd.transfer.send import DataServer, Grants
+    from vllm_ascend_pd.transfer.send import DataServer
 
 logger = logging.getLogger(__name__)
 
 
 class ArmedStep:
-    """Wraps the forward of a step that loads KV; implements ``hooks.StepHooks`` inside it."""
+    """Wraps the forward of a step that loads KV, or computes KV for a consumer; implements
+    ``hooks.StepHooks`` inside it.
+    """
 
-    def __init__(self, loader: Loaders, layer_index: Mapping[str, int], wait_all: bool) -> None:
+    def __init__(
+        self,
+        loader: Loaders | None,
+        grants: Grants,
+        server: DataServer | None,
+        layer_index: Mapping[str, int],
+        wait_all: bool,
+    ) -> None:
+        """``loader`` and ``server`` are ``None`` when the step loads, or computes, nothing."""
         self._loader = loader
+        self._grants = grants
+        self._server = server
         self._layer_index = layer_index
         self._wait_all = wait_all
 
@@ -44,17 +57,23 @@ class ArmedStep:
         which holds a new token too, is in place before the forward. A FULL graph runs no layer
         hook, so everything is.
         """
-        if self._wait_all:
-            self._loader.wait_all()
-        else:
-            self._loader.wait_tails()
+        if self._loader is not None:
+            if self._wait_all:
+                self._loader.wait_all()
+            else:
+                self._loader.wait_tails()
+        if not self._wait_all:
             hooks.current_step = self
 
     def wait_layer(self, layer_name: str) -> None:
-        self._loader.wait_layer(self._layer_index[layer_name])
+        if self._loader is not None:
+            self._loader.wait_layer(self._layer_index[layer_name])
 
     def save_layer(self, layer_name: str) -> None:
-        """Nothing is saved layer by layer in this release."""
+        """Consumers that watch may fetch the layer's new KV while the next layer is computed."""
+        if self._server is not None:
+            self._grants.layer_done(self._layer_index[layer_name])
+            self._server.notify()
 
     def __exit__(self, *exc: object) -> None:
         hooks.current_step = None
@@ -66,7 +85,7 @@ class WorkerSide:
     def __init__(
         self,
         layer_index: Mapping[str, int],
-        engine: TransferEngine,
+        transports: Transports,
         pools: Sequence[StagingPool],
         grants: Grants,
         seals: Seals,
@@ -75,7 +94,7 @@ class WorkerSide:
         pool: PoolIO | None = None,
     ) -> None:
         self._layer_index = layer_index
-        self._engine = engine
+        self._transports = transports
         self._pools = pools
         self._grants = grants
         self._seals = seals
@@ -85,7 +104,8 @@ class WorkerSide:
         self._pool = pool
         self._meta: StepMeta | None = None
         self._armed = False
-        self._new_grants: tuple[GrantSpec, ...] = ()
+        self._has_loads = False
+        self._has_grants = False
         self._reported_endpoint = server is None
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -96,13 +116,17 @@ class WorkerSide:
         self._meta = meta
         # First what may no longer be served: this step may reuse those blocks.
         self._grants.discard(meta.revokes)
-        self._new_grants += meta.grants
+        self._grants.begin_step(meta.grants)
+        self._has_grants = bool(meta.grants)
+        if self._server is not None and meta.revokes:
+            self._server.notify()
         if self._loader is not None:
             for load_id in meta.cancels:
                 self._loader.cancel(load_id)
             for load in meta.loads:
                 self._loader.start_load(load)
-            self._armed = any(load.in_step for load in meta.loads)
+            self._has_loads = any(load.in_step for load in meta.loads)
+        self._armed = self._has_loads or self._has_grants
 
     def loads_under_way(self) -> bool:
         """Whether the armed step has KV that has not landed yet."""
@@ -112,8 +136,13 @@ class WorkerSide:
         if not self._armed:
             return None
         self._armed = False
-        assert self._loader is not None
-        return ArmedStep(self._loader, self._layer_index, wait_all)
+        return ArmedStep(
+            self._loader if self._has_loads else None,
+            self._grants,
+            self._server if self._has_grants else None,
+            self._layer_index,
+            wait_all,
+        )
 
     @contextmanager
     def step_output(self) -> Iterator[KVConnectorOutput]:
@@ -121,15 +150,21 @@ class WorkerSide:
         yield output
         if self._loader is not None:
             self._loader.wait_all()
-        for grant in self._new_grants:
-            self._grants.add(grant.transfer_id, grant.epoch, grant.block_ids)
-        self._new_grants = ()
+        self._end_grants()
         output.kv_connector_worker_meta = self._report()
 
     def no_forward(self) -> ModelRunnerOutput:
+        self._end_grants()
         output = copy(EMPTY_MODEL_RUNNER_OUTPUT)
         output.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=self._report())
         return output
+
+    def _end_grants(self) -> None:
+        if self._has_grants:
+            self._has_grants = False
+            self._grants.end_step()
+            if self._server is not None:
+                self._server.notify()
 
     def _report(self) -> StepReport | None:
         results = self._loader.take_results() if self._loader is not None else []
@@ -151,7 +186,7 @@ class WorkerSide:
     def counts(self) -> dict[str, int]:
         """What a leak check compares: all but ``regions`` are zero when nothing is under way."""
         return {
-            "regions": self._engine.num_regions(),
+            "regions": self._transports.num_regions(),
             "busy_slots": sum(pool.num_slots - pool.num_free for pool in self._pools),
             "loads": self._loader.num_loads() if self._loader is not None else 0,
             "grants": len(self._grants),
@@ -165,5 +200,5 @@ class WorkerSide:
             pool.close()
         if self._pool is not None:
             self._pool.close()
-        self._engine.close()
+        self._transports.close()
         logger.info("in-engine transfers stopped")

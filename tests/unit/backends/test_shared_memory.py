@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is special about shared memory: processes, permissions, windows. See the contract tests."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_pd.backends.shared_memory import SharedMapping, SharedMemoryTransferEngine
+from vllm_ascend_pd.backends.transfer_engine import TransferStatus
+from vllm_ascend_pd.backends.transports import SHARED_MEMORY, Transports
+
+OWNER = """
+import ctypes, sys, time
+from vllm_ascend_pd.backends.shared_memory import SharedMapping, SharedMemoryTransferEngine
+mapping = SharedMapping(1 << 16)
+engine = SharedMemoryTransferEngine()
+engine.register(mapping.addr, mapping.num_bytes)
+print(engine.session, mapping.addr, flush=True)
+for line in sys.stdin:
+    print(ctypes.string_at(mapping.addr, 5).decode(), flush=True)
+"""
+
+
+class Owner:
+    """A process that lets others write into its memory."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.session, addr = self.process.stdout.readline().split()
+        self.addr = int(addr)
+
+    def read(self) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def owner():
+    owner = Owner()
+    yield owner
+    owner.kill()
+    Path(owner.session.removeprefix("shm:")).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def engine():
+    engine = SharedMemoryTransferEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def source(engine):
+    mapping = SharedMapping(1 << 16)
+    ctypes.memmove(mapping.addr, b"hello", 5)
+    engine.register(mapping.addr, mapping.num_bytes)
+    yield mapping
+    engine.unregister(mapping.addr)
+    mapping.close()
+
+
+@pytest.fixture
+def short_path():
+    """A folder whose name leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_bytes_reach_another_process(engine, source, owner):
+    handle = engine.submit_write(owner.session, source.addr, owner.addr, 5)
+    assert engine.poll(handle) is TransferStatus.DONE
+    assert owner.read() == "hello"
+
+
+def test_a_window_is_the_memory_of_the_other_process(engine, owner):
+    window = engine.window(owner.session, owner.addr, 5)
+    ctypes.memmove(window.base, b"there", 5)
+    assert owner.read() == "there"
+    assert engine.window(owner.session, owner.addr + (1 << 16) - 4, 5) is None
+
+
+def test_a_killed_owner_is_noticed_by_the_next_write(engine, source, owner):
+    assert engine.reaches(owner.session)
+    owner.kill()
+    handle = engine.submit_write(owner.session, source.addr, owner.addr, 5)
+    assert engine.poll(handle) is TransferStatus.FAILED
+    assert engine.window(owner.session, owner.addr, 5) is None
+    assert not engine.reaches(owner.session)
+
+
+def test_a_stopped_owner_does_not_hold_up_first_contact_for_long(engine, owner):
+    owner.stop()
+    started = time.monotonic()
+    assert not engine.reaches(owner.session)
+    assert time.monotonic() - started < 5
+    os.kill(owner.process.pid, signal.SIGCONT)
+
+
+def test_a_stopped_owner_that_is_known_can_be_written(engine, source, owner):
+    assert engine.reaches(owner.session)
+    owner.stop()
+    handle = engine.submit_write(owner.session, source.addr, owner.addr, 5)
+    os.kill(owner.process.pid, signal.SIGCONT)
+    assert engine.poll(handle) is TransferStatus.DONE
+    assert owner.read() == "hello"
+
+
+def test_only_this_user_can_open_the_socket(engine):
+    path = Path(engine.session.removeprefix("shm:"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_process_of_another_user_is_turned_away(engine, owner, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert not engine.reaches(owner.session)
+
+
+@pytest.mark.parametrize("name", ["other.sock", "vllm-pd-1.sock"])
+def test_a_socket_that_is_not_ours_is_not_connected_to(engine, short_path, name):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(str(short_path / name))
+        other.listen()
+        other.setblocking(False)
+        assert not engine.reaches(f"shm:{short_path / name}")
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+def test_memory_that_could_shrink_is_refused(engine, short_path):
+    path = short_path / f"vllm-pd-{'0' * 32}.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(str(path))
+        other.listen()
+        code = (
+            "import os, socket, msgspec, sys; s = socket.socket(socket.AF_UNIX,"
+            " socket.SOCK_SEQPACKET, fileno=int(sys.argv[1])); c, _ = s.accept();"
+            " fd = os.memfd_create('x'); os.ftruncate(fd, 8192);"
+            " socket.send_fds(c, [msgspec.msgpack.encode({'regions': [[4096, 4096]]})], [fd])"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(other.fileno())], pass_fds=[other.fileno()]
+        ):
+            assert not engine.reaches(f"shm:{path}")
+
+
+def test_close_leaves_no_thread_no_file_and_no_fd():
+    def fds() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = fds()
+    mapping = SharedMapping(4096)
+    writer, owner = SharedMemoryTransferEngine(), SharedMemoryTransferEngine()
+    owner.register(mapping.addr, 4096)
+    assert writer.window(owner.session, mapping.addr, 4096) is not None
+    folders = [Path(e.session.removeprefix("shm:")).parent for e in (writer, owner)]
+    writer.close()
+    owner.close()
+    mapping.close()
+    assert fds() == before
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_the_first_transport_that_reaches_the_peer_is_taken(engine, owner):
+    class Everywhere(SharedMemoryTransferEngine):
+        def reaches(self, session: str) -> bool:
+            return True
+
+    other = Everywhere()
+    transports = Transports({SHARED_MEMORY: engine, "other": other})
+    try:
+        sessions = {SHARED_MEMORY: owner.session, "other": "x"}
+        assert transports.route(sessions).name == SHARED_MEMORY
+        sessions[SHARED_MEMORY] = "shm:/nowhere/vllm-pd-" + "0" * 32 + ".sock"
+        assert transports.route(sessions).name == "other"
+        assert transports.route({"third": "y"}) is None
+    finally:
+        other.close()
