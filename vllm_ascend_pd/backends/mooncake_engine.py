@@ -92,6 +92,17 @@ class _Write:
     batch_id: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SharedEngine:
+    """What a `MooncakeStore` needs to use the engine of the transfers: one listener for both."""
+
+    protocol: str
+    session: str
+    native: object
+    """For `MooncakeDistributedStore.setup(engine=...)`."""
+    bind_thread: Callable[[], None] | None
+
+
 class MooncakeTransferEngine(TransferEngine):
     """One-sided writes over Mooncake. What is said of time and failure was measured over TCP.
 
@@ -123,6 +134,7 @@ class MooncakeTransferEngine(TransferEngine):
         the NPUs' own links; `bind_thread` then makes the device current in a thread of this class.
         """
         self._contact_timeout_s = contact_timeout_s
+        self._protocol = protocol
         self._bind_thread = bind_thread
         engine = _load_mooncake()()
         if rc := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
@@ -147,12 +159,10 @@ class MooncakeTransferEngine(TransferEngine):
         """False for "ascend" too: that no byte lands after a failure has not been seen to hold."""
         return False
 
-    def shared(self) -> object:
-        """The engine for `MooncakeDistributedStore.setup(engine=...)`: one listener for both.
-
-        What is registered here counts for the store as well.
-        """
-        return self._open_engine().get_engine()
+    def share(self) -> SharedEngine:
+        """For a store that uses this engine instead of one of its own; it must be closed first."""
+        native = self._open_engine().get_engine()
+        return SharedEngine(self._protocol, self._session, native, self._bind_thread)
 
     def register(self, addr: int, num_bytes: int) -> None:
         engine = self._open_engine()

@@ -18,6 +18,8 @@ from vllm_ascend_pd.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
+
 logger = logging.getLogger(__name__)
 
 NOT_CONNECTED = -900
@@ -54,6 +56,8 @@ class StoreOptions:
     """Memory that this process contributes; 0 for none."""
     ssd_path: Path | None = None
     ssd_bytes: int = 0
+    shared: SharedEngine | None = None
+    """The transfers' engine, to use instead of one of its own."""
 
 
 class _Store(Protocol):
@@ -242,6 +246,20 @@ class MooncakeStore:
         more: dict[str, Any] = {}
         if options.ssd_path is not None:
             more = {"enable_ssd_offload": True, "ssd_offload_path": str(options.ssd_path)}
+        if (shared := options.shared) is not None:
+            if shared.bind_thread is not None:
+                shared.bind_thread()
+            return store.setup(
+                local_hostname=shared.session,
+                metadata_server="P2PHANDSHAKE",
+                global_segment_size=options.segment_bytes,
+                local_buffer_size=_LOCAL_BUFFER_BYTES,
+                protocol=shared.protocol,
+                rdma_devices="",
+                master_server_addr=options.master,
+                engine=shared.native,
+                **more,
+            )
         return store.setup(
             options.host,
             "P2PHANDSHAKE",

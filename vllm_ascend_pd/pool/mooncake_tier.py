@@ -23,6 +23,7 @@ from vllm_ascend_pd.pool.tier import Place, Status, Tier, TierStats, Value
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PoolConfig
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ def _get_status(code: int, num_bytes: int) -> Status:
 class PoolBackend:
     """What one worker opens: perhaps a master of its own, and a client that contributes memory."""
 
-    def __init__(self, config: PoolConfig, host: str) -> None:
+    def __init__(self, config: PoolConfig, host: str, shared: SharedEngine | None = None) -> None:
         ssd = config.ssd
         if ssd is not None:
             _make_folder(ssd.path)
@@ -123,6 +124,7 @@ class PoolBackend:
                 segment_bytes=segment_bytes,
                 ssd_path=Path(ssd.path) if ssd is not None else None,
                 ssd_bytes=ssd.size if ssd is not None else 0,
+                shared=shared,
             )
         )
         if self.master is not None:

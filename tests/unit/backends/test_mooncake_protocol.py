@@ -72,14 +72,16 @@ def test_failure_to_open_names_the_protocol(native: Native) -> None:
 
 def test_store_is_given_the_same_engine(native: Native) -> None:
     """``MooncakeDistributedStore.setup(engine=...)``, as vllm-ascend's own backend does."""
-    assert MooncakeTransferEngine("10.0.0.1").shared() == "the engine itself"
+    shared = MooncakeTransferEngine("10.0.0.1", protocol="ascend").share()
+    assert (shared.native, shared.session) == ("the engine itself", "10.0.0.1:15001")
+    assert shared.protocol == "ascend"
 
 
 def test_closed_engine_is_not_shared(native: Native) -> None:
     engine = MooncakeTransferEngine("10.0.0.1")
     engine.close()
     with pytest.raises(BackendError, match="closed"):
-        engine.shared()
+        engine.share()
 
 
 def test_thread_of_first_contact_has_the_device(native: Native) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.pool.tier import Tier
 
@@ -35,14 +36,18 @@ def start_pool(
     layout: PageLayout,
     copier: BlockCopier,
     pools: list[StagingPool],
+    shared: SharedEngine | None = None,
 ) -> PoolIO:
-    """``pools`` gets the staging memory, which its owner closes between ``stop`` and ``close``."""
+    """``pools`` gets the staging memory, which its owner closes between ``stop`` and ``close``.
+
+    With ``shared`` the pool's store has no transfer engine of its own.
+    """
     assert config.pool is not None
     parallel = vllm_config.parallel_config
     space = KeySpace.of(
         fingerprint(vllm_config, kv_cache_config), parallel.rank, parallel.tensor_parallel_size
     )
-    backend = PoolBackend(config.pool, config.host)
+    backend = PoolBackend(config.pool, config.host, shared)
     tier: Tier = backend.tier
     if script := envs.pool_fault_script():
         logger.warning("%s is set: the pool fails as scripted (%s)", envs.POOL_FAULTS, script)

@@ -28,8 +28,6 @@ from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -67,9 +65,14 @@ def _create(
             f" {caches.device.type!r}: leave it out"
         )
     copier = make_copier(caches.device)
-    transports = _open_transports(
-        config, copier.bind_thread if isinstance(copier, DeviceBlockCopier) else None
-    )
+    mooncake = None
+    if transfer.transport is not Transport.SHARED_MEMORY:
+        mooncake = MooncakeTransferEngine(
+            config.host,
+            protocol=transfer.protocol.value,
+            bind_thread=copier.bind_thread if isinstance(copier, DeviceBlockCopier) else None,
+        )
+    transports = _open_transports(config, mooncake)
     grants = Grants()
     pools: list[StagingPool] = []
 
@@ -104,7 +107,13 @@ def _create(
         loader.start()
     pool = None
     if config.pool is not None:
-        pool = start_pool(config, vllm_config, kv_cache_config, caches.layout, copier, pools)
+        # A process can open Mooncake for the links of the NPUs once.
+        shared = None
+        if mooncake is not None and transfer.protocol is WireProtocol.ASCEND:
+            shared = mooncake.share()
+        pool = start_pool(
+            config, vllm_config, kv_cache_config, caches.layout, copier, pools, shared
+        )
     logger.info(
         "in-engine transfers: role %s, transports %s, %d layers, %d bytes per page, %s",
         config.role.value,
@@ -119,16 +128,14 @@ def _create(
     return WorkerSide(*parts)
 
 
-def _open_transports(config: PDConfig, bind_thread: Callable[[], None] | None) -> Transports:
+def _open_transports(config: PDConfig, mooncake: MooncakeTransferEngine | None) -> Transports:
     """The engines that the configuration allows; one fault script for all of them, if there is."""
     engines: dict[str, TransferEngine] = {}
     transfer = config.transfer
     if transfer.transport is not Transport.MOONCAKE and transfer.protocol is WireProtocol.TCP:
         engines[SHARED_MEMORY] = SharedMemoryTransferEngine()
-    if transfer.transport is not Transport.SHARED_MEMORY:
-        engines[MOONCAKE] = MooncakeTransferEngine(
-            config.host, protocol=transfer.protocol.value, bind_thread=bind_thread
-        )
+    if mooncake is not None:
+        engines[MOONCAKE] = mooncake
     if text := envs.fault_script():
         logger.warning("%s is set: writes fail as scripted (%s)", envs.FAULTS, text)
         script = FaultScript.parse(text)
