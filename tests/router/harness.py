@@ -105,7 +105,7 @@ async def deployed(
         for one in (*prefills, *decodes):
             await one.stop()
     others = asyncio.all_tasks() - tasks_before
-    await until(lambda: not [task for task in others if not task.done()], "tasks left")
+    await until(lambda: all(task.done() for task in others), f"tasks left: {others}")
     await until(lambda: num_sockets() <= files_before, "sockets left")
 
 

@@ -70,6 +70,10 @@ def router(
         Path | None,
         option(SECURITY, "Key that engines want. Without: the client's Authorization passes."),
     ] = None,
+    registration_token_file: Annotated[
+        Path | None,
+        option(SECURITY, "Token with which engines register. Without: only those on loopback."),
+    ] = None,
     tls_certificate: Annotated[
         Path | None, option(SECURITY, "Serve https with this certificate chain.")
     ] = None,
@@ -118,6 +122,7 @@ def router(
             order=order,  # type: ignore[arg-type]
             api_keys_file=api_keys_file,
             engine_api_key_file=engine_api_key_file,
+            registration_token_file=registration_token_file,
             prefill_labels=_labels(prefill_model_labels),
             decode_labels=_labels(decode_model_labels),
             drain_s=drain_timeout,

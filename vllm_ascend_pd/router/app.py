@@ -15,6 +15,7 @@ from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.bodies import CHAT, COMPLETIONS, BadRequest, parse
 from vllm_ascend_pd.router.config import RouterConfig, read_secret
+from vllm_ascend_pd.router.discovery.registered import RegisteredDiscovery
 from vllm_ascend_pd.router.health import Prober
 from vllm_ascend_pd.router.http_client import EngineClient
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
@@ -73,6 +74,7 @@ class Router:
         self.prober = Prober(config.probes, [(b"authorization", auth)] if auth else [])
         self.access_log = AccessLog(config.access_log)
         self._retired: set[Instance] = set()
+        self.registered = RegisteredDiscovery(self.registry, config.registration_token_file)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=self.config.limits.body_bytes)
@@ -84,6 +86,7 @@ class Router:
         app.router.add_get("/metrics", self._metrics, allow_head=False)
         app.router.add_get("/version", self._version, allow_head=False)
         app.router.add_get("/instances", self._instances, allow_head=False)
+        self.registered.add_routes(app)
         app.router.add_route("*", "/v1/{path:.*}", self._pass)
         app.on_cleanup.append(self._close)  # requests in progress have ended
         return app
@@ -219,9 +222,12 @@ class Router:
         self._retired.add(instance)
         instance.client.retire()
 
-    def refresh_secrets(self) -> None:
+    def refresh(self, now: float) -> None:
+        """Called every second or so: files that changed, engines that are silent."""
         if self._keys is not None:
             self._keys.refresh()
+        self.registered.refresh_secrets()
+        self.registered.expire(now)
 
 
 def _engine_authorization(config: RouterConfig) -> bytes | None:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -346,8 +347,9 @@ class EngineClient:
             lambda: Connection(self), self._host, self._port, ssl=self._tls
         )
         try:
-            _, connection = await asyncio.wait_for(opening, self._connect_timeout_s)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with timeout(self._connect_timeout_s):
+                _, connection = await opening
+        except TIMED_OUT:
             return Failure(
                 FailureKind.CONNECT, f"no connection within {self._connect_timeout_s:g} s"
             )

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 
 from aiohttp import web
 
 from vllm_ascend_pd.router.answers import HOP_BY_HOP
+from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 
 REQUEST_ID = b"x-request-id"
 SESSION_HEADERS = ("x-session-id", "x-user-id")
@@ -70,10 +70,11 @@ async def read_body(request: web.Request, timeout_s: float) -> bytes:
     try:
         if request.content.is_eof():  # as it is when a short body came with the head
             return await request.read()
-        return await asyncio.wait_for(request.read(), timeout_s)
+        async with timeout(timeout_s):
+            return await request.read()
     except web.HTTPRequestEntityTooLarge as e:
         raise BodyError(413, "the body is larger than this router accepts") from e
-    except (asyncio.TimeoutError, TimeoutError) as e:
+    except TIMED_OUT as e:
         raise BodyError(408, f"the body did not come within {timeout_s:g} s") from e
     except web.RequestPayloadError as e:
         raise BodyError(400, f"the body is broken: {e}") from e

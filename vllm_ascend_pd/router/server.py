@@ -81,11 +81,11 @@ class RouterServer:
             await self._runner.cleanup()
 
     async def _refresh(self) -> None:
-        """Files that may change while the router runs."""
+        """What changes without a request."""
         while True:
             await asyncio.sleep(REFRESH_S)
             self._static.refresh()
-            self.router.refresh_secrets()
+            self.router.refresh(asyncio.get_running_loop().time())
 
 
 def serve(config: RouterConfig, on_ready: Callable[[str], None]) -> None:

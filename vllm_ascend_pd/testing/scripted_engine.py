@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _FAULT = re.compile(r"(\w+)(?:\(([\d.]+)\))?")
 GENERATE = ("/v1/completions", "/v1/chat/completions")
 MODEL = "tiny"
+MAX_TOKENS = 1_000_000
 NOT_STALE_S = 0.06
 """A connection that closes sooner after a request may have been closed before it came."""
 
@@ -231,6 +232,8 @@ class Answer:
         is_chat = request.path.startswith("/v1/chat")
         prompt = json.dumps(body.get("messages") if is_chat else body.get("prompt"))
         num_tokens = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
+        if num_tokens > MAX_TOKENS:
+            raise ValueError(f"{num_tokens} tokens")
         tokens = [_token(prompt, index) for index in range(num_tokens)]
         num_prompt_tokens = max(1, len(prompt) // 4)
         num_samples = int(body.get("n") or 1)

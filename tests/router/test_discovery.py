@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances that come, change and go while the router runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.harness import FAST, Deployment, deployed, run, until
+from vllm_ascend_pd import registration
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router.discovery.static import StaticDiscovery, decode_instances
+from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+
+
+def described(engine: ScriptedEngine, **changes: Any) -> dict[str, Any]:
+    return {"url": engine.url, "role": "decode", "epoch": "one", **changes}
+
+
+async def register(
+    d: Deployment, name: str, body: Any, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
+    url = f"{d.url}{registration.PATH}/{name}"
+    async with d.http.put(url, json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+def test_engine_registers_drains_and_leaves() -> None:
+    async def test() -> None:
+        async with deployed(1, 0) as d:
+            engine = ScriptedEngine("late")
+            await engine.start()
+            assert (await d.post())[0] == 503
+            status, answer = await register(d, "late", described(engine))
+            assert (status, set(answer)) == (200, {"heartbeat_s", "ttl_s"})
+            assert (await d.post())[0] == 200
+            await register(d, "late", described(engine, state="draining"))
+            assert (await d.post())[0] == 503
+            await register(d, "late", described(engine))
+            assert (await d.post())[0] == 200
+            async with d.http.get(d.url + registration.PATH) as response:
+                listed = {i["instance_id"]: i["source"] for i in await response.json()}
+            assert listed["late"] == "registered"
+            async with d.http.delete(f"{d.url}{registration.PATH}/late") as response:
+                assert response.status == 204
+            assert (await d.post())[0] == 503
+            await engine.stop()
+
+    run(test)
+
+
+def test_request_in_progress_outlives_its_instances_registration() -> None:
+    async def test() -> None:
+        async with deployed(1, 0) as d:
+            engine = ScriptedEngine("late")
+            await engine.start()
+            await register(d, "late", described(engine))
+            engine.script("delay(0.2)")
+            posting = asyncio.ensure_future(d.post())
+            await until(lambda: engine.num_in_progress == 1)
+            async with d.http.delete(f"{d.url}{registration.PATH}/late") as response:
+                assert response.status == 204
+            assert (await posting)[0] == 200
+            await engine.stop()
+
+    run(test)
+
+
+def test_silent_engine_is_removed_and_a_restarted_one_is_new() -> None:
+    async def test() -> None:
+        async with deployed(1, 0) as d:
+            engine = ScriptedEngine("late")
+            await engine.start()
+            await register(
+                d, "late", described(engine, kv={"engine_id": "a", "host": "::1", "port": 1})
+            )
+            first = d.router.registry.get("late")
+            await register(d, "late", described(engine, epoch="two"))
+            second = d.router.registry.get("late")
+            assert second is not first
+            assert second.kv is None
+            now = asyncio.get_running_loop().time()
+            d.router.refresh(now + registration.TTL_S - 1)
+            assert d.router.registry.get("late") is second
+            d.router.refresh(now + registration.TTL_S + 1)
+            assert d.router.registry.get("late") is None
+            await engine.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("changes", "headers", "status"),
+    [
+        ({"url": "http://10.0.0.1:80"}, {}, 403),
+        ({"kv": {"engine_id": "x", "host": "10.0.0.1", "port": 1}}, {}, 403),
+        ({"kv_events": {"endpoint": "tcp://10.0.0.1:1"}}, {}, 403),
+        ({}, {"X-Forwarded-For": "1.2.3.4"}, 403),
+        ({"role": "king"}, {}, 400),
+        ({"epoch": "x" * 70_000}, {}, 400),
+    ],
+)
+def test_registration_that_is_refused(
+    changes: dict[str, Any], headers: dict[str, str], status: int
+) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            got, body = await register(d, "x", described(d.decodes[0], **changes), headers)
+            assert got == status
+            assert body["error"]["code"] == status
+            assert d.router.registry.get("x") is None
+
+    run(test)
+
+
+def test_registration_takes_no_static_instance_over() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            name = f"127.0.0.1:{d.decodes[0].port}"
+            assert (await register(d, name, described(d.decodes[0])))[0] == 409
+
+    run(test)
+
+
+def test_registration_token(tmp_path: Path) -> None:
+    async def test() -> None:
+        token = tmp_path / "token"
+        token.write_text("secret\n")
+        async with deployed(config=replace(FAST, registration_token_file=token)) as d:
+            body = described(d.decodes[0], url="http://192.0.2.1:9")
+            assert (await register(d, "x", body))[0] == 403
+            wrong = {"Authorization": "Bearer wrong"}
+            assert (await register(d, "x", body, wrong))[0] == 403
+            right = {"Authorization": "Bearer secret", "X-Forwarded-For": "1.2.3.4"}
+            assert (await register(d, "x", body, right))[0] == 200
+
+    run(test)
+
+
+def test_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    async def test() -> None:
+        path = tmp_path / "instances.json"
+        path.write_text('{"instances": []}')
+        extra = ScriptedEngine("extra")
+        await extra.start()
+        async with deployed(1, 0, replace(FAST, instances_file=path)) as d:
+            assert (await d.post())[0] == 503
+            entry = {"url": extra.url, "role": "decode", "id": "extra"}
+            path.write_text(json.dumps({"instances": [entry]}))
+            await until(lambda: d.router.registry.get("extra") is not None)
+            assert (await d.post())[0] == 200
+            path.write_text('{"instances": [')
+            os.utime(path, (1, 1))
+            await asyncio.sleep(1.1)
+            assert d.router.registry.get("extra") is not None
+            path.write_text(json.dumps({"instances": [entry | {"state": "draining"}]}))
+            await until(lambda: d.router.registry.get("extra").spec.state == "draining")
+            assert (await d.post())[0] == 503
+        await extra.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "truncated"),
+        ('{"instances": [{"url": "http://a:1"}]}', "role"),
+        ('{"instances": [{"url": "http://a:1", "role": "decode", "rolle": 1}]}', "rolle"),
+    ],
+)
+def test_wrong_file_names_the_field(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        decode_instances(text.encode(), "file")
+
+
+def test_instance_given_twice_is_an_error() -> None:
+    config = replace(FAST, prefills=("http://a:1",), decodes=("http://a:1",))
+    with pytest.raises(ConfigError, match="twice"):
+        StaticDiscovery(config, None).read()  # type: ignore[arg-type]
+
+
+def test_only_labelled_instances_serve() -> None:
+    async def test() -> None:
+        config = replace(FAST, decode_labels=("good",))
+        async with deployed(1, 0, config) as d:
+            engines = [ScriptedEngine("good"), ScriptedEngine("bad")]
+            for engine in engines:
+                await engine.start()
+                labels = {"model": engine.name}
+                await register(d, engine.name, described(engine, labels=labels))
+            for _ in range(4):
+                assert (await d.post())[0] == 200
+            assert [len(e.received) for e in engines] == [4, 0]
+            for engine in engines:
+                await engine.stop()
+
+    run(test)
+
+
+def test_incompatible_engines_are_not_paired() -> None:
+    async def test() -> None:
+        async with deployed(0, 0) as d:
+            engines = {name: ScriptedEngine(name) for name in ("p1", "p2", "d1", "d2")}
+            for name, engine in engines.items():
+                await engine.start()
+                role = "prefill" if name[0] == "p" else "decode"
+                body = described(engine, role=role, fingerprint=name[1])
+                await register(d, name, body)
+            for _ in range(8):
+                assert (await d.post())[0] == 200
+            for name in ("d1", "d2"):
+                assert engines[name].received
+                for request in engines[name].received:
+                    assert request.params["remote_engine_id"] == "p" + name[1]
+            await register(d, "d1", described(engines["d1"], state="draining"))
+            await register(d, "p2", described(engines["p2"], role="prefill", state="draining"))
+            status, _, body = await d.post()
+            assert status == 503
+            assert b"exchange KV" in body
+            for engine in engines.values():
+                await engine.stop()
+
+    run(test)
+
+
+def test_model_goes_to_who_serves_it() -> None:
+    async def test() -> None:
+        async with deployed(1, 1) as d:
+            other = ScriptedEngine("other")
+            await other.start()
+            await register(d, "other", described(other, models=("other-model",)))
+            await d.post()
+            assert len(d.decodes[0].received) == 1
+            status, _, _ = await d.post(model="nobody-serves-this")
+            assert status == 200  # the engine would say 404
+            await other.stop()
+
+    run(test)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that register themselves: the router's side of ``vllm_ascend_pd.registration``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from vllm_ascend_pd import registration
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import Registered, Registration
+from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.auth import Secrets, bearer_token
+from vllm_ascend_pd.router.instances import InstanceSpec
+from vllm_ascend_pd.router.requests import BodyError, read_body
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm_ascend_pd.router.instances import Registry
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "registered"
+BODY_TIMEOUT_S = 5.0
+_FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
+
+
+class RegisteredDiscovery:
+    """Event loop thread. ``expire`` is called now and then."""
+
+    def __init__(self, registry: Registry, token_file: Path | None) -> None:
+        self._registry = registry
+        self._token = Secrets(token_file, "--registration-token-file") if token_file else None
+        self._last_heard: dict[str, float] = {}
+
+    def add_routes(self, app: web.Application) -> None:
+        one = registration.PATH + "/{instance_id}"
+        app.router.add_put(one, self._put)
+        app.router.add_delete(one, self._delete)
+        app.router.add_get(registration.PATH, self._list, allow_head=False)
+
+    def expire(self, now: float) -> None:
+        """Remove those that were silent for too long."""
+        for instance_id, heard in list(self._last_heard.items()):
+            if now - heard > registration.TTL_S:
+                del self._last_heard[instance_id]
+                self._registry.remove(instance_id, f"silent for {registration.TTL_S:g} s")
+
+    def refresh_secrets(self) -> None:
+        if self._token is not None:
+            self._token.refresh()
+
+    async def _put(self, request: web.Request) -> web.Response:
+        if refused := self._refuse(request):
+            return refused
+        instance_id = request.match_info["instance_id"]
+        try:
+            registration.check_instance_id(instance_id)
+            body = await read_body(request, BODY_TIMEOUT_S)
+            if len(body) > registration.MAX_BODY_BYTES:
+                raise ConfigError(f"a registration of {len(body)} bytes is too long")
+            described = registration.decode(body)
+        except BodyError as e:
+            return error_response(e.status, "bad_registration", str(e))
+        except ConfigError as e:
+            return error_response(400, "bad_registration", str(e))
+        if self._token is None and (outside := _not_on_loopback(described)):
+            message = f"{outside} is not on loopback: give the router --registration-token-file"
+            return error_response(403, "forbidden", message)
+        known = self._registry.get(instance_id)
+        if known is not None and known.spec.source != SOURCE:
+            message = f"{instance_id} is known from {known.spec.source}: register another id"
+            return error_response(409, "conflict", message)
+        self._last_heard[instance_id] = asyncio.get_running_loop().time()
+        self._registry.put(_spec(instance_id, described))
+        return web.Response(body=msgspec.json.encode(Registered()), content_type="application/json")
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        if refused := self._refuse(request):
+            return refused
+        instance_id = request.match_info["instance_id"]
+        if self._last_heard.pop(instance_id, None) is not None:
+            self._registry.remove(instance_id, "it took its leave")
+        return web.Response(status=204)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        if refused := self._refuse(request):
+            return refused
+        status = [instance.status() for instance in self._registry]
+        return web.Response(body=msgspec.json.encode(status), content_type="application/json")
+
+    def _refuse(self, request: web.Request) -> web.Response | None:
+        if self._token is not None:
+            if self._token.accepts(bearer_token(request.headers.get("Authorization"))):
+                return None
+            return error_response(403, "forbidden", "the registration token is wrong or missing")
+        # A proxy on this host makes everybody a neighbour.
+        proxied = any(name in request.headers for name in _FORWARDED)
+        if not proxied and registration.is_loopback(request.remote or ""):
+            return None
+        message = "only from loopback, unless the router has --registration-token-file"
+        return error_response(403, "forbidden", message)
+
+
+def _not_on_loopback(described: Registration) -> str | None:
+    """The first address of these that is not, since a router or an engine would connect to it."""
+    addresses = {"url": registration.check_url(described.url)}
+    if described.kv is not None:
+        addresses["kv.host"] = described.kv.host
+    if described.kv_events is not None:
+        for endpoint in (described.kv_events.endpoint, described.kv_events.replay_endpoint):
+            if endpoint is not None:
+                addresses["kv_events"] = urlsplit(endpoint).hostname or ""
+    return next((name for name, a in addresses.items() if not registration.is_loopback(a)), None)
+
+
+def _spec(instance_id: str, described: Registration) -> InstanceSpec:
+    return InstanceSpec(
+        instance_id,
+        described.url,
+        described.role,
+        SOURCE,
+        state=described.state,
+        epoch=described.epoch,
+        models=described.models,
+        labels=tuple(sorted(described.labels.items())),
+        fingerprint=described.fingerprint,
+        kv=described.kv,
+        kv_events=described.kv_events,
+        block_size=described.block_size,
+        num_blocks=described.num_blocks,
+    )
