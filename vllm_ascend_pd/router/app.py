@@ -132,7 +132,7 @@ class Router:
             raise
         finally:
             self.metrics.num_requests -= 1
-            self.metrics.ended(trace.outcome)
+            self.metrics.add("requests", trace.outcome)
             self.access_log.write(request, trace)
 
     async def _route(

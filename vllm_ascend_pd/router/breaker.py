@@ -75,14 +75,15 @@ class Breaker:
         half_open = self.state is BreakerState.HALF_OPEN
         if not (unreachable or half_open or self._num_failures >= self._threshold):
             return False
-        if self.state is not BreakerState.OPEN:
-            self._unreachable = unreachable
+        # One that failed requests and then could not be reached was restarted.
+        self._unreachable = unreachable or (self._unreachable and self.state is BreakerState.OPEN)
         if half_open:
             self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
         return self._apply(Event.FAILED)
 
-    def probe_failed(self) -> None:
+    def probe_failed(self, *, unreachable: bool) -> None:
         """Of an open breaker."""
+        self._unreachable |= unreachable
         self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
 
     def probe_answered(self) -> None:

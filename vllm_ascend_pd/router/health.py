@@ -89,7 +89,7 @@ class Prober:
                 logger.info("%s answers again (%s)", instance.instance_id, breaker.state.value)
             return
         if breaker.state is BreakerState.OPEN:
-            breaker.probe_failed()
+            breaker.probe_failed(unreachable=failure.kind is FailureKind.CONNECT)
         elif failure.kind is FailureKind.CONNECT:
             instance.failed(failure, "probe")
         elif num_failed >= self._probes.failure_threshold:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,6 @@ from vllm_ascend_pd.router.bodies import Body, Prefilled, parse_prefill_answer
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from vllm_ascend_pd.router.config import Timeouts
     from vllm_ascend_pd.router.http_client import Headers, Response
     from vllm_ascend_pd.router.instances import Instance
@@ -50,14 +47,29 @@ class Stream:
 
 
 class Leg:
-    """A leg in progress; ``outcome`` is what the metric will say."""
+    """A leg, counted while it is in progress (``with``) and once when it ends."""
 
-    __slots__ = ("instance", "outcome", "started")
+    __slots__ = ("_metrics", "_name", "_num_tokens", "instance", "outcome", "started")
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, name: str, num_tokens: int, metrics: Metrics) -> None:
+        self._name = name
+        self._num_tokens = num_tokens
+        self._metrics = metrics
         self.instance = instance
         self.outcome = "aborted"
+        """What the metric will say."""
         self.started = time.monotonic()
+
+    def __enter__(self) -> Leg:
+        self.instance.num_active += 1
+        self.instance.num_legs += 1
+        self.instance.num_active_tokens += self._num_tokens
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.instance.num_active -= 1
+        self.instance.num_active_tokens -= self._num_tokens
+        self._metrics.add("legs", self.instance.instance_id, self._name, self.outcome)
 
     def failed(self, failure: Failure, name: str) -> LegFailed:
         self.outcome = failure.kind.value
@@ -76,25 +88,14 @@ class Legs:
         self._timeouts = timeouts
         self._metrics = metrics
 
-    @asynccontextmanager
-    async def open(self, instance: Instance, name: str, num_tokens: int) -> AsyncIterator[Leg]:
-        """Counts the leg while it is in progress, and once when it ends."""
-        leg = Leg(instance)
-        instance.num_active += 1
-        instance.num_legs += 1
-        instance.num_active_tokens += num_tokens
-        try:
-            yield leg
-        finally:
-            instance.num_active -= 1
-            instance.num_active_tokens -= num_tokens
-            self._metrics.leg(instance.instance_id, name, leg.outcome)
+    def open(self, instance: Instance, name: str, num_tokens: int) -> Leg:
+        return Leg(instance, name, num_tokens, self._metrics)
 
     async def prefill(
         self, instance: Instance, body: Body, headers: Headers, sent: bytes, num_tokens: int
     ) -> Prefilled | Answer | LegFailed:
         """Have the prompt computed. An ``Answer`` is the engine's 4xx."""
-        async with self.open(instance, "prefill", num_tokens) as leg:
+        with self.open(instance, "prefill", num_tokens) as leg:
             response = await instance.client.request(
                 b"POST",
                 body.path.encode(),
@@ -114,7 +115,7 @@ class Legs:
             prefilled = parse_prefill_answer(answer.body)
             if isinstance(prefilled, Failure):
                 return leg.failed(prefilled, "prefill")
-            self._metrics.prefill.observe(time.monotonic() - leg.started)
+            self._metrics.prefill_leg.observe(time.monotonic() - leg.started)
             return prefilled
 
     async def decode(

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router counts, for Prometheus. Event loop thread."""
+"""What the router counts, for Prometheus. Event loop thread.
+
+Numbers are kept here and given to ``prometheus_client`` when somebody asks: its own counters and
+histograms take locks and scan buckets, which a request would pay for several times.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -17,8 +26,24 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.instances import Instance
 
 PREFIX = "vllm:pd_router_"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    # name: (help, labels)
+    "requests": ("Requests by how they ended", ("outcome",)),
+    "retries": ("Attempts with another pair, by cause", ("cause",)),
+    "retry_budget_exhausted": ("Retries not made for lack of budget", ()),
+    "legs": ("Legs to engines, by how they ended", ("instance", "leg", "outcome")),
+    "orders": ("Attempts by order", ("order",)),
+    "prefill_skips": ("Requests without a prefill leg, by reason", ("reason",)),
+}
+HISTOGRAMS = {
+    "ttft": "Request to the first byte of its answer",
+    "itl": "Between two pieces of a stream",
+    "prefill_leg": "Prefill leg, all of it",
+    "decode_leg": "Decode leg, all of it",
+    "handover": "Decode leg to its first byte, for a prompt that another engine computed",
+}
+"""Exposed as ``<name>_seconds``."""
 OUTCOMES = (
     "ok",
     "client_error",
@@ -32,50 +57,44 @@ OUTCOMES = (
 """How a request ends, each exactly once."""
 
 
-class Metrics:
-    """Labels are made once, here or when an instance is first seen: requests only add."""
+class Histogram:
+    """Seconds, by bucket."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.total += seconds
+
+
+class Metrics(Collector):
+    """Counters, histograms, and gauges read from the instances."""
 
     def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self._outcomes = self._counter("requests", "Requests by how they ended", "outcome")
-        self._retries = self._counter("retries", "Attempts with another pair, by cause", "cause")
-        self._legs = self._counter("legs", "Legs to engines", "instance", "leg", "outcome")
-        self._orders = self._counter("orders", "Attempts by order", "order")
-        self._skips = self._counter("prefill_skips", "Requests without prefill leg", "reason")
-        self.budget_exhausted = self._counter("retry_budget_exhausted", "Retries not made")
-        self.ttft = self._histogram("ttft_seconds", "Request to first byte of the answer")
-        self.itl = self._histogram("itl_seconds", "Between two pieces of a stream")
-        self.prefill = self._histogram("prefill_leg_seconds", "Prefill leg, all of it")
-        self.decode = self._histogram("decode_leg_seconds", "Decode leg, all of it")
-        self.handover = self._histogram("handover_seconds", "Decode leg to its first byte")
-        self.prefix_estimated = self._counter(
-            "prefix_estimated_tokens", "Prompt tokens expected in a prefix cache"
-        )
-        self.prefix_actual = self._counter(
-            "prefix_actual_tokens", "Prompt tokens that prefill engines said were cached"
-        )
-        self._children: dict[tuple[str, ...], Counter] = {}
+        self._instances = instances
+        self._counts: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in COUNTERS}
+        self._counts["requests"] = {(outcome,): 0 for outcome in OUTCOMES}
+        self.ttft = Histogram()
+        self.itl = Histogram()
+        self.prefill_leg = Histogram()
+        self.decode_leg = Histogram()
+        self.handover = Histogram()
         self.num_requests = 0
         """In progress now."""
-        self.registry.register(_Instances(self, instances))
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
 
-    def ended(self, outcome: str) -> None:
-        self._child(self._outcomes, outcome).inc()
-
-    def retried(self, cause: str) -> None:
-        self._child(self._retries, cause).inc()
-
-    def leg(self, instance_id: str, leg: str, outcome: str) -> None:
-        self._child(self._legs, instance_id, leg, outcome).inc()
-
-    def ordered(self, order: str) -> None:
-        self._child(self._orders, order).inc()
-
-    def skipped(self, reason: str) -> None:
-        self._child(self._skips, reason).inc()
+    def add(self, name: str, *labels: str) -> None:
+        """One more of a counter of ``COUNTERS``."""
+        counts = self._counts[name]
+        counts[labels] = counts.get(labels, 0) + 1
 
     def value(self, name: str, **labels: str) -> float:
-        """Of one counter now; 0 if it was never counted."""
+        """Of one sample now; 0 if it was never counted."""
         return self.registry.get_sample_value(f"{PREFIX}{name}", labels) or 0.0
 
     def expose(self) -> bytes:
@@ -83,38 +102,37 @@ class Metrics:
 
     def forget(self, instance_id: str) -> None:
         """An instance is gone: its series would stay for ever."""
-        for key in [k for k in self._children if len(k) == 4 and k[1] == instance_id]:
-            del self._children[key]
-            self._legs.remove(*key[1:])
-
-    def _child(self, metric: Counter, *labels: str) -> Counter:
-        key = (metric._name, *labels)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = metric.labels(*labels)
-        return child
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(PREFIX + name, text, registry=self.registry, buckets=_SECONDS)
-
-
-class _Instances(Collector):
-    """Gauges read from the instances when somebody asks."""
-
-    def __init__(self, metrics: Metrics, instances: Callable[[], Iterable[Instance]]) -> None:
-        self._metrics = metrics
-        self._instances = instances
+        legs = self._counts["legs"]
+        for labels in [labels for labels in legs if labels[0] == instance_id]:
+            del legs[labels]
 
     def collect(self) -> Iterable[Metric]:
+        for name, (text, labels) in COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            for values, count in self._counts[name].items():
+                counter.add_metric(values, count)
+            yield counter
+        for name, text in HISTOGRAMS.items():
+            yield self._histogram(name, text)
         running = GaugeMetricFamily(PREFIX + "requests_in_progress", "Requests in progress")
-        running.add_metric([], self._metrics.num_requests)
+        running.add_metric([], self.num_requests)
         yield running
-        labels = ["instance", "role"]
+        yield from self._gauges()
+
+    def _histogram(self, name: str, text: str) -> HistogramMetricFamily:
+        histogram: Histogram = getattr(self, name)
+        family = HistogramMetricFamily(f"{PREFIX}{name}_seconds", text)
+        buckets: list[tuple[str, float]] = []
+        below = 0
+        for bound, count in zip((*map(str, SECONDS), "+Inf"), histogram.counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        family.add_metric([], buckets, histogram.total)
+        return family
+
+    def _gauges(self) -> Iterable[Metric]:
         families = {
-            name: GaugeMetricFamily(PREFIX + name, text, labels=labels)
+            name: GaugeMetricFamily(PREFIX + name, text, labels=["instance", "role"])
             for name, text in (
                 ("instance_up", "1 if it may get requests"),
                 ("instance_breaker_open", "0 closed, 0.5 half open, 1 open"),
@@ -124,18 +142,21 @@ class _Instances(Collector):
                 ("instance_running", "Requests that the engine runs, by its own metrics"),
                 ("instance_waiting", "Requests that the engine queues, by its own metrics"),
                 ("instance_kv_usage", "Share of its KV blocks in use, by its own metrics"),
+                ("instance_prefix_hit_rate", "Hits of its prefix cache, by its own metrics"),
             )
         }
         for instance in self._instances():
+            load = instance.load
             values = (
                 float(instance.is_available),
                 {"closed": 0.0, "half_open": 0.5, "open": 1.0}[instance.breaker.state.value],
                 float(instance.num_active),
                 float(instance.num_active_tokens),
                 float(instance.client.num_open),
-                instance.load.num_running,
-                instance.load.num_waiting,
-                instance.load.kv_usage,
+                load.num_running,
+                load.num_waiting,
+                load.kv_usage,
+                load.prefix_hits / load.prefix_queries if load.prefix_queries else 0.0,
             )
             for family, value in zip(families.values(), values, strict=True):
                 family.add_metric([instance.instance_id, instance.spec.role], value)

@@ -67,7 +67,7 @@ class Passthrough:
             own["Retry-After"] = str(instance.retry_after_s)
             return error_response(503, "service_unavailable", instance.message, headers=own)
         trace.decode, trace.order, trace.num_attempts = instance.instance_id, "passthrough", 1
-        async with self._legs.open(instance, "passthrough", 0) as leg:
+        with self._legs.open(instance, "passthrough", 0) as leg:
             response = await instance.client.request(
                 request.method.encode(),
                 request.raw_path.encode(),

@@ -89,9 +89,9 @@ class Relay:
                 return self._give_up(job, failed) if failed else self._unavailable(job, pair)
             if failed is not None:
                 if not self._budget.take():
-                    self._metrics.budget_exhausted.inc()
+                    self._metrics.add("retry_budget_exhausted")
                     return self._give_up(job, failed)
-                self._metrics.retried(failed.failure.kind.value)
+                self._metrics.add("retries", failed.failure.kind.value)
             trace.num_attempts += 1
             result = await self._attempt(job, pair)
             if not isinstance(result, LegFailed):
@@ -114,19 +114,19 @@ class Relay:
         trace.decode = pair.decode.instance_id
         skip = self._skipper.reason(job.body, job.routed, pair)
         if skip is not None:
-            self._metrics.skipped(skip)
+            self._metrics.add("prefill_skips", skip)
             trace.order, trace.prefill = "decode-only", ""
-            self._metrics.ordered(trace.order)
+            self._metrics.add("orders", trace.order)
             return await self._decode(job, pair.decode, job.body.raw)
         trace.prefill = pair.prefill.instance_id
         kv = pair.prefill.kv
         concurrent = kv is not None and kv.supports_concurrent
         if concurrent and self._config.order != "prefill-first":
             trace.order = "concurrent"
-            self._metrics.ordered(trace.order)
+            self._metrics.add("orders", trace.order)
             return await self._concurrent(job, pair)
         trace.order = "prefill-first"
-        self._metrics.ordered(trace.order)
+        self._metrics.add("orders", trace.order)
         return await self._prefill_first(job, pair)
 
     async def _prefill_first(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
@@ -136,7 +136,7 @@ class Relay:
         if isinstance(result, Answer):
             return whole_answer(result, job.trace)
         if result.params is None:
-            self._metrics.skipped("ended_at_first_token")
+            self._metrics.add("prefill_skips", "ended_at_first_token")
         return await self._decode(job, pair.decode, job.body.for_decode(result.params))
 
     async def _concurrent(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
@@ -170,7 +170,7 @@ class Relay:
         self, job: Job, instance: Instance, sent: bytes
     ) -> web.StreamResponse | LegFailed:
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
-        async with self._legs.open(instance, "decode", num_tokens) as leg:
+        with self._legs.open(instance, "decode", num_tokens) as leg:
             result = await self._legs.decode(leg, job.body, job.headers, sent)
             if isinstance(result, LegFailed):
                 return result
@@ -184,7 +184,7 @@ class Relay:
             else:
                 answered = await self._stream(job, leg.instance, result)
                 leg.outcome = job.trace.outcome
-            self._metrics.decode.observe(time.monotonic() - leg.started)
+            self._metrics.decode_leg.observe(time.monotonic() - leg.started)
             return answered
 
     async def _stream(self, job: Job, instance: Instance, stream: Stream) -> web.StreamResponse:

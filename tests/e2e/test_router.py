@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd router`` in front of real patched engines, with the transfers that it asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+
+from tests.e2e.forked_engines import ForkedEngine, launcher
+from tests.e2e.servers import free_port
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+
+SHORT = "Hello, my name is"
+LONG = " ".join(f"This is sentence {i} of a story." for i in range(150))
+ROLES = {"p": "kv_producer", "d": "kv_consumer"}
+
+pytestmark = pytest.mark.engine
+
+
+@dataclass
+class Cluster:
+    """Two producers, two consumers, a router, and an engine without transfers to compare with."""
+
+    router: str
+    engines: dict[str, ForkedEngine]
+    process: subprocess.Popen[bytes]
+
+    @property
+    def single(self) -> str:
+        """A consumer computes what it has no parameters for, as any engine."""
+        return self.engines["d1"].url
+
+    def complete(self, url: str, prompt: Any, **options: Any) -> dict[str, Any]:
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 24,
+            "temperature": 0,
+            "ignore_eos": True,
+            **options,
+        }
+        response = requests.post(f"{url}/v1/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def count(self, engines: str, name: str) -> float:
+        """Sum of an engine counter over producers (``p``) or consumers (``d``)."""
+        total = 0.0
+        for key, engine in self.engines.items():
+            if key[0] == engines:
+                text = requests.get(f"{engine.url}/metrics", timeout=30).text
+                for value in re.findall(rf"^vllm:pd_{name}(?:\{{.*\}})? (\S+)$", text, re.M):
+                    total += float(value)
+        return total
+
+    def routed(self, name: str) -> float:
+        """Of the router's own counters."""
+        text = requests.get(f"{self.router}/metrics", timeout=30).text
+        values = re.findall(rf"^vllm:pd_router_{re.escape(name)} (\S+)$", text, re.M)
+        return float(values[0]) if values else 0.0
+
+    def healthy(self) -> set[str]:
+        listed = requests.get(f"{self.router}/instances", timeout=10).json()
+        urls = {i["url"] for i in listed if i["healthy"]}
+        return {name for name, engine in self.engines.items() if engine.url in urls}
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("router")
+    model = folder / "model"
+    make_tiny_model(model)
+    with launcher() as launched:
+        engines: dict[str, ForkedEngine] = {}
+        for name in ("p0", "p1", "d0", "d1"):
+            config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
+            engines[name] = launched.engine(
+                name, model, folder, free_port(), "--kv-transfer-config", json.dumps(config)
+            )
+            engines[name].start()
+        for engine in engines.values():
+            engine.wait_ready()
+        port = free_port()
+        command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", str(port)]
+        for name, engine in engines.items():
+            command += ["--prefill" if name[0] == "p" else "--decode", engine.url]
+        command += ["--probe-interval", "0.5"]
+        with (folder / "router.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        made = Cluster(f"http://127.0.0.1:{port}", engines, process)
+        try:
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                try:
+                    if requests.get(f"{made.router}/health", timeout=5).status_code == 200:
+                        break
+                except requests.RequestException:
+                    time.sleep(0.1)
+            yield made
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0, (folder / "router.log").read_text()[-4000:]
+
+
+@pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
+def test_tokens_and_usage_equal_a_single_engines(cluster: Cluster, prompt: str) -> None:
+    loads = cluster.count("d", "loads_total")
+    got = cluster.complete(cluster.router, prompt)
+    assert cluster.count("d", "loads_total") == loads + 1
+    alone = cluster.complete(cluster.single, prompt)
+    assert texts(got) == texts(alone)
+    assert got["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert got["usage"]["completion_tokens"] == alone["usage"]["completion_tokens"] == 24
+    assert set(got) == set(alone)
+
+
+def test_several_samples(cluster: Cluster) -> None:
+    options = {"n": 3, "temperature": 0.8, "seed": 7}
+    prompt = "Three samples. " + LONG[:1500]
+    got = cluster.complete(cluster.router, prompt, **options)
+    assert texts(got) == texts(cluster.complete(cluster.single, prompt, **options))
+    assert got["usage"]["completion_tokens"] == 72
+
+
+def test_several_prompts(cluster: Cluster) -> None:
+    prompts = ["First. " + SHORT, "Second. " + LONG[:600]]
+    got = cluster.complete(cluster.router, prompts)
+    assert texts(got) == texts(cluster.complete(cluster.single, prompts))
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_stream_has_the_events_of_a_single_engine(cluster: Cluster, chat: bool) -> None:
+    """Bytes, less what differs between any two requests: id, time, fingerprint of the system."""
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    prompt = f"Streamed {chat}. " + LONG[:900]
+    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    seen = []
+    for url in (cluster.router, cluster.single):
+        with requests.post(url + path, json=body, timeout=120, stream=True) as response:
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            raw = b"".join(response.iter_content(None))
+        assert raw.endswith(b"data: [DONE]\n\n")
+        events = [json.loads(e[6:]) for e in raw.decode().split("\n\n") if e.startswith("data: {")]
+        assert len({event["id"] for event in events}) == 1
+        field = "message" if not chat else "delta"
+        text = "".join(
+            (choice[field].get("content") or "") if chat else choice["text"]
+            for event in events
+            for choice in event["choices"]
+        )
+        seen.append((text, events[-1]["usage"]["completion_tokens"], set(events[0])))
+    assert seen[0] == seen[1]
+
+
+def test_32_at_once(cluster: Cluster) -> None:
+    prompts = [f"Number {i}. " + LONG[: 200 + 40 * i] for i in range(32)]
+    alone = {p: texts(cluster.complete(cluster.single, p, max_tokens=8)) for p in prompts}
+    with ThreadPoolExecutor(32) as pool:
+        got = list(
+            pool.map(lambda p: texts(cluster.complete(cluster.router, p, max_tokens=8)), prompts)
+        )
+    assert got == [alone[p] for p in prompts]
+    assert cluster.routed('requests_total{outcome="failed"}') == 0
+
+
+def test_openai_client(cluster: Cluster) -> None:
+    messages: Any = [{"role": "user", "content": "A chat. " + LONG[:500]}]
+    answers = []
+    for url in (cluster.router, cluster.single):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["tiny"]
+            answer = client.chat.completions.create(
+                model="tiny", messages=messages, temperature=0, max_completion_tokens=12
+            )
+            answers.append(answer.choices[0].message.content)
+            pieces = client.chat.completions.create(
+                model="tiny",
+                messages=messages,
+                temperature=0,
+                max_completion_tokens=12,
+                stream=True,
+            )
+            streamed = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
+            assert streamed == answers[-1]
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(model="no-such-model", prompt="x")
+    assert answers[0] == answers[1]
+
+
+def test_every_lease_is_given_back(cluster: Cluster) -> None:
+    for i in range(4):
+        cluster.complete(cluster.router, f"Lease {i}. " + LONG[:700])
+    for name in ("p0", "p1"):  # an engine counts what was released when it steps next
+        cluster.complete(cluster.engines[name].url, "A step.", max_tokens=1)
+    granted = cluster.count("p", "leases_granted_total")
+    assert granted > 0
+    assert cluster.count("p", "leases_closed_total") == granted
+
+
+class Load:
+    """32 requests at once, half of them streams; each must end well."""
+
+    def __init__(self, cluster: Cluster, tag: str) -> None:
+        self._cluster = cluster
+        self._prompts = [f"{tag} {i}. " + LONG[: 300 + 20 * i] for i in range(32)]
+        self.started = threading.Barrier(33)
+        self._pool = ThreadPoolExecutor(32)
+        self._futures = [self._pool.submit(self._one, i) for i in range(32)]
+
+    def _one(self, index: int) -> tuple[str, str | None, bool]:
+        """Prompt, text (``None`` if the stream broke after it began), whether it was streamed."""
+        prompt, stream = self._prompts[index], index % 2 == 0
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 48,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        self.started.wait()
+        url = f"{self._cluster.router}/v1/completions"
+        with requests.post(url, json=body, timeout=120, stream=stream) as response:
+            assert response.status_code == 200, response.text
+            if not stream:
+                return prompt, response.json()["choices"][0]["text"], False
+            events = [line[6:] for line in response.iter_lines() if line]
+        if events[-1] != b"[DONE]":
+            assert "error" in json.loads(events[-1])
+            return prompt, None, True
+        return prompt, "".join(json.loads(e)["choices"][0]["text"] for e in events[:-1]), True
+
+    def check(self) -> None:
+        results = [future.result() for future in self._futures]
+        self._pool.shutdown()
+        whole = [(prompt, text) for prompt, text, stream in results if not stream]
+        assert all(text is not None for _, text in whole)
+        for prompt, text, _ in results:
+            if text is not None:
+                alone = self._cluster.complete(self._cluster.single, prompt, max_tokens=48)
+                assert text == texts(alone)[0]
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_killed_engine_under_32_requests(cluster: Cluster, victim: str) -> None:
+    load = Load(cluster, f"Killing {victim}")
+    load.started.wait()
+    time.sleep(0.4)
+    cluster.engines[victim].kill()
+    load.check()
+    assert victim not in cluster.healthy()
+    cluster.engines[victim].start()
+    cluster.engines[victim].wait_ready()
+    end = time.monotonic() + 20
+    while victim not in cluster.healthy() and time.monotonic() < end:
+        time.sleep(0.2)
+    assert cluster.healthy() == set(cluster.engines)
+    # Sent to both of its role: the new one works, too.
+    for i in range(4):
+        prompt = f"After {victim} {i}. " + LONG[:500]
+        assert texts(cluster.complete(cluster.router, prompt)) == texts(
+            cluster.complete(cluster.single, prompt)
+        )
