@@ -44,7 +44,7 @@ def router(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     policy: Annotated[
-        str, option(ROUTING, "least-loaded, power-of-two or round-robin.")
+        str, option(ROUTING, "least-loaded, power-of-two, round-robin or session-affinity.")
     ] = "least-loaded",
     order: Annotated[
         str,

@@ -21,6 +21,7 @@ from vllm_ascend_pd.router.http_client import EngineClient
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
 from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
+from vllm_ascend_pd.router.page import page, status
 from vllm_ascend_pd.router.passthrough import Passthrough
 from vllm_ascend_pd.router.policies import Policy, Routed, make_policy
 from vllm_ascend_pd.router.relay import Job, Relay
@@ -85,6 +86,8 @@ class Router:
         app.router.add_get("/health/live", self._alive, allow_head=False)
         app.router.add_get("/metrics", self._metrics, allow_head=False)
         app.router.add_get("/version", self._version, allow_head=False)
+        app.router.add_get("/", self._page, allow_head=False)
+        app.router.add_get("/status", self._status, allow_head=False)
         app.router.add_get("/instances", self._instances, allow_head=False)
         self.registered.add_routes(app)
         app.router.add_route("*", "/v1/{path:.*}", self._pass)
@@ -185,6 +188,14 @@ class Router:
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json({"version": __version__})
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return page()
+
+    async def _status(self, request: web.Request) -> web.Response:
+        if not self._is_authorized(request):
+            return error_response(401, "unauthorized", "a valid API key is needed")
+        return _json(status(self))
 
     async def _instances(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):

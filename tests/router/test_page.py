@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page, in a real browser without a screen."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.router.harness import FAST, deployed, run
+from vllm_ascend_pd.router.instances import RecentError
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="needs a browser: apt-get install chromium"
+)
+
+
+async def rendered(url: str, profile: Path) -> str:
+    """What the page shows after its script ran."""
+    assert BROWSER is not None
+    process = await asyncio.create_subprocess_exec(
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={profile}",
+        "--virtual-time-budget=1500",
+        "--dump-dom",
+        url,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    output, _ = await process.communicate()
+    return output.decode()
+
+
+@needs_browser
+def test_page_shows_instances_requests_and_errors(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with deployed(2, 1) as d:
+            d.prefills[0].script("status(500)")
+            await d.post()
+            dom = await rendered(f"{d.url}/", tmp_path / "profile")
+            for engine in (*d.prefills, *d.decodes):
+                assert f"<td>127.0.0.1:{engine.port}</td>" in dom
+            assert len(re.findall('class="up"', dom)) == 3
+            assert "status 500" in dom
+            counts = re.search(r'id="counts">(.*?)</tr>', dom)
+            assert counts is not None
+            assert '<td class="n">1</td>' in counts[1]
+
+    run(test)
+
+
+@needs_browser
+def test_page_runs_nothing_that_an_engine_says(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            instance = d.router.registry.decodes[0]
+            text = "<img src=x onerror=document.title='broken'>"
+            instance.errors.append(RecentError(time.time(), text))
+            dom = await rendered(f"{d.url}/", tmp_path / "profile")
+            assert "<title>vllm-pd router</title>" in dom
+            assert "&lt;img src=x" in dom
+
+    run(test)
+
+
+def test_page_is_one_file_and_its_data_needs_a_key(tmp_path: Path) -> None:
+    async def test() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("key\n")
+        async with deployed(config=replace(FAST, api_keys_file=keys)) as d:
+            async with d.http.get(f"{d.url}/") as response:
+                text = await response.text()
+                assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+            assert not re.search(r"https?://|<link|<script src", text)
+            async with d.http.get(f"{d.url}/status") as response:
+                assert response.status == 401
+            headers = {"Authorization": "Bearer key"}
+            async with d.http.get(f"{d.url}/status", headers=headers) as response:
+                assert len((await response.json())["instances"]) == 2
+
+    run(test)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS towards clients and engines: a router in front of a router, with a certificate of our own."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import ssl
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from tests.router.harness import FAST, deployed, run, until
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router.config import TLS
+from vllm_ascend_pd.router.server import RouterServer, bind
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """Self-signed, for 127.0.0.1."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "router")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    paths[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return paths
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_https_to_clients_and_to_engines(certificate: tuple[Path, Path], trusted: bool) -> None:
+    async def test() -> None:
+        chain, key = certificate
+        context = ssl.create_default_context(cafile=str(chain))
+        async with deployed() as plain:
+            # The inner router stands for an engine behind https.
+            sock = bind("127.0.0.1", 0)
+            engines = plain.server.config
+            inner = RouterServer(replace(engines, tls=TLS(chain, key)))
+            await inner.start(sock)
+            url = f"https://127.0.0.1:{sock.getsockname()[1]}"
+            outer_config = replace(
+                FAST,
+                prefills=engines.prefills,
+                decodes=(url,),
+                tls=TLS(chain, key, chain if trusted else None),
+            )
+            outer_sock = bind("127.0.0.1", 0)
+            outer = RouterServer(outer_config)
+            await outer.start(outer_sock)
+            to_outer = f"https://127.0.0.1:{outer_sock.getsockname()[1]}/v1/completions"
+            body = {"prompt": "x", "max_tokens": 3, "stream": True}
+            try:
+                if trusted:
+                    await until(lambda: len(outer.router.prober.models) == 2)
+                async with plain.http.post(to_outer, json=body, ssl=context) as response:
+                    text = await response.text()
+                assert response.status == (200 if trusted else 503), text
+                assert text.count('"text"') == (3 if trusted else 0)
+            finally:
+                await outer.stop()
+                await inner.stop()
+
+    run(test)
+
+
+def test_wrong_certificate_is_a_config_error(tmp_path: Path) -> None:
+    from vllm_ascend_pd.router.tls import engine_context, server_context
+
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    with pytest.raises(ConfigError, match="--tls-certificate"):
+        server_context(TLS(wrong, wrong))
+    with pytest.raises(ConfigError, match="--engine-ca"):
+        engine_context(TLS(engine_ca=wrong))
+    with pytest.raises(ConfigError, match="both or none"):
+        TLS(certificate=wrong)
+
+
+def test_plain_client_at_a_tls_port_is_refused(certificate: tuple[Path, Path]) -> None:
+    async def test() -> None:
+        chain, key = certificate
+        async with deployed() as d:
+            sock = bind("127.0.0.1", 0)
+            server = RouterServer(replace(FAST, tls=TLS(chain, key)))
+            await server.start(sock)
+            with pytest.raises(aiohttp.ClientError):
+                await d.http.get(f"http://127.0.0.1:{sock.getsockname()[1]}/health")
+            await server.stop()
+
+    run(test)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a client's body goes to which leg."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.registration import KVEndpoint
+from vllm_ascend_pd.router.bodies import (
+    CHAT,
+    COMPLETIONS,
+    BadRequest,
+    Prefilled,
+    concurrent_params,
+    parse,
+    parse_prefill_answer,
+    without_params,
+)
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.health import parse_load
+from vllm_ascend_pd.router.tokens import PromptLengths
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(), JSON))
+def test_decode_leg_gets_what_the_client_sent(fields: dict[str, Any]) -> None:
+    sent = {"prompt": "x", **fields, "model": "m"}
+    sent.pop("vllm_xargs", None)
+    sent.pop("kv_transfer_params", None)
+    body = parse(COMPLETIONS, json.dumps(sent).encode())
+    assert json.loads(body.for_decode(None)) == sent
+    params = concurrent_params("t", KVEndpoint(engine_id="e", host="h", port=1))
+    decode = json.loads(body.for_decode(params))
+    assert decode.pop("kv_transfer_params")["transfer_id"] == "t"
+    assert decode == sent
+
+
+@given(st.dictionaries(st.text(), JSON))
+def test_prefill_leg_keeps_the_prompt_and_generates_one_token(fields: dict[str, Any]) -> None:
+    sent = {"messages": [{"role": "user", "content": "é"}], **fields, "model": "m", "n": 5}
+    prefill = json.loads(parse(CHAT, json.dumps(sent).encode()).for_prefill("t"))
+    assert prefill["messages"] == sent["messages"]
+    assert (prefill["max_tokens"], prefill["max_completion_tokens"], prefill["n"]) == (1, 1, 1)
+    assert prefill["stream"] is False
+    assert prefill["kv_transfer_params"] == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": "t",
+    }
+
+
+@given(st.binary())
+def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
+    for path in (COMPLETIONS, CHAT):
+        with contextlib.suppress(BadRequest):
+            assert parse(path, raw).prompt or b"prompt_embeds" in raw
+    with contextlib.suppress(BadRequest):
+        assert json.loads(without_params(raw)) == json.loads(raw)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("text", None),
+        ([1, 2, 3], None),
+        ([], None),
+        (["one"], "batch"),
+        ([[1, 2], [3]], "batch"),
+    ],
+    ids=str,
+)
+def test_several_prompts_are_noticed(prompt: Any, reason: str | None) -> None:
+    raw = json.dumps({"prompt": prompt}, indent=2).encode()
+    assert parse(COMPLETIONS, raw).decode_only == reason
+
+
+def test_prompt_embeds_need_no_prompt() -> None:
+    assert parse(COMPLETIONS, b'{"prompt_embeds": "AA=="}').decode_only == "prompt_embeds"
+
+
+@pytest.mark.parametrize(
+    ("raw", "kept"),
+    [
+        (b'{"a": {"kv_transfer_params": 1}}', {"a": {"kv_transfer_params": 1}}),
+        (b'{"kv_transfer_params": 1, "a": 2}', {"a": 2}),
+        (b'[{"kv_transfer_params": 1}, {"kv_transfer_params": 2}]', [{}, {}]),
+        (b'{"requests": [{"kv_transfer_params": 1}]}', {"requests": [{}]}),
+        (
+            b'{"sampling_params": {"extra_args": {"kv_transfer_params": 1}}}',
+            {"sampling_params": {"extra_args": {}}},
+        ),
+        (b'{"kv_transfer_params": 1, "kv_transfer_params": {"x": 1}}', {}),
+    ],
+)
+def test_parameters_are_dropped_where_engines_read_them(raw: bytes, kept: Any) -> None:
+    assert json.loads(without_params(raw)) == kept
+
+
+def test_prefill_answers() -> None:
+    params = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 7, "x": [1, {"y": 2}]}
+    answer: dict[str, Any] = {
+        "kv_transfer_params": params,
+        "usage": {"prompt_tokens": 12},
+        "choices": [],
+    }
+    found = parse_prefill_answer(json.dumps(answer).encode())
+    assert isinstance(found, Prefilled)
+    assert found.params is not None
+    assert json.loads(bytes(found.params)) == params
+    assert (found.kv, found.num_prompt_tokens) == (None, 12)
+    params["supports_concurrent"] = True
+    found = parse_prefill_answer(json.dumps(answer).encode())
+    assert isinstance(found, Prefilled)
+    expected = KVEndpoint(engine_id="e", host="h", port=7, supports_concurrent=True)
+    assert found.kv == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        (b"{}", FailureKind.NO_PARAMS),
+        (b'{"kv_transfer_params": null}', FailureKind.NO_PARAMS),
+        (b'{"kv_transfer_params": {}}', FailureKind.NO_PARAMS),
+        (b'{"kv_transfer_params": 7}', FailureKind.PROTOCOL),
+        (b"[", FailureKind.PROTOCOL),
+        (b"\xff", FailureKind.PROTOCOL),
+    ],
+)
+def test_prefill_answers_that_are_of_no_use(raw: bytes, kind: FailureKind) -> None:
+    found = parse_prefill_answer(raw)
+    assert isinstance(found, Failure)
+    assert found.kind is kind
+
+
+def test_prompt_lengths_are_counted_or_learned() -> None:
+    lengths = PromptLengths()
+    assert lengths.estimate("m", b"[1, 2,3]") == 3
+    text = b'"' + b"x" * 998 + b'"'
+    assert lengths.estimate("m", text) == 251
+    for _ in range(200):
+        lengths.learn("m", text, 500)
+    assert lengths.estimate("m", text) == 501
+    assert lengths.estimate("other", text) == 251
+
+
+def test_load_of_several_engines_behind_one_server_adds_up() -> None:
+    text = b"""# HELP vllm:num_requests_running x
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.7
+vllm:prefix_cache_queries_total{engine="0"} 1e+03
+vllm:prefix_cache_hits_total{engine="0"} 250
+vllm:num_requests_waiting_by_reason{reason="x"} 9.0
+"""
+    load = parse_load(text)
+    assert (load.num_running, load.num_waiting) == (5, 1)
+    assert load.kv_usage == pytest.approx(0.6)
+    assert (load.prefix_queries, load.prefix_hits) == (1000, 250)
+    assert parse_load(b"\x00garbage").num_running == 0
