@@ -70,6 +70,42 @@ def _set_worker_faults(worker: object, script: str) -> None:
         engine._script = parsed
 
 
+def _set_pool_faults(worker: object, script: str) -> None:
+    """Runs in the worker process of an engine that was started with a pool fault script."""
+    from vllm_ascend_pd import hooks
+    from vllm_ascend_pd.pool.fake_tier import TierScript
+
+    side: Any = hooks._worker
+    side._pool._tier.script = TierScript(script)
+
+
+def _flip_pool_bits(worker: object, hashes: list[bytes]) -> int:
+    """Runs in the worker process."""
+    import ctypes
+
+    from vllm_ascend_pd import hooks
+
+    side: Any = hooks._worker
+    store, space = side._pool._tier._store, side._pool._space
+    keys = [space.key(block_hash) for block_hash in hashes]
+    num_flipped = 0
+    for replicas in store._store.batch_get_replica_desc(keys).values():
+        for replica in replicas:
+            if replica.is_memory_replica():
+                address = replica.get_memory_descriptor().buffer_descriptor.buffer_address
+                ctypes.c_uint8.from_address(address + 1000).value ^= 8
+                num_flipped += 1
+    return num_flipped
+
+
+def _pool_master_id(worker: object) -> int:
+    """Runs in the worker process."""
+    from vllm_ascend_pd import hooks
+
+    side: Any = hooks._worker
+    return side._pool._on_close.__self__.master.process_id
+
+
 def _external_id(internal_id: str) -> str:
     """vLLM appends a random part to what the client calls a request."""
     return internal_id.rpartition("-")[0]
@@ -214,6 +250,23 @@ class EngineServer:
 
     def set_faults(self, script: str) -> None:
         self._llm.collective_rpc(_set_worker_faults, args=(script,))
+
+    def set_pool_faults(self, script: str) -> None:
+        self._llm.collective_rpc(_set_pool_faults, args=(script,))
+
+    def flip_pool_bits(self) -> int:
+        """In every value of the pool that lies in this engine's own memory; how many."""
+        hashes = list(self._scheduler.pd._kv_pool.source._known._until)
+        return self._llm.collective_rpc(_flip_pool_bits, args=(hashes,))[0]
+
+    def pool_master_id(self) -> int:
+        """The process id of the engine's own master."""
+        return self._llm.collective_rpc(_pool_master_id)[0]
+
+    def pool_breakers(self) -> dict[str, str]:
+        pool = self._scheduler.pd._kv_pool
+        pool.collect()
+        return {"get": pool.source.breaker.state.value, "put": pool.saves.breaker.state.value}
 
     def reset_prefix_cache(self) -> bool:
         return self._engine.reset_prefix_cache()

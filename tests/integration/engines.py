@@ -269,6 +269,21 @@ class Engine:
         """Script the next writes of an engine that was started with ``faults``."""
         self._call("set_faults", script=script)
 
+    def set_pool_faults(self, script: str) -> None:
+        """Script the next calls on the pool of an engine that was started with ``pool_faults``."""
+        self._call("set_pool_faults", script=script)
+
+    def flip_pool_bits(self) -> int:
+        """In every value of the pool that lies in this engine's memory; how many."""
+        return self._call("flip_pool_bits")
+
+    def pool_master_id(self) -> int:
+        return self._call("pool_master_id")
+
+    def pool_breakers(self) -> dict[str, str]:
+        """The state of the breakers ``get`` and ``put``."""
+        return self._call("pool_breakers")
+
     def reset_prefix_cache(self) -> bool:
         return self._call("reset_prefix_cache")
 

@@ -384,7 +384,7 @@ class PoolSource:
         origin.num_remote_tokens = by_place[Place.REMOTE]
         origin.num_ssd_tokens = by_place[Place.SSD]
         if num_pool:
-            origin.outcome = "loaded"
+            origin.outcome = origin.outcome or "loaded"
 
     def load_ended(self, prompt: PoolPrompt, result: LoadResult, blocks: dict[int, int]) -> None:
         """A load has ended; ``blocks`` are its block ids with their indices in the prompt."""

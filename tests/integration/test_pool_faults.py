@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No fault of the pool loses a request, gives a wrong token, or leaves a block or pin behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.pool_steps import POOL, delta, provenance, settle, store
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster, free_port
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Engines, SingleEngine
+
+pytestmark = pytest.mark.engine
+
+FULL = 6 * BLOCK_SIZE
+NUM_TOKENS = FULL + 9
+ASK = {"return_provenance": True}
+BREAKER = {"breaker_failures": 2, "probe_interval_s": 0.2}
+PromptOf = Callable[..., list[int]]
+
+
+@pytest.fixture
+def engine(engines: Engines) -> Engine:
+    """One whose pool can be scripted."""
+    engine = engines.shared("kv_both", pool={**POOL, **BREAKER}, pool_faults="get:ok*")
+    engine.set_pool_faults("")
+    wait_breakers(engine, "closed")
+    return engine
+
+
+def wait_breakers(engine: Engine, state: str, timeout: float = 15.0) -> None:
+    """Until both have it; a bypassed pool is tried when the engine steps."""
+    deadline = time.monotonic() + timeout
+    while set(engine.pool_breakers().values()) != {state}:
+        assert time.monotonic() < deadline, engine.pool_breakers()
+        engine.ask(os_random_prompt())
+        time.sleep(0.05)
+    settle(engine)
+
+
+def os_random_prompt() -> list[int]:
+    return [300 + byte for byte in os.urandom(BLOCK_SIZE + 1)]
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("corrupt", "checksum"),
+        ("short", "checksum"),
+        ("missing", "evicted"),
+        ("fail", "pool_failed"),
+    ],
+)
+def test_block_that_cannot_be_read_is_computed_with_those_after_it(
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: PromptOf,
+    load_mode: str,
+    script: str,
+    cause: str,
+) -> None:
+    engine = engines.shared(
+        "kv_both",
+        pool={**POOL, **BREAKER},
+        pool_faults="get:ok*",
+        transfer={"load_mode": load_mode},
+    )
+    engine.set_pool_faults("")
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    engine.set_pool_faults(f"get:ok*3,{script}")
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert answer.outcome == cause
+    assert provenance(answer) == {"dram": 3 * BLOCK_SIZE, "computed": NUM_TOKENS - 3 * BLOCK_SIZE}
+    settle(engine)
+
+
+def test_damaged_value_is_replaced_by_a_good_one(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    engine.set_pool_faults("get:corrupt")
+    store(engine, prompt)
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+
+
+def test_bit_flipped_in_memory_is_found(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared("kv_both", pool=POOL)
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    assert engine.flip_pool_bits() >= 6
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert (answer.outcome, provenance(answer)) == ("checksum", {"computed": NUM_TOKENS})
+    settle(engine)
+
+
+def test_slow_pool_is_given_up_at_the_deadline(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared(
+        "kv_both",
+        pool={**POOL, **BREAKER},
+        pool_faults="get:ok*",
+        transfer={"step_load_timeout_s": 0.5, "load_mode": "step"},
+    )
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    engine.set_pool_faults("get:delay(3000)")
+    started = time.monotonic()
+    answer = engine.ask(prompt, 8, ASK)
+    assert time.monotonic() - started < 2.5
+    assert answer.token_ids == single(prompt).token_ids
+    assert answer.outcome == "deadline"
+    settle(engine)
+
+
+def test_lookup_that_is_not_answered_is_given_up(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    pool = {**POOL, **BREAKER, "lookup_timeout_ms": 100}
+    engine = engines.shared("kv_both", pool=pool, pool_faults="lookup:delay(800),ok*")
+    prompt = prompt_of(NUM_TOKENS)
+    before = engine.metrics()
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert delta(before, engine.metrics(), "pool_lookups/deadline") == 1
+    settle(engine)
+
+
+def test_failing_pool_is_bypassed_and_used_again_when_it_works(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine.set_pool_faults("put:fail*")
+    prompts = [prompt_of(NUM_TOKENS, str(i)) for i in range(4)]
+    for prompt in prompts:
+        assert engine.ask(prompt).token_ids == single(prompt).token_ids
+        settle(engine)
+    assert engine.pool_breakers()["put"] != "closed"
+    engine.set_pool_faults("")
+    wait_breakers(engine, "closed")
+    store(engine, prompts[0])
+    store(engine, prompts[0])
+    assert provenance(engine.ask(prompts[0], 8, ASK)) == {"dram": FULL, "computed": 9}
+
+
+def test_full_pool_holds_no_request_back(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine.set_pool_faults("put:full*")
+    prompt = prompt_of(NUM_TOKENS)
+    before = engine.metrics()
+    answer = engine.ask(prompt, 3 * BLOCK_SIZE)
+    assert answer.token_ids == single(prompt, 3 * BLOCK_SIZE).token_ids
+    settle(engine)
+    assert delta(before, engine.metrics(), "pool_put_blocks/full") > 0
+    assert engine.pool_breakers()["put"] == "closed"
+
+
+def test_segment_that_holds_little_is_used_for_what_fits(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared("kv_both", pool={**POOL, "dram_size": "16MiB"})
+    for part in range(6):
+        prompt = prompt_of(40 * BLOCK_SIZE, str(part))
+        assert engine.ask(prompt).token_ids == single(prompt).token_ids
+        settle(engine)
+    assert engine.metrics()["pool_put_blocks/ok"] > 0
+
+
+def test_engine_starts_and_serves_without_its_master(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.own("kv_both", pool={**POOL, "master": f"127.0.0.1:{free_port()}"})
+    prompt = prompt_of(NUM_TOKENS)
+    for _ in range(2):
+        assert engine.ask(prompt).token_ids == single(prompt).token_ids
+    settle(engine)
+    engine.wait_log("the pool's master at", timeout=20)
+
+
+def test_killed_master_costs_no_token_and_is_started_again(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.own("kv_both", pool={**POOL, **BREAKER, "lookup_timeout_ms": 300})
+    prompts = [prompt_of(NUM_TOKENS, str(i)) for i in range(3)]
+    store(engine, prompts[0])
+    for name, prompt in enumerate(prompts):
+        engine.add(str(name), prompt, 3 * BLOCK_SIZE)
+    engine.step()
+    os.kill(engine.pool_master_id(), signal.SIGKILL)
+    answers = engine.run()
+    for name, prompt in enumerate(prompts):
+        expected = single(prompt, 3 * BLOCK_SIZE).token_ids
+        assert answers[str(name)].token_ids == expected
+    engine.wait_log("starting it again")
+    wait_breakers(engine, "closed")
+    deadline = time.monotonic() + 20
+    while True:
+        # The client finds the new master by itself, a second or two later.
+        store(engine, prompts[1])
+        answer = engine.ask(prompts[1], 8, ASK)
+        assert answer.token_ids == single(prompts[1]).token_ids
+        settle(engine, 20)
+        if "dram" in provenance(answer):
+            break
+        assert time.monotonic() < deadline, provenance(answer)
+        time.sleep(0.3)
+
+
+@pytest.fixture
+def master() -> EmbeddedMaster:
+    return EmbeddedMaster()
+
+
+def test_killed_owner_costs_no_token(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, master: EmbeddedMaster
+) -> None:
+    owner = engines.own("kv_both", pool={**POOL, "master": master.address})
+    guest = engines.own("kv_both", pool={**POOL, "master": master.address, "dram_size": 0})
+    prompts = [prompt_of(NUM_TOKENS, str(i)) for i in range(2)]
+    for prompt in prompts:
+        store(owner, prompt)
+    assert "remote" in provenance(guest.ask(prompts[0], 8, ASK))
+    engines.kill(owner)
+    started = time.monotonic()
+    answer = guest.ask(prompts[1], 8, ASK)
+    assert time.monotonic() - started < 10
+    assert answer.token_ids == single(prompts[1]).token_ids
+    assert "remote" not in provenance(answer)
+    settle(guest, 20)
+    master.stop()
+
+
+def test_stopped_owner_costs_no_token_and_its_late_bytes_spoil_none(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, master: EmbeddedMaster
+) -> None:
+    owner = engines.own("kv_both", pool={**POOL, "master": master.address})
+    guest = engines.own(
+        "kv_both",
+        pool={**POOL, **BREAKER, "master": master.address, "dram_size": 0},
+        transfer={"step_load_timeout_s": 1.0, "load_mode": "step"},
+    )
+    prompts = [prompt_of(NUM_TOKENS, str(i)) for i in range(3)]
+    for prompt in prompts:
+        store(owner, prompt)
+    assert "remote" in provenance(guest.ask(prompts[0], 8, ASK))
+    owner.signal(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        answer = guest.ask(prompts[1], 8, ASK)
+        assert time.monotonic() - started < 8
+        assert answer.token_ids == single(prompts[1]).token_ids
+        assert "remote" not in provenance(answer)
+    finally:
+        owner.signal(signal.SIGCONT)
+    for prompt in prompts:
+        assert guest.ask(prompt).token_ids == single(prompt).token_ids
+    settle(guest, 20)
+    master.stop()
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate"])
+def test_harmed_file_is_found(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, tmp_path: Path, harm: str
+) -> None:
+    folder = tmp_path / "ssd"
+    ssd = {"path": str(folder), "size": "64MiB"}
+    engine = engines.own("kv_both", pool={**POOL, "dram_size": "16MiB", "ssd": ssd})
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    time.sleep(1.5)  # until it is on disk
+    for part in range(9):
+        # More than the disk may hold, too: the oldest goes, and nothing is held back.
+        store(engine, prompt_of(40 * BLOCK_SIZE, str(part)))
+        time.sleep(0.5)
+    for file in folder.rglob("*.bucket"):
+        data = bytearray(file.read_bytes())
+        for position in range(500, len(data), 1000):
+            data[position] ^= 1
+        file.write_bytes(data if harm == "flip" else data[: len(data) // 2])
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {"computed": NUM_TOKENS}
+    settle(engine)
+
+
+def test_prefix_cache_is_reset_during_a_load(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared(
+        "kv_both",
+        pool={**POOL, **BREAKER},
+        pool_faults="get:ok*",
+        transfer={"load_mode": "park"},
+    )
+    engine.set_pool_faults("")
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    engine.set_pool_faults("get:delay(300)")
+    engine.add("loading", prompt, 8, ASK)
+    for _ in range(20):
+        engine.step()
+        if engine.counts()["loads"]:
+            break
+        time.sleep(0.01)
+    engine.reset_prefix_cache()
+    answer = engine.run()["loading"]
+    assert answer.token_ids == single(prompt).token_ids
+    settle(engine)
+
+
+def test_aborted_request_gives_its_parked_load_back(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared(
+        "kv_both",
+        pool={**POOL, **BREAKER},
+        pool_faults="get:ok*",
+        transfer={"load_mode": "park"},
+    )
+    engine.set_pool_faults("")
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    engine.set_pool_faults("get:delay(300)")
+    engine.add("loading", prompt, 8, ASK)
+    for _ in range(3):
+        engine.step()
+        time.sleep(0.02)
+    engine.abort("loading")
+    engine.run()
+    assert engine.ask(prompt).token_ids == single(prompt).token_ids
+    settle(engine)
