@@ -73,7 +73,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.link.connect(self.io.address)
         self.link.start()
         self.next_id = 0
-        self.num_quarantined = 0
 
     def new_id(self) -> int:
         self.next_id += 1
@@ -107,10 +106,8 @@ class PoolMachine(RuleBasedStateMachine):
             saved = self.inbox.get(timeout=LONG_S)
             assert isinstance(saved, Saved)
             assert len(saved.statuses) == len(part)
-            self.num_quarantined += "failed" in saved.statuses
-            for block_hash, status in zip(part, saved.statuses, strict=True):
-                if status == "ok" and len(part) <= 2:
-                    assert self.memory.lookup([self.space.key(block_hash)]) != [Place.NOWHERE]
+            if saved.statuses[-1] == "ok":  # those before it may have been evicted by it
+                assert self.memory.lookup([self.space.key(part[-1])]) != [Place.NOWHERE]
 
     @rule(wanted=hashes)
     def look_up(self, wanted: list[bytes]) -> None:
@@ -208,7 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolIO = PoolMachine.TestCase
 TestPoolIO.settings = settings(
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),

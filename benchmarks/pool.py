@@ -1,0 +1,399 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What the KV pool gains and costs, each figure as a ratio within one run.
+
+ttft       time to the first token of a prompt: computed, from DRAM, from SSD
+overhead   prefill and decode throughput with write-through, against an engine without a pool
+pass       one scheduler pass with 64 waiting requests, against an engine without a pool
+tier       put and get of the DRAM tier with our checksum, against memcpy of the same bytes
+lookup     lookups of 20,000 keys
+
+  python benchmarks/pool.py --model .cache/models/60m
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+GIB = 1 << 30
+PARTS = ("ttft", "overhead", "pass", "tier", "lookup")
+
+
+# --------------------------------------------------------------------------- the child: one engine
+
+
+def engine_main(options: argparse.Namespace) -> None:
+    """Obeys one JSON line at a time."""
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    transfer = None
+    if options.pool:
+        transfer = KVTransferConfig(
+            kv_connector="InEngine",
+            kv_role="kv_both",
+            kv_port=0,
+            kv_connector_extra_config={"pool": json.loads(options.pool)},
+        )
+    llm = LLM(
+        model=options.model,
+        dtype=options.dtype,
+        enforce_eager=True,
+        max_model_len=options.length + 256,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=options.kv_cache_mb << 20,
+        kv_transfer_config=transfer,
+    )
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    passes: list[float] = []
+    inner = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            passes.append((time.perf_counter() - started) * 1000)
+
+    scheduler.schedule = schedule
+
+    def settle() -> None:
+        pool = scheduler.pd._kv_pool if scheduler.pd is not None else None
+        while pool is not None and pool.saves.num_under_way:
+            pool.collect()
+            time.sleep(0.001)
+
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: dict[str, Any] = {}
+        if command["do"] == "generate":
+            passes.clear()
+            prompts = [{"prompt_token_ids": prompt} for prompt in command["prompts"]]
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=command["max_tokens"],
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": {"return_provenance": True}}
+                if options.pool
+                else None,
+            )
+            started = time.perf_counter()
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            answer["ms"] = (time.perf_counter() - started) * 1000
+            answer["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
+            answer["passes_ms"] = list(passes)
+            params = outputs[0].kv_transfer_params or {}
+            answer["provenance"] = params.get("provenance")
+        elif command["do"] == "reset":
+            settle()
+            answer["done"] = llm.llm_engine.reset_prefix_cache()
+        print(json.dumps(answer), flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+class Engine:
+    """An engine process."""
+
+    def __init__(
+        self, options: argparse.Namespace, pool: dict[str, Any] | None, max_num_seqs: int = 8
+    ) -> None:
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        command = [sys.executable, __file__, "--engine", "--model", options.model]
+        command += ["--dtype", options.dtype, "--length", str(options.length)]
+        command += ["--kv-cache-mb", str(options.kv_cache_mb), "--max-num-seqs", str(max_num_seqs)]
+        if pool is not None:
+            command += ["--pool", json.dumps(pool)]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise SystemExit("error: an engine ended; its messages are above")
+
+    def call(self, do: str, **more: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def generate(self, *prompts: list[int], max_tokens: int = 1) -> dict[str, Any]:
+        return self.call("generate", prompts=prompts, max_tokens=max_tokens)
+
+    def reset(self) -> None:
+        assert self.call("reset")["done"]
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 2000) for _ in range(length)]
+
+
+def report(name: str, value: float, unit: str, against: float | None = None) -> None:
+    ratio = f"   ratio {value / against:.3f}" if against else ""
+    print(f"  {name:<44} {value:10.2f} {unit}{ratio}", flush=True)
+
+
+# ------------------------------------------------------------------------------------ engine parts
+
+
+def bench_ttft(options: argparse.Namespace) -> None:
+    """The same prompts, first computed, then from the pool after the local cache was reset."""
+    print(f"ttft, {options.length} tokens, median of {options.rounds}", flush=True)
+    prompts = [prompt_of(i, options.length) for i in range(options.rounds)]
+    warm_up = prompt_of(10_000, options.length)
+    with tempfile.TemporaryDirectory() as folder:
+        off = Engine(options, None)
+        dram = Engine(options, {"dram_size": 2 * GIB, "load": "all"})
+        ssd_options = {"path": folder, "size": 4 * GIB}
+        # Memory for less than one prompt, so that what is asked again is on disk.
+        ssd = Engine(options, {"dram_size": "64MiB", "ssd": ssd_options, "load": "all"})
+        for engine in (off, dram, ssd):
+            engine.generate(warm_up)
+            engine.reset()
+        times: dict[str, list[float]] = {"off": [], "cold": [], "dram": [], "ssd": []}
+        for prompt in prompts:
+            expected = off.generate(prompt)
+            off.reset()
+            times["off"].append(expected["ms"])
+            times["cold"].append(dram.generate(prompt)["ms"])
+            dram.reset()
+            answer = dram.generate(prompt)
+            dram.reset()
+            times["dram"].append(answer["ms"])
+            assert answer["tokens"] == expected["tokens"]
+            assert answer["provenance"]["num_dram_tokens"] > 0.9 * options.length
+            ssd.generate(prompt)
+            ssd.reset()
+            time.sleep(2.5)  # Mooncake writes to disk once a second
+        num_ssd = 0
+        for prompt in prompts:
+            answer = ssd.generate(prompt)
+            ssd.reset()
+            origin = answer["provenance"]
+            if origin["num_ssd_tokens"] > 0.9 * options.length:
+                num_ssd += 1
+                times["ssd"].append(answer["ms"])
+        computed = statistics.median(times["off"])
+        report("computed, no pool", computed, "ms")
+        report("computed, stored meanwhile", statistics.median(times["cold"]), "ms", computed)
+        report("from DRAM", statistics.median(times["dram"]), "ms", computed)
+        if num_ssd:
+            report(f"from SSD ({num_ssd} prompts)", statistics.median(times["ssd"]), "ms", computed)
+        else:
+            print("  from SSD: no prompt was still there in full", flush=True)
+        for engine in (off, dram, ssd):
+            engine.stop()
+
+
+def bench_overhead(options: argparse.Namespace) -> None:
+    """Fresh prompts for each turn; the engines take turns in rotating order."""
+    print(f"write-through, median of {options.rounds} turns", flush=True)
+    engines = {"off": Engine(options, None), "pool": Engine(options, {"dram_size": 2 * GIB})}
+    prefill: dict[str, list[float]] = {name: [] for name in engines}
+    decode: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(options.rounds + 1):
+        names = list(engines)[:: 1 if turn % 2 else -1]
+        seed = 50_000 + 100 * turn
+        long = [prompt_of(seed + i, 1024) for i in range(4)]
+        short = [prompt_of(seed + 50 + i, 64) for i in range(8)]
+        for name in names:
+            engines[name].reset()
+            ms = engines[name].generate(*long)["ms"]
+            engines[name].reset()
+            decode_ms = engines[name].generate(*short, max_tokens=160)["ms"]
+            if turn:
+                prefill[name].append(4 * 1024 / ms * 1000)
+                decode[name].append(8 * 160 / decode_ms * 1000)
+    for what, rates in (("prefill", prefill), ("decode", decode)):
+        ratios = [b / a for a, b in zip(rates["off"], rates["pool"], strict=True)]
+        report(f"{what}, no pool", statistics.median(rates["off"]), "tokens/s")
+        report(f"{what}, write-through", statistics.median(rates["pool"]), "tokens/s")
+        report(f"{what}, median ratio of a turn", statistics.median(ratios), "")
+    for engine in engines.values():
+        engine.stop()
+
+
+def bench_pass(options: argparse.Namespace) -> None:
+    """64 requests, of which two run: the others wait, each with a lookup behind it."""
+    print("one scheduler pass, 64 waiting requests", flush=True)
+    engines = {
+        "off": Engine(options, None, max_num_seqs=2),
+        "pool": Engine(options, {"dram_size": GIB}, max_num_seqs=2),
+    }
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(options.rounds):
+        prompts = [prompt_of(90_000 + 100 * turn + i, 160) for i in range(64)]
+        for name in list(engines)[:: 1 if turn % 2 else -1]:
+            passes = engines[name].generate(*prompts, max_tokens=8)["passes_ms"]
+            times[name] += passes
+            engines[name].reset()
+    for quantile in (0.5, 0.99):
+        values = {n: sorted(v)[int(len(v) * quantile)] for n, v in times.items()}
+        report(f"p{round(quantile * 100)}, no pool", values["off"], "ms")
+        report(f"p{round(quantile * 100)}, pool", values["pool"], "ms", values["off"])
+    for engine in engines.values():
+        engine.stop()
+
+
+# -------------------------------------------------------------------------------------- tier parts
+
+
+class Memory:
+    def __init__(self, num_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        self.map = mmap.mmap(-1, num_bytes, flags=flags)
+        self.addr = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+
+def bench_tier(options: argparse.Namespace) -> None:
+    """Values of 1 MiB, 8 at a time, one thread: pages -> staging -> tier, and back."""
+    import numpy as np
+
+    from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
+    from vllm_ascend_pd.config import PoolConfig
+    from vllm_ascend_pd.pool.keys import KeySpace
+    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+    from vllm_ascend_pd.pool.tier import Status, Value
+    from vllm_ascend_pd.pool.values import BlockValues
+
+    num_layers, page, num_blocks, batch = 16, 64 << 10, 256, 8
+    pages, copy = (Memory(num_layers * page * num_blocks) for _ in range(2))
+    layout = PageLayout(
+        Region(pages.addr, len(pages.map)),
+        np.arange(num_layers, dtype=np.int64) * page * num_blocks,
+        page,
+        page,
+    )
+    space = KeySpace.of("bench")
+    values = BlockValues(make_block_copier(), layout, space)
+    backend = PoolBackend(PoolConfig(dram_size=2 * GIB), "127.0.0.1")
+    staging = Memory(batch * values.num_bytes)
+    backend.store.register(staging.addr, len(staging.map))
+    region = Region(staging.addr, len(staging.map))
+    size = values.num_bytes
+    rates: dict[str, list[float]] = {"memcpy": [], "put": [], "get": []}
+    num_bytes = num_blocks * num_layers * page
+    for turn in range(options.rounds + 1):
+        started = time.perf_counter()
+        for offset in range(0, num_bytes, batch * num_layers * page):
+            length = batch * num_layers * page
+            ctypes.memmove(copy.addr + offset, pages.addr + offset, length)
+        copied = time.perf_counter()
+        hashes = [random.randbytes(32) for _ in range(num_blocks)]
+        for start in range(0, num_blocks, batch):
+            part = [
+                Value(space.key(h), staging.addr + i * size, size)
+                for i, h in enumerate(hashes[start : start + batch])
+            ]
+            for i in range(batch):
+                values.pack(start + i, hashes[start + i], region, i * size)
+            assert set(backend.tier.put(part)) == {Status.OK}
+        put = time.perf_counter()
+        for start in range(0, num_blocks, batch):
+            part = [
+                Value(space.key(h), staging.addr + i * size, size)
+                for i, h in enumerate(hashes[start : start + batch])
+            ]
+            assert set(backend.tier.get(part)) == {Status.OK}
+            for i in range(batch):
+                status = values.unpack(start + i, hashes[start + i], region, i * size)
+                assert status is Status.OK
+        got = time.perf_counter()
+        if turn:  # the first one pays for the pages of the segment
+            rates["memcpy"].append(num_bytes / (copied - started) / 1e9)
+            rates["put"].append(num_bytes / (put - copied) / 1e9)
+            rates["get"].append(num_bytes / (got - put) / 1e9)
+        backend.tier.remove([space.key(h) for h in hashes])
+    print("DRAM tier, values of 1 MiB, one thread, checksum and copy to or from pages", flush=True)
+    plain = statistics.median(rates["memcpy"])
+    report("memcpy", plain, "GB/s")
+    for name in ("put", "get"):
+        report(name, statistics.median(rates[name]), "GB/s", plain)
+    backend.close()
+
+
+def bench_lookup(options: argparse.Namespace) -> None:
+    from vllm_ascend_pd.config import PoolConfig
+    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+    from vllm_ascend_pd.pool.tier import Value
+
+    backend = PoolBackend(PoolConfig(dram_size=GIB), "127.0.0.1")
+    memory = Memory(1 << 20)
+    backend.store.register(memory.addr, len(memory.map))
+    keys = [f"pd1/0123456789abcdef/{i:064x}" for i in range(20_000)]
+    for start in range(0, 10_000, 1000):
+        backend.tier.put([Value(key, memory.addr, 1024) for key in keys[start : start + 1000]])
+    times = []
+    for _ in range(options.rounds * 2):
+        started = time.perf_counter()
+        places = backend.tier.lookup(keys)
+        times.append((time.perf_counter() - started) * 1000)
+    print("lookup of 20,000 keys, half of them there", flush=True)
+    assert sum(map(bool, places)) == 10_000
+    report("median", statistics.median(times), "ms")
+    report("worst", max(times), "ms")
+    backend.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=".cache/models/60m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt of `ttft`")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kv-cache-mb", type=int, default=512)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pool", help=argparse.SUPPRESS)
+    parser.add_argument("--max-num-seqs", type=int, default=8, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        engine_main(options)
+        return
+    run = {
+        "ttft": bench_ttft,
+        "overhead": bench_overhead,
+        "pass": bench_pass,
+        "tier": bench_tier,
+        "lookup": bench_lookup,
+    }
+    for part in options.parts:
+        run[part](options)
+
+
+if __name__ == "__main__":
+    main()
