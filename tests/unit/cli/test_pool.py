@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd pool`` against a real master."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_ascend_pd.backends.mooncake_master import free_port
+from vllm_ascend_pd.cli import main
+from vllm_ascend_pd.config import PoolConfig
+from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+from vllm_ascend_pd.pool.tier import Status, Value
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[PoolBackend]:
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    backend = PoolBackend(PoolConfig(dram_size=16 << 20), "127.0.0.1")
+    yield backend
+    backend.close()
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main.app, ["pool", *arguments])
+    return result.exit_code, result.output
+
+
+def store(backend: PoolBackend, num_keys: int) -> None:
+    memory = mmap.mmap(-1, 4096)
+    addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    backend.store.register(addr, 4096)
+    values = [Value(f"pd1/feed/{i:04}", addr, 1000) for i in range(num_keys)]
+    assert set(backend.tier.put(values)) == {Status.OK}
+    backend.store.unregister(addr)
+
+
+def test_stats_keys_and_clear(backend: PoolBackend) -> None:
+    assert backend.master is not None
+    http = f"127.0.0.1:{backend.master.http_port}"
+    store(backend, 30)
+    code, output = run("keys", "--http", http, "--limit", "2")
+    assert code == 0
+    assert output.splitlines() == [
+        "pd1/feed/*  30 keys",
+        "  pd1/feed/0000",
+        "  pd1/feed/0001",
+        "  … 28 more",
+    ]
+    code, output = run("stats", "--http", http)
+    assert code == 0
+    assert "16,777,216" in output
+    code, output = run("clear", "--http", http, "--yes")
+    assert code == 0
+    assert '"removed_count":30' in output
+    assert run("keys", "--http", http) == (0, "")
+
+
+def test_clear_asks_first(backend: PoolBackend) -> None:
+    assert backend.master is not None
+    store(backend, 1)
+    http = f"127.0.0.1:{backend.master.http_port}"
+    assert run("clear", "--http", http)[0] == 1
+    assert backend.tier.clear() == 1
+
+
+def test_master_that_is_not_there_is_named() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    code, output = run("stats", "--http", address)
+    assert code == 1
+    assert f"no master answers at http://{address}" in output
