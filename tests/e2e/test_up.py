@@ -45,6 +45,7 @@ class Up:
         self._output = folder / "up.out"
         command = [VLLM_PD, "up", str(model), "--served-model-name", "tiny", "--prefill", "1"]
         command += ["--decode", "1", "--port", str(self.port), "--log-dir", str(folder / "logs")]
+        command += ["--pool", "64MiB"]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*command, "--", *engine_args],
@@ -145,6 +146,18 @@ def test_answers_are_those_of_one_engine(up: Up) -> None:
     assert metric(up.engine_url("decode-0"), "vllm:pd_load_bytes_total") > before
 
 
+def test_engines_are_registered(up: Up) -> None:
+    for name in ("prefill-0", "decode-0"):
+        url = up.engine_url(name)
+        assert metric(url, "vllm:pd_router_registered") == 1
+        assert f'engine_id="{name}"' in requests.get(f"{url}/metrics", timeout=30).text
+    listed = requests.get(f"{up.url}/instances", timeout=30).json()
+    assert {(i["instance_id"], i["source"], i["state"]) for i in listed} == {
+        ("prefill-0", "registered", "ready"),
+        ("decode-0", "registered", "ready"),
+    }
+
+
 def test_doctor_finds_nothing_wrong(up: Up) -> None:
     code, findings = doctor(up)
     assert code == 0, findings
@@ -175,12 +188,20 @@ def test_a_killed_engine_is_reported_and_started_again(up: Up) -> None:
     assert metric(up.engine_url("decode-0"), "vllm:pd_load_bytes_total") > 0
 
 
+def test_a_killed_master_is_started_again_and_answers_stay_right(up: Up) -> None:
+    os.kill(up.pid("master"), signal.SIGKILL)
+    prompt = "Without a master. " + LONG
+    alone = up.engine_url("prefill-0")
+    assert complete(up.url, prompt) == complete(alone, prompt, cache_salt="alone")
+    up.until(lambda: up.count("master", "ready") == 2, 30)
+
+
 def test_ctrl_c_leaves_nothing(up: Up) -> None:
     pids = up.pids()
-    assert len(pids) >= 5  # two front ends, two engine cores at least, the router
+    assert len(pids) >= 6  # two front ends, two engine cores at least, the router, the master
     assert up.stop() == 0, up.output
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    for name in ("prefill-0", "decode-0", "router"):
+    for name in ("master", "prefill-0", "decode-0", "router"):
         assert up.count(name, "stopped") == 1
 
 

@@ -56,6 +56,15 @@ def master_program() -> str:
     raise BackendError("mooncake_master is not in the installed Mooncake package")
 
 
+def master_command(program: str, host: str, rpc_port: int, http_port: int) -> tuple[str, ...]:
+    """``http_port`` answers ``/health`` and ``/metrics``."""
+    return (
+        *(program, f"--rpc_address={host}", f"--rpc_port={rpc_port}"),
+        *(f"--metrics_host={host}", f"--metrics_port={http_port}", "--logtostderr=1"),
+        *_FLAGS,
+    )
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -130,10 +139,9 @@ class EmbeddedMaster:
     def _launch(self) -> subprocess.Popen[bytes]:
         launch = _LAUNCH.format(signal=int(signal.SIGTERM), parent=os.getpid())
         command = [
-            *(sys.executable, "-I", "-S", "-c", launch, self._program),
-            *("--rpc_address=127.0.0.1", f"--rpc_port={self.rpc_port}"),
-            *("--metrics_host=127.0.0.1", f"--metrics_port={self.http_port}"),
-            *("--logtostderr=1", *_FLAGS, *self._extra_flags),
+            *(sys.executable, "-I", "-S", "-c", launch),
+            *master_command(self._program, "127.0.0.1", self.rpc_port, self.http_port),
+            *self._extra_flags,
         ]
         if self._log_path is None:
             return _spawn(command, subprocess.DEVNULL)

@@ -37,6 +37,10 @@ def up(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients send.", show_default="MODEL")
     ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Share a KV pool; each engine gives it SIZE (8GiB)."),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="Topology file, instead of MODEL and the options above.", dir_okay=False),
@@ -86,6 +90,7 @@ def up(
                     "prefill": [{"count": prefill}],
                     "decode": [{"count": decode}],
                     "router": {"port": port},
+                    "extra_config": {"pool": {"dram_size": pool}} if pool else {},
                 }
             )
         else:
@@ -102,7 +107,7 @@ def up(
             return
         commands = plan.on(here)
         launch.refuse_busy_ports(commands)
-        if any(command.role != "router" for command in commands):
+        if any(command.role in ("prefill", "decode") for command in commands):
             asyncio.run(launch.refuse_unpatched_engine())
         logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
         code = asyncio.run(

@@ -18,13 +18,14 @@ import msgspec
 import psutil
 from rich.text import Text
 
+from vllm_ascend_pd.backends.mooncake_master import master_program
 from vllm_ascend_pd.cluster.display import Display
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.cluster.machine import can_listen, port_owner
 from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.supervisor import ChildSpec, Patience, StartError, Supervisor
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.registration import InstanceStatus
 
 if TYPE_CHECKING:
@@ -51,7 +52,11 @@ def find_programs() -> Programs:
                 " in the environment that vllm-pd is started from"
             )
         found[name] = path
-    return Programs(vllm=found["vllm"], vllm_pd=found["vllm-pd"])
+    try:
+        master = master_program()
+    except BackendError:
+        master = "mooncake_master"  # not needed without a pool
+    return Programs(found["vllm"], found["vllm-pd"], master)
 
 
 def find_local_host(topology: Topology, name: str | None) -> str:
@@ -143,7 +148,8 @@ async def launch(
 
 async def _report_missing(plan: Plan, display: Display) -> None:
     """Wait until the router sends requests to every engine; say which ones it does not."""
-    missing = {command.url: command.name for command in plan.commands if command.role != "router"}
+    roles = ("prefill", "decode")
+    missing = {command.url: command.name for command in plan.commands if command.role in roles}
     end = time.monotonic() + _ROUTER_PATIENCE_S
     timeout = aiohttp.ClientTimeout(total=3)
     async with aiohttp.ClientSession(timeout=timeout) as session:

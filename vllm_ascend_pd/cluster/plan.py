@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_ascend_pd.cluster.topology import (
-    EngineGroup,
-    Host,
-    Topology,
-    parse_cores,
-    render_args,
-)
+from vllm_ascend_pd.backends.mooncake_master import master_command
+from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, http_url, option
+from vllm_ascend_pd.cluster.topology import EngineGroup, Topology, render_args
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.errors import ConfigError
 
@@ -31,11 +26,13 @@ PortChooser = Callable[[str], int]
 FIRST_PORT = 8100
 """With several hosts, ports are counted from here, so that every host works out the same ones."""
 FIRST_KV_PORT = 14600
+MASTER_PORTS = (14500, 14501)
+DRAIN_S = 10
+"""An engine that is told to end finishes its requests so long. vLLM's own default is to kill the
+engine core at once, and then it takes no leave of the router."""
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-_MEMORY_OPTIONS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +40,8 @@ class Command:
     """One process: what to run, where, and how to ask whether it is up."""
 
     name: str
-    """``prefill-0``, ``decode-1``, ``router``: the name of its log and of its instance."""
-    role: Literal["prefill", "decode", "router"]
+    """``prefill-0``, ``decode-1``, ``router``, ``master``: of its log, and at the router."""
+    role: Literal["master", "prefill", "decode", "router"]
     host: str
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -60,7 +57,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All commands of a topology; engines first, the router last."""
+    """All commands of a topology; the pool's master first, then engines, the router last."""
 
     commands: tuple[Command, ...]
     router_url: str
@@ -76,22 +73,16 @@ class Programs:
 
     vllm: str = "vllm"
     vllm_pd: str = "vllm-pd"
+    master: str = "mooncake_master"
 
 
 @dataclass(slots=True)
-class _Engine:
-    """One engine, and the part of its host that it gets."""
+class _Shared:
+    """What every engine is told."""
 
-    name: str
-    role: Literal["prefill", "decode"]
-    host: str
-    port: int
-    kv_port: int
-    words: list[str]
-    env: dict[str, str]
-    cores: tuple[int, ...] = ()
-    devices: tuple[int, ...] = ()
-    memory_bytes: int | None = None
+    router_url: str
+    registers: bool
+    master: str | None = None
 
 
 def make_plan(
@@ -110,35 +101,53 @@ def make_plan(
     """
     programs = programs or Programs()
     device = topology.device or machine.device
-    engines = _engines(topology, choose_port if len(topology.hosts) == 1 else None)
+    chooser = choose_port if len(topology.hosts) == 1 else None
+    engines = _engines(topology, chooser)
     for name, host in topology.hosts.items():
         here = [engine for engine in engines if engine.host == name]
-        _divide(name, host, here, device, machine if name == local_host else None)
+        divide(name, host, here, device, machine if name == local_host else None)
     router_host = topology.host_name(topology.router.host)
-    router_url = _url(topology.hosts[router_host].address, topology.router.port)
-    commands = [_engine_command(e, topology, device, programs) for e in engines]
+    address = topology.hosts[router_host].address
+    shared = _Shared(
+        router_url=http_url(address, topology.router.port), registers=_registers(topology)
+    )
+    commands = []
+    if _wants_master(topology):
+        rpc_port, http_port = (chooser(address), chooser(address)) if chooser else MASTER_PORTS
+        shared.master = f"{address}:{rpc_port}"
+        argv = master_command(programs.master, address, rpc_port, http_port)
+        if topology.extra_config["pool"].get("ssd"):
+            argv += ("--enable_offload=true",)
+        url = http_url(address, http_port)
+        commands.append(Command("master", "master", router_host, argv, {}, url))
+    commands += [_engine_command(e, topology, device, shared, programs) for e in engines]
+    words = [programs.vllm_pd, "router", "--host", address, "--port", str(topology.router.port)]
+    if not shared.registers:
+        words += [word for engine in engines for word in (f"--{engine.role}", engine.url)]
+    elif token_file := topology.extra_config.get("router", {}).get("token_file"):
+        words += ["--registration-token-file", token_file]
+    argv = (*words, *render_args(topology.router.args))
     commands.append(
-        Command(
-            name="router",
-            role="router",
-            host=router_host,
-            argv=(
-                *(programs.vllm_pd, "router"),
-                *("--host", topology.hosts[router_host].address),
-                *("--port", str(topology.router.port)),
-                *(word for c in commands for word in (f"--{c.role}", c.url)),
-                *render_args(topology.router.args),
-            ),
-            env=dict(topology.router.env),
-            url=router_url,
-        )
+        Command("router", "router", router_host, argv, dict(topology.router.env), shared.router_url)
     )
     _refuse_shared_ports(topology, engines)
-    return Plan(tuple(commands), router_url)
+    return Plan(tuple(commands), shared.router_url)
 
 
-def _engines(topology: Topology, choose_port: PortChooser | None) -> list[_Engine]:
-    engines: list[_Engine] = []
+def _registers(topology: Topology) -> bool:
+    """Whether engines register with the router, which off loopback needs a token."""
+    loopback = all(ipaddress.ip_address(h.address).is_loopback for h in topology.hosts.values())
+    return loopback or "token_file" in topology.extra_config.get("router", {})
+
+
+def _wants_master(topology: Topology) -> bool:
+    """Whether engines have a pool and no master of the user's own."""
+    pool = topology.extra_config.get("pool")
+    return isinstance(pool, dict) and "master" not in pool
+
+
+def _engines(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEngine]:
+    engines: list[PlacedEngine] = []
     roles: tuple[tuple[Literal["prefill", "decode"], tuple[EngineGroup, ...]], ...] = (
         ("prefill", topology.prefill),
         ("decode", topology.decode),
@@ -157,10 +166,11 @@ def _engines(topology: Topology, choose_port: PortChooser | None) -> list[_Engin
                     return base + len(engines)
 
                 engines.append(
-                    _Engine(
+                    PlacedEngine(
                         name=f"{role}-{number}",
                         role=role,
                         host=host,
+                        address=topology.hosts[host].address,
                         port=port(group.port, FIRST_PORT),
                         kv_port=port(group.kv_port, FIRST_KV_PORT),
                         words=render_args({**_dashed(topology.args), **_dashed(group.args)})
@@ -176,86 +186,46 @@ def _dashed(args: dict[str, Any]) -> dict[str, Any]:
     return {key.replace("_", "-").lstrip("-"): value for key, value in args.items()}
 
 
-def _divide(
-    name: str, host: Host, engines: list[_Engine], device: str, machine: Machine | None
-) -> None:
-    """Give each engine of a host its devices, or its cores and memory."""
-    if device != "cpu":
-        _divide_devices(name, host, engines, machine)
-        return
-    if machine is not None and engines:
-        for engine in engines:
-            chosen = any(_option(engine.words, option) for option in _MEMORY_OPTIONS)
-            if not chosen and "VLLM_CPU_KVCACHE_SPACE" not in engine.env:
-                share = machine.free_memory_bytes // (2 * len(engines))
-                engine.memory_bytes = max(1, min(share, 16 << 30) // _MIB) * _MIB
-    if host.cores is not None:
-        cores = parse_cores(f"hosts.{name}.cores", host.cores)
-    else:
-        cores = machine.cores if machine is not None else ()
-    each = len(cores) // len(engines) if engines else 0
-    for index, engine in enumerate(engines):
-        engine.cores = cores[index * each : (index + 1) * each]
-
-
-def _divide_devices(name: str, host: Host, engines: list[_Engine], machine: Machine | None) -> None:
-    devices = host.devices if host.devices is not None else machine.devices if machine else None
-    if devices is None:
-        if len(engines) > 1:
-            raise ConfigError(
-                f"hosts.{name}.devices is missing: {len(engines)} engines share that host, so the"
-                " topology must say which accelerators it has, e.g. devices: [0, 1, 2, 3]"
-            )
-        return
-    taken = 0
-    for engine in engines:
-        needed = _int_option(engine, "--tensor-parallel-size", "-tp") * _int_option(
-            engine, "--pipeline-parallel-size", "-pp"
-        )
-        engine.devices = devices[taken : taken + needed]
-        taken += needed
-    if taken > len(devices):
-        raise ConfigError(
-            f"hosts.{name}: its {len(engines)} engines need {taken} devices, and it has"
-            f" {len(devices)} {list(devices)}; lower count or tensor-parallel-size"
-        )
-
-
 def _engine_command(
-    engine: _Engine, topology: Topology, device: str, programs: Programs
+    engine: PlacedEngine, topology: Topology, device: str, shared: _Shared, programs: Programs
 ) -> Command:
-    address = topology.hosts[engine.host].address
-    url = _url(address, engine.port)
     _check_hash_seed(engine)
-    words = ["serve", topology.model, "--host", address, "--port", str(engine.port)]
+    words = ["serve", topology.model, "--host", engine.address, "--port", str(engine.port)]
     if topology.served_model_name:
         words += ["--served-model-name", topology.served_model_name]
     words += engine.words
+    if option(engine.words, "--shutdown-timeout") is None:
+        words += ["--shutdown-timeout", str(DRAIN_S)]
     if engine.memory_bytes is not None:
         words += ["--kv-cache-memory-bytes", str(engine.memory_bytes)]
     words += [
         "--kv-transfer-config",
-        json.dumps(_transfer_config(engine, topology)),
+        json.dumps(_transfer_config(engine, topology, shared)),
     ]
-    env = {"VLLM_HOST_IP": address, **engine.env}
+    env = {"VLLM_HOST_IP": engine.address, **engine.env}
     if engine.devices:
         env[_VISIBLE_DEVICES[device]] = ",".join(map(str, engine.devices))
     pinned = ["taskset", "-c", ",".join(map(str, engine.cores))] if engine.cores else []
     return Command(
-        engine.name, engine.role, engine.host, (*pinned, programs.vllm, *words), env, url
+        engine.name, engine.role, engine.host, (*pinned, programs.vllm, *words), env, engine.url
     )
 
 
-def _transfer_config(engine: _Engine, topology: Topology) -> dict[str, Any]:
+def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) -> dict[str, Any]:
     extra = dict(topology.extra_config)
-    address = topology.hosts[engine.host].address
+    address = engine.address
     if not ipaddress.ip_address(address).is_loopback:
-        peers = sorted({host.address for host in topology.hosts.values()} - {address})
+        peers = sorted({host.address for host in topology.hosts.values()})
         security = dict(extra.get("security", {}))
         if "secret_file" not in security:
             security.setdefault("allow_non_loopback", True)
-        security.setdefault("allowed_peers", peers or [address])
+        security.setdefault("allowed_peers", peers)
         extra["security"] = security
+    if shared.registers:
+        own = {"url": shared.router_url, "http_url": engine.url, "instance_id": engine.name}
+        extra["router"] = {**extra.get("router", {}), **own}
+    if isinstance(extra.get("pool"), dict):
+        extra["pool"] = _pool(extra["pool"], engine, shared)
     config = {
         "kv_connector": "InEngine",
         "kv_role": _KV_ROLES[engine.role],
@@ -271,8 +241,21 @@ def _transfer_config(engine: _Engine, topology: Topology) -> dict[str, Any]:
     return config
 
 
-def _check_hash_seed(engine: _Engine) -> None:
-    algorithm = _option(engine.words, "--prefix-caching-hash-algo") or "sha256"
+def _pool(pool: dict[str, Any], engine: PlacedEngine, shared: _Shared) -> dict[str, Any]:
+    pool = dict(pool)
+    if shared.master is not None:
+        pool["master"] = shared.master
+    if "dram_size" not in pool and engine.pool_bytes is not None:
+        pool["dram_size"] = engine.pool_bytes
+    ssd = pool.get("ssd")
+    if isinstance(ssd, dict) and isinstance(ssd.get("path"), str):
+        # A folder belongs to one engine.
+        pool["ssd"] = {**ssd, "path": f"{ssd['path'].rstrip('/')}/{engine.name}"}
+    return pool
+
+
+def _check_hash_seed(engine: PlacedEngine) -> None:
+    algorithm = option(engine.words, "--prefix-caching-hash-algo") or "sha256"
     if not algorithm.startswith("sha256") and "PYTHONHASHSEED" not in engine.env:
         raise ConfigError(
             f"env.PYTHONHASHSEED is missing: with prefix-caching-hash-algo {algorithm} each engine"
@@ -281,7 +264,7 @@ def _check_hash_seed(engine: _Engine) -> None:
         )
 
 
-def _refuse_shared_ports(topology: Topology, engines: list[_Engine]) -> None:
+def _refuse_shared_ports(topology: Topology, engines: list[PlacedEngine]) -> None:
     users: dict[tuple[str, int], str] = {}
     router = topology.host_name(topology.router.host)
     users[topology.hosts[router].address, topology.router.port] = "the router"
@@ -297,26 +280,3 @@ def _refuse_shared_ports(topology: Topology, engines: list[_Engine]) -> None:
                     f" {engine.name}; change a port or kv_port"
                 )
             users[where] = engine.name
-
-
-def _option(words: list[str], *names: str) -> str | None:
-    """The value of an option on a command line; the last one counts."""
-    found = None
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") in names:
-            found = value if equals else words[index + 1] if index + 1 < len(words) else ""
-    return found
-
-
-def _int_option(engine: _Engine, *names: str) -> int:
-    text = _option(engine.words, *names)
-    if text is None:
-        return 1
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise ConfigError(f"{engine.name}: {names[0]} must be a positive number, not {text!r}")
-    return int(text)
-
-
-def _url(address: str, port: int) -> str:
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"

@@ -35,7 +35,12 @@ def describe(
     names = scheduler.vllm_config.model_config.served_model_name
     kv = None
     if endpoint is not None:
-        kv = KVEndpoint(engine_id=config.engine_id, host=endpoint.host, port=endpoint.port)
+        kv = KVEndpoint(
+            engine_id=config.engine_id,
+            host=endpoint.host,
+            port=endpoint.port,
+            supports_concurrent=True,
+        )
     return Registration(
         url=find_http_url(config.router, config.host),
         role=_ROLES[config.role],

@@ -42,6 +42,7 @@ def test_one_machine() -> None:
     assert (prefill.url, decode.url) == ("http://127.0.0.1:9000", "http://127.0.0.1:9002")
     assert option(prefill, "--port") == "9000"
     assert option(prefill, "--served-model-name") == "name"
+    assert option(prefill, "--shutdown-timeout") == "10"
     assert option(prefill, "--kv-cache-memory-bytes") == str(4 * GIB)
     assert transfer_config(prefill) == {
         "kv_connector": "InEngine",
@@ -49,14 +50,17 @@ def test_one_machine() -> None:
         "engine_id": "prefill-0",
         "kv_ip": "127.0.0.1",
         "kv_port": 9001,
-        "kv_connector_extra_config": {},
+        "kv_connector_extra_config": {
+            "router": {
+                "url": "http://127.0.0.1:8000",
+                "http_url": "http://127.0.0.1:9000",
+                "instance_id": "prefill-0",
+            }
+        },
     }
     assert transfer_config(decode)["kv_role"] == "kv_consumer"
     assert transfer_config(decode)["kv_port"] == 0
-    assert router.argv == (
-        *("vllm-pd", "router", "--host", "127.0.0.1", "--port", "8000"),
-        *("--prefill", "http://127.0.0.1:9000", "--decode", "http://127.0.0.1:9002"),
-    )
+    assert router.argv == ("vllm-pd", "router", "--host", "127.0.0.1", "--port", "8000")
     assert router.url == "http://127.0.0.1:8000"
 
 
@@ -126,17 +130,60 @@ def test_several_hosts() -> None:
     config = transfer_config(made.on("b")[0])
     assert config["kv_ip"] == "10.0.0.2"
     extra = config["kv_connector_extra_config"]
-    assert extra["security"] == {"allow_non_loopback": True, "allowed_peers": ["10.0.0.1"]}
+    assert extra["security"] == {
+        "allow_non_loopback": True,
+        "allowed_peers": ["10.0.0.1", "10.0.0.2"],
+    }
     assert option(made.commands[-1], "--decode") == "http://10.0.0.2:8102"
+    assert "router" not in extra  # it would need a token to register from another host
     # The other host works out the same ports.
     assert [c.url for c in plan(local="b", **fields).commands] == [c.url for c in made.commands]
 
 
 def test_extra_config_reaches_every_engine() -> None:
-    made = plan(extra_config={"transfer": {"lease_s": 5}})
+    made = plan(extra_config={"transfer": {"lease_s": 5}, "router": {"labels": {"model": "x"}}})
     for command in made.commands[:2]:
         extra = transfer_config(command)["kv_connector_extra_config"]
         assert extra["transfer"] == {"lease_s": 5}
+        assert extra["router"]["labels"] == {"model": "x"}
+
+
+def test_engines_on_several_hosts_register_with_a_token() -> None:
+    made = plan(local="a", hosts=HOSTS, extra_config={"router": {"token_file": "/etc/token"}})
+    router = made.commands[-1]
+    assert option(router, "--registration-token-file") == "/etc/token"
+    assert "--prefill" not in router.argv
+    section = transfer_config(made.commands[0])["kv_connector_extra_config"]["router"]
+    assert section["token_file"] == "/etc/token"
+    assert section["url"] == "http://10.0.0.1:8000"
+
+
+def test_a_pool_has_one_master() -> None:
+    pool = {"ssd": {"path": "/ssd/kv", "size": "1GiB"}}
+    master, *engines, _ = plan(extra_config={"pool": pool}).commands
+    assert (master.name, master.argv[0]) == ("master", "mooncake_master")
+    assert "--enable_offload=true" in master.argv
+    rpc_port = next(w for w in master.argv if w.startswith("--rpc_port=")).partition("=")[2]
+    for engine in engines:
+        section = transfer_config(engine)["kv_connector_extra_config"]["pool"]
+        assert section["master"] == f"127.0.0.1:{rpc_port}"
+        assert section["dram_size"] == 2 * GIB
+        assert section["ssd"] == {"path": f"/ssd/kv/{engine.name}", "size": "1GiB"}
+
+
+def test_a_master_of_the_users_own() -> None:
+    pool = {"master": "127.0.0.1:50051", "dram_size": "1GiB"}
+    made = plan(extra_config={"pool": pool})
+    assert [c.name for c in made.commands] == ["prefill-0", "decode-0", "router"]
+    assert transfer_config(made.commands[0])["kv_connector_extra_config"]["pool"] == pool
+
+
+def test_ports_of_the_master_on_several_hosts_are_fixed() -> None:
+    made = plan(local="b", hosts=HOSTS, extra_config={"pool": {"dram_size": "1GiB"}})
+    assert made.commands[0].host == "a"
+    assert "--rpc_address=10.0.0.1" in made.commands[0].argv
+    section = transfer_config(made.commands[1])["kv_connector_extra_config"]["pool"]
+    assert section["master"] == "10.0.0.1:14500"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ _FIXES = {
     "incompatible": "see the check that failed above, or the warning in D's log",
     "wrong_epoch": "P was restarted meanwhile; run the doctor again",
     "lease_expired": "raise transfer.lease_s on P, or see what holds D up",
+    "not_arrived": "see why the router's request did not reach P",
     "hash_mismatch": "start both sides with the same hash algorithm and PYTHONHASHSEED",
     "checksum": "look at the network and the memory of both hosts",
     "transfer_failed": "open Mooncake's ports (15000-17000) between the hosts",

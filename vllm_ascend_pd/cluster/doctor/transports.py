@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import mmap
+import shlex
 import socket
 import sys
 import threading
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.backends.shared_memory import SharedMapping, SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferStatus
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 from vllm_ascend_pd.cluster.doctor.host import run_command
@@ -55,7 +56,7 @@ class Bandwidth:
                     fail(
                         self.name,
                         f"{transport}: {reason}",
-                        f"{sys.executable} -m {__name__} {transport}",
+                        f"{sys.executable} -m {__name__} {shlex.quote(transport)}",
                     )
                 )
                 continue
@@ -107,21 +108,27 @@ def measure_tcp() -> float:
 
 
 def measure_mooncake() -> float:
-    """Mooncake over TCP on loopback, in pieces as engines write them; what arrives is compared."""
+    """Mooncake over TCP on loopback."""
     from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 
-    source, target = mmap.mmap(-1, NUM_BYTES), mmap.mmap(-1, NUM_BYTES)
-    pattern = bytes(range(251)) * (NUM_BYTES // 251 + 1)
-    source[:] = pattern[:NUM_BYTES]
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in (source, target)]
-    with (
-        contextlib.closing(MooncakeTransferEngine("127.0.0.1")) as writer,
-        contextlib.closing(MooncakeTransferEngine("127.0.0.1")) as reader,
-    ):
-        writer.register(addresses[0], NUM_BYTES)
-        reader.register(addresses[1], NUM_BYTES)
-        result = _best(lambda: _write(writer, reader.session, *addresses))
-    if target[:] != source[:]:
+    return _measure_engines(lambda: MooncakeTransferEngine("127.0.0.1"))
+
+
+def measure_shared_memory() -> float:
+    """What engines of one host and user take when both can."""
+    return _measure_engines(SharedMemoryTransferEngine)
+
+
+def _measure_engines(make: Callable[[], TransferEngine]) -> float:
+    """One writes to the other, in pieces as engines of ours do; what arrives is compared."""
+    source, target = SharedMapping(NUM_BYTES), SharedMapping(NUM_BYTES)
+    pattern = (bytes(range(251)) * (NUM_BYTES // 251 + 1))[:NUM_BYTES]
+    ctypes.memmove(source.addr, pattern, NUM_BYTES)
+    with contextlib.closing(make()) as writer, contextlib.closing(make()) as reader:
+        writer.register(source.addr, NUM_BYTES)
+        reader.register(target.addr, NUM_BYTES)
+        result = _best(lambda: _write(writer, reader.session, source.addr, target.addr))
+    if ctypes.string_at(target.addr, NUM_BYTES) != pattern:
         raise RuntimeError("what arrived is not what was sent")
     return result
 
@@ -154,6 +161,7 @@ def _best(move: Callable[[], None]) -> float:
 MEASUREMENTS: dict[str, Callable[[], float]] = {
     "memory": measure_memory,
     "tcp": measure_tcp,
+    "shared memory": measure_shared_memory,
     "mooncake": measure_mooncake,
 }
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on their hosts: each gets its part of the host's devices, or of its cores and memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from vllm_ascend_pd.cluster.topology import Host, parse_cores
+from vllm_ascend_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.cluster.machine import Machine
+
+_MEMORY_OPTIONS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+_MAX_KV_BYTES = 16 << 30
+_MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class PlacedEngine:
+    """One engine, and the part of its host that ``divide`` gives it."""
+
+    name: str
+    role: Literal["prefill", "decode"]
+    host: str
+    address: str
+    port: int
+    kv_port: int
+    words: list[str]
+    """Options of ``vllm serve``."""
+    env: dict[str, str]
+    cores: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+    memory_bytes: int | None = None
+    """Of KV cache on a CPU host; ``None``: the user or vLLM decides."""
+    pool_bytes: int | None = None
+    """To contribute to the pool; ``None``: the engine decides."""
+
+    @property
+    def url(self) -> str:
+        return http_url(self.address, self.port)
+
+
+def http_url(address: str, port: int) -> str:
+    """With the brackets that an IPv6 address needs."""
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def divide(
+    name: str, host: Host, engines: list[PlacedEngine], device: str, machine: Machine | None
+) -> None:
+    """Give each engine of a host its devices, or its cores and memory."""
+    if machine is not None:
+        for engine in engines:
+            engine.pool_bytes = machine.free_memory_bytes // (4 * len(engines)) // _MIB * _MIB
+    if device != "cpu":
+        _divide_devices(name, host, engines, machine)
+        return
+    if machine is not None and engines:
+        for engine in engines:
+            chosen = any(option(engine.words, word) for word in _MEMORY_OPTIONS)
+            if not chosen and "VLLM_CPU_KVCACHE_SPACE" not in engine.env:
+                share = machine.free_memory_bytes // (2 * len(engines))
+                engine.memory_bytes = max(1, min(share, _MAX_KV_BYTES) // _MIB) * _MIB
+    if host.cores is not None:
+        cores = parse_cores(f"hosts.{name}.cores", host.cores)
+    else:
+        cores = machine.cores if machine is not None else ()
+    each = len(cores) // len(engines) if engines else 0
+    for index, engine in enumerate(engines):
+        engine.cores = cores[index * each : (index + 1) * each]
+
+
+def _divide_devices(
+    name: str, host: Host, engines: list[PlacedEngine], machine: Machine | None
+) -> None:
+    devices = host.devices if host.devices is not None else machine.devices if machine else None
+    if devices is None:
+        if len(engines) > 1:
+            raise ConfigError(
+                f"hosts.{name}.devices is missing: {len(engines)} engines share that host, so the"
+                " topology must say which accelerators it has, e.g. devices: [0, 1, 2, 3]"
+            )
+        return
+    taken = 0
+    for engine in engines:
+        needed = _int_option(engine, "--tensor-parallel-size", "-tp") * _int_option(
+            engine, "--pipeline-parallel-size", "-pp"
+        )
+        engine.devices = devices[taken : taken + needed]
+        taken += needed
+    if taken > len(devices):
+        raise ConfigError(
+            f"hosts.{name}: its {len(engines)} engines need {taken} devices, and it has"
+            f" {len(devices)} {list(devices)}; lower count or tensor-parallel-size"
+        )
+
+
+def option(words: list[str], *names: str) -> str | None:
+    """The value of an option on a command line; the last one counts."""
+    found = None
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if equals else words[index + 1] if index + 1 < len(words) else ""
+    return found
+
+
+def _int_option(engine: PlacedEngine, *names: str) -> int:
+    text = option(engine.words, *names)
+    if text is None:
+        return 1
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ConfigError(f"{engine.name}: {names[0]} must be a positive number, not {text!r}")
+    return int(text)
