@@ -16,11 +16,13 @@ import torch
 import tests.unit.engine.test_worker_step as steps
 import tests.unit.transfer.test_send_receive as transfer
 from tests.unit.engine.test_worker_step import *  # noqa: F403
+from tests.unit.transfer.test_awaited_loads import *  # noqa: F403
 from tests.unit.transfer.test_send_receive import *  # noqa: F403
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.backends.block_copy import PythonBlockCopier, Region
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
 from vllm_ascend_pd.backends.fake_device import FakeDevice
+from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide, FencedStep
 from vllm_ascend_pd.engine.worker.kv_caches import locate_on_device
@@ -154,3 +156,29 @@ def test_fenced_step_is_current_only_inside(side: Any) -> None:
         assert hooks.current_step is armed
     assert hooks.current_step is None
     assert side.worker.take_armed_step(wait_all=False) is None
+
+
+def test_layer_is_pushed_while_later_ones_are_computed(side: Any, device: FakeDevice) -> None:
+    """The producer's host is in the middle of the forward; its device has computed nothing yet."""
+    load = steps.load_spec(side, block_ids=(6, 7), in_step=False, num_awaited=2)
+    side.loader._push_mode = PushMode.LAYER
+    side.loader.start_load(load)
+    side.worker.begin_step(steps.output_of(steps.GRANT))
+    armed = side.worker.take_armed_step(wait_all=False)
+    names = list(reversed(steps.NAMES))  # in the order of the model
+    with armed:
+        for n, name in enumerate(names):
+            armed.wait_layer(name)
+            for block in (1, 2):
+                launch_write(device, side, name, block, 7)
+            armed.save_layer(name)
+            if n == 1:  # the first piece: two layers of two blocks fill a slot
+                transfer.wait_until(
+                    lambda: all(bool((side.pages(done)[6:8] == 7).all()) for done in names[:2])
+                )
+                assert not (side.pages(names[2])[6:8] == 7).all()
+    with side.worker.step_output():
+        pass
+    results: list[Any] = []
+    transfer.wait_until(lambda: bool(results.extend(side.loader.take_results()) or results))
+    assert [result.cause for result in results] == [""]
