@@ -7,6 +7,8 @@ pages and a peer shows as wrong bytes.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -158,6 +160,14 @@ def test_fenced_step_is_current_only_inside(side: Any) -> None:
     assert side.worker.take_armed_step(wait_all=False) is None
 
 
+def wait_politely(condition: Callable[[], bool]) -> None:
+    """Without the GIL in between, which the threads of the data path need now and then."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.005)
+
+
 def test_layer_is_pushed_while_later_ones_are_computed(side: Any, device: FakeDevice) -> None:
     """The producer's host is in the middle of the forward; its device has computed nothing yet."""
     load = steps.load_spec(side, block_ids=(6, 7), in_step=False, num_awaited=2)
@@ -173,12 +183,12 @@ def test_layer_is_pushed_while_later_ones_are_computed(side: Any, device: FakeDe
                 launch_write(device, side, name, block, 7)
             armed.save_layer(name)
             if n == 1:  # the first piece: two layers of two blocks fill a slot
-                transfer.wait_until(
+                wait_politely(
                     lambda: all(bool((side.pages(done)[6:8] == 7).all()) for done in names[:2])
                 )
                 assert not (side.pages(names[2])[6:8] == 7).all()
     with side.worker.step_output():
         pass
     results: list[Any] = []
-    transfer.wait_until(lambda: bool(results.extend(side.loader.take_results()) or results))
+    wait_politely(lambda: bool(results.extend(side.loader.take_results()) or results))
     assert [result.cause for result in results] == [""]
