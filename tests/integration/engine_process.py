@@ -50,7 +50,8 @@ def _worker_counts(worker: object) -> dict[str, int]:
         return {}
     counts = side.counts()
     quarantined = sum(len(pool._quarantined) for pool in side._pools)
-    loads = side._loader._loads.values() if side._loader is not None else ()
+    loaders = side._loader._all if side._loader is not None else ()
+    loads = [load for loader in loaders for load in loader._loads.values()]
     return {
         **counts,
         "busy_slots": counts["busy_slots"] - quarantined,
