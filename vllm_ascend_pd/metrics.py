@@ -31,6 +31,11 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
 
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     # name: (help, labels)
+    "pool_bypassed": ("1 while the pool is not used in this direction", ("direction",)),
+    "pool_pinned_blocks": ("Blocks that are held until they have been copied", ()),
+    "pool_saves_queued": ("Writes to the pool that have not ended", ()),
+    "pool_load_bytes_per_s": ("Measured speed of loads, by tier", ("tier",)),
+    "pool_prefill_tokens_per_s": ("Measured speed of prefill; 0 before any", ()),
     "router_registered": ("1 while the router that this engine registers with knows it", ()),
     "engine_info": (
         "Always 1; what this engine is. Producers and consumers need equal fingerprints",

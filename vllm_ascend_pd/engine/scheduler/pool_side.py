@@ -17,6 +17,7 @@ from vllm_ascend_pd.engine.pool_link import (
     Saved,
     pool_address,
 )
+from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import KnownKeys, Saves
 
@@ -56,10 +57,13 @@ class PoolSide:
         spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
         known = KnownKeys()
+        events = PoolEvents(scheduler.kv_cache_manager.block_pool, scheduler.block_size)
+        self._stats = stats
         self.source = PoolSource(
             send=self._link.send,
             phantoms=phantoms,
             known=known,
+            events=events,
             config=config.pool,
             transfer=config.transfer,
             stats=stats,
@@ -71,6 +75,7 @@ class PoolSide:
             send=self._link.send,
             manager=scheduler.kv_cache_manager,
             known=known,
+            events=events,
             speeds=self.source.speeds,
             config=config.pool,
             stats=stats,
@@ -78,6 +83,7 @@ class PoolSide:
             blocks_per_save=blocks_per_save,
         )
         self._has_news = False
+        self._gauges: dict[tuple[str, str], float] = {}
         self._link.start()
 
     def on_message(self, message: Message) -> None:
@@ -116,6 +122,23 @@ class PoolSide:
             if request is not None and request.status == RequestStatus.PREEMPTED:
                 self.saves.forget(request)
                 self.source.add(request)
+
+    def set_gauges(self) -> None:
+        """Those that have changed."""
+        speeds = self.source.speeds
+        now: dict[tuple[str, str], float] = {
+            ("pool_bypassed", "get"): int(not self.source.breaker.closed),
+            ("pool_bypassed", "put"): int(not self.saves.breaker.closed),
+            ("pool_pinned_blocks", ""): self.saves.num_pinned,
+            ("pool_saves_queued", ""): self.saves.num_under_way,
+            ("pool_prefill_tokens_per_s", ""): round((speeds.tokens_per_ms or 0) * 1000),
+        }
+        for place, bytes_per_ms in speeds.bytes_per_ms.items():
+            now["pool_load_bytes_per_s", place.label] = round(bytes_per_ms) * 1000
+        for (name, label), value in now.items():
+            if self._gauges.get((name, label)) != value:
+                self._stats.set(name, value, *([label] if label else []))
+        self._gauges = now
 
     def reset(self) -> None:
         """Let go of every block; waits for a copy that is under way, at most a second."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.engine.pool_link import Message
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
     from vllm_ascend_pd.engine.scheduler.saves import KnownKeys
     from vllm_ascend_pd.transfer.receive import LoadResult
 
@@ -164,6 +165,7 @@ class PoolSource:
         send: Callable[[Message], None],
         phantoms: PhantomBlocks,
         known: KnownKeys,
+        events: PoolEvents,
         config: PoolConfig,
         transfer: TransferConfig,
         stats: Stats,
@@ -175,6 +177,7 @@ class PoolSource:
         self._send = send
         self._phantoms = phantoms
         self._known = known
+        self._events = events
         self._config = config
         self._transfer = transfer
         self._stats = stats
@@ -271,8 +274,8 @@ class PoolSource:
             block_hash = bytes(prompt.request.block_hashes[prompt.start + i])
             if place:
                 self._known.add(block_hash)
-            else:
-                self._known.discard(block_hash)
+            elif self._known.discard(block_hash):
+                self._events.publish_removed(block_hash)
             if self._blacklist and (until := self._blacklist.get(block_hash)):
                 if until > now:
                     places[i] = Place.NOWHERE
@@ -408,7 +411,8 @@ class PoolSource:
             if (index := blocks.get(block_id)) is not None:
                 block_hash = bytes(prompt.request.block_hashes[index])
                 self._blacklist[block_hash] = until
-                self._known.discard(block_hash)
+                if self._known.discard(block_hash):
+                    self._events.publish_removed(block_hash)
         lost = {i for b, i in blocks.items() if not result.failed or b in result.failed}
         self._take_back(prompt, min(lost, default=0))
 

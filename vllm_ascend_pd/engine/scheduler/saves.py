@@ -25,8 +25,9 @@ from vllm_ascend_pd.pool.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.tier import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.config import PoolConfig
     from vllm_ascend_pd.engine.pool_link import Message
+    from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
     from vllm_ascend_pd.metrics import Stats
     from vllm_ascend_pd.pool.policy import Speeds
 
@@ -75,8 +77,9 @@ class KnownKeys:
         if len(self._until) > self._max_keys:
             self._until.popitem(last=False)
 
-    def discard(self, block_hash: bytes) -> None:
-        self._until.pop(block_hash, None)
+    def discard(self, block_hash: bytes) -> bool:
+        """Whether the pool was believed to have it."""
+        return self._until.pop(block_hash, None) is not None
 
     def clear(self) -> None:
         self._until.clear()
@@ -88,6 +91,7 @@ class _Save:
 
     pinned: list[KVCacheBlock]
     hashes: tuple[bytes, ...]
+    events: list[BlockStored | None]
     sent_at: float
     is_late: bool = False
 
@@ -108,6 +112,7 @@ class Saves:
         send: Callable[[Message], None],
         manager: KVCacheManager,
         known: KnownKeys,
+        events: PoolEvents,
         speeds: Speeds,
         config: PoolConfig,
         stats: Stats,
@@ -119,6 +124,7 @@ class Saves:
         self._manager = manager
         self._pool = manager.block_pool
         self._known = known
+        self._events = events
         self._speeds = speeds
         self._config = config
         self._stats = stats
@@ -186,38 +192,41 @@ class Saves:
         if start >= end:
             return
         table = self._manager.get_blocks(request.request_id).blocks[0]
-        blocks: list[KVCacheBlock] = []
-        hashes: list[bytes] = []
+        indices: list[int] = []
         for index in range(start, min(end, len(table))):
             block, block_hash = table[index], bytes(request.block_hashes[index])
             # A block that is not in the prefix cache has just been found bad.
             if block.is_null or block.block_hash is None:
                 break
             if block_hash not in self._known and block_hash not in self._pending_hashes:
-                if self._num_pinned + len(blocks) >= self._max_pinned or not self._may_send():
+                if self._num_pinned + len(indices) >= self._max_pinned or not self._may_send():
                     break
-                blocks.append(block)
-                hashes.append(block_hash)
-                if len(blocks) == self._blocks_per_save:
-                    self._send_save(blocks, hashes)
-                    blocks, hashes = [], []
+                indices.append(index)
+                if len(indices) == self._blocks_per_save:
+                    self._send_save(request, table, indices)
+                    indices = []
             start = index + 1
-        if blocks:
-            self._send_save(blocks, hashes)
+        if indices:
+            self._send_save(request, table, indices)
         self._saved[request.request_id] = start
 
     def _may_send(self) -> bool:
         """While it is bypassed, one save now and then is the probe."""
         return self.breaker.closed or (not self._under_way and self.breaker.take_probe())
 
-    def _send_save(self, blocks: list[KVCacheBlock], hashes: list[bytes]) -> None:
+    def _send_save(
+        self, request: Request, table: Sequence[KVCacheBlock], indices: list[int]
+    ) -> None:
+        blocks = [table[index] for index in indices]
+        hashes = tuple(bytes(request.block_hashes[index]) for index in indices)
+        events = [self._events.make_stored(request, index) for index in indices]
         self._pool.touch(blocks)
         self._num_pinned += len(blocks)
         self._last_id = next(self._ids)
-        self._under_way[self._last_id] = _Save(blocks, tuple(hashes), self._clock())
+        self._under_way[self._last_id] = _Save(blocks, hashes, events, self._clock())
         self._pending_hashes.update(hashes)
         block_ids = tuple(block.block_id for block in blocks)
-        self._send(Save(self._last_id, block_ids, tuple(hashes)))
+        self._send(Save(self._last_id, block_ids, hashes))
 
     def on_packed(self, message: Packed) -> None:
         if save := self._under_way.get(message.save_id):
@@ -229,10 +238,14 @@ class Saves:
             return
         self._unpin(save)
         self._pending_hashes.difference_update(save.hashes)
-        for block_hash, status in zip(save.hashes, message.statuses, strict=True):
+        for block_hash, event, status in zip(
+            save.hashes, save.events, message.statuses, strict=True
+        ):
             self._stats.add("pool_put_blocks", label=status)
             if status == Status.OK.value:
                 self._known.add(block_hash)
+                if event is not None:
+                    self._events.publish(event)
         self._stats.add("pool_put_bytes", message.num_bytes)
         self._stats.add("pool_put_ms", message.elapsed_ms)
         self._back_off(Status.FULL.value in message.statuses)

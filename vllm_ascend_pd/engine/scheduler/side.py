@@ -416,6 +416,7 @@ class SchedulerSide:
             self._stats.set("router_registered", int(self._told_state.registered))
         if self._kv_pool is not None:
             self._kv_pool.saves.confirm()
+            self._kv_pool.set_gauges()
         if self._scheduler.log_stats and (values := self._stats.take()):
             output.kv_connector_stats = PDStats(data=values)
 

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of the pool, over a real block pool: what is saved, pinned, looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_ascend_pd.config import PoolConfig, TransferConfig
+from vllm_ascend_pd.engine.pool_link import DropSaves, Found, Lookup, Packed, Save, Saved
+from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+from vllm_ascend_pd.engine.scheduler.pool_events import MEDIUM, PoolEvents
+from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource, PoolState
+from vllm_ascend_pd.engine.scheduler.saves import KnownKeys, Saves
+from vllm_ascend_pd.metrics import Stats
+from vllm_ascend_pd.pool.policy import Speeds
+from vllm_ascend_pd.pool.tier import Place
+from vllm_ascend_pd.transfer.receive import LoadResult
+from vllm_ascend_pd.types import LoadId
+
+BLOCK_SIZE = 16
+init_none_hash(sha256)
+
+
+class World:
+    """One engine's scheduler objects, a clock, and everything that was sent to the worker."""
+
+    def __init__(self, events: bool = False, **options: Any) -> None:
+        self.now = 1000.0
+        self.sent: list[Any] = []
+        self.stats = Stats()
+        self.pool = BlockPool(64, True, BLOCK_SIZE, enable_kv_cache_events=events)
+        self.phantoms = PhantomBlocks(self.pool, BLOCK_SIZE)
+        self.tables: dict[str, list[Any]] = {}
+        config = PoolConfig(breaker_failures=2, **options)
+        self.known = KnownKeys(self.clock)
+        pool_events = PoolEvents(self.pool, BLOCK_SIZE)
+        manager: Any = SimpleNamespace(
+            block_pool=self.pool,
+            get_blocks=lambda request_id: SimpleNamespace(blocks=(self.tables[request_id],)),
+        )
+        self.saves = Saves(
+            self.sent.append,
+            manager,
+            self.known,
+            pool_events,
+            Speeds(),
+            config,
+            self.stats,
+            BLOCK_SIZE,
+            blocks_per_save=4,
+            clock=self.clock,
+        )
+        self.source = PoolSource(
+            self.sent.append,
+            self.phantoms,
+            self.known,
+            pool_events,
+            config,
+            TransferConfig(),
+            self.stats,
+            BLOCK_SIZE,
+            1000,
+            lambda: False,
+            self.clock,
+        )
+
+    def clock(self) -> float:
+        return self.now
+
+    def request(self, num_tokens: int = 70, name: str = "r", start: int = 0) -> Request:
+        return Request(
+            request_id=name,
+            prompt_token_ids=list(range(start, start + num_tokens)),
+            sampling_params=SamplingParams(max_tokens=4),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+        )
+
+    def run_step(self, request: Request, num_tokens: int, confirm: bool = True) -> None:
+        """One step of ``num_tokens`` tokens; its blocks are allocated and hashed."""
+        table = self.tables.setdefault(request.request_id, [])
+        total = request.num_computed_tokens + num_tokens
+        table += self.pool.get_new_blocks(-(-total // BLOCK_SIZE) - len(table))
+        first, last = request.num_computed_tokens // BLOCK_SIZE, total // BLOCK_SIZE
+        self.pool.cache_full_blocks(request, table, first, last, BLOCK_SIZE, 0)
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=num_tokens,
+            num_scheduled_tokens={request.request_id: num_tokens},
+        )
+        self.saves.note_step(output, {request.request_id: request})
+        request.num_computed_tokens = total
+        if confirm:
+            self.saves.confirm()
+
+    def free(self, request: Request) -> None:
+        self.pool.free_blocks(reversed(self.tables.pop(request.request_id)))
+
+    def take(self, kind: type) -> list[Any]:
+        found = [message for message in self.sent if isinstance(message, kind)]
+        self.sent[:] = [message for message in self.sent if not isinstance(message, kind)]
+        return found
+
+    def answer(self, status: str = "ok") -> None:
+        for save in self.take(Save):
+            self.saves.on_packed(Packed(save.save_id))
+            self.saves.on_saved(Saved(save.save_id, (status,) * len(save.hashes), 1, 1.0))
+
+    def find(self, places: list[Place], healthy: bool = True) -> None:
+        for lookup in self.take(Lookup):
+            self.source.on_found(Found(lookup.lookup_id, bytes(places), healthy, 0.1))
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def hashes(request: Request, *indices: int) -> tuple[bytes, ...]:
+    return tuple(bytes(request.block_hashes[i]) for i in indices)
+
+
+def test_full_blocks_are_saved_after_their_step(world: World) -> None:
+    request = world.request()
+    world.run_step(request, 40, confirm=False)
+    assert world.sent == []
+    world.saves.confirm()
+    (save,) = world.take(Save)
+    assert save.hashes == hashes(request, 0, 1)
+    assert save.block_ids == tuple(block.block_id for block in world.tables["r"][:2])
+
+
+def test_saved_blocks_are_pinned_until_they_are_packed(world: World) -> None:
+    request = world.request()
+    before = world.pool.get_num_free_blocks()
+    world.run_step(request, 40)
+    world.free(request)
+    assert world.pool.get_num_free_blocks() == before - 2
+    (save,) = world.take(Save)
+    world.saves.on_packed(Packed(save.save_id))
+    assert world.pool.get_num_free_blocks() == before
+    world.saves.on_saved(Saved(save.save_id, ("ok", "ok"), 1, 1.0))
+    assert (world.saves.num_pinned, world.saves.num_under_way) == (0, 0)
+
+
+def test_step_whose_request_was_preempted_saves_nothing(world: World) -> None:
+    """Which is what recovery from a failed load does, before the step is confirmed."""
+    request = world.request()
+    world.run_step(request, 40, confirm=False)
+    request.num_preemptions += 1
+    world.saves.confirm()
+    assert world.sent == []
+
+
+def test_block_that_was_evicted_as_bad_is_not_saved(world: World) -> None:
+    request = world.request()
+    world.run_step(request, 64, confirm=False)
+    world.pool.evict_blocks({world.tables["r"][1].block_id})
+    world.saves.confirm()
+    (save,) = world.take(Save)
+    assert save.hashes == hashes(request, 0)
+
+
+def test_what_is_known_or_on_its_way_is_not_saved_again(world: World) -> None:
+    first, second = world.request(name="a"), world.request(name="b")
+    world.run_step(first, 64)
+    world.run_step(second, 64)
+    assert len(world.take(Save)) == 1
+    third = world.request(name="c")
+    world.known.add(hashes(third, 0)[0])
+    world.run_step(third, 64)
+    assert world.take(Save) == []
+
+
+def test_pins_are_bounded_and_the_rest_is_saved_later(world: World) -> None:
+    request = world.request(200)
+    world.run_step(request, 192)
+    saves = world.take(Save)
+    assert sum(len(save.hashes) for save in saves) == 8  # an eighth of the blocks
+    for save in saves:
+        world.saves.on_saved(Saved(save.save_id, ("ok",) * len(save.hashes), 1, 1.0))
+    world.run_step(request, 1)
+    (save,) = world.take(Save)
+    assert save.hashes == hashes(request, 8, 9, 10, 11)
+
+
+def test_full_memory_backs_off_longer_and_longer(world: World) -> None:
+    request = world.request(100)
+    world.run_step(request, 16)
+    world.answer("full")
+    world.run_step(request, 16)
+    assert world.take(Save) == []
+    world.now += 0.06
+    world.run_step(request, 16)
+    world.answer("full")
+    world.now += 0.06
+    world.run_step(request, 16)
+    assert world.take(Save) == []
+    assert world.saves.breaker.closed
+
+
+def test_failed_puts_open_the_breaker_and_a_good_one_closes_it(world: World) -> None:
+    for i in range(2):
+        world.run_step(world.request(name=str(i), start=1000 * i), 16)
+        world.answer("failed")
+    assert not world.saves.breaker.closed
+    assert world.take(DropSaves)
+    world.run_step(world.request(name="bypassed", start=5000), 16)
+    assert world.take(Save) == []
+    world.now += 1.0
+    world.run_step(world.request(name="probe", start=6000), 16)
+    world.answer()
+    assert world.saves.breaker.closed
+
+
+def test_save_that_hangs_counts_before_it_ends(world: World) -> None:
+    for i in range(2):
+        world.run_step(world.request(name=str(i), start=1000 * i), 16)
+    world.now += 2.5
+    world.saves.tick()
+    assert not world.saves.breaker.closed
+
+
+def test_decoded_blocks_are_left_out_when_switched_off() -> None:
+    world = World(put_decoded=False)
+    request = world.request(20)
+    request.append_output_token_ids(list(range(500, 520)))
+    world.run_step(request, 36)
+    (save,) = world.take(Save)
+    assert save.hashes == hashes(request, 0)
+
+
+def test_events_tell_what_was_stored_and_what_is_gone() -> None:
+    world = World(events=True)
+    request = world.request()
+    world.run_step(request, 40)
+    world.pool.take_events()
+    world.answer()
+    stored = world.pool.take_events()
+    assert [event.medium for event in stored] == [MEDIUM, MEDIUM]
+    assert stored[1].parent_block_hash == stored[0].block_hashes[0]
+    assert stored[1].token_ids == list(range(16, 32))
+    world.pool.evict_blocks({block.block_id for block in world.tables["r"]})
+    world.pool.take_events()
+    world.source.add(world.request(name="again"))
+    world.find([Place.NOWHERE, Place.DRAM, Place.NOWHERE, Place.NOWHERE])
+    (removed,) = world.pool.take_events()
+    assert (removed.medium, removed.block_hashes) == (MEDIUM, stored[0].block_hashes)
+
+
+def test_request_waits_for_its_lookup_and_offers_what_was_found(world: World) -> None:
+    request = world.request()
+    world.source.add(request)
+    assert request.status == RequestStatus.WAITING_FOR_KV
+    prompt = world.source.get(request)
+    assert prompt is not None
+    assert prompt.pending
+    world.find([Place.DRAM, Place.NOWHERE, Place.SSD, Place.NOWHERE])
+    assert prompt.offers
+    assert [prompt.has_block(i) for i in range(5)] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("places", [[Place.NOWHERE] * 4, [Place.DRAM] * 9])
+def test_nothing_found_or_a_wrong_answer_offers_nothing(world: World, places: list[Place]) -> None:
+    request = world.request()
+    world.source.add(request)
+    world.find(places)
+    prompt = world.source.get(request)
+    assert prompt is not None
+    assert prompt.state is PoolState.OVER
+
+
+def test_lookup_without_an_answer_ends_at_its_deadline(world: World) -> None:
+    request = world.request()
+    world.source.add(request)
+    world.now += 0.2
+    world.source.tick()
+    prompt = world.source.get(request)
+    assert prompt is not None
+    assert prompt.state is PoolState.OVER
+    world.find([Place.DRAM] * 4)  # too late
+    assert not prompt.offers
+
+
+def open_get_breaker(world: World) -> None:
+    for i in range(2):
+        world.source.add(world.request(name=f"late{i}", start=3000 + 100 * i))
+        world.now += 0.2
+        world.source.tick()
+    world.take(Lookup)
+
+
+def test_pool_that_does_not_answer_is_bypassed_and_probed(world: World) -> None:
+    open_get_breaker(world)
+    request = world.request()
+    world.source.add(request)
+    assert request.status == RequestStatus.WAITING
+    assert world.take(Lookup) == []
+    world.now += 1.0
+    world.source.tick()
+    world.find([Place.NOWHERE])
+    assert world.source.breaker.closed
+    world.source.add(world.request(name="next"))
+    assert len(world.take(Lookup)) == 1
+
+
+def test_probe_without_an_answer_is_followed_by_another(world: World) -> None:
+    open_get_breaker(world)
+    for _ in range(3):
+        world.now += 1.1
+        world.source.tick()
+        assert len(world.take(Lookup)) == 1
+        world.now += 0.2
+        world.source.tick()
+    assert not world.source.breaker.closed
+
+
+def test_block_that_failed_is_not_tried_again_at_once(world: World) -> None:
+    request = world.request()
+    world.source.add(request)
+    world.find([Place.DRAM] * 4)
+    prompt = world.source.get(request)
+    assert prompt is not None
+    prompt.load_started()
+    result = LoadResult(LoadId(1), "checksum", 10, 1.0, failed=(7,))
+    prompt.load_ended(result)
+    world.source.load_ended(prompt, result, {6: 0, 7: 1})
+    again = world.request(name="again")
+    world.source.add(again)
+    world.find([Place.DRAM] * 4)
+    second = world.source.get(again)
+    assert second is not None
+    assert [second.has_block(i) for i in range(3)] == [True, False, True]
+    world.now += 31
+    third = world.request(name="third")
+    world.source.add(third)
+    world.find([Place.DRAM] * 4)
+    prompt = world.source.get(third)
+    assert prompt is not None
+    assert prompt.has_block(1)
+
+
+def test_known_keys_are_forgotten_after_a_while_and_when_there_are_too_many() -> None:
+    now = [0.0]
+    clock: Callable[[], float] = lambda: now[0]  # noqa: E731
+    known = KnownKeys(clock, max_keys=2, ttl_s=10)
+    for key in (b"a", b"b", b"c"):
+        known.add(key)
+    assert (b"a" in known, b"b" in known, b"c" in known) == (False, True, True)
+    now[0] = 11
+    assert b"c" not in known
