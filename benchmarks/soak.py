@@ -3,8 +3,9 @@
 """Whether hand-overs leave anything behind: many of them, one after another, and what has grown.
 
 A producer and a consumer engine, each with its own processes, and prompts that no cache has seen.
-Each prompt goes from one to the other; every hand-over must load all of it. After --warm-up of
-them, and then every --sample, the processes of each engine are counted together:
+Each prompt goes from one to the other; every hand-over must load all of it. A third engine, without
+transfers, answers the same prompts: what grows there is not ours. After --warm-up hand-overs, and
+then every --sample, the processes of each engine are counted together:
 
   RSS      resident memory; the slope is that of a straight line through the samples' second half
   threads, fds
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 
+ROLES = ("kv_producer", "kv_consumer", None)
+NAMES = ("producer", "consumer", "no transfers")
+
+
 @dataclass(frozen=True)
 class Sample:
     """Of all processes of one engine."""
@@ -53,14 +58,14 @@ def worker_counts(worker: object) -> dict[str, int]:
     from vllm_ascend_pd import hooks
 
     side: Any = hooks._worker
-    counts: dict[str, int] = side.counts()
-    return counts
+    return side.counts() if side is not None else {}
 
 
 def take_sample(llm: Any) -> Sample:
     process = psutil.Process()
     tree = [process, *process.children(recursive=True)]
-    counts = llm.collective_rpc(worker_counts)[0]
+    counts = dict.fromkeys(("regions", "busy_slots", "loads", "grants"), 0)
+    counts |= llm.collective_rpc(worker_counts)[0]
     return Sample(
         rss_mib=sum(p.memory_info().rss for p in tree) / 2**20,
         threads=sum(p.num_threads() for p in tree),
@@ -70,7 +75,9 @@ def take_sample(llm: Any) -> Sample:
     )
 
 
-def serve(pipe: Connection, options: argparse.Namespace, role: str, secret_file: str) -> None:
+def serve(
+    pipe: Connection, options: argparse.Namespace, role: str | None, secret_file: str
+) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # worker_counts is sent to the worker
@@ -80,15 +87,18 @@ def serve(pipe: Connection, options: argparse.Namespace, role: str, secret_file:
     extra: dict[str, Any] = {"transfer": {"load_mode": options.load_mode}}
     if not options.plain:
         extra["security"] = {"secret_file": secret_file}
+    transfer = None
+    if role is not None:
+        transfer = KVTransferConfig(
+            kv_connector="InEngine", kv_role=role, kv_connector_extra_config=extra
+        )
     llm = LLM(
         model=options.model,
         dtype=options.dtype,
         enforce_eager=True,
         max_model_len=2048,
         kv_cache_memory_bytes=32 << 20,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="InEngine", kv_role=role, kv_connector_extra_config=extra
-        ),
+        kv_transfer_config=transfer,
     )
     pipe.send(None)
     while (job := pipe.recv()) is not None:
@@ -96,9 +106,8 @@ def serve(pipe: Connection, options: argparse.Namespace, role: str, secret_file:
             pipe.send(take_sample(llm))
             continue
         token_ids, params = job
-        sampling = SamplingParams(
-            temperature=0, max_tokens=2, extra_args={"kv_transfer_params": params}
-        )
+        extra_args = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(temperature=0, max_tokens=2, extra_args=extra_args)
         [output] = llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
         pipe.send(output.kv_transfer_params)
     llm.llm_engine.engine_core.shutdown()
@@ -107,7 +116,7 @@ def serve(pipe: Connection, options: argparse.Namespace, role: str, secret_file:
 class Engine:
     """One engine in processes of its own."""
 
-    def __init__(self, options: argparse.Namespace, role: str, secret_file: str) -> None:
+    def __init__(self, options: argparse.Namespace, role: str | None, secret_file: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, child = context.Pipe()
         self.process = context.Process(target=serve, args=(child, options, role, secret_file))
@@ -131,21 +140,22 @@ class Engine:
         self.process.join(60)
 
 
-def hand_over(producer: Engine, consumer: Engine, prompt: list[int]) -> None:
+def hand_over(producer: Engine, consumer: Engine, single: Engine, prompt: list[int]) -> None:
     params = producer.ask((prompt, {"do_remote_decode": True}))
     answer = consumer.ask((prompt, {**params, "return_provenance": True}))
     origin = answer["provenance"]
     assert origin["outcome"] == "loaded", origin
     assert origin["num_peer_tokens"] == len(prompt) - 1, origin
+    single.ask((prompt, None))
 
 
 def report(number: int, engines: list[Engine]) -> None:
-    columns = [f"{number:9d}"]
+    columns = [f"{number:6d}"]
     for engine in engines:
         sample = engine.samples[-1]
         columns.append(
-            f"{sample.rss_mib:8.1f} {sample.threads:8d} {sample.fds:6d} {sample.regions:8d}"
-            f" {sample.held:5d}"
+            f"{sample.rss_mib:7.1f} {sample.threads:7d} {sample.fds:4d} {sample.regions:7d}"
+            f" {sample.held:4d}"
         )
     print(" | ".join(columns), flush=True)
 
@@ -167,25 +177,23 @@ def main() -> int:
         secret_file = Path(folder) / "secret"
         secret_file.touch(mode=0o600)
         secret_file.write_text(secrets.token_hex(32))
-        engines = [
-            Engine(options, role, str(secret_file)) for role in ("kv_producer", "kv_consumer")
-        ]
+        engines = [Engine(options, role, str(secret_file)) for role in ROLES]
         for engine in engines:
             engine.pipe.recv()
-    producer, consumer = engines
     rng = random.Random(0)
 
     def make_prompt() -> list[int]:
         return [rng.randrange(300, 2000) for _ in range(options.tokens)]
 
     for _ in range(options.warm_up):
-        hand_over(producer, consumer, make_prompt())
-    header = "RSS MiB  threads    fds  regions  held"
-    print(f"          | {'producer':<38} | consumer\nhand-overs {header} | {header}")
+        hand_over(*engines, make_prompt())
+    header = "RSS MiB threads  fds regions held"
+    print("       | " + " | ".join(f"{name:<33}" for name in NAMES))
+    print(" | ".join(["number", *[header] * len(engines)]))
     started = time.monotonic()
     for number in range(options.hand_overs + 1):
         if number:
-            hand_over(producer, consumer, make_prompt())
+            hand_over(*engines, make_prompt())
         if number % options.sample == 0:
             for engine in engines:
                 engine.sample()
@@ -193,7 +201,7 @@ def main() -> int:
     per_second = options.hand_overs / (time.monotonic() - started)
     print(f"{per_second:.1f} hand-overs of {options.tokens} tokens per second")
     grown = False
-    for name, engine in zip(("producer", "consumer"), engines, strict=True):
+    for name, engine in zip(NAMES, engines, strict=True):
         first, last = engine.samples[0], engine.samples[-1]
         counts = {
             field.name: after - before
