@@ -55,6 +55,7 @@ class ControlServer(Reactor):
         wake_scheduler: Callable[[], None],
         seals: Seals,
         arrival_timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Binds at once, so a port that is taken is an error of the start.
 
@@ -65,6 +66,7 @@ class ControlServer(Reactor):
         self._book = book
         self._wake_scheduler = wake_scheduler
         self._arrival_timeout_s = arrival_timeout_s
+        self._clock = clock
         # Opens of prompts that no request has brought yet, and until when they wait.
         self._waiting: list[tuple[bytes, Open, float]] = []
         self._listener = Listener(self.context, seals, Channel.CONTROL)
@@ -103,7 +105,7 @@ class ControlServer(Reactor):
         answer = self._book.open(request)
         if isinstance(answer, Waiting):
             if len(self._waiting) < _MAX_WAITING:
-                until = time.monotonic() + self._arrival_timeout_s
+                until = self._clock() + self._arrival_timeout_s
                 self._waiting.append((identity, request, until))
             else:
                 answer = self._refuse(request, f"{_MAX_WAITING} others wait for theirs already")
@@ -116,7 +118,7 @@ class ControlServer(Reactor):
 
     def _answer_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        now = time.monotonic()
+        now = self._clock()
         for identity, request, until in waiting:
             answer = self._book.open(request)
             if isinstance(answer, Waiting):
@@ -140,7 +142,7 @@ class ControlServer(Reactor):
         if num_expired:
             self._wake_scheduler()
         if self._waiting:
-            now = time.monotonic()
+            now = self._clock()
             if any(waits_until <= now for _, _, waits_until in self._waiting):
                 self._answer_waiting()
         # A lease granted meanwhile has a whole term to run, so a turn a second is soon enough.

@@ -44,6 +44,7 @@ NUM_BLOCKS = 64
 LEASE_S = 30.0
 PEER_TIMEOUT_S = 2.0
 HEARTBEAT_S = 10.0
+ARRIVAL_TIMEOUT_S = 5.0
 
 init_none_hash(sha256)
 _numbers = itertools.count()
@@ -218,7 +219,9 @@ class ProducerProcess:
         self.book = LeaseBook(epoch, "same", LEASE_S, clock)
         self.book.data_endpoint = Endpoint("127.0.0.1", 1)
         self.seals = Seals(secret)
-        self.server = ControlServer("127.0.0.1", 0, self.book, lambda: None, self.seals)
+        self.server = ControlServer(
+            "127.0.0.1", 0, self.book, lambda: None, self.seals, ARRIVAL_TIMEOUT_S, clock
+        )
         self._socket: Any = _ServerSocket(network)
         real, self.server._listener.socket = self.server._listener.socket, self._socket
         self.server.unwatch(real)
@@ -234,6 +237,7 @@ class ProducerProcess:
             waits_for_loads=lambda request: False,
         )
         self.grants = Grants()
+        self.arrived: list[Request] = []
         self.running: list[Request] = []
         network.producers[self.endpoint] = self
 
@@ -241,19 +245,31 @@ class ProducerProcess:
         self._socket.arrived.append((identity, frame))
         self.server._on_messages()
 
-    def start_prefill(self, tokens: list[int]) -> Request | None:
-        """Compute a prompt; ``None`` when memory is short. The request has not ended yet."""
-        request = make_request(tokens, {"do_remote_decode": True})
-        if self.manager.allocate_slots(request, request.num_tokens) is None:
+    def arrive(self, tokens: list[int], transfer_id: str | None = None) -> Request | None:
+        """A request, with the transfer id that a router chose or without; maybe not accepted."""
+        params: dict[str, Any] = {"do_remote_decode": True}
+        if transfer_id is not None:
+            params["transfer_id"] = transfer_id
+        request = make_request(tokens, params)
+        if self.producer.expect(request) is not None:
             return None
-        self.producer.expect(request)
-        self._step({request.request_id: request.num_tokens})
-        request.num_computed_tokens = request.num_tokens
-        self.running.append(request)
+        self.arrived.append(request)
         return request
 
+    def compute(self, request: Request) -> bool:
+        """The whole prompt, in one or two steps; not when memory is short."""
+        while (left := request.num_tokens - request.num_computed_tokens) > 0:
+            num_tokens = min(left, 2 * BLOCK_SIZE)
+            if self.manager.allocate_slots(request, num_tokens) is None:
+                return False
+            self._step({request.request_id: num_tokens})
+            request.num_computed_tokens += num_tokens
+        self.arrived.remove(request)
+        self.running.append(request)
+        return True
+
     def end_prefill(self, request: Request, status: RequestStatus) -> dict[str, Any] | None:
-        self.running.remove(request)
+        (self.running if request in self.running else self.arrived).remove(request)
         request.status = status
         params = self.producer.finish(request)
         self.manager.free(request)
@@ -266,6 +282,8 @@ class ProducerProcess:
 
     def tick(self) -> None:
         """The control thread's clock, then what the scheduler and its worker make of it."""
+        while not self.server._commands.empty():
+            self.server._commands.get_nowait()()
         self.server.on_tick()
         self.producer.collect_closed()
         if self.producer.has_news:
@@ -306,7 +324,9 @@ class ConsumerProcess:
     def __init__(self, network: Network, clock: Clock, secret: Secret | None) -> None:
         self.network = network
         self.seals = Seals(secret)
-        self.client = ControlClient(PEER_TIMEOUT_S, HEARTBEAT_S, self.seals, clock=clock)
+        self.client = ControlClient(
+            PEER_TIMEOUT_S, HEARTBEAT_S, self.seals, ARRIVAL_TIMEOUT_S, clock
+        )
         self.peers = ScriptedDealers(self, self.client, self.seals)
         self.client._peers = self.peers
         self.client.outcomes = _Outcomes()

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from vllm.v1.request import Request, RequestStatus
 
 from tests.unit.transfer.session_world import (
+    ARRIVAL_TIMEOUT_S,
     BLOCK_SIZE,
     HEARTBEAT_S,
     LEASE_S,
@@ -67,6 +68,7 @@ class Transfers(RuleBasedStateMachine):
         self.keeps_frames = True
         self.params: list[dict[str, Any]] = []
         self.prompt_of: dict[str, list[int]] = {}
+        self.routed: list[tuple[Endpoint, str]] = []
         self.num_added = 0
         self.num_of_the_dead = 0
         self.ended: list[tuple[Request, RemotePrompt, Any]] = []
@@ -106,15 +108,50 @@ class Transfers(RuleBasedStateMachine):
     )
     def prefill(self, which: int, prompt: int, ends: bool) -> None:
         producer = self.producers[which % len(self.producers)]
-        request = producer.start_prefill(PROMPTS[prompt % len(PROMPTS)])
-        if request is not None and ends:
+        request = producer.arrive(PROMPTS[prompt % len(PROMPTS)])
+        assert request is not None
+        if producer.compute(request) and ends:
             self._end_prefill(producer, request, "completed")
 
-    @precondition(lambda self: any(p.running for p in self.producers))
+    @rule(which=few, prompt=few)
+    def both_are_sent_at_once(self, which: int, prompt: int) -> None:
+        """A router chooses the transfer id; which request comes first is not known."""
+        transfer_id = f"chosen-{len(self.routed)}"
+        tokens = PROMPTS[prompt % len(PROMPTS)]
+        endpoint = Endpoint("127.0.0.1", PORTS[which % len(PORTS)])
+        self.routed.append((endpoint, transfer_id))
+        self.prompt_of[transfer_id] = tokens
+        self.params.append(
+            {
+                "remote_engine_id": "p",
+                "remote_host": endpoint.host,
+                "remote_port": endpoint.port,
+                "transfer_id": transfer_id,
+            }
+        )
+
+    @precondition(lambda self: self.routed)
+    @rule(recent=few)
+    def prefill_arrives(self, recent: int) -> None:
+        endpoint, transfer_id = self.routed[-1 - recent % len(self.routed)]
+        if producer := self.network.producers.get(endpoint):
+            producer.arrive(self.prompt_of[transfer_id], transfer_id)
+
+    @precondition(lambda self: any(p.arrived for p in self.producers))
+    @rule(which=pick)
+    def prompt_is_computed(self, which: int) -> None:
+        arrived = [(p, request) for p in self.producers for request in p.arrived]
+        producer, request = arrived[which % len(arrived)]
+        producer.compute(request)
+
+    @precondition(lambda self: any(p.running or p.arrived for p in self.producers))
     @rule(which=pick, how=st.sampled_from(["completed", "aborted", "preempted"]))
     def prefill_ends(self, which: int, how: str) -> None:
-        running = [(p, request) for p in self.producers for request in p.running]
-        self._end_prefill(*running[which % len(running)], how)
+        running = [(p, r) for p in self.producers for r in [*p.running, *p.arrived]]
+        producer, request = running[which % len(running)]
+        if request in producer.arrived:
+            how = "aborted"
+        self._end_prefill(producer, request, how)
 
     def _end_prefill(self, producer: ProducerProcess, request: Request, how: str) -> None:
         if how == "preempted":
@@ -340,11 +377,13 @@ class Transfers(RuleBasedStateMachine):
         for producer in self.producers:
             for request in list(producer.running):
                 producer.end_prefill(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+            for request in list(producer.arrived):
+                producer.end_prefill(request, RequestStatus.FINISHED_ABORTED)
         if self.consumer is not None:
             for session in list(self.consumer.loading):
                 self.consumer.end_load(session, "")
             self.consumer.turn()
-            self.clock.now += PEER_TIMEOUT_S
+            self.clock.now += ARRIVAL_TIMEOUT_S + PEER_TIMEOUT_S
             self.consumer.tick()
             assert not self.sessions_in(ConsumerState.OPENING), "a request waits for ever"
             for request in list(self.consumer.requests):
@@ -369,6 +408,7 @@ class Transfers(RuleBasedStateMachine):
         if self.consumer is not None:
             assert len(self.consumer.consumer) == 0
             assert self.consumer.consumer._users == {}
+            assert self.consumer.consumer._kept_epochs == {}
             assert self.consumer.client._pending == {}
             assert self.consumer.client._kept == {}, "a heartbeat goes on"
             assert self.consumer.client.outcomes.empty()
@@ -389,6 +429,9 @@ class Transfers(RuleBasedStateMachine):
             assert producer.producer.num_pinned_blocks == 0
             assert producer.producer._leases == {}
             assert producer.producer._expected == {}
+            assert producer.producer._held == {}
+            assert producer.server._waiting == []
+            assert producer.book._released_early == {}
             assert len(producer.grants) == 0
             assert producer.pool.get_num_free_blocks() == producer.num_free
             values = producer.producer._stats._values
@@ -417,5 +460,30 @@ def test_wrong_reference_beside_a_right_one_leaves_no_heartbeat() -> None:
         world.everything_arrives()
         [producer] = [producer for producer in world.producers if producer.producer._stats._values]
         assert len(producer.book) == 0
+    finally:
+        world.teardown()
+
+
+def test_request_without_an_answer_beside_one_with_leaves_no_heartbeat() -> None:
+    """Decode first: only an answer says the epoch, and the last user of the lease got none."""
+    world = Transfers()
+    world.begin(secrets=("none", "none"), keeps_frames=True)
+    try:
+        world.both_are_sent_at_once(which=0, prompt=0)
+        world.prefill_arrives(recent=0)
+        world.request(recent=0, is_answered=True)
+        world.request(recent=0, is_answered=False)
+        world.consumer_turn()
+        world.frame(which=0, fate="lost")
+        world.schedule(which=0, loads=False)
+        world.time_passes(seconds=HEARTBEAT_S)
+        world.clock_is_looked_at(which=len(PORTS))
+        assert world.consumer is not None
+        assert {session.state for _, session in world.sessions} == {
+            ConsumerState.DONE,
+            ConsumerState.FAILED,
+        }
+        world.consumer_turn()
+        assert not any(world.consumer.client._kept.values())
     finally:
         world.teardown()

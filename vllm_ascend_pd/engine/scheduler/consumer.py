@@ -172,6 +172,8 @@ class Consumer:
         self._others_wait = others_wait
         self._sessions: dict[str, RemotePrompt] = {}
         self._users: dict[tuple[Endpoint, str, str], int] = {}
+        self._kept_epochs: dict[tuple[Endpoint, str, str], str] = {}
+        """Under which the client keeps a lease: the last user may never have been answered."""
         self._bytes_per_ms = _FIRST_BYTES_PER_MS
 
     def __len__(self) -> int:
@@ -246,6 +248,7 @@ class Consumer:
                 continue
             session.opened(answer)
             session.advance(ConsumerEvent.OPENED)
+            self._kept_epochs[session.lease] = session.epoch
             self._client.keep(session.control, session.remote.transfer_id, session.epoch)
 
     def wants_parking(self, session: RemotePrompt, num_missing: int) -> bool:
@@ -331,7 +334,8 @@ class Consumer:
             self._users[session.lease] = left
             return
         if self._users.pop(session.lease, None) is not None:
-            self._client.release(session.control, session.remote.transfer_id, session.epoch)
+            epoch = self._kept_epochs.pop(session.lease, session.epoch)
+            self._client.release(session.control, session.remote.transfer_id, epoch)
 
     def _count(self, session: RemotePrompt) -> None:
         prompt = session.provenance
