@@ -386,12 +386,13 @@ def test_idle_client_asks_for_no_turn() -> None:
 def test_idle_connection_is_closed_and_opened_again(
     producer: Producer, make_client: Callable[..., ControlClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dealers, "IDLE_CONNECTION_S", 0.0)
     producer.lease()
     client = make_client(heartbeat_s=0.05)
     client.open("r", producer.endpoint, make_open())
     assert isinstance(outcome_of(client).answer, Opened)
-    wait_until(lambda: not client._handlers)
+    with monkeypatch.context() as patch:
+        patch.setattr(dealers, "IDLE_CONNECTION_S", 0.0)
+        wait_until(lambda: not client._handlers)
     client.open("s", producer.endpoint, make_open())
     assert isinstance(outcome_of(client).answer, Opened)
     assert client.num_errors == 0
