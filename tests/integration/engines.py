@@ -53,6 +53,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 256
     max_model_len: int = 2048
     dtype: str = "float32"
+    llm: str = "{}"
+    """JSON of further options of ``LLM``."""
     executor: str = "mp"
     """``mp``: the worker is a process of its own, as in a deployment; or ``uni``."""
 
@@ -72,6 +74,7 @@ class EngineConfig:
             "kv_cache_memory_bytes": 64 << 20,
             "num_gpu_blocks_override": self.num_blocks,
             "distributed_executor_backend": self.executor,
+            **json.loads(self.llm),
         }
 
     def transfer_options(self) -> dict[str, Any] | None:

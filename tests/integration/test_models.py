@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and options of vLLM, each through P and D in both orders, against one engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.architectures import make_model
+from tests.integration.engines import Answer, Engine, EngineConfig, EngineError, Fleet
+from tests.integration.test_decode_first import EVERY_LAYER, Pair
+
+pytestmark = pytest.mark.engine
+
+NUM_TOKENS = 300
+"""More than an engine of these tests computes in one step."""
+
+
+class Three:
+    """One engine, and a producer and a consumer like it."""
+
+    def __init__(self, fleet: Fleet, config: EngineConfig, prompt: list[int]) -> None:
+        consumer = replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER)
+        configs = (config, replace(config, role="kv_producer"), consumer)
+        self.single, self.producer, self.consumer = fleet.engines(*configs)
+        self.pair = Pair(self.producer, self.consumer, prompt)
+
+    def assert_equal(self, prompt: list[int], other: list[int], **sampling: Any) -> list[Answer]:
+        """Both orders; what the consumer answered."""
+        answers = []
+        for order in ("prefill first", "decode first"):
+            asked = prompt if order == "prefill first" else other
+            expected = self.single.ask(asked, 24, **sampling)
+            if order == "prefill first":
+                answer = self.consumer.ask(asked, 24, self.producer.prefill(asked), **sampling)
+            else:
+                answer = self.pair.ask(asked, max_tokens=24, **sampling)
+            assert answer.samples == expected.samples, order
+            assert answer.sources == (0, len(asked) - 1, 1), order
+            answers.append(answer)
+        return answers
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory, base_config: EngineConfig) -> Callable:
+    """``models(architecture)`` is the folder of one."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> str:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("architectures") / name
+            made[name] = make_model(name, folder, Path(base_config.model))
+        return str(made[name])
+
+    return make
+
+
+@pytest.fixture
+def three(
+    fleet: Fleet, base_config: EngineConfig, prompt_of: Callable[..., list[int]]
+) -> Callable[..., Three]:
+    def make(llm: dict[str, Any] | None = None, **options: Any) -> Three:
+        config = replace(base_config, executor="uni", llm=json.dumps(llm or {}), **options)
+        return Three(fleet, config, prompt_of(5, "where"))
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["mqa", "mla"])
+def test_architecture(
+    three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]], name: str
+) -> None:
+    engines = three(model=models(name))
+    answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
+    # A model that says the same whatever it reads would prove nothing.
+    assert answers[0].token_ids != answers[1].token_ids
+
+
+def test_sliding_windows_without_the_hybrid_manager(
+    three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]]
+) -> None:
+    engines = three({"disable_hybrid_kv_cache_manager": True}, model=models("sliding"))
+    answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
+    assert answers[0].token_ids != answers[1].token_ids
+
+
+def test_hybrid_groups_are_refused_by_name(
+    fleet: Fleet, base_config: EngineConfig, models: Callable
+) -> None:
+    config = replace(base_config, executor="uni", role="kv_both", model=models("sliding"))
+    with pytest.raises(EngineError, match="KV cache groups"):
+        fleet.start(config)
+
+
+def test_prefix_caching_off_is_refused_by_name(fleet: Fleet, base_config: EngineConfig) -> None:
+    llm = json.dumps({"enable_prefix_caching": False})
+    with pytest.raises(EngineError, match="prefix caching is off"):
+        fleet.start(replace(base_config, executor="uni", role="kv_both", llm=llm))
+
+
+def test_ngram_speculation(
+    three: Callable[..., Three], prompt_of: Callable[..., list[int]]
+) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engines = three({"speculative_config": speculative, "async_scheduling": False})
+    engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"logprobs": 3},
+        {"stop_token_ids": list(range(0, 2000, 7)), "ignore_eos": False},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"logit_bias": {5: 40.0, 9: 30.0}},
+        {"min_tokens": 6, "stop_token_ids": list(range(0, 2000, 2))},
+        {"bad_words": [" the", "a"]},
+    ],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_sampling_options(
+    three: Callable[..., Three], prompt_of: Callable[..., list[int]], sampling: dict[str, Any]
+) -> None:
+    engines = three()
+    engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"), **sampling)
+
+
+def test_seeded_sampling(three: Callable[..., Three], prompt_of: Callable[..., list[int]]) -> None:
+    # In one chunk: vLLM's CPU runner cannot take back a seeded sample of a partial prompt.
+    engines = three()
+    engines.assert_equal(prompt_of(200, "a"), prompt_of(200, "b"), temperature=0.9, seed=11)
+
+
+def test_prompt_logprobs_compute_the_prompt(
+    three: Callable[..., Three], prompt_of: Callable[..., list[int]]
+) -> None:
+    engines = three()
+    prompt = prompt_of(NUM_TOKENS)
+    expected = engines.single.ask(prompt, 8, prompt_logprobs=2)
+    answer = engines.pair.ask(prompt, max_tokens=8, prompt_logprobs=2)
+    assert answer.token_ids == expected.token_ids
+    assert answer.num_prompt_logprobs == expected.num_prompt_logprobs
+    assert answer.outcome == "not_needed"
+
+
+def test_two_producers_and_two_consumers(
+    fleet: Fleet, base_config: EngineConfig, prompt_of: Callable[..., list[int]]
+) -> None:
+    """Every pair of them, at the same time."""
+    base = replace(base_config, executor="uni")
+    single, *others = fleet.engines(
+        base,
+        *(replace(base, role="kv_producer").with_transfer(lease_s=lease) for lease in (28.0, 27.0)),
+        *(
+            replace(base, role="kv_consumer").with_transfer(**EVERY_LAYER, lease_s=lease)
+            for lease in (28.0, 27.0)
+        ),
+    )
+    producers, consumers = others[:2], others[2:]
+    asked: dict[tuple[Engine, str], list[int]] = {}
+    for i, producer in enumerate(producers):
+        for j, consumer in enumerate(consumers):
+            pair = Pair(producer, consumer, prompt_of(5, f"where {i} {j}"))
+            for order in ("both", "late"):
+                name, prompt = f"{order} {i} {j}", prompt_of(NUM_TOKENS, f"{order} {i} {j}")
+                asked[consumer, name] = prompt
+                if order == "late":
+                    consumer.add(name, prompt, 16, producer.prefill(prompt))
+                else:
+                    transfer_id = pair.new_id()
+                    pair.add_decode(name, prompt, transfer_id)
+                    pair.add_prefill(name, prompt, transfer_id)
+    for engine in (*consumers, *producers):
+        engine.start_run()
+    answers = {engine: engine.join_run() for engine in (*producers, *consumers)}
+    for (consumer, name), prompt in asked.items():
+        answer = answers[consumer][name]
+        assert answer.token_ids == single.ask(prompt, 16).token_ids, name
+        assert answer.outcome == "loaded", name
