@@ -36,11 +36,11 @@ class Listener:
                 return
             identity = first.bytes
             received = self._seal.receive(identity, b"".join(part.buffer for part in rest))
-            for answer in received.answers:
-                self._send(identity, answer)
             if received.refused is not None:
                 address = rest[-1].get("Peer-Address") if rest else "a peer"
                 self._seals.note_refused(received.refused, str(address))
+            for answer in received.answers:
+                self._send(identity, answer)
             if received.payload is not None:
                 yield identity, received.payload
 
