@@ -24,7 +24,14 @@ def fetch(series: str, to: Path, patches_dir: Path = REPO_ROOT / "patches") -> P
     pin = read_pin(patches_dir / series / "pin.toml")
     target = to / f"{pin.package}-{pin.version}.tar.gz"
     if not target.is_file() or _digest(target.read_bytes()) != pin.sdist_sha256:
-        data = _download(pin)
+        try:
+            data = _download(pin)
+        except OSError as error:
+            raise ToolError(
+                f"{target.name}: cannot be fetched ({error}); on a host without a package index put"
+                f" that file into {to}",
+                REFUSED,
+            ) from error
         if _digest(data) != pin.sdist_sha256:
             raise PatchError(f"{target.name}: the index has other bytes than the pin's sha256 says")
         to.mkdir(parents=True, exist_ok=True)
@@ -57,7 +64,7 @@ def _download_quietly(pin: Pin) -> bytes:
                 response = session.get(candidate.link.url_without_fragment)
                 response.raise_for_status()
                 return bytes(response.content)
-    raise ToolError(f"no index of pip's has the source of {pin.package} {pin.version}", REFUSED)
+    raise OSError(f"no index of pip's has the source of {pin.package} {pin.version}")
 
 
 def main(argv: list[str] | None = None) -> int:
