@@ -210,6 +210,31 @@ def test_preempted_request_comes_back_as_a_hit(
     settle(engine)
 
 
+def test_queued_request_is_loaded_while_others_run(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt)
+    running = {f"running-{i}": prompt_of(10, str(i)) for i in range(16)}  # max_num_seqs
+    for name, other in running.items():
+        engine.add(name, other, 60)
+    engine.step_until("running-15", "status", "RUNNING")
+    before = engine.metrics()
+    engine.add("queued", prompt, 8, ASK)
+    for _ in range(40):
+        engine.step()
+        if delta(before, engine.metrics(), "pool_loads/ok"):
+            break
+    assert delta(before, engine.metrics(), "pool_loads/ok") == 1
+    states = engine.requests()
+    assert states["queued"]["status"] != "RUNNING"
+    assert len(states) == 17
+    answer = engine.run()["queued"]
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {"dram": FULL, "computed": 9}
+    settle(engine)
+
+
 def test_other_salt_never_hits(engine: Engine, prompt_of: PromptOf) -> None:
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.metrics import Stats
 
 _DROP_TIMEOUT_S = 1.0
+_TICK_S = 0.001
 
 
 class PoolSide:
@@ -83,6 +84,7 @@ class PoolSide:
             blocks_per_save=blocks_per_save,
         )
         self._has_news = False
+        self._next_tick_at = 0.0
         self._gauges: dict[tuple[str, str], float] = {}
         self._link.start()
 
@@ -105,8 +107,12 @@ class PoolSide:
             elif isinstance(message, Saved):
                 self.saves.on_saved(message)
                 self._has_news = True
-        self.source.tick()
-        self.saves.tick()
+        # Called for every waiting request of a pass.
+        now = time.monotonic()
+        if now >= self._next_tick_at:
+            self._next_tick_at = now + _TICK_S
+            self.source.tick()
+            self.saves.tick()
 
     @property
     def has_news(self) -> bool:

@@ -193,6 +193,7 @@ class PoolSource:
         self._pending: dict[int, _Pending] = {}
         self._prompts: dict[str, PoolPrompt] = {}
         self._blacklist: dict[bytes, float] = {}
+        self._queued: list[PoolPrompt] = []
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -266,6 +267,13 @@ class PoolSource:
         prompt.advance(PoolEvent.FOUND if num_found else PoolEvent.NOTHING)
         if num_found:
             self._decide(prompt)
+            self._queued.append(prompt)
+
+    def take_queued(self) -> list[PoolPrompt]:
+        """Prompts with something to load that no pass of the scheduler has come to yet."""
+        if self._queued:
+            self._queued = [p for p in self._queued if p.offers and not p.placed]
+        return list(self._queued)
 
     def _learn(self, prompt: PoolPrompt, places: bytearray) -> None:
         """What is there need not be stored again; what failed a moment ago is not tried again."""

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.config import LoadMode, PDConfig
 from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.fingerprint import fingerprint
@@ -291,10 +291,24 @@ class SchedulerSide:
         self._consumer.give_up(session, Cause.DEADLINE)
         return True
 
-    def _park(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
+    def _prefetch(self) -> None:
+        """What the pool has for requests to which no pass has come: load it while they queue."""
+        if self._kv_pool is None or self._config.transfer.load_mode is LoadMode.STEP:
+            return
+        for prompt in self._kv_pool.source.take_queued():
+            missing = self._phantoms.find_missing(prompt.request, prompt)
+            if not self._loads.is_parked_load_of(prompt.request, missing):
+                prompt.placed = self._park(prompt, missing, while_queued=True)
+
+    def _park(
+        self,
+        source: RemotePrompt | PoolPrompt,
+        missing: list[int],
+        while_queued: bool = False,
+    ) -> bool:
         """Load the missing blocks beside the steps, if that is worth it and memory allows."""
         request = source.request
-        if not missing or not self._wants_parking(source, missing):
+        if not missing or not (while_queued or self._wants_parking(source, missing)):
             return False
         kept = [
             block
@@ -389,6 +403,7 @@ class SchedulerSide:
         )
         if self._kv_pool is not None:
             self._kv_pool.note_step(scheduler_output)
+        self._prefetch()
         loads = self._loads.take_new()
         if not (revokes or cancels or grants or loads):
             return None
@@ -397,6 +412,8 @@ class SchedulerSide:
     def on_step_output(self, model_runner_output: ModelRunnerOutput) -> None:
         output = model_runner_output.kv_connector_output
         if output is None:
+            if self._kv_pool is not None:
+                self._kv_pool.saves.confirm()
             return
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReport):

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A master of our own ends with its parent, and is started again when it ends alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
+
+_PARENT = """
+import time
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
+print(EmbeddedMaster().process_id, flush=True)
+time.sleep(60)
+"""
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process_id}/stat").read_text().split(")")[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _needs_mooncake() -> None:
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+
+
+def test_master_ends_with_a_parent_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    master_id = int(parent.stdout.readline())
+    assert is_running(master_id)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not is_running(master_id))
+
+
+def test_master_that_ends_is_started_again_on_its_ports() -> None:
+    master = EmbeddedMaster()
+    ports, first = (master.rpc_port, master.http_port), master.process_id
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: master.process_id != first)
+    assert (master.rpc_port, master.http_port) == ports
+    second = master.process_id
+    master.stop()
+    assert not is_running(second)
