@@ -42,7 +42,7 @@ _ENV_DEFAULTS = {
 _LOCAL_BUFFER_BYTES = 16 << 20  # for put() and get() of bytes, which are used for probes only
 _RETRY_S = 1.0
 _CLOSE_TIMEOUT_S = 3.0
-_MAX_DESCRIBED = 2048  # about 5 ms
+_MAX_DESCRIBED = 512  # about 2 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class MooncakeStore:
             return [code == 1 for code in store.batch_is_exist(list(keys))]
 
     def describe(self, keys: Sequence[str]) -> dict[str, tuple[bool, bool]]:
-        """``{key: (in memory, in this process's memory)}`` of the first 2,048 keys, else SSD."""
+        """``{key: (in memory, in this process's memory)}`` of the first 512 keys."""
         with self._use() as store:
             if store is None or not keys:
                 return {}

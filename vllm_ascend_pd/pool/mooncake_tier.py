@@ -43,14 +43,17 @@ class MooncakeTier(Tier):
         self._capacity_bytes = capacity_bytes
 
     def lookup(self, keys: Sequence[str]) -> list[Place]:
-        places = [Place.SSD if found else Place.NOWHERE for found in self._store.exists(list(keys))]
-        found = [key for key, place in zip(keys, places, strict=True) if place]
-        described = self._store.describe(found)
-        for i, key in enumerate(keys):
-            if places[i] and key in described:
-                in_memory, own = described[key]
-                if in_memory:
-                    places[i] = Place.DRAM if own else Place.REMOTE
+        exists = self._store.exists(list(keys))
+        found = [i for i, is_there in enumerate(exists) if is_there]
+        described = self._store.describe([keys[i] for i in found])
+        places = [Place.NOWHERE] * len(keys)
+        place = Place.SSD
+        for i in found:
+            # Of very many keys only the first are described; the others are taken to lie with them.
+            if (where := described.get(keys[i])) is not None:
+                in_memory, own = where
+                place = (Place.DRAM if own else Place.REMOTE) if in_memory else Place.SSD
+            places[i] = place
         return places
 
     def put(self, values: Sequence[Value]) -> list[Status]:
