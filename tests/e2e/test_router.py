@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -37,7 +38,9 @@ class Cluster:
 
     router: str
     engines: dict[str, ForkedEngine]
-    process: subprocess.Popen[bytes]
+    instances: list[dict[str, Any]]
+    """For ``--instances``."""
+    folder: Path
 
     @property
     def single(self) -> str:
@@ -91,34 +94,47 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     make_tiny_model(model)
     with launcher() as launched:
         engines: dict[str, ForkedEngine] = {}
+        instances: list[dict[str, Any]] = []
         for name in ("p0", "p1", "d0", "d1"):
             config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
-            engines[name] = launched.engine(
-                name, model, folder, free_port(), "--kv-transfer-config", json.dumps(config)
-            )
+            options = ["--kv-transfer-config", json.dumps(config)]
+            events = {f: f"tcp://127.0.0.1:{free_port()}" for f in ("endpoint", "replay_endpoint")}
+            publish = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
+            options += ["--kv-events-config", json.dumps(publish)]
+            engines[name] = launched.engine(name, model, folder, free_port(), *options)
             engines[name].start()
+            role = "prefill" if name[0] == "p" else "decode"
+            url = engines[name].url
+            instances.append({"id": name, "url": url, "role": role, "kv_events": events})
         for engine in engines.values():
             engine.wait_ready()
-        port = free_port()
-        command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", str(port)]
-        for name, engine in engines.items():
-            command += ["--prefill" if name[0] == "p" else "--decode", engine.url]
-        command += ["--probe-interval", "0.5"]
-        with (folder / "router.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        made = Cluster(f"http://127.0.0.1:{port}", engines, process)
-        try:
-            end = time.monotonic() + 20
-            while time.monotonic() < end:
-                try:
-                    if requests.get(f"{made.router}/health", timeout=5).status_code == 200:
-                        break
-                except requests.RequestException:
-                    time.sleep(0.1)
-            yield made
-        finally:
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0, (folder / "router.log").read_text()[-4000:]
+        with routing(folder, instances) as url:
+            yield Cluster(url, engines, instances, folder)
+
+
+@contextlib.contextmanager
+def routing(folder: Path, instances: list[dict[str, Any]], *options: str) -> Iterator[str]:
+    """A router process in front of these; its URL."""
+    port = free_port()
+    listed, log = folder / f"{port}.json", folder / f"router-{port}.log"
+    listed.write_text(json.dumps({"instances": instances}))
+    command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", str(port)]
+    command += ["--instances", str(listed), "--probe-interval", "0.5", *options]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            try:
+                if requests.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            except requests.RequestException:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()[-4000:]
 
 
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
@@ -222,6 +238,38 @@ def test_every_lease_is_given_back(cluster: Cluster) -> None:
     granted = cluster.count("p", "leases_granted_total")
     assert granted > 0
     assert cluster.count("p", "leases_closed_total") == granted
+
+
+def test_both_orders_give_the_same_tokens(cluster: Cluster) -> None:
+    prompts = [f"Order {i}. " + LONG[: 400 * i + 20] for i in range(4)]
+    before = cluster.routed('orders_total{order="concurrent"}')
+    concurrent = [texts(cluster.complete(cluster.router, p)) for p in prompts]
+    assert cluster.routed('orders_total{order="concurrent"}') == before + 4
+    with routing(cluster.folder, cluster.instances, "--order", "prefill-first") as url:
+        first = [texts(cluster.complete(url, p)) for p in prompts]
+    assert first == concurrent
+    assert first == [texts(cluster.complete(cluster.single, p)) for p in prompts]
+
+
+def test_prefix_aware_skips_prefill_when_decode_holds_the_prompt(cluster: Cluster) -> None:
+    with routing(cluster.folder, cluster.instances, "--policy", "prefix-aware") as url:
+
+        def state() -> dict[str, Any]:
+            found: dict[str, Any] = requests.get(f"{url}/status", timeout=10).json()
+            return found
+
+        prompt = "Prefix aware. " + LONG
+        first = texts(cluster.complete(url, prompt))
+        known = {i["instance_id"]: i["num_prefix_blocks"] for i in state()["instances"]}
+        end = time.monotonic() + 10
+        while not (known["d0"] or known["d1"]) and time.monotonic() < end:
+            time.sleep(0.1)
+            known = {i["instance_id"]: i["num_prefix_blocks"] for i in state()["instances"]}
+        assert {i["prefix_index"] for i in state()["instances"]} <= {"exact", "fallback"}
+        assert texts(cluster.complete(url, prompt)) == first
+        metrics = requests.get(f"{url}/metrics", timeout=10).text
+        assert 'prefill_skips_total{reason="decode_holds_prefix"} 1.0' in metrics
+    assert first == texts(cluster.complete(cluster.single, prompt))
 
 
 class Load:

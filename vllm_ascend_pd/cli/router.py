@@ -41,11 +41,34 @@ def router(
         Path | None,
         option(INSTANCES, "JSON file of instances, read again when it changes."),
     ] = None,
+    service_discovery: Annotated[
+        str, option(INSTANCES, "static (flags, file, registration), or also k8s: pods by label.")
+    ] = "static",
+    k8s_namespace: Annotated[str, option(INSTANCES, "Namespace of the pods.")] = "default",
+    k8s_label_selector: Annotated[
+        str, option(INSTANCES, "Only pods with these labels, e.g. app=vllm.")
+    ] = "",
+    k8s_port: Annotated[int, option(INSTANCES, "Port of the engines in their pods.")] = 8000,
+    kubeconfig: Annotated[
+        Path | None,
+        option(INSTANCES, "Cluster to ask. Without: the service account of the router's pod."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     policy: Annotated[
-        str, option(ROUTING, "least-loaded, power-of-two, round-robin or session-affinity.")
+        str,
+        option(
+            ROUTING, "least-loaded, power-of-two, prefix-aware, round-robin or session-affinity."
+        ),
     ] = "least-loaded",
+    routing_logic: Annotated[
+        str,
+        option(
+            ROUTING,
+            "For production-stack's command lines: disaggregated_prefill_orchestrated is what this"
+            " router does.",
+        ),
+    ] = "disaggregated_prefill_orchestrated",
     order: Annotated[
         str,
         option(ROUTING, "auto, prefill-first or concurrent (where the prefill engine can)."),
@@ -54,9 +77,10 @@ def router(
         str,
         option(
             ROUTING,
-            "When D computes a prompt itself: never, always, or below this number of tokens.",
+            "When D computes a prompt itself: never, always, held (all but its last block is in"
+            " its cache; prefix-aware knows), or a number: that, and prompts of fewer tokens.",
         ),
-    ] = "never",
+    ] = "held",
     prefill_model_labels: Annotated[
         str, option(ROUTING, "Only prefill instances with one of these 'model' labels (a,b).")
     ] = "",
@@ -108,6 +132,12 @@ def router(
     levels = {"debug", "info", "warning", "error"}
     if log_level.lower() not in levels:
         raise typer.BadParameter(f"one of {', '.join(sorted(levels))}", param_hint="--log-level")
+    if service_discovery not in ("static", "k8s"):
+        raise typer.BadParameter("static or k8s", param_hint="--service-discovery")
+    if routing_logic != "disaggregated_prefill_orchestrated":
+        raise typer.BadParameter(
+            "only disaggregated_prefill_orchestrated", param_hint="--routing-logic"
+        )
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -125,6 +155,11 @@ def router(
             registration_token_file=registration_token_file,
             prefill_labels=_labels(prefill_model_labels),
             decode_labels=_labels(decode_model_labels),
+            kubernetes=router_config.Kubernetes(
+                k8s_namespace, k8s_label_selector, k8s_port, kubeconfig
+            )
+            if service_discovery == "k8s"
+            else None,
             drain_s=drain_timeout,
             access_log=access_log,
             timeouts=router_config.Timeouts(

@@ -13,7 +13,7 @@ from vllm_ascend_pd import __version__
 from vllm_ascend_pd.router.access_log import AccessLog
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
-from vllm_ascend_pd.router.bodies import CHAT, COMPLETIONS, BadRequest, parse
+from vllm_ascend_pd.router.bodies import CHAT, COMPLETIONS, BadRequest, Body, parse
 from vllm_ascend_pd.router.config import RouterConfig, read_secret
 from vllm_ascend_pd.router.discovery.registered import RegisteredDiscovery
 from vllm_ascend_pd.router.health import Prober
@@ -24,6 +24,8 @@ from vllm_ascend_pd.router.metrics import Metrics
 from vllm_ascend_pd.router.page import page, status
 from vllm_ascend_pd.router.passthrough import Passthrough
 from vllm_ascend_pd.router.policies import Policy, Routed, make_policy
+from vllm_ascend_pd.router.policies.base import WatchesInstances
+from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
 from vllm_ascend_pd.router.relay import Job, Relay
 from vllm_ascend_pd.router.requests import (
     BodyError,
@@ -64,6 +66,7 @@ class Router:
         labels = Labels(frozenset(config.prefill_labels), frozenset(config.decode_labels))
         self.selector = Selector(self.registry, self.policy, labels)
         self.lengths = PromptLengths()
+        self.tokenizer = Tokenizer()
         self.skipper = Skipper(config.skipping)
         self.legs = Legs(config.timeouts, self.metrics)
         budget = RetryBudget(config.retries.budget_ratio, config.retries.budget_burst)
@@ -96,6 +99,8 @@ class Router:
 
     async def _close(self, app: web.Application) -> None:
         await self.prober.close()
+        if isinstance(self.policy, WatchesInstances):
+            await self.policy.close()
         for instance in (*self.registry, *self._retired):
             instance.client.close()
 
@@ -149,7 +154,19 @@ class Router:
             session_of(request),
         )
         headers.append((b"content-type", b"application/json"))
+        if self.policy.needs_token_ids:
+            await self._find_token_ids(body, routed, headers)
         return await self.relay.serve(Job(request, body, headers, routed, trace))
+
+    async def _find_token_ids(
+        self, body: Body, routed: Routed, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        routed.is_salted = "cache_salt" in body.fields
+        instance = self.selector.decode(Routed(0, 0), body.model, ())
+        if body.decode_only is None and not isinstance(instance, Unavailable):
+            routed.token_ids = await self.tokenizer.token_ids(body, instance, headers)
+            if routed.token_ids is not None:
+                routed.num_prompt_tokens = len(routed.token_ids)
 
     async def _models(self, request: web.Request) -> web.Response:
         """Every model that an engine serves now, once."""
@@ -225,9 +242,13 @@ class Router:
 
     def _added(self, instance: Instance) -> None:
         self.prober.watch(instance)
+        if isinstance(self.policy, WatchesInstances):
+            self.policy.watch(instance)
 
     def _removed(self, instance: Instance) -> None:
         self.prober.forget(instance)
+        if isinstance(self.policy, WatchesInstances):
+            self.policy.forget(instance)
         self.metrics.forget(instance.instance_id)
         self._retired = {old for old in self._retired if old.client.num_open}
         self._retired.add(instance)

@@ -98,11 +98,24 @@ class TLS:
 
 
 @dataclass(frozen=True, slots=True)
+class Kubernetes:
+    """Where the pods of the engines are."""
+
+    namespace: str = "default"
+    label_selector: str = ""
+    port: int = 8000
+    """Of the engines."""
+    kubeconfig: Path | None = None
+    """Without: the service account of the router's own pod."""
+
+
+@dataclass(frozen=True, slots=True)
 class Skipping:
     """When D computes a prompt itself."""
 
-    mode: Literal["never", "always"] | int = "never"
-    """A number: prompts of fewer tokens."""
+    mode: Literal["never", "always", "held"] | int = "held"
+    """``held``: all but its last block is in D's prefix cache, as the policy ``prefix-aware``
+    knows. A number: that, and prompts of fewer tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +135,7 @@ class RouterConfig:
     registration_token_file: Path | None = None
     prefill_labels: tuple[str, ...] = ()
     decode_labels: tuple[str, ...] = ()
+    kubernetes: Kubernetes | None = None
     drain_s: float = 60.0
     access_log: bool = True
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -138,15 +152,17 @@ class RouterConfig:
             raise ConfigError("--workers must be at least 1")
 
 
-def skip_mode(text: str) -> Literal["never", "always"] | int:
+def skip_mode(text: str) -> Literal["never", "always", "held"] | int:
     """``--skip-prefill``."""
     if text == "never":
         return "never"
     if text == "always":
         return "always"
+    if text == "held":
+        return "held"
     if text.isdigit():
         return int(text)
-    raise ConfigError(f"--skip-prefill {text!r}: never, always, or a number of tokens")
+    raise ConfigError(f"--skip-prefill {text!r}: never, always, held, or a number of tokens")
 
 
 def read_secret(path: Path, option: str) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from vllm_ascend_pd.router.http_client import EngineClient
+    from vllm_ascend_pd.router.prefix.index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Instance:
         self.num_legs = 0
         self.num_failures = 0
         self.load = EngineLoad()
+        self.prefix_index: PrefixIndex | None = None
+        """What its KV events said, if the policy listens to them."""
         self.errors: deque[RecentError] = deque(maxlen=NUM_RECENT_ERRORS)
 
     @property

@@ -34,6 +34,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retry_budget_exhausted": ("Retries not made for lack of budget", ()),
     "legs": ("Legs to engines, by how they ended", ("instance", "leg", "outcome")),
     "orders": ("Attempts by order", ("order",)),
+    "prefix_hit_tokens": ("Prompt tokens that the policy expected to be cached", ("role",)),
     "prefill_skips": ("Requests without a prefill leg, by reason", ("reason",)),
 }
 HISTOGRAMS = {
@@ -88,10 +89,10 @@ class Metrics(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
-    def add(self, name: str, *labels: str) -> None:
-        """One more of a counter of ``COUNTERS``."""
+    def add(self, name: str, *labels: str, by: float = 1) -> None:
+        """To a counter of ``COUNTERS``."""
         counts = self._counts[name]
-        counts[labels] = counts.get(labels, 0) + 1
+        counts[labels] = counts.get(labels, 0) + by
 
     def value(self, name: str, **labels: str) -> float:
         """Of one sample now; 0 if it was never counted."""
@@ -143,10 +144,12 @@ class Metrics(Collector):
                 ("instance_waiting", "Requests that the engine queues, by its own metrics"),
                 ("instance_kv_usage", "Share of its KV blocks in use, by its own metrics"),
                 ("instance_prefix_hit_rate", "Hits of its prefix cache, by its own metrics"),
+                ("instance_prefix_index", "What its KV events tell: 1 exact, 0.5 degraded, else 0"),
+                ("instance_prefix_blocks", "Blocks that its KV events told of"),
             )
         }
         for instance in self._instances():
-            load = instance.load
+            load, index = instance.load, instance.prefix_index
             values = (
                 float(instance.is_available),
                 {"closed": 0.0, "half_open": 0.5, "open": 1.0}[instance.breaker.state.value],
@@ -157,6 +160,8 @@ class Metrics(Collector):
                 load.num_waiting,
                 load.kv_usage,
                 load.prefix_hits / load.prefix_queries if load.prefix_queries else 0.0,
+                {"exact": 1.0, "degraded": 0.5}.get(index.state.value, 0.0) if index else 0.0,
+                float(len(index)) if index else 0.0,
             )
             for family, value in zip(families.values(), values, strict=True):
                 family.add_metric([instance.instance_id, instance.spec.role], value)

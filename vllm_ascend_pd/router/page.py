@@ -61,6 +61,8 @@ def _instance(instance: Instance) -> dict[str, Any]:
         "num_waiting": load.num_waiting,
         "kv_usage": load.kv_usage,
         "prefix_hit_rate": load.prefix_hits / load.prefix_queries if load.prefix_queries else None,
+        "prefix_index": instance.prefix_index.state.value if instance.prefix_index else None,
+        "num_prefix_blocks": len(instance.prefix_index) if instance.prefix_index else 0,
         "num_failures": instance.num_failures,
         "errors": [{"at": error.at, "text": error.text} for error in instance.errors],
     }

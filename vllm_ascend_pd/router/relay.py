@@ -112,6 +112,12 @@ class Relay:
     async def _attempt(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
         trace = job.trace
         trace.decode = pair.decode.instance_id
+        for role, num_tokens in (
+            ("prefill", job.routed.num_prefill_hit_tokens),
+            ("decode", job.routed.num_decode_hit_tokens),
+        ):
+            if num_tokens:
+                self._metrics.add("prefix_hit_tokens", role, by=num_tokens)
         skip = self._skipper.reason(job.body, job.routed, pair)
         if skip is not None:
             self._metrics.add("prefill_skips", skip)

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.app import Router
+from vllm_ascend_pd.router.discovery.kubernetes import KubernetesDiscovery
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery
 from vllm_ascend_pd.router.tls import server_context
 
@@ -49,6 +50,9 @@ class RouterServer:
         self.config = config
         self.router = router or Router(config)
         self._static = StaticDiscovery(config, self.router.registry)
+        self._kubernetes: KubernetesDiscovery | None = None
+        if config.kubernetes is not None:
+            self._kubernetes = KubernetesDiscovery(config, self.router.registry)
         self._runner: web.AppRunner | None = None
         self._refresher: asyncio.Task[None] | None = None
 
@@ -67,6 +71,8 @@ class RouterServer:
         )
         await runner.setup()
         self._static.read()
+        if self._kubernetes is not None:
+            await self._kubernetes.start()
         site = web.SockSite(runner, sock, ssl_context=server_context(self.config.tls))
         await site.start()
         self._refresher = asyncio.ensure_future(self._refresh())
@@ -77,6 +83,8 @@ class RouterServer:
         if self._refresher is not None:
             self._refresher.cancel()
             await asyncio.gather(self._refresher, return_exceptions=True)
+        if self._kubernetes is not None:
+            await self._kubernetes.close()
         if self._runner is not None:
             await self._runner.cleanup()
 

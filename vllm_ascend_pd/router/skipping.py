@@ -25,6 +25,11 @@ class Skipper:
             return "same_instance"
         if self._mode == "always":
             return "forced"
+        if self._mode == "never":
+            return None
+        missing = routed.num_prompt_tokens - routed.num_decode_hit_tokens
+        if routed.num_decode_hit_tokens and missing <= (routed.block_size or 0):
+            return "decode_holds_prefix"
         if isinstance(self._mode, int) and routed.num_prompt_tokens < self._mode:
             return "short_prompt"
         return None

@@ -84,6 +84,7 @@ class ScriptedEngine:
     received: list[Received] = field(default_factory=list)
     """Generation requests and those for unknown paths."""
     num_in_progress: int = 0
+    num_tokenized: int = 0
     num_given_up: int = 0
     """Requests whose client left before the answer's end."""
     _faults: deque[tuple[str, float]] = field(default_factory=deque)
@@ -145,6 +146,10 @@ class ScriptedEngine:
             writer.write(_json(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}))
         elif path == "/metrics":
             writer.write(_whole(200, self.metrics.encode(), b"text/plain"))
+        elif path == "/tokenize":
+            self.num_tokenized += 1
+            prompt = request.json.get("prompt") or json.dumps(request.json.get("messages"))
+            writer.write(_json(200, {"tokens": list(prompt.encode())}))
         elif path in GENERATE:
             return await self._generate(request, reader, writer)
         else:

@@ -7,11 +7,13 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed
 from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
 from vllm_ascend_pd.router.policies.power_of_two import PowerOfTwo
+from vllm_ascend_pd.router.policies.prefix_aware import PrefixAware
 from vllm_ascend_pd.router.policies.round_robin import RoundRobin
 from vllm_ascend_pd.router.policies.session_affinity import SessionAffinity
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (LeastLoaded, PowerOfTwo, RoundRobin, SessionAffinity)
+    policy.name: policy
+    for policy in (LeastLoaded, PowerOfTwo, PrefixAware, RoundRobin, SessionAffinity)
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,10 @@ class Routed:
     num_decode_hit_tokens: int = 0
     """Set by a policy: tokens of the prompt that the chosen decode instance holds."""
     num_prefill_hit_tokens: int = 0
+    block_size: int | None = None
+    """Of the chosen decode instance, if it is known."""
+    is_salted: bool = False
+    """Its prefix is cached for requests with the same salt only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,20 @@ class Policy(ABC):
     def choose_decode(self, request: Routed, decodes: Sequence[Instance]) -> Instance:
         """For a request without a prefill leg."""
         return self.choose(request, decodes, decodes).decode
+
+
+@runtime_checkable
+class WatchesInstances(Protocol):
+    """A policy that follows what the engines do."""
+
+    def watch(self, instance: Instance) -> None:
+        """A new instance."""
+
+    def forget(self, instance: Instance) -> None:
+        """It is gone."""
+
+    async def close(self) -> None:
+        """The router stops."""
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:

@@ -24,9 +24,13 @@ class LeastLoaded(Policy):
     def choose(
         self, request: Routed, prefills: Sequence[Instance], decodes: Sequence[Instance]
     ) -> Pair:
-        self._turn += 1
+        self.next_turn()
         prefill = self._least(prefills)
         return Pair(prefill, self._least(partners(prefill, decodes)))
+
+    def next_turn(self) -> int:
+        self._turn += 1
+        return self._turn
 
     def _least(self, instances: Sequence[Instance]) -> Instance:
         """Of equals, each in turn: else the first one would get every request of a quiet time."""

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Discovery of pods, against a server that speaks the API's protocol."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.router.fake_kubernetes import FakeKubernetes
+from tests.router.harness import FAST, Deployment, deployed, run, until
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router.config import Kubernetes
+from vllm_ascend_pd.router.discovery.kubernetes import KubernetesDiscovery
+from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+
+
+@asynccontextmanager
+async def cluster(folder: Path) -> AsyncIterator[tuple[Deployment, FakeKubernetes, ScriptedEngine]]:
+    """All pods have one address and port, so one engine answers for all of them."""
+    engine = ScriptedEngine("pod")
+    await engine.start()
+    api = FakeKubernetes()
+    await api.start()
+    config = replace(
+        FAST,
+        prefill_labels=("p", "p-large"),
+        decode_labels=("d",),
+        kubernetes=Kubernetes(
+            "engines", "app=vllm", engine.port, api.kubeconfig(folder / "kubeconfig")
+        ),
+    )
+    async with deployed(0, 0, config) as d:
+        yield d, api, engine
+        await api.stop()
+        await engine.stop()
+
+
+def states(d: Deployment) -> dict[str, tuple[str, str]]:
+    return {i.instance_id: (i.spec.role, i.spec.state) for i in d.router.registry}
+
+
+def test_pods_come_change_and_go(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            assert (await d.post())[0] == 503
+            api.put("one", "p", app="vllm")
+            api.put("two", "d", ready=False, app="vllm")
+            api.put("other-role", "x", app="vllm")
+            api.put("other-app", "d", app="web")
+            await until(lambda: len(states(d)) == 2)
+            assert states(d) == {"one": ("prefill", "ready"), "two": ("decode", "starting")}
+            assert (await d.post())[0] == 503
+            api.put("two", "d", app="vllm")
+            await until(lambda: states(d)["two"] == ("decode", "ready"))
+            assert (await d.post())[0] == 200
+            api.put("two", "d", ending=True, app="vllm")
+            await until(lambda: states(d)["two"] == ("decode", "draining"))
+            assert (await d.post())[0] == 503
+            api.delete("two")
+            await until(lambda: "two" not in states(d))
+            assert api.num_lists == 1  # the rest came from one watch
+
+    run(test)
+
+
+def test_pod_of_the_same_name_is_a_new_engine(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            api.put("one", "p-large", app="vllm")
+            await until(lambda: "one" in states(d))
+            first = d.router.registry.get("one")
+            api.delete("one")
+            api.put("one", "p", app="vllm")
+            await until(lambda: d.router.registry.get("one") not in (first, None))
+
+    run(test)
+
+
+def test_watch_that_is_too_old_lists_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            api.put("one", "p", app="vllm")
+            await until(lambda: "one" in states(d))
+            first = d.router.registry.get("one")
+            del api.pods["one"]  # nobody is told
+            api.put("two", "d", app="vllm")
+            api.forget_history()
+            await until(lambda: set(states(d)) == {"two"})
+            assert api.num_lists == 2
+            assert first is not None
+
+    run(test)
+
+
+def test_instances_outlive_the_api_server(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            api.put("one", "p", app="vllm")
+            api.put("two", "d", app="vllm")
+            await until(lambda: len(states(d)) == 2)
+            api.is_broken = True
+            api._wake()
+            assert (await d.post())[0] == 200
+            await api.stop()
+            assert (await d.post())[0] == 200
+            api.is_broken = False
+            api.put("three", "d", app="vllm")
+            await api.start()
+            await until(lambda: "three" in states(d))
+
+    run(test)
+
+
+def test_labels_are_needed() -> None:
+    config = replace(FAST, kubernetes=Kubernetes())
+    with pytest.raises(ConfigError, match="--prefill-model-labels"):
+        KubernetesDiscovery(config, None)  # type: ignore[arg-type]
+
+
+def test_missing_cluster_is_a_config_error(tmp_path: Path) -> None:
+    async def test() -> None:
+        kubernetes = Kubernetes(kubeconfig=tmp_path / "none")
+        config = replace(FAST, prefill_labels=("p",), decode_labels=("d",), kubernetes=kubernetes)
+        with pytest.raises(ConfigError, match="k8s"):
+            await KubernetesDiscovery(config, None).start()  # type: ignore[arg-type]
+
+    run(test)

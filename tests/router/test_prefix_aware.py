@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing by what engines say they hold, over real ZMQ sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from tests.router.harness import FAST, Deployment, deployed, run, until
+from tests.router.test_discovery import described, register
+from tests.unit.router.test_prefix_index import BLOCK, CLEARED, batch, stored
+from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex
+from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+
+Cluster = tuple[Deployment, dict[str, ScriptedEngine], dict[str, "Publisher"]]
+
+
+class Publisher:
+    """Publishes and replays like vLLM's."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._pub = context.socket(zmq.PUB)
+        self._replay = context.socket(zmq.ROUTER)
+        host = "tcp://127.0.0.1"
+        self.endpoint = f"{host}:{self._pub.bind_to_random_port(host)}"
+        self.replay_endpoint = f"{host}:{self._replay.bind_to_random_port(host)}"
+        self.sent: list[bytes] = []
+        self._task = asyncio.ensure_future(self._answer())
+
+    async def publish(self, *events: dict[str, Any]) -> None:
+        payload = batch(*events)
+        seq = len(self.sent).to_bytes(8, "big")
+        self.sent.append(payload)
+        await self._pub.send_multipart([b"", seq, payload])
+
+    async def _answer(self) -> None:
+        while True:
+            client, _, start = await self._replay.recv_multipart()
+            for seq, payload in enumerate(self.sent):
+                if seq >= int.from_bytes(start, "big"):
+                    frames = [client, b"", b"topic", seq.to_bytes(8, "big"), payload]
+                    await self._replay.send_multipart(frames)
+            end = (-1).to_bytes(8, "big", signed=True)
+            await self._replay.send_multipart([client, b"", b"", end, b""])
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._pub.close(linger=0)
+        self._replay.close(linger=0)
+
+
+@asynccontextmanager
+async def cluster() -> AsyncIterator[
+    tuple[Deployment, dict[str, ScriptedEngine], dict[str, Publisher]]
+]:
+    """Two of each role, all of them publishing."""
+    context = zmq.asyncio.Context()
+    engines = {name: ScriptedEngine(name) for name in ("p0", "p1", "d0", "d1")}
+    publishers = {name: Publisher(context) for name in engines}
+    async with deployed(0, 0, replace(FAST, policy="prefix-aware")) as d:
+        for name, engine in engines.items():
+            await engine.start()
+            events = {
+                "endpoint": publishers[name].endpoint,
+                "replay_endpoint": publishers[name].replay_endpoint,
+            }
+            role = "prefill" if name[0] == "p" else "decode"
+            body = described(engine, role=role, kv_events=events)
+            assert (await register(d, name, body))[0] == 200
+        yield d, engines, publishers
+        for engine in engines.values():
+            async with d.http.delete(f"{d.url}/registry/instances/{engine.name}") as response:
+                assert response.status == 204
+            await engine.stop()
+    for publisher in publishers.values():
+        await publisher.close()
+    context.destroy(linger=0)
+
+
+def index(d: Deployment, name: str) -> PrefixIndex:
+    found: PrefixIndex = d.router.registry.get(name).prefix_index
+    return found
+
+
+TOKENS = list(range(100, 100 + 10 * BLOCK))
+
+
+async def publish_prompt(d: Deployment, name: str, publisher: Publisher, num_blocks: int) -> None:
+    """``publisher`` (of ``name``) holds the first blocks of ``TOKENS``; wait until it is known."""
+    hashes = [f"{name} {i}".encode() for i in range(num_blocks)]
+    await publisher.publish(stored(hashes, None, TOKENS[: num_blocks * BLOCK]))
+    await until(lambda: len(index(d, name)) == num_blocks, "index")
+
+
+def test_request_goes_where_its_prefix_is() -> None:
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            await asyncio.sleep(0.1)  # a ZMQ subscription has no answer to wait for
+            await publish_prompt(d, "p1", publishers["p1"], 8)
+            await publish_prompt(d, "d0", publishers["d0"], 5)
+            assert index(d, "p1").state is IndexState.EXACT
+            for _ in range(4):
+                assert (await d.post(prompt=TOKENS))[0] == 200
+            assert [len(e.received) for e in engines.values()] == [0, 4, 4, 0]
+            await publishers["p1"].publish(CLEARED)
+            await until(lambda: not len(index(d, "p1")))
+            for _ in range(4):
+                await d.post(prompt=TOKENS)
+            assert len(engines["p0"].received) == 2
+
+    run(test)
+
+
+def test_prefill_is_skipped_when_decode_holds_the_prompt() -> None:
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            await asyncio.sleep(0.1)
+            await publish_prompt(d, "d1", publishers["d1"], 9)
+            assert (await d.post(prompt=TOKENS))[0] == 200
+            assert [len(e.received) for e in engines.values()] == [0, 0, 0, 1]
+            assert engines["d1"].received[0].params == {}
+            assert d.count("prefill_skips_total", reason="decode_holds_prefix") == 1
+            await d.post(prompt=TOKENS, cache_salt="other tenant")
+            assert d.count("prefill_skips_total", reason="decode_holds_prefix") == 1
+
+    run(test)
+
+
+def test_text_is_tokenized_by_an_engine_once() -> None:
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            await asyncio.sleep(0.1)
+            text = "x" * 10 * BLOCK
+            tokens = list(text.encode())
+            await publishers["d1"].publish(stored([b"a"], None, tokens[:BLOCK]))
+            await until(lambda: len(index(d, "d1")) == 1)
+            for _ in range(3):
+                assert (await d.post(prompt=text))[0] == 200
+            assert sum(e.num_tokenized for e in engines.values()) == 1
+            assert len(engines["d1"].received) == 3
+
+    run(test)
+
+
+def test_events_before_the_router_came_are_replayed() -> None:
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        publisher = Publisher(context)
+        for seq in range(50):
+            await publisher.publish(stored([seq], None, [seq] * BLOCK))
+        async with deployed(1, 0, replace(FAST, policy="prefix-aware")) as d:
+            engine = ScriptedEngine("late")
+            await engine.start()
+            events = {
+                "endpoint": publisher.endpoint,
+                "replay_endpoint": publisher.replay_endpoint,
+            }
+            await register(d, "late", described(engine, kv_events=events))
+            await until(lambda: len(index(d, "late")) == 50)
+            assert index(d, "late").state is IndexState.EXACT
+            await engine.stop()
+        await publisher.close()
+        context.destroy(linger=0)
+
+    run(test)
+
+
+def test_busy_holder_loses_to_an_idle_instance() -> None:
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            await asyncio.sleep(0.1)
+            await publish_prompt(d, "p1", publishers["p1"], 8)
+            d.router.registry.get("p1").num_active_tokens += 1000
+            await d.post(prompt=TOKENS)
+            assert len(engines["p0"].received) == 1
+            d.router.registry.get("p1").num_active_tokens -= 1000
+
+    run(test)
+
+
+def test_without_events_it_is_least_loaded() -> None:
+    async def test() -> None:
+        async with deployed(2, 2, replace(FAST, policy="prefix-aware")) as d:
+            for _ in range(4):
+                assert (await d.post())[0] == 200
+            assert [len(e.received) for e in (*d.prefills, *d.decodes)] == [2, 2, 2, 2]
+
+    run(test)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks that one engine holds, named by hashes of our own over their tokens.
+
+Engines hash with seeds and algorithms that the router does not know. So each block that an event
+names is hashed again, over its tokens and the block before it:
+
+    own(block) = blake2b(own(block before it) + its token ids)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_BLOCKS = 1 << 20
+"""Of one engine; about 250 MiB. More are not remembered, and the index says so."""
+ROOT = b""
+
+
+class IndexState(str, Enum):
+    """How far an index can be believed."""
+
+    EXACT = "exact"
+    """It knows every block since the cache was empty."""
+    DEGRADED = "degraded"
+    """What it knows is there, but there may be more."""
+    FALLBACK = "fallback"
+    """No event has come: nothing is known."""
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored"):
+    """Fields of vLLM's event that are read here."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class EventBatch(msgspec.Struct, array_like=True):
+    """One message of the publisher."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+_decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
+
+
+def chain(token_ids: Sequence[int], block_size: int, start: bytes = ROOT) -> list[bytes]:
+    """Our hashes of the full blocks of these tokens, in order."""
+    hashes = []
+    tokens = array("q", token_ids)
+    for at in range(0, len(tokens) - block_size + 1, block_size):
+        block = start + tokens[at : at + block_size].tobytes()
+        start = hashlib.blake2b(block, digest_size=16).digest()
+        hashes.append(start)
+    return hashes
+
+
+class PrefixIndex:
+    """Of one engine. Event loop thread."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._own: dict[bytes | int, bytes] = {}
+        """By the engine's hash."""
+        self._counts: dict[bytes, int] = {}
+        """An engine may hold one prefix in several blocks."""
+        self._next_seq: int | None = None
+        self.state = IndexState.FALLBACK
+        self.block_size: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def num_hit_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Tokens of the longest known prefix; ``hashes`` are of this index's block size."""
+        if self.block_size is None:
+            return 0
+        num_blocks = 0
+        for own in hashes:
+            if own not in self._counts:
+                break
+            num_blocks += 1
+        return num_blocks * self.block_size
+
+    def receive(self, seq: int, payload: bytes) -> None:
+        """The next message. After a gap, what was removed meanwhile is not known: start anew."""
+        if self._next_seq is not None and seq != self._next_seq and seq > 0:
+            if seq < self._next_seq:  # a replay of what came already
+                return
+            self._clear(IndexState.DEGRADED)
+        elif self._next_seq is None or seq == 0:
+            self._clear(IndexState.EXACT if seq == 0 else IndexState.DEGRADED)
+        self._next_seq = seq + 1
+        try:
+            batch = _decoder.decode(payload)
+        except msgspec.MsgspecError:
+            self._clear(IndexState.DEGRADED)
+            return
+        for event in batch.events:
+            self._apply(event)
+
+    def _apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self._clear(IndexState.EXACT)
+        elif event.medium not in (None, "GPU") or event.group_idx:
+            return
+        elif isinstance(event, BlockStored):
+            self._store(event)
+        else:
+            for block_hash in event.block_hashes:
+                self._remove(block_hash)
+
+    def _store(self, event: BlockStored) -> None:
+        salted = event.lora_name or any(key for key in event.extra_keys or ())
+        if salted:
+            return  # only a request with the same adapter, salt or image would hit
+        parent = event.parent_block_hash
+        start = ROOT if parent is None else self._own.get(parent)
+        if start is None or len(event.token_ids) < event.block_size * len(event.block_hashes):
+            return  # its beginning came before we listened, or is salted
+        self.block_size = event.block_size
+        for block_hash, own in zip(
+            event.block_hashes, chain(event.token_ids, event.block_size, start), strict=False
+        ):
+            if block_hash in self._own:
+                continue
+            if len(self._own) >= self._max_blocks:
+                self.state = IndexState.DEGRADED
+                return
+            self._own[block_hash] = own
+            self._counts[own] = self._counts.get(own, 0) + 1
+
+    def _remove(self, block_hash: bytes | int) -> None:
+        own = self._own.pop(block_hash, None)
+        if own is None:
+            return
+        left = self._counts[own] - 1
+        if left:
+            self._counts[own] = left
+        else:
+            del self._counts[own]
+
+    def _clear(self, state: IndexState) -> None:
+        self._own.clear()
+        self._counts.clear()
+        self.state = state

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listens to the KV events of every engine that publishes them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import zmq
+import zmq.asyncio
+
+from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.registration import KVEvents
+    from vllm_ascend_pd.router.instances import Instance
+
+logger = logging.getLogger(__name__)
+
+_REPLAY_TIMEOUT_S = 2.0
+_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_HIGH_WATER = 100_000
+
+
+class Subscriber:
+    """One task per engine, from ``watch`` to ``forget``; what it hears is in the instance's
+    ``prefix_index``. Event loop thread."""
+
+    def __init__(self) -> None:
+        self._context: zmq.asyncio.Context | None = None
+        self._tasks: dict[Instance, asyncio.Task[None]] = {}
+
+    def watch(self, instance: Instance) -> None:
+        instance.prefix_index = PrefixIndex()
+        if instance.spec.kv_events is not None:
+            listening = self._listen(instance, instance.spec.kv_events)
+            self._tasks[instance] = asyncio.ensure_future(listening)
+
+    def forget(self, instance: Instance) -> None:
+        instance.prefix_index = None
+        if task := self._tasks.pop(instance, None):
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for instance in list(self._tasks):
+            self.forget(instance)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    async def _listen(self, instance: Instance, events: KVEvents) -> None:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        index = instance.prefix_index
+        assert index is not None
+        socket = self._context.socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+            socket.setsockopt_string(zmq.SUBSCRIBE, events.topic)
+            socket.connect(events.endpoint)
+            if events.replay_endpoint is not None:
+                await self._replay(events.replay_endpoint, index)
+            logger.info("%s: listening to %s", instance.instance_id, events.endpoint)
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) != 3 or len(frames[1]) != 8:
+                    continue
+                was = index.state
+                index.receive(int.from_bytes(frames[1], "big"), frames[2])
+                if index.state is not was:
+                    _say(instance, was, index.state)
+        except zmq.ZMQError as e:
+            logger.warning("%s: no KV events: %s", instance.instance_id, e)
+        finally:
+            socket.close(linger=0)
+
+    async def _replay(self, endpoint: str, index: PrefixIndex) -> None:
+        """What was published before we came, as far as the engine still has it."""
+        assert self._context is not None
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.connect(endpoint)
+            await socket.send_multipart([b"", (0).to_bytes(8, "big")])
+            while await socket.poll(int(_REPLAY_TIMEOUT_S * 1000)):
+                frames = await socket.recv_multipart()
+                if len(frames) != 4 or frames[2] == _END_OF_REPLAY:
+                    break
+                index.receive(int.from_bytes(frames[2], "big"), frames[3])
+        finally:
+            socket.close(linger=0)
+
+
+def _say(instance: Instance, was: IndexState, now: IndexState) -> None:
+    logger.log(
+        logging.INFO if now is IndexState.EXACT else logging.WARNING,
+        "%s: what is known of its prefix cache was %s and is %s",
+        instance.instance_id,
+        was.value,
+        now.value,
+    )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids of a prompt, asked of an engine: its tokenizer, its chat template."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_ascend_pd.router.bodies import CHAT
+from vllm_ascend_pd.router.failures import Failure
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.router.bodies import Body
+    from vllm_ascend_pd.router.http_client import Headers
+    from vllm_ascend_pd.router.instances import Instance
+
+TIMEOUT_S = 0.5
+MAX_CACHED_TOKENS = 8 << 20
+_COMPLETION = ("model", "prompt", "add_special_tokens")
+_CHAT = (
+    "model",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "tools",
+)
+
+_ids_decoder: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, ...])
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+class Tokenizer:
+    """Remembers what it asked, least recently used forgotten first. Event loop thread."""
+
+    def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._known: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+
+    async def token_ids(
+        self, body: Body, instance: Instance, headers: Headers
+    ) -> tuple[int, ...] | None:
+        """``None`` if the engine does not say; then the request is routed without."""
+        if body.path != CHAT and body.prompt.startswith(b"["):
+            try:
+                return _ids_decoder.decode(body.prompt)
+            except msgspec.MsgspecError:
+                return None
+        names = _CHAT if body.path == CHAT else _COMPLETION
+        asked = msgspec.json.encode({n: body.fields[n] for n in names if n in body.fields})
+        key = hashlib.blake2b(asked, digest_size=16).digest()
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        response = await instance.client.request(
+            b"POST", b"/tokenize", headers, asked, head_timeout_s=TIMEOUT_S, phase="/tokenize"
+        )
+        if isinstance(response, Failure):
+            return None
+        try:
+            answer = await response.read()
+        finally:
+            response.close()
+        if isinstance(answer, Failure) or response.status != 200:
+            return None
+        try:
+            tokens = msgspec.json.decode(answer, type=_Tokenized).tokens
+        except msgspec.MsgspecError:
+            return None
+        self._remember(key, tokens)
+        return tokens
+
+    def _remember(self, key: bytes, tokens: tuple[int, ...]) -> None:
+        if key in self._known:  # another request asked the same meanwhile
+            return
+        self._known[key] = tokens
+        self._num_tokens += len(tokens)
+        while self._num_tokens > self._max_tokens:
+            _, forgotten = self._known.popitem(last=False)
+            self._num_tokens -= len(forgotten)
