@@ -251,27 +251,6 @@ def test_both_orders_give_the_same_tokens(cluster: Cluster) -> None:
     assert first == [texts(cluster.complete(cluster.single, p)) for p in prompts]
 
 
-def test_prefix_aware_skips_prefill_when_decode_holds_the_prompt(cluster: Cluster) -> None:
-    with routing(cluster.folder, cluster.instances, "--policy", "prefix-aware") as url:
-
-        def state() -> dict[str, Any]:
-            found: dict[str, Any] = requests.get(f"{url}/status", timeout=10).json()
-            return found
-
-        prompt = "Prefix aware. " + LONG
-        first = texts(cluster.complete(url, prompt))
-        known = {i["instance_id"]: i["num_prefix_blocks"] for i in state()["instances"]}
-        end = time.monotonic() + 10
-        while not (known["d0"] or known["d1"]) and time.monotonic() < end:
-            time.sleep(0.1)
-            known = {i["instance_id"]: i["num_prefix_blocks"] for i in state()["instances"]}
-        assert {i["prefix_index"] for i in state()["instances"]} <= {"exact", "fallback"}
-        assert texts(cluster.complete(url, prompt)) == first
-        metrics = requests.get(f"{url}/metrics", timeout=10).text
-        assert 'prefill_skips_total{reason="decode_holds_prefix"} 1.0' in metrics
-    assert first == texts(cluster.complete(cluster.single, prompt))
-
-
 class Load:
     """32 requests at once, half of them streams; each must end well."""
 

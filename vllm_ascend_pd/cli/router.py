@@ -123,6 +123,10 @@ def router(
         float, option(TIMES, "For requests in progress when the router stops, seconds.")
     ] = 60.0,
     access_log: Annotated[bool, typer.Option(help="Log one line per request.")] = True,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send spans there, e.g. http://127.0.0.1:4318/v1/traces."),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """OpenAI's API in front of prefill and decode engines."""
@@ -162,6 +166,7 @@ def router(
             else None,
             drain_s=drain_timeout,
             access_log=access_log,
+            otlp_endpoint=otlp_endpoint,
             timeouts=router_config.Timeouts(
                 connect_s=connect_timeout,
                 prefill_s=prefill_timeout,

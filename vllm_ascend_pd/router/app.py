@@ -23,7 +23,7 @@ from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
 from vllm_ascend_pd.router.page import page, status
 from vllm_ascend_pd.router.passthrough import Passthrough
-from vllm_ascend_pd.router.policies import Policy, Routed, make_policy
+from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
 from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
 from vllm_ascend_pd.router.relay import Job, Relay
@@ -40,6 +40,7 @@ from vllm_ascend_pd.router.skipping import Skipper
 from vllm_ascend_pd.router.tls import engine_context
 from vllm_ascend_pd.router.tokens import PromptLengths
 from vllm_ascend_pd.router.trace import Trace
+from vllm_ascend_pd.router.tracing import Tracing, make_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -52,7 +53,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Router:
     """All parts of one router process. Event loop thread."""
 
-    def __init__(self, config: RouterConfig, policy: Policy | None = None) -> None:
+    def __init__(self, config: RouterConfig, tracing: Tracing | None = None) -> None:
         self.config = config
         self.is_draining = False
         self._engine_tls = engine_context(config.tls)
@@ -62,7 +63,7 @@ class Router:
         )
         self.registry = Registry(self._make_instance, self._added, self._removed)
         self.metrics = Metrics(lambda: self.registry)
-        self.policy = policy or make_policy(config.policy)
+        self.policy = make_policy(config.policy)
         labels = Labels(frozenset(config.prefill_labels), frozenset(config.decode_labels))
         self.selector = Selector(self.registry, self.policy, labels)
         self.lengths = PromptLengths()
@@ -70,8 +71,16 @@ class Router:
         self.skipper = Skipper(config.skipping)
         self.legs = Legs(config.timeouts, self.metrics)
         budget = RetryBudget(config.retries.budget_ratio, config.retries.budget_burst)
+        self.tracing = tracing or make_tracing(config.otlp_endpoint)
         self.relay = Relay(
-            config, self.selector, self.skipper, self.legs, budget, self.lengths, self.metrics
+            config,
+            self.selector,
+            self.skipper,
+            self.legs,
+            budget,
+            self.lengths,
+            self.metrics,
+            self.tracing,
         )
         self.passthrough = Passthrough(config, self.selector, self.legs, self.metrics)
         auth = self._engine_authorization
@@ -103,6 +112,7 @@ class Router:
             await self.policy.close()
         for instance in (*self.registry, *self._retired):
             instance.client.close()
+        self.tracing.close()
 
     # Routes.
 
@@ -126,7 +136,8 @@ class Router:
             if not self._is_authorized(request):
                 return self._refuse(trace, 401, "unauthorized", "a valid API key is needed")
             headers = forwarded_headers(request, trace.request_id, self._engine_authorization)
-            return await handle(request, trace, headers)
+            with self.tracing.request(request, trace):
+                return await handle(request, trace, headers)
         except BadRequest as e:
             return self._refuse(trace, 400, "client_error", str(e), e.param)
         except BodyError as e:

@@ -124,7 +124,6 @@ class RouterConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    workers: int = 1
     prefills: tuple[str, ...] = ()
     decodes: tuple[str, ...] = ()
     instances_file: Path | None = None
@@ -138,6 +137,7 @@ class RouterConfig:
     kubernetes: Kubernetes | None = None
     drain_s: float = 60.0
     access_log: bool = True
+    otlp_endpoint: str | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     retries: Retries = field(default_factory=Retries)
     probes: Probes = field(default_factory=Probes)
@@ -148,8 +148,6 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ConfigError(f"order {self.order!r}: one of {', '.join(ORDERS)}")
-        if self.workers < 1:
-            raise ConfigError("--workers must be at least 1")
 
 
 def skip_mode(text: str) -> Literal["never", "always", "held"] | int:

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from vllm_ascend_pd.router.config import RouterConfig
-    from vllm_ascend_pd.router.http_client import Headers
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.retries import RetryBudget
     from vllm_ascend_pd.router.skipping import Skipper
     from vllm_ascend_pd.router.tokens import PromptLengths
     from vllm_ascend_pd.router.trace import Trace
+    from vllm_ascend_pd.router.tracing import LegHeaders, Tracing
 
 KV_ENDPOINT_LOST = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOWN)
 
@@ -51,7 +51,7 @@ class Job:
 
     request: web.Request
     body: Body
-    headers: Headers
+    headers: LegHeaders
     routed: Routed
     trace: Trace
 
@@ -68,6 +68,7 @@ class Relay:
         budget: RetryBudget,
         lengths: PromptLengths,
         metrics: Metrics,
+        tracing: Tracing,
     ) -> None:
         self._config = config
         self._selector = selector
@@ -76,6 +77,7 @@ class Relay:
         self._budget = budget
         self._lengths = lengths
         self._metrics = metrics
+        self._tracing = tracing
 
     async def serve(self, job: Job) -> web.StreamResponse:
         """Attempts, until one answers or none is left."""
@@ -164,7 +166,8 @@ class Relay:
         self, job: Job, instance: Instance, sent: bytes
     ) -> Prefilled | Answer | LegFailed:
         num_tokens = job.routed.num_prompt_tokens
-        result = await self._legs.prefill(instance, job.body, job.headers, sent, num_tokens)
+        with self._tracing.leg(job.trace, "prefill", instance, job.headers) as headers:
+            result = await self._legs.prefill(instance, job.body, headers, sent, num_tokens)
         if isinstance(result, Prefilled):
             instance.kv = result.kv or instance.spec.kv
             self._lengths.learn(job.body.model, job.body.prompt, result.num_prompt_tokens)
@@ -176,8 +179,11 @@ class Relay:
         self, job: Job, instance: Instance, sent: bytes
     ) -> web.StreamResponse | LegFailed:
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
-        with self._legs.open(instance, "decode", num_tokens) as leg:
-            result = await self._legs.decode(leg, job.body, job.headers, sent)
+        with (
+            self._tracing.leg(job.trace, "decode", instance, job.headers) as headers,
+            self._legs.open(instance, "decode", num_tokens) as leg,
+        ):
+            result = await self._legs.decode(leg, job.body, headers, sent)
             if isinstance(result, LegFailed):
                 return result
             now = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -22,3 +23,5 @@ class Trace:
     num_bytes: int = 0
     ttft_s: float | None = None
     error: str = ""
+    span: Any = None
+    """Of OpenTelemetry, if it traces."""

@@ -89,6 +89,17 @@ def test_blocks_that_a_plain_prompt_cannot_hit_are_left_out(more: dict[str, Any]
     assert hits(index, TOKENS) == 0
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_parts_of_blocks_are_left_out(first: bool) -> None:
+    index = PrefixIndex()
+    part = {**stored([b"part"], None, TOKENS[:2]), "block_size": 2}
+    whole = stored([b"a", b"b"], None, TOKENS[:8])
+    index.receive(0, batch(*((part, whole) if first else (whole, part))))
+    assert index.block_size == BLOCK
+    assert hits(index, TOKENS) == 8
+    assert index.num_hit_tokens(chain(TOKENS, 2)) == 0
+
+
 def test_who_comes_late_knows_less_until_the_cache_is_cleared() -> None:
     index = PrefixIndex()
     index.receive(7, batch(stored([b"b"], b"before us", TOKENS[4:8])))

@@ -142,7 +142,14 @@ class PrefixIndex:
         start = ROOT if parent is None else self._own.get(parent)
         if start is None or len(event.token_ids) < event.block_size * len(event.block_hashes):
             return  # its beginning came before we listened, or is salted
-        self.block_size = event.block_size
+        if event.block_size != self.block_size:
+            if self.block_size is not None and event.block_size < self.block_size:
+                return  # a part of a block, which vLLM caches at the end of a prompt
+            self._own.clear()
+            self._counts.clear()
+            self.block_size = event.block_size
+            if parent is not None:
+                return
         for block_hash, own in zip(
             event.block_hashes, chain(event.token_ids, event.block_size, start), strict=False
         ):

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router relies on in an engine; real engines and the scripted one pass it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import requests
+
+PROMPT = "The contract of an engine. " * 40
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def check_producer(url: str) -> dict[str, Any]:
+    """Answers for operators and for prefill legs; the parameters for a consumer."""
+    assert requests.get(f"{url}/health", timeout=10).status_code == 200
+    models = requests.get(f"{url}/v1/models", timeout=10).json()
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert requests.get(f"{url}/metrics", timeout=10).status_code == 200
+    tokens = requests.post(
+        f"{url}/tokenize", json={"model": "tiny", "prompt": PROMPT}, timeout=10
+    ).json()["tokens"]
+    assert all(isinstance(token, int) for token in tokens)
+    answer = _complete(url, kv_transfer_params=PREFILL, max_tokens=1).json()
+    params: dict[str, Any] = answer["kv_transfer_params"]
+    assert params["do_remote_prefill"] is True
+    assert params["do_remote_decode"] is False
+    assert {"remote_engine_id", "remote_host", "remote_port", "transfer_id"} <= set(params)
+    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["choices"][0]["finish_reason"] == "length"
+    return params
+
+
+def check_consumer(url: str, params: dict[str, Any]) -> None:
+    """Answers for decode legs: whole, streamed, several samples, chat, and a wrong request."""
+    with_params = _complete(url, kv_transfer_params=params).json()
+    alone = _complete(url).json()
+    assert _texts(with_params) == _texts(alone)
+    assert with_params["usage"] == alone["usage"]
+
+    streamed = _complete(url, stream=True, stream_options={"include_usage": True})
+    assert streamed.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert streamed.headers["Transfer-Encoding"] == "chunked"
+    assert streamed.content.endswith(b"data: [DONE]\n\n")
+    events = [json.loads(e[6:]) for e in streamed.content.split(b"\n\n") if e[:7] == b"data: {"]
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    assert text == _texts(alone)[0]
+    assert events[-1]["usage"] == alone["usage"]
+
+    assert len(_texts(_complete(url, n=2).json())) == 2
+
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
+    answer = requests.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()
+    assert isinstance(answer["choices"][0]["message"]["content"], str)
+
+    wrong = _complete(url, max_tokens="many")
+    assert wrong.status_code == 400
+    assert {"message", "type", "param", "code"} <= set(wrong.json()["error"])
+
+
+def _complete(url: str, **fields: Any) -> requests.Response:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **fields}
+    body["ignore_eos"] = True
+    return requests.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def _texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]

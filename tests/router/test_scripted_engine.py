@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripted engine is like a real one: ``tests/e2e/test_router.py`` runs the same checks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.router.engine_contract import check_consumer, check_producer
+from tests.router.harness import run
+from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+
+
+def test_scripted_engine_passes_the_contract_of_engines() -> None:
+    async def test() -> None:
+        producer, consumer = ScriptedEngine("p"), ScriptedEngine("d")
+        for engine in (producer, consumer):
+            await engine.start()
+        params = await asyncio.to_thread(check_producer, producer.url)
+        await asyncio.to_thread(check_consumer, consumer.url, params)
+        for engine in (producer, consumer):
+            await engine.stop()
+
+    run(test)
+
+
+def test_unknown_fault_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not a fault"):
+        ScriptedEngine().script("ok, explode-")
