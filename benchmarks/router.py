@@ -122,9 +122,8 @@ def process(command: list[str], core: str, log: Path) -> Iterator[subprocess.Pop
             started.wait()
 
 
-def wait_for(url: str, log: Path) -> None:
+def wait_for(url: str, log: Path, body: bytes | None = json.dumps(BODY).encode()) -> None:
     end = time.monotonic() + 60
-    body = json.dumps(BODY).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     while True:
         try:
@@ -250,7 +249,7 @@ def hold(options: argparse.Namespace, folder: Path) -> None:
         command += ["--prefill", engines[0].url, "--decode", engines[1].url, "--no-access-log"]
         with process(command, ROUTER_CORE, folder / "router.log") as router:
             await asyncio.to_thread(
-                wait_for, f"http://127.0.0.1:{port}/v1/completions", folder / "router.log"
+                wait_for, f"http://127.0.0.1:{port}/health", folder / "router.log", None
             )
             before = rss_mib(router.pid)
             started = time.monotonic()

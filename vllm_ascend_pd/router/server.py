@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -111,6 +112,7 @@ async def _serve(
         loop.add_signal_handler(number, stopping.set)
     server = RouterServer(config)
     await server.start(sock)
+    gc.freeze()  # what is there now stays, and need not be looked at again and again
     host, port = sock.getsockname()[:2]
     scheme = "http" if config.tls.certificate is None else "https"
     on_ready(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
