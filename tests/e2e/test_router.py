@@ -98,7 +98,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for name in ("p0", "p1", "d0", "d1"):
             config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
             options = ["--kv-transfer-config", json.dumps(config)]
-            events = {f: f"tcp://127.0.0.1:{free_port()}" for f in ("endpoint", "replay_endpoint")}
+            # With a plain TCP address vLLM's publisher connects instead of listening.
+            replay = f"tcp://127.0.0.1:{free_port()}"
+            events = {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": replay}
             publish = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
             options += ["--kv-events-config", json.dumps(publish)]
             engines[name] = launched.engine(name, model, folder, free_port(), *options)
@@ -242,6 +244,8 @@ def test_every_lease_is_given_back(cluster: Cluster) -> None:
 
 def test_both_orders_give_the_same_tokens(cluster: Cluster) -> None:
     prompts = [f"Order {i}. " + LONG[: 400 * i + 20] for i in range(4)]
+    for i in range(4):  # the router learns from a producer's first answer that it can
+        cluster.complete(cluster.router, f"Learning {i}. " + SHORT, max_tokens=1)
     before = cluster.routed('orders_total{order="concurrent"}')
     concurrent = [texts(cluster.complete(cluster.router, p)) for p in prompts]
     assert cluster.routed('orders_total{order="concurrent"}') == before + 4
@@ -249,6 +253,27 @@ def test_both_orders_give_the_same_tokens(cluster: Cluster) -> None:
         first = [texts(cluster.complete(url, p)) for p in prompts]
     assert first == concurrent
     assert first == [texts(cluster.complete(cluster.single, p)) for p in prompts]
+
+
+def test_prefix_aware_skips_prefill_when_decode_holds_the_prompt(cluster: Cluster) -> None:
+    with routing(cluster.folder, cluster.instances, "--policy", "prefix-aware") as url:
+
+        def state() -> dict[str, Any]:
+            found: dict[str, Any] = requests.get(f"{url}/status", timeout=10).json()
+            return found
+
+        prompt = "Prefix aware. " + LONG
+        first = texts(cluster.complete(url, prompt))
+        known = {i["instance_id"]: i["num_prefix_blocks"] for i in state()["instances"]}
+        end = time.monotonic() + 10
+        while not (known["d0"] or known["d1"]) and time.monotonic() < end:
+            time.sleep(0.1)
+            known = {i["instance_id"]: i["num_prefix_blocks"] for i in state()["instances"]}
+        assert {i["prefix_index"] for i in state()["instances"]} <= {"exact", "fallback"}
+        assert texts(cluster.complete(url, prompt)) == first
+        metrics = requests.get(f"{url}/metrics", timeout=10).text
+        assert 'prefill_skips_total{reason="decode_holds_prefix"} 1.0' in metrics
+    assert first == texts(cluster.complete(cluster.single, prompt))
 
 
 class Load:
