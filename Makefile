@@ -35,7 +35,7 @@ test: venv ## run the tests
 
 bench: venv ## measure on a machine that does nothing else; see docs/benchmarks.md
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --size 60m --dtype bfloat16 --out $(BENCH_MODEL)
-	$(BIN)/python benchmarks/off_is_off.py --model $(BENCH_MODEL) --dtype bfloat16 --rounds 10
+	$(BIN)/python benchmarks/off_is_off.py --model $(BENCH_MODEL) --dtype bfloat16 --rounds 20 --control
 	$(BIN)/python benchmarks/lookup_hook.py --model $(BENCH_MODEL)
 	$(BIN)/python benchmarks/data_path.py --rounds 80
 	$(BIN)/python benchmarks/handover.py --model $(BENCH_MODEL)

@@ -7,7 +7,7 @@ no cache has seen. Reported as medians and ratios:
 
   load       TTFT on the consumer when the producer has computed the prompt
   recompute  TTFT on the same consumer when nobody has
-  transfer   the load alone, from its start in the worker to the last verified page
+  transfer   the load alone, from its start in the worker to the last verified page, by --transport
   raw        Mooncake's own write of the same bytes in one piece between two processes
   socket     the same bytes over a loopback TCP socket, memcpy: the same bytes in one process
 
@@ -40,7 +40,7 @@ def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    extra = {"transfer": {"load_mode": options.load_mode}}
+    extra = {"transfer": {"load_mode": options.load_mode, "transport": options.transport}}
     llm = LLM(
         model=options.model,
         dtype=options.dtype,
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--load-mode", default="step", choices=("auto", "step", "park"))
+    parser.add_argument("--transport", default="auto", help="see transfer.transport")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     engines = []
@@ -196,7 +197,7 @@ def main() -> None:
     middle = {name: statistics.median(values) for name, values in times.items()}
     print(
         f"{options.tokens} tokens, {num_bytes / 1e6:.1f} MB of KV, {options.rounds} rounds,"
-        f" load mode {options.load_mode}; medians in ms (min..max)"
+        f" load mode {options.load_mode}, by {origin['transport']}; medians in ms (min..max)"
     )
     for name, value in middle.items():
         speed = f"  {num_bytes / value / 1e6:6.2f} GB/s" if name in _BYTES else ""

@@ -8,6 +8,9 @@ Three engines in one run, taking turns on the same prompts:
   patched-off   the patched vLLM without kv_transfer_config
   patched-idle  the patched vLLM with kv_connector InEngine, role kv_both, and nothing to transfer
 
+With --control, a second unpatched engine takes part: its ratio to the first is what two equal
+engines differ by.
+
 Each turn decodes --batch requests of --tokens tokens. Reported: tokens per second, the ratio to
 the unpatched engine of the same turn (median over turns), and whether all tokens were equal.
 
@@ -32,6 +35,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("unpatched", "patched-off", "patched-idle")
+CONTROL = "unpatched-again"
+SPIN_S = 1.2
+"""The processes of an engine spin for a second after a step."""
 
 
 def engine_main(options: argparse.Namespace) -> None:
@@ -75,7 +81,7 @@ class Child:
 
     def __init__(self, name: str, options: argparse.Namespace, tree: Path) -> None:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        if name == "unpatched":
+        if name.startswith("unpatched"):
             environment["PYTHONPATH"] = str(tree)
         command = [sys.executable, __file__, "--engine", name, "--model", options.model]
         for option in ("dtype", "batch", "tokens", "kv_cache_mb"):
@@ -130,7 +136,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--kv-cache-mb", type=int, default=512)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--control", action="store_true", help="an unpatched engine more")
+    parser.add_argument("--engine", choices=(*ENGINES, CONTROL), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
         engine_main(options)
@@ -139,7 +146,8 @@ def main() -> None:
     beside = Path(find_spec("vllm").origin).parent.parent  # type: ignore[union-attr, arg-type]
     with tempfile.TemporaryDirectory(dir=beside) as folder:
         tree = unpatched_tree(Path(folder))
-        children = [Child(name, options, tree) for name in ENGINES]
+        names = (*ENGINES, CONTROL) if options.control else ENGINES
+        children = [Child(name, options, tree) for name in names]
         try:
             ready = {child.name: child.read() for child in children}
             assert not ready["unpatched"]["patched"], "the copy is still patched"
@@ -148,7 +156,11 @@ def main() -> None:
             for number in range(options.rounds):
                 first = number % len(children)  # nobody is always the one after a pause
                 order = children[first:] + children[:first]
-                turns.append({child.name: child.turn() for child in order})
+                turn = {}
+                for child in order:
+                    turn[child.name] = child.turn()
+                    time.sleep(SPIN_S)
+                turns.append(turn)
         finally:
             for child in children:
                 child.stop()
@@ -156,22 +168,24 @@ def main() -> None:
 
 
 def report(turns: list[dict[str, dict[str, Any]]], options: argparse.Namespace) -> None:
-    digests = {turn[name]["digest"] for turn in turns for name in ENGINES}
+    names = list(turns[0].keys() & {*ENGINES, CONTROL})
+    names.sort(key=(*ENGINES, CONTROL).index)
+    digests = {turn[name]["digest"] for turn in turns for name in names}
     counted = turns[1:] or turns  # the first turn fills caches
-    rates = {name: [turn[name]["tokens_per_s"] for turn in counted] for name in ENGINES}
+    rates = {name: [turn[name]["tokens_per_s"] for turn in counted] for name in names}
     ratios = {
         name: statistics.median(
             turn[name]["tokens_per_s"] / turn["unpatched"]["tokens_per_s"] for turn in counted
         )
-        for name in ENGINES
+        for name in names
     }
     if options.json:
         print(json.dumps({"equal": len(digests) == 1, "ratios": ratios}))
         return
     print(f"{options.batch} requests x {options.tokens} tokens, {len(counted)} turns each")
-    for name in ENGINES:
+    for name in names:
         print(
-            f"  {name:>12}  {statistics.median(rates[name]):8.0f} tokens/s"
+            f"  {name:>15}  {statistics.median(rates[name]):8.0f} tokens/s"
             f"   ratio {ratios[name]:.3f}"
         )
     print("all tokens equal" if len(digests) == 1 else "TOKENS DIFFER")
