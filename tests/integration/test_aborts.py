@@ -157,6 +157,20 @@ def test_lease_of_a_consumer_killed_while_it_loads_expires(
     assert answer.outcome == "loaded"
 
 
+def test_leases_nobody_opened_are_shortened_when_memory_is_short(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    producer = engines.shared(
+        "kv_producer", transfer={"lease_s": 1.0}, num_blocks=16, max_model_len=256
+    )
+    before = producer.metrics()
+    producer.prefill(prompt_of(240, "first"))
+    producer.prefill(prompt_of(200, "second"))
+    shortened = "leases_shortened"
+    assert producer.metrics()[shortened] > before.get(shortened, 0)
+    assert "kept half as long" in producer.log()
+
+
 def test_leased_blocks_are_not_reused_by_others(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:

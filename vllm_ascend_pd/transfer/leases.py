@@ -42,8 +42,8 @@ def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int])
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One prompt's blocks on this engine. Immutable but for ``state``, ``expires_at`` and, while it
-    is computed, ``block_ids`` (scheduler thread only).
+    """One prompt's blocks on this engine. Immutable but for ``state``, ``expires_at``,
+    ``is_opened`` and, while it is computed, ``block_ids`` (scheduler thread only).
 
     ``block_ids[i]`` holds the tokens ``[i * block_size, (i + 1) * block_size)`` of the prompt; the
     last one, after ``num_before_tail`` others, is the tail block, whose tokens are
@@ -61,6 +61,8 @@ class Lease:
     announced: bool = False
     state: ProducerState = ProducerState.OPEN
     expires_at: float = 0.0
+    is_opened: bool = False
+    """Whether a consumer has come."""
     cause: str = ""
 
     def match(self, request: Open) -> tuple[int, int]:
@@ -136,6 +138,24 @@ class LeaseBook:
     def revoke(self, lease: Lease) -> bool:
         return self._end(lease.transfer_id, ProducerEvent.REVOKED)
 
+    def shorten(self) -> int:
+        """Memory is short: leases that no consumer has opened have half a term left at most.
+
+        Returns how many had more.
+        """
+        latest = self._clock() + self._lease_s / 2
+        with self._lock:
+            shortened = [
+                lease
+                for lease in self._leases.values()
+                if lease.state is ProducerState.LEASED
+                and not lease.is_opened
+                and lease.expires_at > latest
+            ]
+            for lease in shortened:
+                lease.expires_at = latest
+        return len(shortened)
+
     def revoke_all(self) -> None:
         with self._lock:
             ids = list(self._leases)
@@ -175,6 +195,7 @@ class LeaseBook:
             is_computed = lease is not None and lease.state is ProducerState.LEASED
             if lease is not None and is_computed:
                 lease.expires_at = self._clock() + self._lease_s
+                lease.is_opened = True
             elif lease is not None and not lease.announced:
                 lease = None
             endpoint = self.data_endpoint
@@ -226,9 +247,7 @@ class LeaseBook:
             left = [x.expires_at - now for x in leased if x.expires_at > now]
         for transfer_id in over:
             self._end(transfer_id, ProducerEvent.EXPIRED)
-            logger.warning(
-                "lease %s expired: no consumer was heard of for %g s", transfer_id, self._lease_s
-            )
+            logger.warning("lease %s expired: no consumer was heard of in its term", transfer_id)
         return len(over), min(left, default=None)
 
     def _end(self, transfer_id: str, event: ProducerEvent) -> bool:

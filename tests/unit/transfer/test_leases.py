@@ -247,6 +247,20 @@ def test_announced_lease_can_be_opened_and_released_before_it_is_finished(book: 
     assert book.open(early) == Waiting("t")
 
 
+def test_unopened_leases_are_shortened_when_memory_is_short(book: LeaseBook, clock: Clock) -> None:
+    kept, opened = make_lease(name="kept"), make_lease()
+    for lease in (kept, opened):
+        book.grant(lease)
+        assert book.finish(lease)
+    assert isinstance(book.open(make_open()), Opened)
+    assert book.shorten() == 1
+    assert book.shorten() == 0
+    clock.now += LEASE_S / 2
+    book.expire()
+    assert book.take_closed() == [kept]
+    assert (kept.cause, opened.state) == ("expired", ProducerState.LEASED)
+
+
 def test_lease_that_was_released_before_it_came_is_not_kept(book: LeaseBook, clock: Clock) -> None:
     assert not book.release("t", "")
     lease = replace(make_lease(), announced=True)

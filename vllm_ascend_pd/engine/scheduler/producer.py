@@ -35,6 +35,8 @@ _COMPLETE = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
 )
+_SHORT_OF_MEMORY = 20
+"""Fewer than one free block of so many."""
 _CHILD_ID = re.compile(r"\d+_(.+)")
 
 
@@ -166,6 +168,18 @@ class Producer:
     def _block_ids(self, request: Request) -> tuple[int, ...]:
         num_blocks = (request.num_prompt_tokens - 1) // self._block_size + 1
         return tuple(self._manager.get_block_ids(request.request_id)[0][:num_blocks])
+
+    def relieve(self) -> None:
+        """When few blocks are free, do not keep prompts long for consumers that may never come."""
+        pool = self._manager.block_pool
+        if not self._pins or pool.get_num_free_blocks() * _SHORT_OF_MEMORY > pool.num_gpu_blocks:
+            return
+        if num_shortened := self._book.shorten():
+            self._stats.add("leases_shortened", num_shortened)
+            logger.warning(
+                "memory is short: %d prompts that no consumer has asked for are kept half as long",
+                num_shortened,
+            )
 
     def finish(self, request: Request) -> dict[str, Any] | None:
         """The request ended: pin and lease its prompt, or take the grant back."""

@@ -395,6 +395,8 @@ class SchedulerSide:
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
         self._gauges_due = False
+        if self._producer is not None:
+            self._producer.relieve()
         grants = self._producer.build_grants(scheduler_output) if self._producer else ()
         revokes = self._producer.take_revokes() if self._producer else ()
         cancels = self._loads.take_cancels()
