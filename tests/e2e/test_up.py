@@ -163,7 +163,9 @@ def test_doctor_finds_nothing_wrong(up: Up) -> None:
     assert code == 0, findings
     verdicts = {finding["check"]: finding["verdict"] for finding in findings}
     assert set(verdicts.values()) == {"ok"}, findings
-    assert {"P/D request", "router request", "KV layout", "block hashes", "clock"} <= set(verdicts)
+    assert {"P/D request", "router request", "KV layout", "block hashes", "clock", "pool"} <= set(
+        verdicts
+    )
 
 
 def test_a_killed_engine_is_reported_and_started_again(up: Up) -> None:

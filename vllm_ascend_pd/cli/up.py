@@ -68,7 +68,7 @@ def up(
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import launch, topology
-    from vllm_ascend_pd.cluster.machine import Machine, free_port
+    from vllm_ascend_pd.cluster.machine import FreePorts, Machine
     from vllm_ascend_pd.cluster.plan import Programs, make_plan
     from vllm_ascend_pd.cluster.supervisor import Patience
     from vllm_ascend_pd.errors import PDError
@@ -98,7 +98,7 @@ def up(
         plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
         here = launch.find_local_host(plan_of, host)
         programs = Programs() if dry_run else launch.find_programs()
-        plan = make_plan(plan_of, Machine.this(), here, free_port, programs)
+        plan = make_plan(plan_of, Machine.this(), here, FreePorts(), programs)
         if dry_run:
             for name, machine in plan_of.hosts.items():
                 typer.echo(f"# host {name} ({machine.address})")

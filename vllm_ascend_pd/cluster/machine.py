@@ -45,18 +45,24 @@ def _device_ids(name: str, folder: Path = Path("/dev")) -> tuple[int, ...]:
     return tuple(sorted(int(match[1]) for match in found if match))
 
 
-def free_port(address: str) -> int:
-    """A TCP port that nobody listens on, and that the system does not give to anybody by itself.
+class FreePorts:
+    """TCP ports that nobody listens on, and that the system does not give to anybody by itself.
 
     An engine listens seconds after its port was chosen. A port that the system hands out could be
-    somebody's outgoing connection by then.
+    somebody's outgoing connection by then. No port is given twice.
     """
-    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = range(_FIRST_FREE_PORT, max(first_ephemeral, _FIRST_FREE_PORT + 1000))
-    for port in random.sample(candidates, len(candidates)):
-        if can_listen(address, port):
-            return port
-    raise ConfigError(f"no port from {candidates.start} to {candidates.stop - 1} is free")
+
+    def __init__(self) -> None:
+        ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+        self._ports = range(_FIRST_FREE_PORT, max(int(ephemeral), _FIRST_FREE_PORT + 1000))
+        self._left = iter(random.sample(self._ports, len(self._ports)))
+
+    def __call__(self, address: str) -> int:
+        """``ConfigError`` when none is left."""
+        for port in self._left:
+            if can_listen(address, port):
+                return port
+        raise ConfigError(f"no port from {self._ports.start} to {self._ports.stop - 1} is free")
 
 
 def can_listen(address: str, port: int) -> bool:

@@ -111,7 +111,7 @@ def make_plan(
     shared = _Shared(
         router_url=http_url(address, topology.router.port), registers=_registers(topology)
     )
-    commands = []
+    commands: list[Command] = []
     if _wants_master(topology):
         rpc_port, http_port = (chooser(address), chooser(address)) if chooser else MASTER_PORTS
         shared.master = f"{address}:{rpc_port}"
@@ -121,15 +121,7 @@ def make_plan(
         url = http_url(address, http_port)
         commands.append(Command("master", "master", router_host, argv, {}, url))
     commands += [_engine_command(e, topology, device, shared, programs) for e in engines]
-    words = [programs.vllm_pd, "router", "--host", address, "--port", str(topology.router.port)]
-    if not shared.registers:
-        words += [word for engine in engines for word in (f"--{engine.role}", engine.url)]
-    elif token_file := topology.extra_config.get("router", {}).get("token_file"):
-        words += ["--registration-token-file", token_file]
-    argv = (*words, *render_args(topology.router.args))
-    commands.append(
-        Command("router", "router", router_host, argv, dict(topology.router.env), shared.router_url)
-    )
+    commands.append(_router_command(router_host, topology, engines, shared, programs))
     _refuse_shared_ports(topology, engines)
     return Plan(tuple(commands), shared.router_url)
 
@@ -209,6 +201,23 @@ def _engine_command(
     return Command(
         engine.name, engine.role, engine.host, (*pinned, programs.vllm, *words), env, engine.url
     )
+
+
+def _router_command(
+    host: str,
+    topology: Topology,
+    engines: list[PlacedEngine],
+    shared: _Shared,
+    programs: Programs,
+) -> Command:
+    address, router = topology.hosts[host].address, topology.router
+    words = [programs.vllm_pd, "router", "--host", address, "--port", str(router.port)]
+    if not shared.registers:
+        words += [word for engine in engines for word in (f"--{engine.role}", engine.url)]
+    elif token_file := topology.extra_config.get("router", {}).get("token_file"):
+        words += ["--registration-token-file", token_file]
+    argv = (*words, *render_args(router.args))
+    return Command("router", "router", host, argv, dict(router.env), shared.router_url)
 
 
 def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_ascend_pd.cluster.machine import free_port
+from vllm_ascend_pd.cluster.machine import FreePorts
 from vllm_ascend_pd.cluster.supervisor import (
     TRANSITIONS,
     Child,
@@ -47,7 +47,7 @@ QUICK = Patience(startup_s=20, stop_s=5, first_backoff_s=0.05, max_backoff_s=0.2
 
 
 def server(name: str, with_child: bool = False, stubborn: bool = False) -> ChildSpec:
-    port = free_port("127.0.0.1")
+    port = FreePorts()("127.0.0.1")
     code = SERVER.format(port=port, with_child=with_child, stubborn=stubborn)
     return ChildSpec(
         name, (sys.executable, "-c", code), {"GREETING": "hello"}, f"http://127.0.0.1:{port}/"

@@ -26,6 +26,8 @@ ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, ValueError)
 
 MAX_CLOCK_SKEW_S = 2.0
 _INFO = "vllm:pd_engine_info"
+_POOL_TROUBLE = ("failed", "bypassed", "full")
+"""Outcomes of lookups, loads and puts that somebody should know of."""
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 _FITTING: dict[str, dict[str, str]] = {
@@ -222,7 +224,9 @@ class Fitting:
         wrong: list[str] = []
         todo: list[str] = []
         for key, fix in fixes.items():
-            values = {str(engine): engine.fingerprint.get(key, "?") for engine in self._known}
+            values = {str(engine): engine.fingerprint.get(key, "nothing") for engine in self._known}
+            if set(values.values()) == {"nothing"}:
+                continue  # a property of other platforms
             if len(set(values.values())) == 1:
                 same[key] = next(iter(values.values()))
                 continue
@@ -231,6 +235,51 @@ class Fitting:
         if wrong:
             return fail(check, "; ".join(wrong), "; ".join(todo))
         return ok(check, ", ".join(f"{key} {value}" for key, value in same.items()), **same)
+
+
+class Pool:
+    """Whether engines that have a pool look into it and store in it; asked after a request."""
+
+    name = "pool"
+
+    def __init__(self, web: Web, engines: Sequence[Engine]) -> None:
+        self._web = web
+        self._engines = [engine for engine in engines if not engine.error]
+
+    async def run(self) -> Sequence[Finding]:
+        findings = []
+        for engine in self._engines:
+            try:
+                counts = count(await self._web.text(f"{engine.url}/metrics"), "vllm:pd_pool_")
+            except ERRORS as e:
+                findings.append(fail(self.name, f"{engine}: {e}", "see its log"))
+                continue
+            if counts:
+                findings.append(self._judge(str(engine), counts))
+        return findings or [skipped(self.name, "no engine has one")]
+
+    def _judge(self, engine: str, counts: Mapping[str, float]) -> Finding:
+        stored, hits = counts.get("put_blocks ok", 0), counts.get("lookups hit", 0)
+        found = f"{engine}: {stored:.0f} blocks stored, {hits:.0f} lookups hit"
+        bad = {key: number for key, number in counts.items() if key.split(" ")[-1] in _POOL_TROUBLE}
+        bad |= {key: number for key, number in counts.items() if key.startswith("breaker_opened")}
+        if not bad:
+            return ok(self.name, found, **counts)
+        listed = ", ".join(f"{key} {number:.0f}" for key, number in bad.items())
+        fix = "see its log for the reason; is the master there, and has the pool room?"
+        return warn(self.name, f"{found}; since its start: {listed}", fix, **counts)
+
+
+def count(page: str, prefix: str) -> dict[str, float]:
+    """Counters whose names begin with ``prefix``, by the rest of the name and the last label."""
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples if family.name.startswith(prefix) else ():
+            if sample.name == f"{family.name}_total":
+                labels = [v for k, v in sample.labels.items() if k not in ("engine", "model_name")]
+                key = " ".join([family.name.removeprefix(prefix), *labels]).strip()
+                counts[key] = counts.get(key, 0) + sample.value
+    return counts
 
 
 class ClockSkew:

@@ -111,6 +111,7 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
     ]
     if subject.router:
         checks.append(requests.ThroughRouter(web, subject.router, known))
+    checks.append(engines.Pool(web, known))
     for check in checks:
         for finding in await _guarded(check):
             yield finding

@@ -8,9 +8,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web
+from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, count
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 
 if TYPE_CHECKING:
@@ -179,11 +177,8 @@ class ThroughRouter:
         counts: dict[str, float] = {}
         for engine in engines:
             page = await self._web.text(f"{engine.url}/metrics")
-            for family in text_string_to_metric_families(page):
-                for sample in family.samples if family.name == _COUNTED else ():
-                    if sample.name == f"{_COUNTED}_total":
-                        outcome = sample.labels["outcome"]
-                        counts[outcome] = counts.get(outcome, 0) + sample.value
+            for outcome, number in count(page, _COUNTED).items():
+                counts[outcome] = counts.get(outcome, 0) + number
         return counts
 
     def judge(self, before: dict[str, float], after: dict[str, float], elapsed_s: float) -> Finding:

@@ -41,6 +41,8 @@ class ScriptedEngine:
         self.date: str | None = None
         self.requests_by_outcome: dict[str, int] = {}
         self.counts_as: str | None = None
+        self.pool: dict[str, int] = {}
+        """``{'put_blocks_total{outcome="ok"}': 5}``"""
         self.bodies: list[dict[str, Any]] = []
         self.listed: list[dict[str, Any]] = []
         for name, value in changes.items():
@@ -73,6 +75,9 @@ class ScriptedEngine:
             f'vllm:pd_requests_total{{engine="0",outcome="{outcome}"}} {number}'
             for outcome, number in self.requests_by_outcome.items()
         ]
+        for name, number in self.pool.items():
+            lines.append(f"# TYPE vllm:pd_pool_{name.partition('{')[0]} counter")
+            lines.append(f"vllm:pd_pool_{name} {number}")
         if self.fingerprint is not None:
             labels = f'role="{self.kv_role}",kv_endpoint="",fingerprint="{self.fingerprint}"'
             lines += ["# TYPE vllm:pd_engine_info gauge", f"vllm:pd_engine_info{{{labels}}} 1.0"]

@@ -129,6 +129,26 @@ def test_a_clock_that_is_off(offset: float, word: str) -> None:
     assert "timedatectl" in finding.fix
 
 
+def pool(web: Web, known: list[Engine]) -> Check:
+    return engines.Pool(web, known)
+
+
+def test_no_pool() -> None:
+    [finding] = run(pool, ScriptedEngine())
+    assert finding.verdict is Verdict.SKIPPED
+
+
+def test_a_pool_that_works_and_one_that_is_bypassed() -> None:
+    stored = {'put_blocks_total{engine="0",model_name="m",outcome="ok"}': 5}
+    [finding] = run(pool, ScriptedEngine(pool=stored))
+    assert finding.verdict is Verdict.OK
+    assert finding.found == "prefill-0: 5 blocks stored, 0 lookups hit"
+    trouble = {**stored, 'breaker_opened_total{direction="get"}': 2}
+    [finding] = run(pool, ScriptedEngine(pool=trouble))
+    assert finding.verdict is Verdict.WARN
+    assert "since its start: breaker_opened get 2" in finding.found
+
+
 def test_a_router_tells_of_its_engines() -> None:
     listed: list[dict[str, Any]] = [
         {
