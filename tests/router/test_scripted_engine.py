@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripted engine is like a real one: ``tests/e2e/test_router.py`` runs the same checks."""
+"""The scripted engine answers as the router expects of an engine."""
 
 from __future__ import annotations
 
