@@ -23,6 +23,7 @@ import requests
 
 from tests.e2e.forked_engines import ForkedEngine, launcher
 from tests.e2e.servers import free_port
+from tests.router.engine_contract import check_consumer, check_producer
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 SHORT = "Hello, my name is"
@@ -137,6 +138,11 @@ def routing(folder: Path, instances: list[dict[str, Any]], *options: str) -> Ite
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, log.read_text()[-4000:]
+
+
+def test_engines_pass_the_contract_that_the_scripted_engine_passes(cluster: Cluster) -> None:
+    params = check_producer(cluster.engines["p0"].url)
+    check_consumer(cluster.engines["d0"].url, params)
 
 
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
