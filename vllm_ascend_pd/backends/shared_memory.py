@@ -23,17 +23,16 @@ import secrets
 import selectors
 import socket
 import struct
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
 from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.regions import RegionTable
+from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferHandle, TransferStatus
 from vllm_ascend_pd.errors import BackendError
 
@@ -45,7 +44,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CONTACT_TIMEOUT_S = 1.0
 _RETRY_AFTER_S = 5.0
 _MAX_REGIONS = 64
-_MAX_ROOT = 40
 _MAX_FRAME_BYTES = 1 << 16
 
 
@@ -146,12 +144,8 @@ class SharedMemoryTransferEngine(TransferEngine):
     def __init__(self) -> None:
         self._regions = RegionTable()
         self._shared: dict[int, SharedMapping] = {}
-        # The path of a socket has room for about a hundred characters.
-        root = tempfile.gettempdir()
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="vllm-pd-", dir="/tmp" if len(root) > _MAX_ROOT else None)
-        )
-        path = self._folder / f"vllm-pd-{secrets.token_hex(16)}.sock"
+        self._folder = SocketFolder()
+        path = self._folder.path / f"vllm-pd-{secrets.token_hex(16)}.sock"
         self._session = f"shm:{path}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
@@ -257,9 +251,7 @@ class SharedMemoryTransferEngine(TransferEngine):
         self._thread.join(5.0)
         for peer in peers:
             peer.close()
-        for path in self._folder.glob("*.sock"):
-            path.unlink()
-        self._folder.rmdir()
+        self._folder.remove()
 
     def _check_open(self) -> None:
         with self._lock:

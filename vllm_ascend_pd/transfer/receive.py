@@ -291,7 +291,7 @@ class Loader(Reactor):
         for load in list(self._active):
             if now >= load.deadline:
                 self._end(load, Cause.DEADLINE.value)
-            if load.ended is None and not load.is_complete:
+            if load.ended is None and load.spec.num_awaited is not None:
                 self._keep_watching(load, now)
             if load.ended is not None:
                 self._active.remove(load)
@@ -302,12 +302,14 @@ class Loader(Reactor):
         deadlines += [
             load.watched_at + self._answer_timeout_s / 2
             for load in self._active
-            if not load.is_complete
+            if load.spec.num_awaited is not None
         ]
         return max(0.0, min(deadlines) - now) if deadlines else None
 
     def _keep_watching(self, load: _Load, now: float) -> None:
-        """Ask how far the prompt is, at first and as a sign of life, which must come back."""
+        """Ask how far the prompt is, at first and as a sign of life, which must come back to the
+        end: the load's own term is that of computing a prompt.
+        """
         spec = load.spec
         if load.watched_at:
             heard_at = self._heard_at.get(spec.peer, 0.0)
@@ -325,11 +327,13 @@ class Loader(Reactor):
     def _on_progress(self, peer: Endpoint, progress: Progress) -> None:
         for load in self._active:
             spec = load.spec
-            if load.is_complete or (spec.peer, spec.transfer_id) != (peer, progress.transfer_id):
+            if spec.num_awaited is None or load.ended is not None:
+                continue
+            if (spec.peer, spec.transfer_id) != (peer, progress.transfer_id):
                 continue
             if progress.cause:
                 self._end(load, progress.cause)
-            elif load.ended is None:
+            elif not load.is_complete:
                 self._plan_ready(load, progress)
 
     def _plan_ready(self, load: _Load, progress: Progress) -> None:
@@ -368,8 +372,10 @@ class Loader(Reactor):
         return math.inf if self._push_mode is PushMode.PROMPT else 1
 
     def _flight_deadline(self, flight: _InFlight) -> float:
-        """A step waits only while its producer answers something; a parked load for its term."""
-        if not flight.load.spec.in_step:
+        """A step waits only while its producer answers something; a parked load for its term,
+        unless it has ended: then its slots are for others.
+        """
+        if not flight.load.spec.in_step and flight.load.ended is None:
             return flight.load.deadline
         heard_at = self._heard_at.get(flight.load.spec.peer, 0.0)
         return max(flight.sent_at, heard_at) + self._answer_timeout_s

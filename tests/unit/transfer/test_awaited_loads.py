@@ -208,6 +208,19 @@ def test_silent_producer_is_given_up(make_prompt: Callable[..., Prompt]) -> None
     assert prompt.result().cause == Cause.PEER_UNREACHABLE.value
 
 
+def test_producer_that_falls_silent_at_the_end_is_given_up(
+    make_prompt: Callable[..., Prompt],
+) -> None:
+    prompt = make_prompt(script=FaultScript(then=Fault(FaultKind.NEVER)))
+    prompt.pair.loader._answer_timeout_s = 0.2
+    prompt.begin_step(0, 4)
+    prompt.end_step()
+    prompt.load()
+    wait_until(lambda: prompt.pair.engine.num_writes > 0)
+    prompt.pair.server._watch = lambda identity, message: None  # type: ignore[method-assign]
+    assert prompt.result().cause == Cause.PEER_UNREACHABLE.value
+
+
 def test_corrupt_layer_ends_the_load(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt(script=FaultScript([Fault(FaultKind.CORRUPT)]))
     prompt.load()

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import shutil
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.engine.pool_link import (
     DROPPED,
     DropSaves,
@@ -112,8 +110,8 @@ class PoolIO:
         self._lookups: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._dropped_saves = 0  # written by the link thread, read by the save thread
-        self._folder = Path(tempfile.mkdtemp(prefix="vllm-pd-"))
-        self.address = str(self._folder / "pool")
+        self._folder = SocketFolder()
+        self.address = str(self._folder.path / "pool")
         self._link = PoolLink("pd-pool-link", self._on_message)
         self._link.listen(self.address)
         targets = [("pd-pool-lookup", self._run_lookups), ("pd-pool-save", self._run_saves)]
@@ -138,7 +136,7 @@ class PoolIO:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(2.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def close(self) -> None:
         """After ``stop``, and after the staging memory has been closed."""
