@@ -188,7 +188,12 @@ def report(turns: list[dict[str, dict[str, Any]]], options: argparse.Namespace) 
             f"  {name:>15}  {statistics.median(rates[name]):8.0f} tokens/s"
             f"   ratio {ratios[name]:.3f}"
         )
-    print("all tokens equal" if len(digests) == 1 else "TOKENS DIFFER")
+    if len(digests) == 1:
+        print("all tokens equal")
+        return
+    for name in names:
+        seen = [turn[name]["digest"][:6] for turn in turns]
+        print(f"TOKENS DIFFER  {name:>15}: {', '.join(dict.fromkeys(seen))}")
 
 
 if __name__ == "__main__":
