@@ -106,6 +106,8 @@ class _Load:
     is_complete: bool = True
     """Whether all pieces are known; an awaited load learns of them bit by bit."""
     watched_at: float = 0.0
+    progress: Progress | None = None
+    """What the producer said last; an answer that says the same again prolongs nothing."""
 
     def has_layer(self, layer: int) -> bool:
         """Whether every piece of it has landed."""
@@ -341,9 +343,10 @@ class Loader(Reactor):
         spec = load.spec
         assert spec.num_awaited is not None
         now = time.monotonic()
-        if progress.num_ready or progress.num_layers_done:
+        if progress != load.progress and (progress.num_ready or progress.num_layers_done):
             # It computes: from here on the term runs anew with every sign of that.
             load.deadline = max(load.deadline, now + spec.timeout_s)
+        load.progress = progress
         num_ready = bisect_left(spec.block_indices, progress.num_ready)
         num_coming = bisect_left(spec.block_indices, progress.num_coming)
         ready = [

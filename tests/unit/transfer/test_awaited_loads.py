@@ -200,6 +200,17 @@ def test_progress_prolongs_the_wait(make_prompt: Callable[..., Prompt]) -> None:
     assert prompt.result().cause == ""
 
 
+def test_producer_that_computes_no_further_is_not_waited_for(
+    make_prompt: Callable[..., Prompt],
+) -> None:
+    prompt = make_prompt()
+    prompt.pair.loader._answer_timeout_s = 0.2  # it answers all the time
+    prompt.begin_step(0, 2)
+    prompt.end_step()
+    prompt.load(timeout_s=0.6)
+    assert prompt.result().cause == Cause.DEADLINE.value
+
+
 def test_silent_producer_is_given_up(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt()
     prompt.pair.loader._answer_timeout_s = 0.1
