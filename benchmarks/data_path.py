@@ -108,7 +108,7 @@ def main() -> None:
     times: dict[str, list[float]] = {}
     for number in range(options.rounds + 3):
         memory[:] = 0
-        spec = LoadSpec(LoadId(number), endpoint, "prompt", "epoch", ids, ids, True, True, 10.0)
+        spec = LoadSpec(LoadId(number), (endpoint,), "prompt", "epoch", ids, ids, True, True, 10.0)
         started = time.perf_counter()
         loader.start_load(spec)
         loader.wait_all()

@@ -124,7 +124,11 @@ def add_waiting(
         num_full = (num_tokens - 1) // block_size
         session.opened(
             Opened(
-                f"t{number}", num_full, num_tokens - 1 - num_full * block_size, "127.0.0.1", 1, "e"
+                f"t{number}",
+                num_full,
+                num_tokens - 1 - num_full * block_size,
+                (("127.0.0.1", 1),),
+                "e",
             )
         )
         session.advance(ConsumerEvent.OPENED)

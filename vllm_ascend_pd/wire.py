@@ -16,7 +16,8 @@ from vllm_ascend_pd.errors import TransferError
 # History: 1 - first version (prefill first, the consumer asks for pieces).
 #          2 - a consumer names its session on every transport; waiting, watch and progress, for
 #              prompts that are opened before they are computed.
-WIRE_VERSION = 2
+#          3 - several workers a side: opened names each, a fetch names a share of the pages.
+WIRE_VERSION = 3
 
 _MAX_PARAM_LENGTH = 256
 _NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -53,8 +54,8 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     transfer_id: str
     num_blocks: int
     num_tail_tokens: int
-    data_host: str
-    data_port: int
+    workers: tuple[tuple[str, int], ...]
+    """Where each worker serves its pages, ``(host, port)`` by tensor-parallel rank."""
     epoch: str
     is_computed: bool = True
     open_id: int = 0
@@ -121,7 +122,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     """Consumer: write these pages, layer-major, into my staging memory at ``address``.
 
-    ``sessions`` says by which transports that memory can be reached, ``{name: session}``.
+    ``sessions`` says by which transports that memory can be reached, ``{name: session}``. Of each
+    page, only part ``share`` of ``num_shares`` equal ones.
     """
 
     fetch_id: int
@@ -134,6 +136,8 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     address: int
     num_bytes: int
     seed: int
+    share: int = 0
+    num_shares: int = 1
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):

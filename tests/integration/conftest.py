@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.architectures import make_model
 from tests.integration.engines import (
     Answer,
     Engine,
@@ -98,6 +100,22 @@ class SingleEngine:
 def base_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     model = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     return EngineConfig(str(model.path))
+
+
+@pytest.fixture(scope="session")
+def models(
+    tmp_path_factory: pytest.TempPathFactory, base_config: EngineConfig
+) -> Callable[[str], str]:
+    """``models(architecture)`` is the folder of one."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> str:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("architectures") / name
+            made[name] = make_model(name, folder, Path(base_config.model))
+        return str(made[name])
+
+    return make
 
 
 @pytest.fixture(scope="session")

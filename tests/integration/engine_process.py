@@ -51,7 +51,7 @@ def _worker_counts(worker: object) -> dict[str, int]:
     counts = side.counts()
     quarantined = sum(len(pool._quarantined) for pool in side._pools)
     loaders = side._loader._all if side._loader is not None else ()
-    loads = [load for loader in loaders for load in loader._loads.values()]
+    loads = [x for y in loaders for x in (y._each() if hasattr(y, "_each") else y._loads.values())]
     return {
         **counts,
         "busy_slots": counts["busy_slots"] - quarantined,
@@ -224,7 +224,8 @@ class EngineServer:
         if pd is None:
             pool = self._scheduler.kv_cache_manager.block_pool
             return {"free_blocks": pool.get_num_free_blocks()}
-        worker_counts = self._llm.collective_rpc(_worker_counts)[0]
+        workers = self._llm.collective_rpc(_worker_counts)
+        worker_counts = {name: sum(counts[name] for counts in workers) for name in workers[0]}
         return {
             "requests": len(self._scheduler.requests) + self._engine.get_num_unfinished_requests(),
             **pd.counts(),

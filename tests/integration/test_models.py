@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.architectures import make_model
 from tests.integration.engines import Answer, EngineConfig, EngineError, Fleet
 from tests.integration.test_decode_first import EVERY_LAYER, Pair
 
@@ -44,20 +42,6 @@ class Three:
             assert answer.sources == (0, len(asked) - 1, 1), order
             answers.append(answer)
         return answers
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory, base_config: EngineConfig) -> Callable:
-    """``models(architecture)`` is the folder of one."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> str:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("architectures") / name
-            made[name] = make_model(name, folder, Path(base_config.model))
-        return str(made[name])
-
-    return make
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ class SimulatedWorker:
         self.cause_of: Callable[[LoadSpec], str] = lambda spec: ""
         self.peers: list[SimulatedWorker] = []
         self._results: list[LoadResult] = []
-        self._endpoint: Endpoint | None = DATA_ENDPOINT
+        self._endpoints: dict[int, Endpoint] = {0: DATA_ENDPOINT}
         self._garbage = count(1)
 
     def execute(self, output: SchedulerOutput, samples: set[str]) -> ModelRunnerOutput:
@@ -126,9 +126,9 @@ class SimulatedWorker:
         tokens = [self._compute(r, n, r in samples) for r, n in output.num_scheduled_tokens.items()]
         self.grants.update(new_grants)
         report = None
-        if self._results or self._endpoint:
-            report = StepReport(tuple(self._results), self._endpoint)
-        self._results, self._endpoint = [], None
+        if self._results or self._endpoints:
+            report = StepReport(tuple(self._results), self._endpoints)
+        self._results, self._endpoints = [], {}
         kv_output = KVConnectorOutput(kv_connector_worker_meta=report)
         if not output.num_scheduled_tokens:
             return ModelRunnerOutput.with_kv_conn_output_only(kv_output)
@@ -641,7 +641,7 @@ def test_remote_prompt_is_loaded_and_one_token_computed(
     assert load.block_ids == tuple(table[: num_full + bool(num_tail)])
     assert load.has_tail is bool(num_tail)
     assert load.in_step
-    assert load.peer == DATA_ENDPOINT
+    assert load.peers == (DATA_ENDPOINT,)
     assert load.transfer_id == params["transfer_id"]
     assert load.epoch == params["remote_epoch"]
     consumer.run_to_end()

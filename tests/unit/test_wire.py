@@ -34,7 +34,7 @@ from vllm_ascend_pd.wire import (
 
 CONTROL = [
     Open(1, "same", "t", "e", (b"\x00" * 32, b"\xff" * 32), 3, b"digest"),
-    Opened("t", 2, 3, "127.0.0.1", 5, "e", False, 4),
+    Opened("t", 2, 3, (("127.0.0.1", 5),), "e", False, 4),
     Waiting("t", 4),
     Refused("t", "lease_expired", "no such lease"),
     Heartbeat(("t", "u"), "e"),

@@ -76,6 +76,18 @@ class PageLayout:
         """The same pages, only of layers [start, stop)."""
         return replace(self, layer_offsets=self.layer_offsets[start:stop])
 
+    def divides(self, count: int) -> bool:
+        """Whether a page is a run of `count` equal parts."""
+        return count > 0 and self.page_bytes % count == 0
+
+    def share(self, index: int, count: int) -> PageLayout:
+        """Only part `index` of `count` equal parts of every page."""
+        if count == 1:
+            return self
+        num_bytes = self.page_bytes // count
+        offsets = self.layer_offsets + index * num_bytes
+        return replace(self, layer_offsets=offsets, page_bytes=num_bytes)
+
     def num_bytes(self, num_blocks: int) -> int:
         """Staging bytes that `num_blocks` blocks of all layers take."""
         return len(self.layer_offsets) * num_blocks * self.page_bytes

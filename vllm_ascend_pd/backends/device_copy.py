@@ -79,6 +79,9 @@ class DevicePageLayout(PageLayout):
             segments=self.segments[start:stop],
         )
 
+    def divides(self, count: int) -> bool:
+        return count == 1
+
     def runs(self, block_ids: list[int]) -> Iterator[tuple[Segment, int, int]]:
         """What to copy, in the order of staging: segment, its first block, number of bytes.
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.config import PDConfig, WireProtocol
 from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
+from vllm_ascend_pd.engine.sharding import sharding
+from vllm_ascend_pd.transfer.shares import num_shares
 from vllm_ascend_pd.wire import WIRE_VERSION
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     from vllm.version import __version__ as vllm_version
 
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    own = sharding(vllm_config)
     num_layers = sum(len(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors)
     parts = {
         "vllm": vllm_version.partition("+")[0],
@@ -34,7 +37,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         "kv_dtype": vllm_config.cache_config.cache_dtype,
         "layout": str(kv_cache_config.kv_cache_layout),
         "block": str(spec.block_size),
-        "page": str(spec.page_size_bytes),
+        "page": str(spec.page_size_bytes * num_shares(own.num_workers, own.num_kv_heads)),
         "layers": str(num_layers),
         "isa": _page_isa(vllm_config, spec.block_size),
         "hash": vllm_config.cache_config.prefix_caching_hash_algo,

@@ -6,6 +6,7 @@ Plain and small: it is pickled over a shared-memory queue when the worker is ano
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,10 +44,17 @@ class StepReport(KVConnectorWorkerMetadata):
     """Rides on ``KVConnectorOutput.kv_connector_worker_meta``."""
 
     results: tuple[LoadResult, ...] = ()
-    data_endpoint: Endpoint | None = None
+    """Of each worker on its own; a load has ended when all of them say so."""
+    data_endpoints: dict[int, Endpoint] = field(default_factory=dict)
+    """Where pages are served, by tensor-parallel rank: in a worker's first report."""
     refused_frames: dict[str, int] = field(default_factory=dict)
     """Number by reason (``transfer.seal.Reason``) since the last report."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of several workers: one worker is what this release supports."""
-        raise AssertionError("the in-engine path runs with one worker")
+        """The reports of two sets of workers on the same step."""
+        assert isinstance(other, StepReport)
+        refused = Counter(self.refused_frames)
+        refused.update(other.refused_frames)
+        return StepReport(
+            self.results + other.results, self.data_endpoints | other.data_endpoints, dict(refused)
+        )

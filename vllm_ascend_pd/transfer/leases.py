@@ -105,8 +105,8 @@ class LeaseBook:
         self._closed: list[Lease] = []
         # Transfer ids that were released before they came, and until when that is remembered.
         self._released_early: dict[str, float] = {}
-        self.data_endpoint: Endpoint | None = None
-        """Where the worker serves pages; written by the scheduler thread at the first report."""
+        self.data_endpoints: tuple[Endpoint, ...] = ()
+        """Where the workers serve pages, by rank; written by the scheduler thread, once."""
 
     def __len__(self) -> int:
         with self._lock:
@@ -198,10 +198,10 @@ class LeaseBook:
                 lease.is_opened = True
             elif lease is not None and not lease.announced:
                 lease = None
-            endpoint = self.data_endpoint
-        if (lease is None or endpoint is None) and not request.epoch:
+            endpoints = self.data_endpoints
+        if (lease is None or not endpoints) and not request.epoch:
             return Waiting(request.transfer_id)
-        if lease is None or endpoint is None:
+        if lease is None or not endpoints:
             return refuse(Cause.LEASE_EXPIRED, "no such lease (expired, released or revoked)")
         num_blocks, num_tail_tokens = lease.match(request)
         if not num_blocks and not num_tail_tokens:
@@ -210,8 +210,7 @@ class LeaseBook:
             request.transfer_id,
             num_blocks,
             num_tail_tokens,
-            endpoint.host,
-            endpoint.port,
+            tuple((endpoint.host, endpoint.port) for endpoint in endpoints),
             self._epoch,
             is_computed,
         )

@@ -10,8 +10,9 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,15 +23,17 @@ from vllm_ascend_pd.transfer.dealers import Dealers
 from vllm_ascend_pd.transfer.plan import Piece, plan_pieces, plan_ready
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.seal import Channel
+from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, Progress, Watch, decode_data, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.transfer.seal import Seals
+    from vllm_ascend_pd.transfer.shares import Share, Source
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +54,15 @@ class LoadSpec:
     ``has_tail`` the last one is a tail block, which must be in place before the forward.
     An ``in_step`` load ends within the step that carries it.
 
+    ``peers`` are the producer's workers, by tensor-parallel rank; a worker loads from those that
+    hold its pages.
+
     A load with ``num_awaited`` set begins while the producer still computes the prompt, and ends
     when it has everything and that many of the producer's blocks are computed.
     """
 
     load_id: LoadId
-    peer: Endpoint
+    peers: tuple[Endpoint, ...]
     transfer_id: str
     epoch: str
     block_indices: tuple[int, ...]
@@ -82,15 +88,37 @@ class LoadResult:
     """Whether the time is mostly that of the producer's computing."""
 
 
+def merge_results(results: Sequence[LoadResult]) -> LoadResult:
+    """One load's result of several parts that have all ended: failed if one of them is."""
+    if len(results) == 1:
+        return results[0]
+    first_failed = next((result for result in results if result.cause), results[0])
+    causes = [result for result in results if result.cause]
+    knows = bool(causes) and all(result.failed for result in causes)
+    return replace(
+        first_failed,
+        failed=tuple(sorted({b for r in causes for b in r.failed})) if knows else (),
+        num_bytes=sum(result.num_bytes for result in results),
+        elapsed_ms=max(result.elapsed_ms for result in results),
+        transport=next((result.transport for result in results if result.transport), ""),
+    )
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
-    """One load under way.
+    """What one load takes from one worker of the producer.
+
+    A load from several ends as a whole: when one fails so do the ``others``.
 
     ``lock`` guards ``ended`` and the scatter into live pages: once ``ended`` is set, by any
     thread, not one byte more is written for this load.
     """
 
     spec: LoadSpec
+    peer: Endpoint
+    theirs: Share
+    layout: PageLayout
+    """Of this load's part of this worker's pages."""
     pieces: deque[Piece]
     pieces_of_layer: list[int]
     tail_pieces: int
@@ -99,6 +127,7 @@ class _Load:
     deadline: float
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: LoadResult | None = None
+    others: list[_Load] = field(default_factory=list)
     num_bytes: int = 0
     transport: str = ""
     num_planned: list[int] = field(default_factory=list)
@@ -159,6 +188,7 @@ class Loader(Reactor):
         seals: Seals,
         answer_timeout_s: float = 2.0,
         push_mode: PushMode = PushMode.AUTO,
+        sharding: Sharding | None = None,
     ) -> None:
         """``sessions``: where the pool's memory is reached, by transport. ``answer_timeout_s``: a
         producer that a step waits for and that says nothing so long is gone.
@@ -166,6 +196,7 @@ class Loader(Reactor):
         super().__init__("pd-loader")
         self._answer_timeout_s = answer_timeout_s
         self._push_mode = push_mode
+        self._sharding = sharding or Sharding()
         self._bytes_per_s = _FIRST_BYTES_PER_S
         # One silent producer must not hold every slot until its pieces are given up.
         self._slots_per_load = max(1, pool.num_slots - pool.num_slots // 4)
@@ -181,12 +212,25 @@ class Loader(Reactor):
         self._next_fetch_id = random.getrandbits(48)
         self._landed = threading.Condition()
         # Main thread only.
-        self._loads: dict[LoadId, _Load] = {}
+        self._loads: dict[LoadId, list[_Load]] = {}
 
     # Main thread.
 
     def start_load(self, spec: LoadSpec) -> None:
         """Begin a load; returns at once."""
+        sources = self._sharding.sources(len(spec.peers))
+        loads = [self._make_load(spec, source) for source in sources]
+        for load in loads:
+            load.others = [other for other in loads if other is not load]
+        self._loads[spec.load_id] = loads
+
+        def begin() -> None:
+            self._active += loads
+
+        self.submit(begin)
+
+    def _make_load(self, spec: LoadSpec, source: Source) -> _Load:
+        layout = self._layout.share(source.ours.index, source.ours.count)
         is_awaited = spec.num_awaited is not None
         pieces = []
         if not is_awaited:
@@ -194,7 +238,7 @@ class Loader(Reactor):
                 self._num_layers,
                 len(spec.block_ids),
                 spec.has_tail,
-                self._layout.page_bytes,
+                layout.page_bytes,
                 self._pool.slot_bytes,
             )
         pieces_of_layer = [0] * self._num_layers
@@ -202,8 +246,11 @@ class Loader(Reactor):
             for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
                 pieces_of_layer[layer] += 1
         now = time.monotonic()
-        load = _Load(
+        return _Load(
             spec=spec,
+            peer=spec.peers[source.rank],
+            theirs=source.theirs,
+            layout=layout,
             pieces=deque(pieces),
             pieces_of_layer=pieces_of_layer,
             tail_pieces=sum(piece.tail for piece in pieces),
@@ -213,51 +260,51 @@ class Loader(Reactor):
             num_planned=[0] * self._num_layers if is_awaited else [],
             is_complete=not is_awaited,
         )
-        self._loads[spec.load_id] = load
-
-        def begin() -> None:
-            self._active.append(load)
-
-        self.submit(begin)
 
     def cancel(self, load_id: LoadId) -> None:
         """Give a load up; it ends at once unless it has ended already."""
-        if load := self._loads.get(load_id):
+        for load in self._loads.get(load_id, ()):
             self._end(load, Cause.CANCELLED.value)
 
     def wait_layer(self, layer: int) -> None:
         """Until this layer of every in-step load has landed, or that load has ended."""
-        for load in self._loads.values():
+        for load in self._each():
             if load.spec.in_step and load.pieces_of_layer[layer] and load.ended is None:
                 self._wait(load, partial(load.has_layer, layer))
 
     def wait_tails(self) -> None:
         """Until every in-step tail block is in place."""
-        for load in self._loads.values():
+        for load in self._each():
             if load.spec.in_step and load.tail_pieces and load.ended is None:
                 self._wait(load, load.has_tails)
 
     def wait_all(self) -> None:
         """Until every in-step load has ended."""
-        for load in self._loads.values():
+        for load in self._each():
             if load.spec.in_step and load.ended is None:
                 self._wait(load, lambda: False)
 
     def in_step_under_way(self) -> bool:
         """Whether an in-step load has not ended yet."""
-        return any(load.spec.in_step and load.ended is None for load in self._loads.values())
+        return any(load.spec.in_step and load.ended is None for load in self._each())
 
     def take_results(self) -> list[LoadResult]:
         """The loads that ended since the last call."""
         if not self._loads:
             return []
-        results = [load.ended for load in self._loads.values() if load.ended is not None]
-        for result in results:
-            del self._loads[result.load_id]
+        results = []
+        for load_id, loads in list(self._loads.items()):
+            ended = [load.ended for load in loads if load.ended is not None]
+            if len(ended) == len(loads):
+                results.append(merge_results(ended))
+                del self._loads[load_id]
         return results
 
     def num_loads(self) -> int:
         return len(self._loads)
+
+    def _each(self) -> Iterator[_Load]:
+        return chain.from_iterable(self._loads.values())
 
     def _wait(self, load: _Load, landed: Callable[[], bool]) -> None:
         with self._landed:
@@ -275,9 +322,11 @@ class Loader(Reactor):
                     "load %d of transfer %s from %s failed: %s",
                     load.spec.load_id,
                     load.spec.transfer_id,
-                    load.spec.peer,
+                    load.peer,
                     cause,
                 )
+                for other in load.others:
+                    other.end(cause)
             with self._landed:
                 self._landed.notify_all()
 
@@ -314,7 +363,7 @@ class Loader(Reactor):
         """
         spec = load.spec
         if load.watched_at:
-            heard_at = self._heard_at.get(spec.peer, 0.0)
+            heard_at = self._heard_at.get(load.peer, 0.0)
             if now >= max(heard_at, load.started) + 2 * self._answer_timeout_s:
                 self._end(load, Cause.PEER_UNREACHABLE.value)
                 return
@@ -323,7 +372,7 @@ class Loader(Reactor):
         load.watched_at = now
         each_layer = self._push_mode in (PushMode.AUTO, PushMode.LAYER)
         watch = Watch(spec.transfer_id, spec.epoch, each_layer)
-        if not self._peers.send(spec.peer, encode(watch)):
+        if not self._peers.send(load.peer, encode(watch)):
             self._end(load, Cause.PEER_UNREACHABLE.value)
 
     def _on_progress(self, peer: Endpoint, progress: Progress) -> None:
@@ -331,7 +380,7 @@ class Loader(Reactor):
             spec = load.spec
             if spec.num_awaited is None or load.ended is not None:
                 continue
-            if (spec.peer, spec.transfer_id) != (peer, progress.transfer_id):
+            if (load.peer, spec.transfer_id) != (peer, progress.transfer_id):
                 continue
             if progress.cause:
                 self._end(load, progress.cause)
@@ -355,9 +404,9 @@ class Loader(Reactor):
         ]
         is_last = progress.num_ready >= spec.num_awaited
         num_new = sum(ready) - sum(load.num_planned)
-        if not is_last and num_new * self._layout.page_bytes < self._min_push_bytes():
+        if not is_last and num_new * load.layout.page_bytes < self._min_push_bytes():
             return
-        pages_per_piece = self._pool.slot_bytes // self._layout.page_bytes
+        pages_per_piece = self._pool.slot_bytes // load.layout.page_bytes
         for piece in plan_ready(load.num_planned, ready, pages_per_piece):
             load.pieces.append(piece)
             load.num_pieces += 1
@@ -380,12 +429,12 @@ class Loader(Reactor):
         """
         if not flight.load.spec.in_step and flight.load.ended is None:
             return flight.load.deadline
-        heard_at = self._heard_at.get(flight.load.spec.peer, 0.0)
+        heard_at = self._heard_at.get(flight.load.peer, 0.0)
         return max(flight.sent_at, heard_at) + self._answer_timeout_s
 
     def _send_fetches(self) -> None:
         for load in self._active:
-            num_held = sum(flight.load is load for flight in self._in_flight.values())
+            num_held = sum(flight.load.spec is load.spec for flight in self._in_flight.values())
             while load.pieces and load.ended is None and num_held < self._slots_per_load:
                 slot = self._pool.acquire()
                 if slot is None:
@@ -408,10 +457,12 @@ class Loader(Reactor):
             block_indices=spec.block_indices[piece.start : piece.stop],
             sessions=self._sessions,
             address=slot.addr,
-            num_bytes=piece.num_bytes(self._layout.page_bytes),
+            num_bytes=piece.num_bytes(load.layout.page_bytes),
             seed=seed,
+            share=load.theirs.index,
+            num_shares=load.theirs.count,
         )
-        if not self._peers.send(spec.peer, encode(fetch)):
+        if not self._peers.send(load.peer, encode(fetch)):
             self._end(load, Cause.PEER_UNREACHABLE.value)
 
     def _on_frame(self, peer: Endpoint, frame: bytes) -> None:
@@ -441,7 +492,7 @@ class Loader(Reactor):
 
     def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:
         """The producer's process is gone: nobody will answer what is in flight to it."""
-        lost = [load for load in self._active if load.spec.peer == peer]
+        lost = [load for load in self._active if load.peer == peer]
         if lost:
             logger.warning("%s %s", peer, what)
         for load in lost:
@@ -449,21 +500,21 @@ class Loader(Reactor):
         self._heard_at.pop(peer, None)
         until = time.monotonic() + QUARANTINE_S
         for fetch_id, flight in list(self._in_flight.items()):
-            if flight.load.spec.peer == peer:
+            if flight.load.peer == peer:
                 del self._in_flight[fetch_id]
                 self._pool.quarantine(flight.slot, until)
 
     def _place(self, flight: _InFlight, expected: int) -> None:
         """Copy a piece into its pages and count it if it is what the producer packed."""
         load, piece = flight.load, flight.piece
-        layers = self._layout.for_layers(piece.first_layer, piece.first_layer + piece.num_layers)
+        layers = load.layout.for_layers(piece.first_layer, piece.first_layer + piece.num_layers)
         ids = np.array(load.spec.block_ids[piece.start : piece.stop], dtype=np.int64)
         with load.lock:
             if load.ended is not None:
                 return
             checksum = self._copier.scatter(layers, ids, flight.slot.region, 0, flight.seed)
             if checksum == expected:
-                load.num_bytes += piece.num_bytes(self._layout.page_bytes)
+                load.num_bytes += piece.num_bytes(load.layout.page_bytes)
         if checksum != expected:
             self._end(load, Cause.CHECKSUM.value)
             return
@@ -474,7 +525,7 @@ class Loader(Reactor):
             load.num_pieces -= 1
             self._landed.notify_all()
         elapsed = time.monotonic() - flight.sent_at
-        measured = piece.num_bytes(self._layout.page_bytes) / max(elapsed, 1e-6)
+        measured = piece.num_bytes(load.layout.page_bytes) / max(elapsed, 1e-6)
         self._bytes_per_s += _SMOOTHING * (measured - self._bytes_per_s)
         if load.is_complete and not load.num_pieces:
             self._end(load, "")

@@ -210,6 +210,7 @@ class DataServer(Reactor):
         if isinstance(engine, SupportsWindow):
             window = engine.window(route.session, fetch.address, fetch.num_bytes)
         layers = self._layout.for_layers(fetch.first_layer, fetch.first_layer + fetch.num_layers)
+        layers = layers.share(fetch.share, fetch.num_shares)
         ids = np.array([grant.block_ids[index] for index in fetch.block_indices], dtype=np.int64)
         checksum = self._copier.gather(layers, ids, window or slot.region, 0, fetch.seed)
         cause = ""
@@ -233,7 +234,10 @@ class DataServer(Reactor):
             return Cause.WRONG_EPOCH
         num_layers = len(self._layout.layer_offsets)
         stop_layer = fetch.first_layer + fetch.num_layers
-        num_bytes = fetch.num_layers * len(fetch.block_indices) * self._layout.page_bytes
+        if not 0 <= fetch.share < fetch.num_shares or not self._layout.divides(fetch.num_shares):
+            return Cause.BAD_PARAMS
+        page_bytes = self._layout.page_bytes // fetch.num_shares
+        num_bytes = fetch.num_layers * len(fetch.block_indices) * page_bytes
         if (
             not 0 <= fetch.first_layer < stop_layer <= num_layers
             or not all(0 <= index < len(grant.block_ids) for index in fetch.block_indices)

@@ -135,7 +135,7 @@ def side() -> Iterator[Side]:
 def load_spec(side: Side, load_id: int = 1, *, in_step: bool = True, **changes: Any) -> LoadSpec:
     fields: dict[str, Any] = {
         "load_id": LoadId(load_id),
-        "peer": side.server.endpoint,
+        "peers": (side.server.endpoint,),
         "transfer_id": "t",
         "epoch": "e",
         "block_indices": (0, 1),
@@ -177,7 +177,7 @@ def test_cache_that_is_not_in_host_memory_is_refused_by_name() -> None:
 
 
 def test_first_step_tells_where_pages_are_served_and_later_ones_do_not(side: Side) -> None:
-    assert side.step() == StepReport((), side.server.endpoint)
+    assert side.step() == StepReport((), {0: side.server.endpoint})
     assert side.step() is None
 
 
@@ -185,7 +185,7 @@ def test_step_without_tokens_tells_it_too(side: Side) -> None:
     side.worker.begin_step(output_of(None))
     output = side.worker.no_forward().kv_connector_output
     assert output is not None
-    assert output.kv_connector_worker_meta == StepReport((), side.server.endpoint)
+    assert output.kv_connector_worker_meta == StepReport((), {0: side.server.endpoint})
 
 
 def test_granted_blocks_are_loaded_in_a_step(side: Side) -> None:
@@ -299,7 +299,7 @@ def test_cancelled_parked_load_is_reported_once(side: Side) -> None:
     side.step()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         peer = Endpoint("127.0.0.1", silent.bind_to_random_port("tcp://127.0.0.1"))
-        assert side.step(StepMeta(loads=(load_spec(side, in_step=False, peer=peer),))) is None
+        assert side.step(StepMeta(loads=(load_spec(side, in_step=False, peers=(peer,)),))) is None
         report = side.step(StepMeta(cancels=(LoadId(1), LoadId(99))))
     assert report is not None
     assert [result.cause for result in report.results] == [Cause.CANCELLED.value]

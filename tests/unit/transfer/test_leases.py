@@ -57,7 +57,7 @@ def clock() -> Clock:
 @pytest.fixture
 def book(clock: Clock) -> LeaseBook:
     book = LeaseBook(Epoch("epoch"), "same", LEASE_S, clock)
-    book.data_endpoint = Endpoint("127.0.0.1", 5)
+    book.data_endpoints = (Endpoint("127.0.0.1", 5),)
     return book
 
 
@@ -137,7 +137,7 @@ def test_digest_keeps_its_parts_apart() -> None:
 
 
 def test_open_answers_where_to_read(book: LeaseBook, lease: Lease) -> None:
-    assert book.open(make_open()) == Opened("t", 3, 3, "127.0.0.1", 5, "epoch")
+    assert book.open(make_open()) == Opened("t", 3, 3, (("127.0.0.1", 5),), "epoch")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_announced_lease_can_be_opened_and_released_before_it_is_finished(book: 
     assert book.open(early) == Waiting("t")
     lease = replace(make_lease(), announced=True)
     book.grant(lease)
-    assert book.open(early) == Opened("t", 3, 3, "127.0.0.1", 5, "epoch", is_computed=False)
+    assert book.open(early) == Opened("t", 3, 3, (("127.0.0.1", 5),), "epoch", is_computed=False)
     assert book.open(make_open()).is_computed is False
     assert book.release("t", "")
     assert book.take_closed() == [lease]
@@ -274,11 +274,11 @@ def test_lease_that_was_released_before_it_came_is_not_kept(book: LeaseBook, clo
 
 
 def test_open_without_an_epoch_waits_for_the_data_endpoint(book: LeaseBook) -> None:
-    book.data_endpoint = None
+    book.data_endpoints = ()
     lease = replace(make_lease(), announced=True)
     book.grant(lease)
     assert book.open(msgspec.structs.replace(make_open(), epoch="")) == Waiting("t")
-    book.data_endpoint = Endpoint("127.0.0.1", 5)
+    book.data_endpoints = (Endpoint("127.0.0.1", 5),)
     assert book.finish(lease)
     answer = book.open(msgspec.structs.replace(make_open(), epoch=""))
     assert isinstance(answer, Opened)

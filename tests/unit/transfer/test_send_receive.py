@@ -134,7 +134,7 @@ class Pair:
     ) -> LoadSpec:
         return LoadSpec(
             load_id=LoadId(next(self._load_ids)),
-            peer=peer or self.server.endpoint,
+            peers=(peer or self.server.endpoint,),
             transfer_id=transfer_id,
             epoch=epoch,
             block_indices=indices,

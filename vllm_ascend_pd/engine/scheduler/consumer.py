@@ -17,6 +17,7 @@ from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.leases import tail_digest
 from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState, next_consumer_state
+from vllm_ascend_pd.transfer.shares import Source
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, RemotePrefill
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.transfer.control import ControlClient
     from vllm_ascend_pd.transfer.receive import LoadResult
+    from vllm_ascend_pd.transfer.shares import Sharding
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class RemotePrompt:
         self.released = False
         self.provenance = Provenance(request.num_prompt_tokens)
         self._transfer = transfer
-        self._data: Endpoint | None = None
+        self._workers: tuple[Endpoint, ...] = ()
 
     def advance(self, event: ConsumerEvent) -> bool:
         """Whether the event had an effect."""
@@ -91,7 +93,7 @@ class RemotePrompt:
     def opened(self, answer: Opened) -> None:
         self.num_blocks = answer.num_blocks
         self.num_tail_tokens = answer.num_tail_tokens
-        self._data = Endpoint(answer.data_host, answer.data_port)
+        self._workers = tuple(Endpoint(*worker) for worker in answer.workers)
         self.epoch = answer.epoch
         self.is_computed = answer.is_computed
         self.place_until = time.monotonic() + self._transfer.load_timeout_s
@@ -104,7 +106,7 @@ class RemotePrompt:
         has_tail: bool,
         in_step: bool,
     ) -> LoadSpec:
-        assert self._data is not None
+        assert self._workers
         num_awaited = None
         timeout_s = self._transfer.step_load_timeout_s
         if not in_step:
@@ -114,7 +116,7 @@ class RemotePrompt:
                 num_awaited = self.num_blocks + bool(self.num_tail_tokens)
         return LoadSpec(
             load_id=load_id,
-            peer=self._data,
+            peers=self._workers,
             transfer_id=self.remote.transfer_id,
             epoch=self.epoch,
             block_indices=block_indices,
@@ -160,7 +162,11 @@ class Consumer:
         security: SecurityConfig,
         stats: Stats,
         others_wait: Callable[[], bool],
+        sharding: Sharding,
+        divides_pages: bool,
     ) -> None:
+        self._sharding = sharding
+        self._divides_pages = divides_pages
         self._client = client
         self._phantoms = phantoms
         self._fingerprint = fingerprint
@@ -234,7 +240,7 @@ class Consumer:
             session = self._sessions.get(outcome.key)
             if session is None or session.state is not ConsumerState.OPENING:
                 continue
-            answer = outcome.answer
+            answer = self._check_workers(outcome.answer)
             if isinstance(answer, Refused):
                 session.advance(ConsumerEvent.REFUSED)
                 session.provenance.outcome = answer.cause
@@ -250,6 +256,25 @@ class Consumer:
             session.advance(ConsumerEvent.OPENED)
             self._kept_epochs[session.lease] = session.epoch
             self._client.keep(session.control, session.remote.transfer_id, session.epoch)
+
+    def _check_workers(self, answer: Opened | Refused) -> Opened | Refused:
+        """Refuse a producer whose workers divide pages in a way that this engine cannot load."""
+        if isinstance(answer, Refused):
+            return answer
+        ours, num_peers = self._sharding, len(answer.workers)
+        detail = ""
+        try:
+            sources = ours.sources(num_peers)
+        except TransferError as e:
+            detail = str(e)
+        else:
+            if sources != (Source(sources[0].rank),) and not self._divides_pages:
+                detail = (
+                    f"tensor parallel size {num_peers} there and {ours.num_workers} here: parts of"
+                    " pages are moved on CPU only, and with the KV heads outermost"
+                    " (VLLM_KV_CACHE_LAYOUT=LBHNC); use equal sizes"
+                )
+        return Refused(answer.transfer_id, Cause.INCOMPATIBLE.value, detail) if detail else answer
 
     def wants_parking(self, session: RemotePrompt, num_missing: int) -> bool:
         """Whether this load is so long that the rest of the batch should not wait for it."""

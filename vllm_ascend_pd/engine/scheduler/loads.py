@@ -8,6 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom
+from vllm_ascend_pd.transfer.receive import merge_results
 from vllm_ascend_pd.types import LoadId
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ class LoadRecord:
 class Loads:
     """Scheduler thread. ``take_new`` goes out with a step, ``end`` comes back with its output."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int = 1) -> None:
+        self._num_workers = num_workers
+        self._reported: dict[LoadId, list[LoadResult]] = {}
         self._ids = count(1)
         self._by_source: dict[int, LoadRecord] = {}
         self._new: list[LoadRecord] = []
@@ -221,9 +224,22 @@ class Loads:
         if not self._cancels:
             return ()
         new = {record.load_id for record in self._new}
-        cancels = tuple(i for i in self._cancels if i not in new)
+        cancels = tuple(i for i in self._cancels if i in self._running)
         self._cancels = [i for i in self._cancels if i in new]
         return cancels
+
+    def fold(self, result: LoadResult) -> LoadResult | None:
+        """One worker's result; that of the load once every worker has reported it.
+
+        When one has failed, the others give the load up: blocks go back only when nobody writes.
+        """
+        reported = self._reported.setdefault(result.load_id, [])
+        reported.append(result)
+        if len(reported) < self._num_workers:
+            if result.cause:
+                self._cancels.append(result.load_id)
+            return None
+        return merge_results(self._reported.pop(result.load_id))
 
     def end(self, load_id: LoadId) -> LoadRecord:
         record = self._running.pop(load_id)

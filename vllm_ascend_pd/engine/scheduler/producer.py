@@ -62,10 +62,12 @@ class Producer:
         block_size: int,
         announce: Callable[[], None],
         waits_for_loads: Callable[[Request], bool],
+        num_workers: int = 1,
     ) -> None:
         """``announce``: leases can be opened that could not before. ``waits_for_loads``: whether
         KV that a request is computed on may still fail to load.
         """
+        self._num_workers = num_workers
         self._announce = announce
         self._waits_for_loads = waits_for_loads
         self._manager = manager
@@ -203,6 +205,7 @@ class Producer:
             remote_host=self._endpoint.host,
             remote_port=self._endpoint.port,
             remote_block_ids=lease.block_ids,
+            tp_size=self._num_workers,
             transfer_id=lease.transfer_id,
             remote_epoch=self._epoch,
             remote_num_tokens=lease.num_tokens,

@@ -9,6 +9,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -28,13 +29,14 @@ from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
 from vllm_ascend_pd.engine.self_description import describe
+from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.seal import Seals
-from vllm_ascend_pd.types import Cause, Epoch
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -77,7 +79,16 @@ def check_supported(scheduler: Scheduler) -> None:
                 " of full attention is supported"
             ),
         ),
-        (parallel.world_size > 1, "tensor and pipeline parallel sizes above 1"),
+        (
+            parallel.world_size > parallel.tensor_parallel_size,
+            "pipeline and context parallel sizes above 1 (tensor parallel works)",
+        ),
+        (
+            parallel.world_size > 1
+            and PDConfig.from_kv_transfer_config(config.kv_transfer_config).pool is not None,
+            "a pool with tensor parallel sizes above 1 (leave pool out)",
+        ),
+        (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
         (parallel.data_parallel_size > 1, "data parallel sizes above 1"),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
         (
@@ -107,7 +118,9 @@ class SchedulerSide:
         self._stats = Stats()
         self._engine_core: Any = None
         self._phantoms = PhantomBlocks(self._pool, self._block_size)
-        self._loads = Loads()
+        self._sharding = sharding(scheduler.vllm_config)
+        self._loads = Loads(self._sharding.num_workers)
+        self._data_endpoints: dict[int, Endpoint] = {}
         self._kv_pool: PoolSide | None = None  # from on_engine_started on
         self._ignored: dict[str, Provenance] = {}
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
@@ -138,6 +151,7 @@ class SchedulerSide:
                 self._block_size,
                 self._server.answer_waiting,
                 self._loads.is_under,
+                self._sharding.num_workers,
             )
             self._server.start()
             logger.info(
@@ -157,11 +171,13 @@ class SchedulerSide:
                 phantoms=self._phantoms,
                 fingerprint=identity,
                 block_size=self._block_size,
-                bytes_per_block=spec.page_size_bytes * num_layers,
+                bytes_per_block=spec.page_size_bytes * num_layers * self._sharding.num_workers,
                 transfer=transfer,
                 security=config.security,
                 stats=self._stats,
                 others_wait=self._others_wait,
+                sharding=self._sharding,
+                divides_pages=can_divide_pages(scheduler.vllm_config, scheduler.kv_cache_config),
             )
             self._client.start()
         # A parked load is not ordered against a step that is still writing freed blocks.
@@ -419,13 +435,11 @@ class SchedulerSide:
             return
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReport):
-            if report.data_endpoint is not None:
-                self._book.data_endpoint = report.data_endpoint
-                if self._server is not None:
-                    self._server.answer_waiting()
+            if report.data_endpoints:
+                self._note_endpoints(report.data_endpoints)
             self._count_refused(report.refused_frames)
             bad_block_ids: set[int] = set()
-            for result in report.results:
+            for result in filter(None, map(self._loads.fold, report.results)):
                 bad_block_ids |= self._end_load(result)
             if bad_block_ids:
                 self._recover(bad_block_ids)
@@ -438,6 +452,15 @@ class SchedulerSide:
             self._kv_pool.set_gauges()
         if self._scheduler.log_stats and (values := self._stats.take()):
             output.kv_connector_stats = PDStats(data=values)
+
+    def _note_endpoints(self, endpoints: dict[int, Endpoint]) -> None:
+        """Prompts can be opened once it is known where each worker serves its pages."""
+        self._data_endpoints |= endpoints
+        if len(self._data_endpoints) == self._sharding.num_workers:
+            ranks = range(self._sharding.num_workers)
+            self._book.data_endpoints = tuple(self._data_endpoints[rank] for rank in ranks)
+            if self._server is not None:
+                self._server.answer_waiting()
 
     def _count_refused(self, refused: dict[str, int]) -> None:
         for reason, count in refused.items():
@@ -524,6 +547,10 @@ class SchedulerSide:
 
     def on_engine_started(self, engine_core: object) -> None:
         self._engine_core = engine_core
+        if self._sharding.num_workers > 1:
+            # Else the engine hears of one worker only, as without a connector.
+            executor: Any = engine_core.model_executor  # type: ignore[attr-defined]
+            executor.kv_output_aggregator = KVOutputAggregator(self._sharding.num_workers)
         if self._config.pool is not None:
             self._kv_pool = PoolSide(
                 self._scheduler,

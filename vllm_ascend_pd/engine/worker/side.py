@@ -16,6 +16,7 @@ from vllm_ascend_pd.backends.torch_device import make_copier
 from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
 from vllm_ascend_pd.config import PDConfig, Transport, WireProtocol
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
+from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
@@ -53,6 +54,7 @@ def _create(
     config = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config)
     seals = Seals.load(config.security.secret_file)
     caches = locate(kv_cache_config, kv_caches)
+    own = sharding(vllm_config)
     transfer = config.transfer
     if caches.layout.page_bytes > transfer.staging_slot_bytes:
         raise ConfigError(
@@ -103,6 +105,7 @@ def _create(
             seals,
             transfer.peer_timeout_s,
             transfer.push_mode,
+            own,
         )
         loader.start()
     pool = None
@@ -122,7 +125,7 @@ def _create(
         caches.layout.page_bytes,
         type(copier).__name__,
     )
-    parts = (caches.layer_index, transports, pools, grants, seals, server, loader, pool)
+    parts = (caches.layer_index, transports, pools, grants, seals, server, loader, pool, own.rank)
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)
     return WorkerSide(*parts)

@@ -92,6 +92,7 @@ class WorkerSide:
         server: DataServer | None,
         loader: Loader | None,
         pool: PoolIO | None = None,
+        rank: int = 0,
     ) -> None:
         self._layer_index = layer_index
         self._transports = transports
@@ -107,6 +108,7 @@ class WorkerSide:
         self._has_loads = False
         self._has_grants = False
         self._reported_endpoint = server is None
+        self._rank = rank
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         meta = scheduler_output.pd_metadata
@@ -168,14 +170,14 @@ class WorkerSide:
 
     def _report(self) -> StepReport | None:
         results = self._loader.take_results() if self._loader is not None else []
-        endpoint = None
+        endpoints = {}
         if not self._reported_endpoint and self._server is not None:
             self._reported_endpoint = True
-            endpoint = self._server.endpoint
+            endpoints = {self._rank: self._server.endpoint}
         refused = self._seals.take_refused()
-        if not results and not refused and endpoint is None:
+        if not results and not refused and not endpoints:
             return None
-        return StepReport(tuple(results), endpoint, refused)
+        return StepReport(tuple(results), endpoints, refused)
 
     @property
     def pool_address(self) -> tuple[str, int]:

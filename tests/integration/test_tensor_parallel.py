@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Producers and consumers of several workers, with equal and with unequal tensor parallel sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.engines import EngineConfig, EngineError, Fleet, assert_no_leak
+from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Engines, SingleEngine
+
+pytestmark = pytest.mark.engine
+
+TWO = json.dumps({"tensor_parallel_size": 2})
+ONE = "{}"
+
+
+def pair_of(
+    engines: Engines, sizes: tuple[int, int], prompt: list[int], faults: str = "", **options: Any
+) -> Pair:
+    llms = [json.dumps({"tensor_parallel_size": size}) if size > 1 else ONE for size in sizes]
+    producer = engines.shared("kv_producer", llm=llms[0], faults=faults, **options)
+    consumer = engines.shared("kv_consumer", llm=llms[1], transfer=EVERY_LAYER, **options)
+    return Pair(producer, consumer, prompt)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=lambda s: f"p{s[0]}-d{s[1]}")
+def test_tokens_are_those_of_one_worker(
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    sizes: tuple[int, int],
+) -> None:
+    pair = pair_of(engines, sizes, prompt_of(5, "where"))
+    for num_tokens in (40, 96, CHUNKED):
+        prompt = prompt_of(num_tokens, f"prefill first {num_tokens}")
+        answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert answer.sources == (0, num_tokens - 1, 1)
+        prompt = prompt_of(num_tokens, f"decode first {num_tokens}")
+        answer = pair.ask(prompt)
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert answer.sources == (0, num_tokens - 1, 1)
+
+
+@pytest.mark.parametrize("mode", ["step", "park"])
+def test_many_at_once(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]], mode: str
+) -> None:
+    pair = pair_of(engines, (2, 1), prompt_of(5, "where"))
+    pair.consumer = engines.shared("kv_consumer", transfer={"load_mode": mode})
+    prompts = {f"r{n}": prompt_of(n, f"{n}") for n in (5, 64, 97, 300)}
+    for name, prompt in prompts.items():
+        pair.consumer.add(name, prompt, 16, pair.producer.prefill(prompt))
+    answers = pair.consumer.run()
+    for name, prompt in prompts.items():
+        assert answers[name].token_ids == single(prompt, 16).token_ids, name
+        assert answers[name].outcome == "loaded", name
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=lambda s: f"p{s[0]}-d{s[1]}")
+@pytest.mark.parametrize("mode", ["step", "park"])
+def test_a_write_that_fails_is_recovered_from(
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    sizes: tuple[int, int],
+    mode: str,
+) -> None:
+    """Also when only one of the workers is hit: the first write of each engine is corrupt."""
+    pair = pair_of(engines, sizes, prompt_of(5, "where"), faults="ok*")
+    llm = TWO if sizes[1] == 2 else ONE
+    consumer = engines.shared("kv_consumer", llm=llm, transfer={"load_mode": mode})
+    for script in ("corrupt", "fail", "ok,corrupt", "ok,ok,fail"):
+        prompt = prompt_of(300, script)
+        params = pair.producer.prefill(prompt)
+        pair.producer.set_faults(script)
+        answer = consumer.ask(prompt, 16, params)
+        assert answer.token_ids == single(prompt, 16).token_ids, script
+        if not script.startswith("ok"):
+            assert answer.outcome in ("checksum", "transfer_failed")
+        pair.producer.set_faults("ok*")
+
+
+def test_a_load_is_aborted_on_every_worker(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    pair = pair_of(engines, (1, 2), prompt_of(5, "where"))
+    before = pair.consumer.counts()
+    prompt = prompt_of(CHUNKED)
+    transfer_id = pair.new_id()
+    pair.add_prefill("both", prompt, transfer_id)
+    pair.add_decode("both", prompt, transfer_id)
+    pair.consumer.step_until("both", "session", "LOADING")
+    pair.producer.step()
+    pair.consumer.abort("both")
+    pair.consumer.run()
+    pair.producer.run()
+    assert_no_leak(pair.consumer, before)
+    again = prompt_of(97)
+    assert pair.ask(again).token_ids == single(again, 16).token_ids
+
+
+def test_one_kv_head_is_held_by_every_worker(
+    fleet: Fleet,
+    base_config: EngineConfig,
+    models: Callable[[str], str],
+    prompt_of: Callable[..., list[int]],
+) -> None:
+    base = replace(base_config, model=models("mqa"))
+    single, producer, consumer = fleet.engines(
+        base,
+        replace(base, role="kv_producer", llm=TWO),
+        replace(base, role="kv_consumer"),
+    )
+    prompt = prompt_of(300)
+    answer = consumer.ask(prompt, 16, producer.prefill(prompt))
+    assert answer.token_ids == single.ask(prompt, 16).token_ids
+    assert answer.sources == (0, 299, 1)
+
+
+@pytest.mark.parametrize(
+    ("llm", "pool", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "", "pipeline and context parallel"),
+        ({"tensor_parallel_size": 2}, "{}", "a pool with tensor parallel sizes"),
+    ],
+    ids=["pipeline", "pool"],
+)
+def test_what_does_not_work_is_refused_by_name(
+    fleet: Fleet, base_config: EngineConfig, llm: dict[str, int], pool: str, message: str
+) -> None:
+    config = replace(base_config, role="kv_both", llm=json.dumps(llm), pool=pool)
+    with pytest.raises(EngineError, match=message):
+        fleet.start(config)

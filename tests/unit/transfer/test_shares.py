@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every KV head reaches every worker that needs it, from a worker that has it, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.transfer.shares import Sharding, Share, Source
+
+
+def heads_of(rank: int, num_workers: int, num_kv_heads: int) -> list[int]:
+    """As vLLM's ``QKVParallelLinear`` places them."""
+    if num_workers >= num_kv_heads:
+        return [rank // (num_workers // num_kv_heads)]
+    count = num_kv_heads // num_workers
+    return list(range(rank * count, (rank + 1) * count))
+
+
+def part(heads: list[int], share: Share) -> slice:
+    size, rest = divmod(len(heads), share.count)
+    assert not rest
+    return slice(share.index * size, (share.index + 1) * size)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_workers", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_peers", [1, 2, 4, 8])
+def test_each_head_comes_from_a_worker_that_has_it(
+    num_workers: int, num_peers: int, num_kv_heads: int
+) -> None:
+    for rank in range(num_workers):
+        ours = heads_of(rank, num_workers, num_kv_heads)
+        loaded: list[int | None] = [None] * len(ours)
+        for source in Sharding(rank, num_workers, num_kv_heads).sources(num_peers):
+            theirs = heads_of(source.rank, num_peers, num_kv_heads)
+            place = part(ours, source.ours)
+            assert loaded[place] == [None] * len(loaded[place])
+            loaded[place] = theirs[part(theirs, source.theirs)]
+        assert loaded == ours
+
+
+def test_replicas_share_the_load() -> None:
+    ranks = [Sharding(rank, 4, 1).sources(4)[0].rank for rank in range(4)]
+    assert ranks == [0, 1, 2, 3]
+
+
+def test_equal_engines_move_whole_pages() -> None:
+    assert Sharding(1, 2, 8).sources(2) == (Source(1),)
+
+
+@pytest.mark.parametrize(("num_workers", "num_peers"), [(2, 3), (3, 2), (1, 0)])
+def test_what_does_not_divide_is_an_error(num_workers: int, num_peers: int) -> None:
+    with pytest.raises(TransferError, match="tensor parallel sizes"):
+        Sharding(0, num_workers, 6).sources(num_peers)

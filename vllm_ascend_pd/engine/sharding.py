@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How this engine's tensor parallelism divides the KV pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.transfer.shares import Sharding
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_HEADS_OUTERMOST = ("LBHNC", "BLHNC")
+
+
+def sharding(vllm_config: VllmConfig) -> Sharding:
+    """This process's; the rank is 0 in the scheduler's process."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_kv_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    return Sharding(parallel.rank, parallel.tensor_parallel_size, num_kv_heads)
+
+
+def can_divide_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the share of some KV heads is one run of bytes of a page, and is moved as such."""
+    return (
+        vllm_config.device_config.device_type == "cpu"
+        and str(kv_cache_config.kv_cache_layout) in _HEADS_OUTERMOST
+    )
