@@ -58,7 +58,7 @@ class Deployment:
         return int(self.url.rpartition(":")[2])
 
     def count(self, name: str, **labels: str) -> float:
-        return float(self.router.metrics.value(name, **labels))
+        return float(self.router.metrics.snapshot().sample(name, **labels))
 
     async def post(
         self, path: str = "/v1/completions", *, headers: dict[str, str] | None = None, **fields: Any

@@ -187,7 +187,7 @@ def test_api_keys(tmp_path: Path) -> None:
                     assert response.status == status
             keys.write_text("third\n")
             os.utime(keys, (1, 1))
-            d.router.refresh(0.0)
+            await d.router.refresh(0.0)
             assert (await d.post(headers={"Authorization": "Bearer third"}))[0] == 200
             assert (await d.post(headers={"Authorization": "Bearer first"}))[0] == 401
 

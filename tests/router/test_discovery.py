@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,10 @@ def test_silent_engine_is_removed_and_a_restarted_one_is_new() -> None:
             second = d.router.registry.get("late")
             assert second is not first
             assert second.kv is None
-            now = asyncio.get_running_loop().time()
-            d.router.refresh(now + registration.TTL_S - 1)
+            now = time.monotonic()
+            await d.router.refresh(now + registration.TTL_S - 1)
             assert d.router.registry.get("late") is second
-            d.router.refresh(now + registration.TTL_S + 1)
+            await d.router.refresh(now + registration.TTL_S + 1)
             assert d.router.registry.get("late") is None
             await engine.stop()
 

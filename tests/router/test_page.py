@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.router.harness import FAST, deployed, run
-from vllm_ascend_pd.router.instances import RecentError
+from vllm_ascend_pd.router.snapshot import RecentError
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(

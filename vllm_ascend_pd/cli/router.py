@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +54,9 @@ def router(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    workers: Annotated[
+        int, typer.Option(help="Processes that share the port; each uses up to one core.")
+    ] = 1,
     policy: Annotated[
         str,
         option(
@@ -142,13 +144,11 @@ def router(
         raise typer.BadParameter(
             "only disaggregated_prefill_orchestrated", param_hint="--routing-logic"
         )
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
         config = router_config.RouterConfig(
             host=host,
             port=port,
+            num_workers=workers,
             prefills=tuple(prefill),
             decodes=tuple(decode),
             instances_file=instances,
@@ -167,6 +167,7 @@ def router(
             drain_s=drain_timeout,
             access_log=access_log,
             otlp_endpoint=otlp_endpoint,
+            log_level=log_level,
             timeouts=router_config.Timeouts(
                 connect_s=connect_timeout,
                 prefill_s=prefill_timeout,
@@ -180,7 +181,11 @@ def router(
             tls=router_config.TLS(tls_certificate, tls_key, engine_ca),
             skipping=router_config.Skipping(router_config.skip_mode(skip_prefill)),
         )
-        from vllm_ascend_pd.router.server import serve
+        router_config.set_up_logging(config)
+        if workers > 1:
+            from vllm_ascend_pd.router.workers.keeper import serve
+        else:
+            from vllm_ascend_pd.router.server import serve
 
         serve(config, lambda url: typer.echo(f"vllm-pd router listens on {url}"))
     except ConfigError as e:

@@ -4,24 +4,29 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp import web
 
-from vllm_ascend_pd import __version__
+from vllm_ascend_pd import __version__, registration
 from vllm_ascend_pd.router.access_log import AccessLog
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.bodies import CHAT, COMPLETIONS, BadRequest, Body, parse
 from vllm_ascend_pd.router.config import RouterConfig, read_secret
-from vllm_ascend_pd.router.discovery.registered import RegisteredDiscovery
+from vllm_ascend_pd.router.discovery.registered import (
+    Heartbeats,
+    Registered,
+    RegisteredDiscovery,
+    follow,
+)
 from vllm_ascend_pd.router.health import Prober
 from vllm_ascend_pd.router.http_client import EngineClient
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
 from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
-from vllm_ascend_pd.router.page import page, status
+from vllm_ascend_pd.router.page import instances, page, status
 from vllm_ascend_pd.router.passthrough import Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
@@ -45,16 +50,32 @@ from vllm_ascend_pd.router.tracing import Tracing, make_tracing
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from vllm_ascend_pd.router.snapshot import Snapshot
+
 logger = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+class Keeper(Heartbeats, Protocol):
+    """What the workers of one router share."""
+
+    async def snapshot(self) -> Snapshot:
+        """What all of them counted."""
+
+
 class Router:
     """All parts of one router process. Event loop thread."""
 
-    def __init__(self, config: RouterConfig, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        tracing: Tracing | None = None,
+        keeper: Keeper | None = None,
+    ) -> None:
+        """``keeper``: of all workers, if this is one of several."""
         self.config = config
+        self._keeper = keeper
         self.is_draining = False
         self._engine_tls = engine_context(config.tls)
         self._engine_authorization = _engine_authorization(config)
@@ -87,7 +108,10 @@ class Router:
         self.prober = Prober(config.probes, [(b"authorization", auth)] if auth else [])
         self.access_log = AccessLog(config.access_log)
         self._retired: set[Instance] = set()
-        self.registered = RegisteredDiscovery(self.registry, config.registration_token_file)
+        self._alone = Registered(self.follow)
+        self.registered = RegisteredDiscovery(
+            self.registry, config.registration_token_file, keeper or self._alone
+        )
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=self.config.limits.body_bytes)
@@ -102,6 +126,7 @@ class Router:
         app.router.add_get("/status", self._status, allow_head=False)
         app.router.add_get("/instances", self._instances, allow_head=False)
         self.registered.add_routes(app)
+        app.router.add_get(registration.PATH, self._registered, allow_head=False)
         app.router.add_route("*", "/v1/{path:.*}", self._pass)
         app.on_cleanup.append(self._close)  # requests in progress have ended
         return app
@@ -212,7 +237,8 @@ class Router:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.expose(), headers={"Content-Type": METRICS_TYPE})
+        snapshot = await self._snapshot()
+        return web.Response(body=snapshot.expose(), headers={"Content-Type": METRICS_TYPE})
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json({"version": __version__})
@@ -223,14 +249,25 @@ class Router:
     async def _status(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):
             return error_response(401, "unauthorized", "a valid API key is needed")
-        return _json(status(self))
+        return _json(status(await self._snapshot(), self.config))
 
     async def _instances(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):
             return error_response(401, "unauthorized", "a valid API key is needed")
-        return _json([instance.status() for instance in self.registry])
+        return _json(instances(await self._snapshot()))
+
+    async def _registered(self, request: web.Request) -> web.Response:
+        return self.registered.refuse(request) or _json(instances(await self._snapshot()))
 
     # Parts.
+
+    async def _snapshot(self) -> Snapshot:
+        """Of all workers, if there are several."""
+        return await self._keeper.snapshot() if self._keeper else self.metrics.snapshot()
+
+    async def follow(self, specs: list[InstanceSpec]) -> None:
+        """These are the engines that registered."""
+        follow(self.registry, specs)
 
     def _is_authorized(self, request: web.Request) -> bool:
         if self._keys is None:
@@ -265,12 +302,12 @@ class Router:
         self._retired.add(instance)
         instance.client.retire()
 
-    def refresh(self, now: float) -> None:
+    async def refresh(self, now: float) -> None:
         """Called every second or so: files that changed, engines that are silent."""
         if self._keys is not None:
             self._keys.refresh()
         self.registered.refresh_secrets()
-        self.registered.expire(now)
+        await self._alone.expire(now)
 
 
 def _engine_authorization(config: RouterConfig) -> bytes | None:

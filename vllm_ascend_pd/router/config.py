@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Order = Literal["auto", "prefill-first", "concurrent"]
+MAX_WORKERS = 256
 ORDERS = ("auto", "prefill-first", "concurrent")
 
 
@@ -124,6 +126,8 @@ class RouterConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    num_workers: int = 1
+    """Processes that share the port."""
     prefills: tuple[str, ...] = ()
     decodes: tuple[str, ...] = ()
     instances_file: Path | None = None
@@ -138,6 +142,7 @@ class RouterConfig:
     drain_s: float = 60.0
     access_log: bool = True
     otlp_endpoint: str | None = None
+    log_level: str = "info"
     timeouts: Timeouts = field(default_factory=Timeouts)
     retries: Retries = field(default_factory=Retries)
     probes: Probes = field(default_factory=Probes)
@@ -148,6 +153,15 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ConfigError(f"order {self.order!r}: one of {', '.join(ORDERS)}")
+        if not 1 <= self.num_workers <= MAX_WORKERS:
+            raise ConfigError(f"--workers {self.num_workers}: 1 to {MAX_WORKERS}")
+
+
+def set_up_logging(config: RouterConfig) -> None:
+    """Once per process."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
 
 
 def skip_mode(text: str) -> Literal["never", "always", "held"] | int:

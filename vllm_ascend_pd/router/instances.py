@@ -9,9 +9,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.registration import InstanceStatus, KVEndpoint, KVEvents, Role, State
-from vllm_ascend_pd.router.breaker import Breaker, BreakerState
+import msgspec
+
+from vllm_ascend_pd.registration import KVEndpoint, KVEvents, Role, State
+from vllm_ascend_pd.router.breaker import Breaker
 from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_RECENT_ERRORS = 20
 
-
-@dataclass(frozen=True, slots=True)
-class InstanceSpec:
+class InstanceSpec(msgspec.Struct, frozen=True):
     """What discovery knows of an instance."""
 
     instance_id: str
@@ -55,13 +55,6 @@ class EngineLoad:
     """Tokens looked up in the engine's prefix cache since it started."""
     prefix_hits: float = 0
     read_at: float = 0
-
-
-@dataclass(slots=True)
-class RecentError:
-    at: float
-    """Unix time, seconds."""
-    text: str
 
 
 class Instance:
@@ -112,19 +105,6 @@ class Instance:
         self.breaker.succeeded()
         if was is not self.breaker.state:
             logger.info("%s is in again", self.instance_id)
-
-    def status(self) -> InstanceStatus:
-        return InstanceStatus(
-            instance_id=self.instance_id,
-            url=self.spec.url,
-            role=self.spec.role,
-            state=self.spec.state,
-            healthy=self.breaker.state is BreakerState.CLOSED,
-            source=self.spec.source,
-            models=self.models,
-            num_active=self.num_active,
-            last_error=self.errors[-1].text if self.errors else None,
-        )
 
 
 @dataclass(slots=True)

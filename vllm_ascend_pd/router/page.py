@@ -6,14 +6,16 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd import __version__
+from vllm_ascend_pd.registration import InstanceStatus
 from vllm_ascend_pd.router.metrics import OUTCOMES
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.router.app import Router
-    from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.snapshot import Snapshot
 
 _POLICY = (
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline';"
@@ -28,41 +30,36 @@ def page() -> web.Response:
     return web.Response(text=text, content_type="text/html", headers=headers)
 
 
-def status(router: Router) -> dict[str, Any]:
+def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:
     """What the router is doing, as plain JSON values."""
-    metrics = router.metrics
-    num_first_bytes = sum(metrics.ttft.counts)
+    ttft = snapshot.histograms["ttft"]
+    num_first_bytes = sum(ttft.counts)
+    requests = {labels[0]: int(count) for labels, count in snapshot.counters["requests"]}
     return {
         "version": __version__,
-        "policy": router.policy.name,
-        "order": router.config.order,
-        "in_progress": metrics.num_requests,
-        "requests": {
-            outcome: int(metrics.value("requests_total", outcome=outcome)) for outcome in OUTCOMES
-        },
-        "ttft_mean_s": metrics.ttft.total / num_first_bytes if num_first_bytes else None,
-        "instances": [_instance(instance) for instance in router.registry],
+        "policy": config.policy,
+        "order": config.order,
+        "num_workers": config.num_workers,
+        "in_progress": snapshot.num_requests,
+        "requests": {outcome: requests.get(outcome, 0) for outcome in OUTCOMES},
+        "ttft_mean_s": ttft.total / num_first_bytes if num_first_bytes else None,
+        "instances": msgspec.to_builtins(snapshot.instances),
     }
 
 
-def _instance(instance: Instance) -> dict[str, Any]:
-    load = instance.load
-    return {
-        "instance_id": instance.instance_id,
-        "url": instance.spec.url,
-        "role": instance.spec.role,
-        "source": instance.spec.source,
-        "state": instance.spec.state,
-        "breaker": instance.breaker.state.value,
-        "models": instance.models,
-        "num_active": instance.num_active,
-        "num_active_tokens": instance.num_active_tokens,
-        "num_running": load.num_running,
-        "num_waiting": load.num_waiting,
-        "kv_usage": load.kv_usage,
-        "prefix_hit_rate": load.prefix_hits / load.prefix_queries if load.prefix_queries else None,
-        "prefix_index": instance.prefix_index.state.value if instance.prefix_index else None,
-        "num_prefix_blocks": len(instance.prefix_index) if instance.prefix_index else 0,
-        "num_failures": instance.num_failures,
-        "errors": [{"at": error.at, "text": error.text} for error in instance.errors],
-    }
+def instances(snapshot: Snapshot) -> list[InstanceStatus]:
+    """For ``/instances``."""
+    return [
+        InstanceStatus(
+            instance_id=one.instance_id,
+            url=one.url,
+            role=one.role,
+            state=one.state,
+            healthy=one.breaker == "closed",
+            source=one.source,
+            models=one.models,
+            num_active=one.num_active,
+            last_error=one.errors[-1].text if one.errors else None,
+        )
+        for one in snapshot.instances
+    ]

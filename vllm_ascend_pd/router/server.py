@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -32,16 +33,31 @@ LINGER_S = 1.0
 """For the rest of a body that was refused, so that its client reads why."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; ``ConfigError`` says why there is none."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket; ``ConfigError`` says why there is none. One that is ``shared`` does not
+    listen yet, and others of this user can be bound to its port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=BACKLOG,
-        )
+        if not shared:
+            return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        sock = socket.socket(family)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sock.bind((host, port))
+        except OSError:
+            sock.close()
+            raise
+        return sock
     except OSError as e:
         raise ConfigError(f"--host {host} --port {port}: {e}") from e
+
+
+def url_of(config: RouterConfig, sock: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = sock.getsockname()[:2]
+    scheme = "http" if config.tls.certificate is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class RouterServer:
@@ -94,11 +110,38 @@ class RouterServer:
         while True:
             await asyncio.sleep(REFRESH_S)
             self._static.refresh()
-            self.router.refresh(asyncio.get_running_loop().time())
+            await self.router.refresh(time.monotonic())
+
+
+class Stopping:
+    """How a server is told to stop: with patience, then without. Event loop thread."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    def ask(self) -> None:
+        """The second time it is in a hurry."""
+        (self.hurry if self.asked.is_set() else self.asked).set()
+
+
+async def run_until_stopped(server: RouterServer, stopping: Stopping) -> None:
+    """Of a server that has started: wait, then let requests in progress end."""
+    gc.freeze()  # what is there now stays, and need not be looked at again and again
+    await stopping.asked.wait()
+    logger.info("stopping: up to %g s for requests in progress", server.config.drain_s)
+    stop = asyncio.ensure_future(server.stop())
+    hurry = asyncio.ensure_future(stopping.hurry.wait())
+    await asyncio.wait({stop, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    if not stop.done():
+        logger.warning("stopping now")
+        stop.cancel()
+    await asyncio.gather(stop, hurry, return_exceptions=True)
 
 
 def serve(config: RouterConfig, on_ready: Callable[[str], None]) -> None:
-    """Run until SIGTERM or SIGINT; a second one ends the requests in progress."""
+    """Run one process until SIGTERM or SIGINT; a second one ends the requests in progress."""
     sock = bind(config.host, config.port)
     uvloop.run(_serve(config, sock, on_ready))
 
@@ -106,24 +149,10 @@ def serve(config: RouterConfig, on_ready: Callable[[str], None]) -> None:
 async def _serve(
     config: RouterConfig, sock: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    stopping = Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopping.ask)
     server = RouterServer(config)
     await server.start(sock)
-    gc.freeze()  # what is there now stays, and need not be looked at again and again
-    host, port = sock.getsockname()[:2]
-    scheme = "http" if config.tls.certificate is None else "https"
-    on_ready(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
-    await stopping.wait()
-    logger.info("stopping: up to %g s for requests in progress", config.drain_s)
-    stopping.clear()
-    stop = asyncio.ensure_future(server.stop())
-    again = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
-    again.cancel()
-    if not stop.done():
-        logger.warning("stopping now")
-        stop.cancel()
-    await asyncio.gather(stop, again, return_exceptions=True)
+    on_ready(url_of(config, sock))
+    await run_until_stopped(server, stopping)

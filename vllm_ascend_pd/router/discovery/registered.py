@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -13,15 +13,16 @@ from aiohttp import web
 
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.registration import Registered, Registration
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.instances import InstanceSpec
 from vllm_ascend_pd.router.requests import BodyError, read_body
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
+    from vllm_ascend_pd.registration import Registration
     from vllm_ascend_pd.router.instances import Registry
 
 logger = logging.getLogger(__name__)
@@ -31,33 +32,79 @@ BODY_TIMEOUT_S = 5.0
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 
 
-class RegisteredDiscovery:
-    """Event loop thread. ``expire`` is called now and then."""
+class Heartbeats(Protocol):
+    """Who hears of it when an engine beats or leaves."""
 
-    def __init__(self, registry: Registry, token_file: Path | None) -> None:
+    async def beat(self, spec: InstanceSpec) -> None:
+        """Registered, or still there."""
+
+    async def leave(self, instance_id: str) -> None:
+        """Gone; nothing if it was not known."""
+
+
+class Registered:
+    """Engines that registered, until they leave or fall silent. Event loop thread."""
+
+    def __init__(self, on_change: Callable[[list[InstanceSpec]], Awaitable[None]]) -> None:
+        """``on_change`` gets all of them whenever one comes, changes or goes."""
+        self._on_change = on_change
+        self._specs: dict[str, InstanceSpec] = {}
+        self._last_heard: dict[str, float] = {}
+
+    async def beat(self, spec: InstanceSpec) -> None:
+        self._last_heard[spec.instance_id] = time.monotonic()
+        if self._specs.get(spec.instance_id) != spec:
+            self._specs[spec.instance_id] = spec
+            await self._changed()
+
+    async def leave(self, instance_id: str) -> None:
+        if instance_id in self._specs:
+            await self._remove(instance_id, "it took its leave")
+
+    async def expire(self, now: float) -> None:
+        """Remove those that were silent for too long; ``now`` is monotonic."""
+        for instance_id, heard in list(self._last_heard.items()):
+            if now - heard > registration.TTL_S:
+                await self._remove(instance_id, f"silent for {registration.TTL_S:g} s")
+
+    async def _remove(self, instance_id: str, why: str) -> None:
+        logger.info("%s: %s", instance_id, why)
+        del self._specs[instance_id], self._last_heard[instance_id]
+        await self._changed()
+
+    async def _changed(self) -> None:
+        await self._on_change(list(self._specs.values()))
+
+
+def follow(registry: Registry, specs: list[InstanceSpec]) -> None:
+    """Make these the registered instances; what is known from elsewhere stays as it is."""
+    ours = [
+        spec
+        for spec in specs
+        if (known := registry.get(spec.instance_id)) is None or known.spec.source == SOURCE
+    ]
+    registry.replace(SOURCE, ours)
+
+
+class RegisteredDiscovery:
+    """The routes of ``registration``. Event loop thread."""
+
+    def __init__(self, registry: Registry, token_file: Path | None, heartbeats: Heartbeats) -> None:
         self._registry = registry
         self._token = Secrets(token_file, "--registration-token-file") if token_file else None
-        self._last_heard: dict[str, float] = {}
+        self._heartbeats = heartbeats
 
     def add_routes(self, app: web.Application) -> None:
         one = registration.PATH + "/{instance_id}"
         app.router.add_put(one, self._put)
         app.router.add_delete(one, self._delete)
-        app.router.add_get(registration.PATH, self._list, allow_head=False)
-
-    def expire(self, now: float) -> None:
-        """Remove those that were silent for too long."""
-        for instance_id, heard in list(self._last_heard.items()):
-            if now - heard > registration.TTL_S:
-                del self._last_heard[instance_id]
-                self._registry.remove(instance_id, f"silent for {registration.TTL_S:g} s")
 
     def refresh_secrets(self) -> None:
         if self._token is not None:
             self._token.refresh()
 
     async def _put(self, request: web.Request) -> web.Response:
-        if refused := self._refuse(request):
+        if refused := self.refuse(request):
             return refused
         instance_id = request.match_info["instance_id"]
         try:
@@ -77,25 +124,18 @@ class RegisteredDiscovery:
         if known is not None and known.spec.source != SOURCE:
             message = f"{instance_id} is known from {known.spec.source}: register another id"
             return error_response(409, "conflict", message)
-        self._last_heard[instance_id] = asyncio.get_running_loop().time()
-        self._registry.put(_spec(instance_id, described))
-        return web.Response(body=msgspec.json.encode(Registered()), content_type="application/json")
+        await self._heartbeats.beat(_spec(instance_id, described))
+        answer = msgspec.json.encode(registration.Registered())
+        return web.Response(body=answer, content_type="application/json")
 
     async def _delete(self, request: web.Request) -> web.Response:
-        if refused := self._refuse(request):
+        if refused := self.refuse(request):
             return refused
-        instance_id = request.match_info["instance_id"]
-        if self._last_heard.pop(instance_id, None) is not None:
-            self._registry.remove(instance_id, "it took its leave")
+        await self._heartbeats.leave(request.match_info["instance_id"])
         return web.Response(status=204)
 
-    async def _list(self, request: web.Request) -> web.Response:
-        if refused := self._refuse(request):
-            return refused
-        status = [instance.status() for instance in self._registry]
-        return web.Response(body=msgspec.json.encode(status), content_type="application/json")
-
-    def _refuse(self, request: web.Request) -> web.Response | None:
+    def refuse(self, request: web.Request) -> web.Response | None:
+        """The answer to somebody who is no engine of ours."""
         if self._token is not None:
             if self._token.accepts(bearer_token(request.headers.get("Authorization"))):
                 return None

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd router --workers 3``: real processes that share a port and are one router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from tests.router.harness import run
+from vllm_ascend_pd import registration
+from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+
+NUM_WORKERS = 3
+PATIENCE_S = 30.0
+
+
+class Cluster:
+    """A router of several processes, a prefill and a decode engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prefill, self.decode = ScriptedEngine("p"), ScriptedEngine("d")
+        self.log = folder / "router.log"
+        self.url = ""
+        self.process: asyncio.subprocess.Process
+
+    async def start(self, *options: str) -> None:
+        command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", "0"]
+        command += ["--workers", str(NUM_WORKERS), "--probe-interval", "0.2", *options]
+        with self.log.open("wb") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *command, stdout=output, stderr=output, start_new_session=True
+            )
+
+    async def ready(self) -> None:
+        await self.until(lambda: "listens on" in self.output)
+        self.url = re.findall(r"listens on (\S+)", self.output)[0]
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def worker_pids(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"worker \d is pid (\d+)", self.output)]
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            gone = self.process.returncode is not None and not self.url
+            assert not gone, self.output
+            assert time.monotonic() < end, self.output
+            await asyncio.sleep(0.05)
+
+    async def restarted(self) -> None:
+        """One worker more than at the start was started, and listens."""
+        await self.until(lambda: len(self.worker_pids()) == NUM_WORKERS + 1)
+        newest = psutil.Process(self.worker_pids()[-1])
+        await self.until(lambda: newest.net_connections("tcp"))
+
+    async def get(self, path: str) -> str:
+        """On a connection of its own, so that any worker may answer."""
+        async with aiohttp.ClientSession() as http, http.get(self.url + path) as response:
+            return await response.text()
+
+    async def post(self, **fields: Any) -> int:
+        body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, **fields}
+        url = f"{self.url}/v1/completions"
+        async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+            await response.read()
+            return response.status
+
+    async def metric(self, name: str) -> float:
+        found = re.findall(rf"^vllm:pd_router_{name} (\S+)$", await self.get("/metrics"), re.M)
+        return float(found[0]) if found else 0.0
+
+    async def stop(self) -> int:
+        if self.process.returncode is None:
+            self.process.terminate()
+        code = await asyncio.wait_for(self.process.wait(), PATIENCE_S)
+        for engine in (self.prefill, self.decode):
+            await engine.stop()
+        return code
+
+
+@asynccontextmanager
+async def cluster(folder: Path, *, registered: bool = False) -> AsyncIterator[Cluster]:
+    c = Cluster(folder)
+    for engine in (c.prefill, c.decode):
+        await engine.start()
+    flags = ["--prefill", c.prefill.url, "--decode", c.decode.url]
+    await c.start(*([] if registered else flags))
+    try:
+        await c.ready()
+        yield c
+        is_killed = c.process.returncode is not None
+        workers = [] if is_killed else psutil.Process(c.process.pid).children(recursive=True)
+        assert await c.stop() == (-signal.SIGKILL if is_killed else 0), c.output
+        assert not [worker for worker in workers if worker.is_running()]
+    finally:
+        if c.process.returncode is None:
+            os.killpg(c.process.pid, signal.SIGKILL)
+
+
+async def register(one: Cluster, engine: ScriptedEngine, role: str, name: str) -> None:
+    body = {"url": engine.url, "role": role, "epoch": "one"}
+    url = f"{one.url}{registration.PATH}/{name}"
+    async with aiohttp.ClientSession() as http, http.put(url, json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+def test_counts_and_page_are_those_of_all_workers(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            assert await asyncio.gather(*(c.post() for _ in range(30))) == [200] * 30
+            listening = [
+                connection.laddr
+                for pid in c.worker_pids()
+                for connection in psutil.Process(pid).net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+            assert len(listening) == NUM_WORKERS
+            assert len(set(listening)) == 1
+            for _ in range(6):  # whichever worker answers
+                assert await c.metric(r'requests_total\{outcome="ok"\}') == 30
+                assert await c.metric("ttft_seconds_count") == 30
+                status = json.loads(await c.get("/status"))
+                assert status["num_workers"] == NUM_WORKERS
+                assert status["requests"]["ok"] == 30
+                assert [i["role"] for i in status["instances"]] == ["prefill", "decode"]
+
+    run(test)
+
+
+def test_engines_that_register_are_known_to_every_worker(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, registered=True) as c:
+            assert await c.post() == 503
+            await register(c, c.prefill, "prefill", "p0")
+            await register(c, c.decode, "decode", "d0")
+            assert await asyncio.gather(*(c.post() for _ in range(24))) == [200] * 24
+            listed = json.loads(await c.get(registration.PATH))
+            assert {i["instance_id"] for i in listed} == {"p0", "d0"}
+            # A worker that comes later knows them from its keeper.
+            victim = c.worker_pids()[0]
+            os.kill(victim, signal.SIGKILL)
+            await c.restarted()
+            assert await asyncio.gather(*(c.post() for _ in range(24))) == [200] * 24
+            url = f"{c.url}{registration.PATH}/d0"
+            async with aiohttp.ClientSession() as http, http.delete(url) as response:
+                assert response.status == 204
+            for _ in range(24):
+                assert await c.post() == 503
+
+    run(test)
+
+
+def test_killed_worker_is_started_again_and_no_count_goes_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            assert await asyncio.gather(*(c.post() for _ in range(30))) == [200] * 30
+            assert await c.metric(r'requests_total\{outcome="ok"\}') == 30
+            victim = c.worker_pids()[1]
+            os.kill(victim, signal.SIGKILL)
+            await c.until(lambda: "ended, code -9" in c.output)
+            await c.restarted()
+            assert await c.metric(r'requests_total\{outcome="ok"\}') == 30
+            assert await c.metric("worker_restarts_total") == 1
+            assert await asyncio.gather(*(c.post() for _ in range(30))) == [200] * 30
+            assert await c.metric(r'requests_total\{outcome="ok"\}') == 60
+
+    run(test)
+
+
+def test_requests_in_progress_end_before_the_workers_do(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            c.decode.token_s = 0.1
+            posting = [asyncio.ensure_future(c.post(max_tokens=10)) for _ in range(6)]
+            await c.until(lambda: c.decode.num_in_progress == 6)
+            c.process.terminate()
+            assert await asyncio.gather(*posting) == [200] * 6
+
+    run(test)
+
+
+def test_workers_end_with_their_keeper(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            workers = [psutil.Process(pid) for pid in c.worker_pids()]
+            c.process.kill()
+            await c.process.wait()
+            await c.until(lambda: not [w for w in workers if w.is_running()])
+
+    run(test)
+
+
+def test_wrong_option_ends_all_with_its_reason(tmp_path: Path) -> None:
+    async def test() -> None:
+        c = Cluster(tmp_path)
+        await c.start("--instances", str(tmp_path / "missing.json"))
+        assert await asyncio.wait_for(c.process.wait(), PATIENCE_S) == 2
+        assert "missing.json" in c.output
+        await c.stop()
+
+    run(test)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router counted until now, as plain data: added up over workers, and exposed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from vllm_ascend_pd.registration import Role, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from prometheus_client.metrics_core import Metric
+
+    from vllm_ascend_pd.router.instances import Instance
+
+PREFIX = "vllm:pd_router_"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    # name: (help, labels)
+    "requests": ("Requests by how they ended", ("outcome",)),
+    "retries": ("Attempts with another pair, by cause", ("cause",)),
+    "retry_budget_exhausted": ("Retries not made for lack of budget", ()),
+    "legs": ("Legs to engines, by how they ended", ("instance", "leg", "outcome")),
+    "orders": ("Attempts by order", ("order",)),
+    "prefix_hit_tokens": ("Prompt tokens that the policy expected to be cached", ("role",)),
+    "prefill_skips": ("Requests without a prefill leg, by reason", ("reason",)),
+    "worker_restarts": ("Workers that ended by themselves and were started again", ()),
+}
+HISTOGRAMS = {
+    "ttft": "Request to the first byte of its answer",
+    "itl": "Between two pieces of a stream",
+    "prefill_leg": "Prefill leg, all of it",
+    "decode_leg": "Decode leg, all of it",
+    "handover": "Decode leg to its first byte, for a prompt that another engine computed",
+}
+"""Exposed as ``<name>_seconds``."""
+INSTANCE_GAUGES: dict[str, tuple[str, Callable[[InstanceSnapshot], float]]] = {
+    "up": ("1 if it may get requests", lambda i: i.is_available),
+    "breaker_open": (
+        "0 closed, 0.5 half open, 1 open",
+        lambda i: {"closed": 0.0, "half_open": 0.5}.get(i.breaker, 1.0),
+    ),
+    "active_legs": ("Legs in progress", lambda i: i.num_active),
+    "active_tokens": ("Tokens of the legs in progress", lambda i: i.num_active_tokens),
+    "connections": ("TCP connections", lambda i: i.num_connections),
+    "running": ("Requests that the engine runs, by its own metrics", lambda i: i.num_running),
+    "waiting": ("Requests that the engine queues, by its own metrics", lambda i: i.num_waiting),
+    "kv_usage": ("Share of its KV blocks in use, by its own metrics", lambda i: i.kv_usage),
+    "prefix_hit_rate": (
+        "Hits of its prefix cache, by its own metrics",
+        lambda i: i.prefix_hit_rate or 0.0,
+    ),
+    "prefix_index": (
+        "What its KV events tell: 1 exact, 0.5 degraded, else 0",
+        lambda i: {"exact": 1.0, "degraded": 0.5}.get(i.prefix_index or "", 0.0),
+    ),
+    "prefix_blocks": ("Blocks that its KV events told of", lambda i: i.num_prefix_blocks),
+}
+"""Exposed as ``instance_<name>``, with the labels ``instance`` and ``role``."""
+_BREAKERS = ("closed", "half_open", "open")
+_INDEXES = (None, "fallback", "degraded", "exact")
+NUM_RECENT_ERRORS = 20
+
+
+class Histogram(msgspec.Struct):
+    """Seconds, by bucket of ``SECONDS``."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.total += seconds
+
+    def add(self, other: Histogram) -> None:
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+
+class RecentError(msgspec.Struct):
+    at: float
+    """Unix time, seconds."""
+    text: str
+
+
+class InstanceSnapshot(msgspec.Struct, kw_only=True):
+    """One engine, as the live page shows it."""
+
+    instance_id: str
+    url: str
+    role: Role
+    source: str
+    state: State
+    breaker: str
+    is_available: bool
+    models: tuple[str, ...]
+    num_active: int
+    num_active_tokens: int
+    num_connections: int
+    num_running: float
+    num_waiting: float
+    kv_usage: float
+    prefix_hit_rate: float | None
+    prefix_index: str | None
+    num_prefix_blocks: int
+    load_read_at: float
+    """On the host's monotonic clock, seconds."""
+    num_failures: int
+    errors: list[RecentError]
+
+    @classmethod
+    def of(cls, instance: Instance) -> InstanceSnapshot:
+        load, index = instance.load, instance.prefix_index
+        return cls(
+            instance_id=instance.instance_id,
+            url=instance.spec.url,
+            role=instance.spec.role,
+            source=instance.spec.source,
+            state=instance.spec.state,
+            breaker=instance.breaker.state.value,
+            is_available=instance.is_available,
+            models=instance.models,
+            num_active=instance.num_active,
+            num_active_tokens=instance.num_active_tokens,
+            num_connections=instance.client.num_open,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_usage=load.kv_usage,
+            prefix_hit_rate=load.prefix_hits / load.prefix_queries if load.prefix_queries else None,
+            prefix_index=index.state.value if index else None,
+            num_prefix_blocks=len(index) if index else 0,
+            load_read_at=load.read_at,
+            num_failures=instance.num_failures,
+            errors=list(instance.errors),
+        )
+
+    def add(self, other: InstanceSnapshot) -> None:
+        """The same engine, as another worker sees it: what each did is added up, and where they
+        see different things, the worse one counts."""
+        if other.load_read_at > self.load_read_at:
+            for name in ("load_read_at", "num_running", "num_waiting", "kv_usage"):
+                setattr(self, name, getattr(other, name))
+            self.prefix_hit_rate = other.prefix_hit_rate
+        self.is_available &= other.is_available
+        self.breaker = max(self.breaker, other.breaker, key=_BREAKERS.index)
+        self.prefix_index = min(self.prefix_index, other.prefix_index, key=_INDEXES.index)
+        self.num_prefix_blocks = min(self.num_prefix_blocks, other.num_prefix_blocks)
+        self.models = self.models or other.models
+        self.num_active += other.num_active
+        self.num_active_tokens += other.num_active_tokens
+        self.num_connections += other.num_connections
+        self.num_failures += other.num_failures
+        self.errors = sorted((*self.errors, *other.errors), key=lambda error: error.at)
+        del self.errors[:-NUM_RECENT_ERRORS]
+
+
+Counts = dict[tuple[str, ...], float]
+"""One counter's values, by the values of its labels."""
+
+
+class Snapshot(msgspec.Struct):
+    """All that a router counted, and its engines as it sees them now."""
+
+    counters: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+    histograms: dict[str, Histogram] = {}
+    num_requests: int = 0
+    """In progress."""
+    instances: list[InstanceSnapshot] = []
+
+    def expose(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry())
+
+    def sample(self, name: str, **labels: str) -> float:
+        """One exposed value; 0 if it was never counted."""
+        return self._registry().get_sample_value(PREFIX + name, labels) or 0.0
+
+    def _registry(self) -> CollectorRegistry:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(self))
+        return registry
+
+
+def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
+    """Of several workers. What ``ended`` counted stays; what they saw is gone with them."""
+    ended, running = list(ended), list(running)
+    instances: dict[str, InstanceSnapshot] = {}
+    for one in (instance for snapshot in running for instance in snapshot.instances):
+        if one.instance_id in instances:
+            instances[one.instance_id].add(one)
+        else:
+            instances[one.instance_id] = msgspec.structs.replace(one)
+    counts: dict[str, Counts] = {name: {} for name in COUNTERS}
+    histograms = {name: Histogram() for name in HISTOGRAMS}
+    for snapshot in (*ended, *running):
+        for name, values in snapshot.counters.items():
+            for labels, value in values:
+                counts[name][labels] = counts[name].get(labels, 0) + value
+        for name, histogram in snapshot.histograms.items():
+            histograms[name].add(histogram)
+    return Snapshot(
+        {name: list(values.items()) for name, values in counts.items()},
+        histograms,
+        sum(snapshot.num_requests for snapshot in running),
+        list(instances.values()),
+    )
+
+
+class _Families(Collector):
+    """A snapshot as Prometheus' client wants it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        snapshot = self._snapshot
+        for name, (text, labels) in COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            for values, count in snapshot.counters.get(name, ()):
+                counter.add_metric(values, count)
+            yield counter
+        for name, text in HISTOGRAMS.items():
+            yield _histogram(name, text, snapshot.histograms.get(name) or Histogram())
+        running = GaugeMetricFamily(PREFIX + "requests_in_progress", "Requests in progress")
+        running.add_metric([], snapshot.num_requests)
+        yield running
+        for name, (text, read) in INSTANCE_GAUGES.items():
+            gauge = GaugeMetricFamily(f"{PREFIX}instance_{name}", text, labels=["instance", "role"])
+            for instance in snapshot.instances:
+                gauge.add_metric([instance.instance_id, instance.role], float(read(instance)))
+            yield gauge
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(f"{PREFIX}{name}_seconds", text)
+    buckets: list[tuple[str, float]] = []
+    below = 0
+    for bound, count in zip((*map(str, SECONDS), "+Inf"), histogram.counts, strict=True):
+        below += count
+        buckets.append((bound, below))
+    family.add_metric([], buckets, histogram.total)
+    return family
