@@ -24,7 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
 
 GIB = 1 << 30
 _QUIET_S = 1.5
@@ -282,87 +288,115 @@ class Memory:
 
 
 def bench_tier(options: argparse.Namespace) -> None:
-    """Values of 1 MiB, 8 at a time, one thread: pages -> staging -> tier, and back."""
+    """Blocks of 16 layers: put as the pool's save thread does it, 8 MiB at a time; get as its
+    read threads do, up to 32 MiB at a time.
+    """
+    from vllm_ascend_pd.config import PoolConfig
+    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+
+    backend = PoolBackend(PoolConfig(dram_size=2 * GIB), "127.0.0.1")
+    print("DRAM tier with checksum, against memcpy by as many threads", flush=True)
+    for block_mb in (1, 8):
+        for num_threads in (1, 2):
+            _bench_tier(options, backend, block_mb << 20, num_threads)
+    backend.close()
+
+
+def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
+    options: argparse.Namespace, backend: PoolBackend, block_bytes: int, num_threads: int
+) -> None:
     import numpy as np
 
     from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
-    from vllm_ascend_pd.config import PoolConfig
     from vllm_ascend_pd.pool.keys import KeySpace
-    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
     from vllm_ascend_pd.pool.tier import Status, Value
     from vllm_ascend_pd.pool.values import BlockValues
 
-    num_layers, page, num_blocks, batch = 16, 64 << 10, 256, 8
-    pages, copy = (Memory(num_layers * page * num_blocks) for _ in range(2))
+    num_layers, num_bytes = 16, 256 << 20
+    page, num_blocks = block_bytes // num_layers, num_bytes // block_bytes
+    pages, copy = Memory(num_bytes), Memory(num_bytes)
     layout = PageLayout(
-        Region(pages.addr, len(pages.map)),
+        Region(pages.addr, num_bytes),
         np.arange(num_layers, dtype=np.int64) * page * num_blocks,
         page,
         page,
     )
     space = KeySpace.of("bench")
     values = BlockValues(make_block_copier(), layout, space)
-    backend = PoolBackend(PoolConfig(dram_size=2 * GIB), "127.0.0.1")
-    staging = Memory(batch * values.num_bytes)
-    backend.store.register(staging.addr, len(staging.map))
-    region = Region(staging.addr, len(staging.map))
     size = values.num_bytes
-    rates: dict[str, list[float]] = {"memcpy": [], "put": [], "get": []}
-    num_bytes = num_blocks * num_layers * page
-    for turn in range(options.rounds + 1):
-        started = time.perf_counter()
-        for offset in range(0, num_bytes, batch * num_layers * page):
-            length = batch * num_layers * page
+    batch = max(1, (8 << 20) // block_bytes)
+    stagings = [Memory(batch * size) for _ in range(num_threads)]
+    for staging in stagings:
+        backend.store.register(staging.addr, len(staging.map))
+    hashes: list[bytes] = []
+
+    def memcpy(thread: int) -> None:
+        for start in range(thread * batch, num_blocks, num_threads * batch):
+            offset, length = start * block_bytes, batch * block_bytes
             ctypes.memmove(copy.addr + offset, pages.addr + offset, length)
-        copied = time.perf_counter()
-        hashes = [random.randbytes(32) for _ in range(num_blocks)]
-        for start in range(0, num_blocks, batch):
-            part = [
-                Value(space.key(h), staging.addr + i * size, size)
-                for i, h in enumerate(hashes[start : start + batch])
-            ]
+
+    def put(thread: int) -> None:
+        staging = stagings[thread]
+        region = Region(staging.addr, len(staging.map))
+        for start in range(thread * batch, num_blocks, num_threads * batch):
             for i in range(batch):
                 values.pack(start + i, hashes[start + i], region, i * size)
-            assert set(backend.tier.put(part)) == {Status.OK}
-        put = time.perf_counter()
-        for start in range(0, num_blocks, batch):
             part = [
                 Value(space.key(h), staging.addr + i * size, size)
                 for i, h in enumerate(hashes[start : start + batch])
             ]
-            assert set(backend.tier.get(part)) == {Status.OK}
-            for i in range(batch):
-                status = values.unpack(start + i, hashes[start + i], region, i * size)
-                assert status is Status.OK
-        got = time.perf_counter()
-        if turn:  # the first one pays for the pages of the segment
-            rates["memcpy"].append(num_bytes / (copied - started) / 1e9)
-            rates["put"].append(num_bytes / (put - copied) / 1e9)
-            rates["get"].append(num_bytes / (got - put) / 1e9)
+            assert set(backend.tier.put(part)) == {Status.OK}
+
+    def get(thread: int) -> None:
+        for start in range(thread * 4 * batch, num_blocks, num_threads * 4 * batch):
+            keys = [space.key(h) for h in hashes[start : start + 4 * batch]]
+            with backend.tier.view(keys, size) as addrs:
+                for i, addr in enumerate(addrs, start):
+                    assert values.unpack(i, hashes[i], Region(addr, size), 0) is Status.OK
+
+    rates: dict[str, list[float]] = {"memcpy": [], "put": [], "get": []}
+    for turn in range(options.rounds + 1):
+        hashes = [random.randbytes(32) for _ in range(num_blocks)]
+        for name, run in (("memcpy", memcpy), ("put", put), ("get", get)):
+            seconds = _in_threads(num_threads, run)
+            if turn:  # the first one pays for the pages of the segment
+                rates[name].append(num_bytes / seconds / 1e9)
         backend.tier.remove([space.key(h) for h in hashes])
-    print("DRAM tier, values of 1 MiB, one thread, checksum and copy to or from pages", flush=True)
     plain = statistics.median(rates["memcpy"])
-    report("memcpy", plain, "GB/s")
-    for name in ("put", "get"):
-        report(name, statistics.median(rates[name]), "GB/s", plain)
-    backend.close()
+    what = f"blocks of {block_bytes >> 20} MiB, {num_threads} threads"
+    for name, measured in rates.items():
+        report(f"{what}, {name}", statistics.median(measured), "GB/s", plain)
+    for staging in stagings:
+        backend.store.unregister(staging.addr)
+
+
+def _in_threads(num_threads: int, run: Callable[[int], None]) -> float:
+    """Seconds until all have ended."""
+    with ThreadPoolExecutor(num_threads) as executor:
+        list(executor.map(lambda _: None, range(num_threads)))
+        started = time.perf_counter()
+        list(executor.map(run, range(num_threads)))
+        return time.perf_counter() - started
 
 
 def bench_lookup(options: argparse.Namespace) -> None:
     from vllm_ascend_pd.config import PoolConfig
+    from vllm_ascend_pd.pool.keys import KeySpace
     from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
     from vllm_ascend_pd.pool.tier import Value
 
     backend = PoolBackend(PoolConfig(dram_size=GIB), "127.0.0.1")
     memory = Memory(1 << 20)
     backend.store.register(memory.addr, len(memory.map))
-    keys = [f"pd1/0123456789abcdef/{i:064x}" for i in range(20_000)]
+    space = KeySpace.of("bench")
+    hashes = [i.to_bytes(32, "big") for i in range(20_000)]
+    keys = [space.key(block_hash) for block_hash in hashes]
     for start in range(0, 10_000, 1000):
         backend.tier.put([Value(key, memory.addr, 1024) for key in keys[start : start + 1000]])
     times = []
     for _ in range(options.rounds * 2):
         started = time.perf_counter()
-        places = backend.tier.lookup(keys)
+        places = backend.tier.lookup([space.key(block_hash) for block_hash in hashes])
         times.append((time.perf_counter() - started) * 1000)
     print("lookup of 20,000 keys, half of them there", flush=True)
     assert sum(map(bool, places)) == 10_000

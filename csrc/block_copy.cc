@@ -24,6 +24,8 @@ constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ULL;
 constexpr size_t kWordBytes = sizeof(uint64_t);
 // A piece is copied, then checksummed while it is still in the first-level cache.
 constexpr size_t kPieceBytes = 8192;
+// Copies of so many bytes or more go around the caches, which they would only empty.
+constexpr size_t kMinStreamBytes = size_t{256} << 10;
 
 uint64_t Mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
@@ -88,10 +90,102 @@ __attribute__((target("avx2"))) uint64_t Accumulate(const uint8_t* data, size_t 
 }
 #endif
 
+// Copies num_words words and sums the terms of what was stored, so a late write to the source
+// cannot slip in between copy and check. Only the AVX2 version knows how to go around the caches.
+#ifdef PD_HAS_AVX2_VERSION
+__attribute__((target("default")))
+#endif
+uint64_t CopyAndAccumulate(uint8_t* to, const uint8_t* from, size_t num_words,
+                           uint64_t first_counter, bool /*stream*/) {
+  uint64_t sum = 0;
+  for (size_t done = 0; done < num_words;) {
+    const size_t piece = std::min(kPieceBytes / kWordBytes, num_words - done);
+    std::memcpy(to + done * kWordBytes, from + done * kWordBytes, piece * kWordBytes);
+    sum += Accumulate(to + done * kWordBytes, piece, first_counter + done * kGolden);
+    done += piece;
+  }
+  return sum;
+}
+
+#ifdef PD_HAS_AVX2_VERSION
+// One pass: each vector is loaded once, stored and summed. Two cache-line halves at a time.
+__attribute__((target("avx2"))) uint64_t CopyAndAccumulate(uint8_t* to, const uint8_t* from,
+                                                           size_t num_words, uint64_t first_counter,
+                                                           bool stream) {
+  constexpr size_t kVectors = 2;
+  constexpr size_t kLanes = 4;
+  constexpr size_t kAheadBytes = 1024;
+  const __m256i step = _mm256_set1_epi64x(static_cast<int64_t>(kVectors * kLanes * kGolden));
+  __m256i counters[kVectors];
+  __m256i products[kVectors];
+  __m256i rotated[kVectors];
+  for (size_t v = 0; v < kVectors; ++v) {
+    const uint64_t first = first_counter + v * kLanes * kGolden;
+    counters[v] = _mm256_set_epi64x(
+        static_cast<int64_t>(first + 3 * kGolden), static_cast<int64_t>(first + 2 * kGolden),
+        static_cast<int64_t>(first + kGolden), static_cast<int64_t>(first));
+    products[v] = rotated[v] = _mm256_setzero_si256();
+  }
+  stream = stream && reinterpret_cast<uintptr_t>(to) % sizeof(__m256i) == 0;
+  size_t i = 0;
+  for (; i + kVectors * kLanes <= num_words; i += kVectors * kLanes) {
+    const uint8_t* source = from + i * kWordBytes;
+    _mm_prefetch(reinterpret_cast<const char*>(source + kAheadBytes), _MM_HINT_T0);
+    for (size_t v = 0; v < kVectors; ++v) {
+      const __m256i words =
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + v * sizeof(__m256i)));
+      __m256i* target = reinterpret_cast<__m256i*>(to + i * kWordBytes + v * sizeof(__m256i));
+      if (stream) {
+        _mm256_stream_si256(target, words);
+      } else {
+        _mm256_storeu_si256(target, words);
+      }
+      const __m256i mixed = _mm256_xor_si256(words, counters[v]);
+      products[v] =
+          _mm256_add_epi64(products[v], _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32)));
+      rotated[v] =
+          _mm256_add_epi64(rotated[v], _mm256_shuffle_epi32(words, _MM_SHUFFLE(2, 3, 0, 1)));
+      counters[v] = _mm256_add_epi64(counters[v], step);
+    }
+  }
+  if (stream) _mm_sfence();
+  uint64_t sum = 0;
+  for (size_t v = 0; v < kVectors; ++v) {
+    uint64_t sums[kLanes];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums),
+                        _mm256_add_epi64(products[v], rotated[v]));
+    sum += sums[0] + sums[1] + sums[2] + sums[3];
+  }
+  for (; i < num_words; ++i) {
+    const uint64_t word = LoadWord(from + i * kWordBytes);
+    std::memcpy(to + i * kWordBytes, &word, kWordBytes);
+    sum += Term(word, first_counter + i * kGolden);
+  }
+  return sum;
+}
+#endif
+
 // Checksum of a byte string that comes in pieces of any length.
 class Hasher {
  public:
   explicit Hasher(uint64_t seed) : sum_(Mix(seed)) {}
+
+  // Copies, and adds what was stored.
+  void Copy(uint8_t* to, const uint8_t* from, size_t num_bytes, bool stream) {
+    size_t num_words = 0;
+    if (num_pending_ == 0) {
+      num_words = num_bytes / kWordBytes;
+      sum_ += CopyAndAccumulate(to, from, num_words, counter_, stream);
+      counter_ += num_words * kGolden;
+      num_bytes_ += num_words * kWordBytes;
+    }
+    for (size_t done = num_words * kWordBytes; done < num_bytes;) {
+      const size_t piece = std::min(kPieceBytes, num_bytes - done);
+      std::memcpy(to + done, from + done, piece);
+      Update(to + done, piece);
+      done += piece;
+    }
+  }
 
   void Update(const uint8_t* data, size_t num_bytes) {
     if (num_bytes == 0) return;
@@ -133,16 +227,6 @@ class Hasher {
   size_t num_pending_ = 0;
 };
 
-// Hashes the copy, not the source: what was stored is what counts, and it is in the cache.
-void CopyAndHash(uint8_t* to, const uint8_t* from, size_t num_bytes, Hasher* hasher) {
-  for (size_t done = 0; done < num_bytes;) {
-    const size_t piece = std::min(kPieceBytes, num_bytes - done);
-    std::memcpy(to + done, from + done, piece);
-    hasher->Update(to + done, piece);
-    done += piece;
-  }
-}
-
 // Calls visit(page, staging_offset) for every page in staging order.
 template <typename Visit>
 void ForEachPage(const PageList& pages, Visit visit) {
@@ -160,16 +244,18 @@ void ForEachPage(const PageList& pages, Visit visit) {
 
 uint64_t Gather(const PageList& pages, uint8_t* staging, uint64_t seed) {
   Hasher hasher(seed);
+  // Staging is read again at once, so it goes through the caches.
   ForEachPage(pages, [&](const uint8_t* page, size_t offset) {
-    CopyAndHash(staging + offset, page, pages.page_bytes, &hasher);
+    hasher.Copy(staging + offset, page, pages.page_bytes, false);
   });
   return hasher.Finish();
 }
 
 uint64_t Scatter(const PageList& pages, const uint8_t* staging, uint64_t seed) {
   Hasher hasher(seed);
+  const bool stream = pages.num_layers * pages.num_blocks * pages.page_bytes >= kMinStreamBytes;
   ForEachPage(pages, [&](uint8_t* page, size_t offset) {
-    CopyAndHash(page, staging + offset, pages.page_bytes, &hasher);
+    hasher.Copy(page, staging + offset, pages.page_bytes, stream);
   });
   return hasher.Finish();
 }

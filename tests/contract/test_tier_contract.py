@@ -15,7 +15,7 @@ import pytest
 from vllm_ascend_pd.backends.mooncake_store import MooncakeStore, StoreOptions
 from vllm_ascend_pd.config import PoolConfig, SsdConfig
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier
-from vllm_ascend_pd.pool.tier import Place, Status, Tier, Value
+from vllm_ascend_pd.pool.tier import Place, Status, SupportsView, Tier, Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,6 +202,29 @@ def test_removed_value_is_gone_and_can_be_put_again(subject: Subject) -> None:
     assert subject.get(key) == [(Status.OK, data)]
 
 
+def test_value_in_this_process_is_seen_in_place(dram: Subject) -> None:
+    assert isinstance(dram.tier, SupportsView)
+    data = dram.store(2)
+    first, second = data
+    unknown = f"contract/{next(_numbers)}"
+    with dram.tier.view([first, unknown, second], SIZE) as addrs:
+        assert [bool(addr) for addr in addrs] == [True, False, True]
+        seen = [ctypes.string_at(addr, SIZE) for addr in addrs if addr]
+    assert seen == [data[first], data[second]]
+    with dram.tier.view([first], SIZE // 2) as addrs:
+        assert addrs == [0]  # of another size
+
+
+@pytest.mark.parametrize("elsewhere", ["remote", "ssd"])
+def test_value_that_lies_elsewhere_is_not_seen_in_place(
+    elsewhere: str, request: pytest.FixtureRequest
+) -> None:
+    subject: Subject = request.getfixturevalue(elsewhere)
+    assert isinstance(subject.tier, SupportsView)
+    with subject.tier.view(list(subject.store()), SIZE) as addrs:
+        assert addrs == [0]
+
+
 def test_nothing_is_asked_with_no_keys(subject: Subject) -> None:
     assert subject.tier.lookup([]) == []
     assert subject.tier.put([]) == []
@@ -228,6 +251,9 @@ def test_closed_tier_answers_as_one_that_is_down(kind: str) -> None:
     assert tier.lookup(["k"]) == [Place.NOWHERE]
     assert tier.put([value]) == [Status.FAILED]
     assert tier.get([value]) == [Status.FAILED]
+    if isinstance(tier, SupportsView):
+        with tier.view(["k"], SIZE) as addrs:
+            assert addrs == [0]
     tier.remove(["k"])
     assert tier.clear() == 0
     if kind == "mooncake":

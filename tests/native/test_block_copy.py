@@ -63,6 +63,14 @@ def region_of(array: np.ndarray) -> Region:
     return Region(array.ctypes.data, array.nbytes)
 
 
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that begins as KV caches do."""
+    memory = np.empty(array.nbytes + 64, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    memory[start : start + array.nbytes] = array
+    return memory[start : start + array.nbytes]
+
+
 @dataclass
 class Case:
     """Random pages, an empty staging buffer, and what a naive gather would give."""
@@ -95,7 +103,7 @@ def make_case(
     rng = np.random.default_rng(seed)
     stride = page_bytes + gap
     num_page_bytes = max(1, num_layers * num_blocks * stride)
-    pages = rng.integers(0, 256, num_page_bytes, dtype=np.uint8)
+    pages = aligned(rng.integers(0, 256, num_page_bytes, dtype=np.uint8))
     staging = np.zeros(offset + num_layers * len(block_ids) * page_bytes + 13, dtype=np.uint8)
     layer_offsets = np.arange(num_layers, dtype=np.int64) * num_blocks * stride
     layout = PageLayout(region_of(pages), layer_offsets, stride, page_bytes)
@@ -191,6 +199,23 @@ def test_layers_can_be_copied_one_after_the_other(copier):
         one = case.layout.for_layers(layer, layer + 1)
         copier.gather(one, case.block_ids, staging, layer * num_layer_bytes)
     assert case.staged == case.packed
+
+
+@pytest.mark.parametrize("gap", [0, 8, 32])
+@pytest.mark.parametrize("page_bytes", [128 << 10, (128 << 10) + 8, (128 << 10) + 5])
+def test_large_copies_are_the_defined_ones(copier, page_bytes, gap):
+    """These go around the caches, where the target's alignment allows it."""
+    case = make_case(page_bytes=page_bytes, gap=gap, offset=64)
+    arguments = case.layout, case.block_ids, region_of(case.staging), case.staging_offset, 9
+    packed = case.packed
+    expected = PythonBlockCopier().checksum(
+        region_of(np.frombuffer(packed, np.uint8)), 0, len(packed), 9
+    )
+    assert copier.gather(*arguments) == expected
+    assert case.staged == packed
+    case.pages[:] = 0
+    assert copier.scatter(*arguments) == expected
+    assert case.packed == packed
 
 
 @pytest.mark.parametrize("num_bytes", [64, 20_001])

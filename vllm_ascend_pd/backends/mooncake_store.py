@@ -101,6 +101,7 @@ class MooncakeStore:
         self._num_calls = 0
         self._closed = False
         self._own_endpoint: str | None = None
+        self._own_memory = range(0)
         self._thread = threading.Thread(target=self._connect, name="pd-store-setup", daemon=True)
         self._thread.start()
 
@@ -152,6 +153,36 @@ class MooncakeStore:
                 ]
                 found[key] = bool(endpoints), own is None or own in endpoints
             return found
+
+    @contextmanager
+    def in_own_memory(self, keys: Sequence[str], num_bytes: int) -> Iterator[list[int]]:
+        """Where each value lies in memory that this process contributes; 0 if it does not lie there
+        or is not ``num_bytes`` long.
+
+        Inside the context the memory stays mapped, but what it holds may be evicted and replaced
+        at any time: whoever copies it must verify the copy.
+        """
+        with self._use() as store:
+            if store is None or store.health_check() or not keys or not self._own_memory:
+                yield [0] * len(keys)
+                return
+            found = store.batch_get_replica_desc(list(keys))
+            yield [self._own_address(found.get(key, ()), num_bytes) for key in keys]
+
+    def _own_address(self, replicas: Sequence[Any], num_bytes: int) -> int:
+        for replica in replicas:
+            if not replica.is_memory_replica():
+                continue
+            buffer = replica.get_memory_descriptor().buffer_descriptor
+            address: int = buffer.buffer_address
+            if (
+                buffer.transport_endpoint == self._own_endpoint
+                and buffer.size == num_bytes
+                and address in self._own_memory
+                and address + num_bytes <= self._own_memory.stop
+            ):
+                return address
+        return 0
 
     def put(self, keys: list[str], addrs: list[int], sizes: list[int]) -> list[int]:
         """0 or a negative code for each; a key that is there already is 0 and keeps its value."""
@@ -272,7 +303,9 @@ class MooncakeStore:
         )
 
     def _find_own_endpoint(self, store: _Store) -> None:
-        """Learn by which name the master knows our segment, to tell our memory from others'."""
+        """Learn by which name the master knows our segment, to tell our memory from others', and
+        where it lies.
+        """
         if not self._options.segment_bytes:
             with self._changed:
                 self._own_endpoint = ""
@@ -291,8 +324,10 @@ class MooncakeStore:
                 for replica in replicas:
                     if replica.is_memory_replica():
                         descriptor = replica.get_memory_descriptor().buffer_descriptor
+                        mapped = mapping_of(descriptor.buffer_address)
                         with self._changed:
                             self._own_endpoint = str(descriptor.transport_endpoint)
+                            self._own_memory = mapped
                 store.batch_remove([key], True)
 
 
@@ -319,6 +354,16 @@ def available_memory_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def mapping_of(address: int) -> range:
+    """The addresses of the mapping of this process that holds ``address``; empty if none does."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, end = line.split(maxsplit=1)[0].partition("-")
+        mapped = range(int(start, 16), int(end, 16))
+        if address in mapped:
+            return mapped
+    return range(0)
 
 
 def _load_store() -> Callable[[], _Store]:

@@ -22,6 +22,7 @@ from vllm_ascend_pd.pool.tier import Place, Status, Tier, TierStats, Value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PoolConfig
@@ -67,6 +68,9 @@ class MooncakeTier(Tier):
             return []
         codes = self._store.get(*_columns(values))
         return [_get_status(code, v.num_bytes) for code, v in zip(codes, values, strict=True)]
+
+    def view(self, keys: Sequence[str], num_bytes: int) -> AbstractContextManager[list[int]]:
+        return self._store.in_own_memory(keys, num_bytes)
 
     def remove(self, keys: Sequence[str]) -> None:
         self._store.remove(keys)

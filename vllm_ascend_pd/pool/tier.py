@@ -6,10 +6,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
 
 class Place(IntEnum):
@@ -102,3 +103,17 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back; idempotent. Later calls answer as a tier that is down."""
+
+
+@runtime_checkable
+class SupportsView(Protocol):
+    """A tier of which some values lie in this process's memory and need not be copied to be read.
+    Any thread.
+    """
+
+    def view(self, keys: Sequence[str], num_bytes: int) -> AbstractContextManager[list[int]]:
+        """The address of each value of ``num_bytes``, 0 when it cannot be read in place.
+
+        Inside the context the memory stays mapped, but what it holds may be evicted and replaced
+        at any time. A copy that does not verify says nothing about the value: ``get`` does.
+        """

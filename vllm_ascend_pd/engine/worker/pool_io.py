@@ -4,6 +4,7 @@
     link thread ──lookups──► lookup thread ──► tier
                 ──saves────► save thread:   pages ──pack──► staging ──put──► tier
     main thread ──loads────► read threads:  tier ──get──► staging ──verify, scatter──► pages
+                                            tier's memory in this process ──the same──►
 
 Nothing but our own copy ever writes to live pages, and only for a load that has not ended.
 """
@@ -11,6 +12,7 @@ Nothing but our own copy ever writes to live pages, and only for a load that has
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.engine.pool_link import (
     DROPPED,
@@ -31,7 +34,7 @@ from vllm_ascend_pd.engine.pool_link import (
     Saved,
     split_hashes,
 )
-from vllm_ascend_pd.pool.tier import Place, Status, Tier, Value
+from vllm_ascend_pd.pool.tier import Place, Status, SupportsView, Tier, Value
 from vllm_ascend_pd.transfer.receive import QUARANTINE_S, LoadResult
 from vllm_ascend_pd.types import Cause, LoadId
 
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLOT_POLL_S = 0.002
+_MAX_SLOTS_PER_BATCH = 4
+"""The tier is asked once for so many staging slots' worth of blocks, to read them in place."""
 _CAUSES = {
     Status.MISSING: Cause.EVICTED,
     Status.DAMAGED: Cause.CHECKSUM,
@@ -75,7 +80,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Batch:
-    """Some blocks of a load that fit one staging slot: ``spec.block_ids[start:stop]``."""
+    """Some blocks of a load that one thread reads: ``spec.block_ids[start:stop]``."""
 
     load: _Load
     start: int
@@ -148,11 +153,14 @@ class PoolIO:
         """Begin a load; returns at once."""
         now = time.monotonic()
         load = _Load(spec, now, now + spec.timeout_s, missing=set(spec.block_ids))
-        starts = range(0, len(spec.block_ids), self.blocks_per_batch)
+        num_blocks = len(spec.block_ids)
+        num_slots = math.ceil(num_blocks / (self.blocks_per_batch * self._num_readers))
+        length = self.blocks_per_batch * min(num_slots, _MAX_SLOTS_PER_BATCH)
+        starts = range(0, num_blocks, length)
         load.num_batches = len(starts)
         self._loads[spec.load_id] = load
         for start in starts:
-            stop = min(start + self.blocks_per_batch, len(spec.block_ids))
+            stop = min(start + length, num_blocks)
             # A step that waits goes before loads that nobody waits for yet.
             order = (0 if spec.in_step else 1, next(self._order))
             self._batches.put((*order, _Batch(load, start, stop)))
@@ -244,30 +252,43 @@ class PoolIO:
                 self._end(batch.load, None)
 
     def _read(self, batch: _Batch) -> None:
-        load = batch.load
+        load, left = batch.load, list(range(batch.start, batch.stop))
+        if isinstance(self._tier, SupportsView):
+            left = self._read_in_place(load, left, self._tier)
+        while left and load.ended is None:
+            self._read_staged(load, left[: self.blocks_per_batch])
+            del left[: self.blocks_per_batch]
+
+    def _read_in_place(self, load: _Load, indices: list[int], tier: SupportsView) -> list[int]:
+        """Straight from the tier's memory, where that is in reach; what is left to be read."""
+        spec, size = load.spec, self._values.num_bytes
+        left = []
+        with tier.view([self._space.key(spec.hashes[i]) for i in indices], size) as addrs:
+            for i, addr in zip(indices, addrs, strict=True):
+                if not addr or self._unpack(load, i, Region(addr, size), 0) is not Status.OK:
+                    left.append(i)
+        return left
+
+    def _read_staged(self, load: _Load, indices: list[int]) -> None:
+        """At most ``blocks_per_batch`` blocks."""
         slot = self._wait_slot(self._read_slots, lambda: load.ended is not None)
         if slot is None:
             return
         spec, size = load.spec, self._values.num_bytes
-        hashes = spec.hashes[batch.start : batch.stop]
         values = [
-            Value(self._space.key(block_hash), slot.addr + i * size, size)
-            for i, block_hash in enumerate(hashes)
+            Value(self._space.key(spec.hashes[index]), slot.addr + i * size, size)
+            for i, index in enumerate(indices)
         ]
         statuses = [Status.FAILED]
         damaged: list[str] = []
         try:
             statuses = self._tier.get(values)
-            for i, status in enumerate(statuses):
-                block_id = spec.block_ids[batch.start + i]
+            for i, index in enumerate(indices):
+                status: Status | None = statuses[i]
                 if status is Status.OK:
-                    with load.lock:
-                        if load.ended is not None:
-                            return
-                        status = self._values.unpack(block_id, hashes[i], slot.region, i * size)
-                        if status is Status.OK:
-                            load.num_bytes += size
-                            load.missing.discard(block_id)
+                    status = self._unpack(load, index, slot.region, i * size)
+                if status is None:
+                    return
                 if status is not Status.OK:
                     load.cause = load.cause or _CAUSES[status].value
                 if status is Status.DAMAGED:
@@ -282,6 +303,18 @@ class PoolIO:
             # The first value of a key stays, so a bad one would be found for ever.
             logger.warning("the pool had %d values that do not verify; removed", len(damaged))
             self._tier.remove(damaged)
+
+    def _unpack(self, load: _Load, index: int, memory: Region, offset: int) -> Status | None:
+        """Put a value into the pages of block ``index`` of the load; ``None`` if that has ended."""
+        block_id, block_hash = load.spec.block_ids[index], load.spec.hashes[index]
+        with load.lock:
+            if load.ended is not None:
+                return None
+            status = self._values.unpack(block_id, block_hash, memory, offset)
+            if status is Status.OK:
+                load.num_bytes += self._values.num_bytes
+                load.missing.discard(block_id)
+        return status
 
     def _wait_slot(self, pool: StagingPool, given_up: Callable[[], bool]) -> Slot | None:
         while not given_up():
