@@ -247,6 +247,8 @@ class MooncakeStore:
         while True:
             store = self._make()
             code = self._set_up(store)
+            if not code:
+                self._find_own_memory(store)
             with self._changed:
                 if self._closed:
                     break
@@ -256,7 +258,6 @@ class MooncakeStore:
                     self._store = store
                     self._changed.notify_all()
             if not code:
-                self._find_own_endpoint(store)
                 return
             num_failed += 1
             if num_failed == 1:
@@ -302,9 +303,9 @@ class MooncakeStore:
             **more,
         )
 
-    def _find_own_endpoint(self, store: _Store) -> None:
+    def _find_own_memory(self, store: _Store) -> None:
         """Learn by which name the master knows our segment, to tell our memory from others', and
-        where it lies.
+        where it lies. Nobody else uses the store yet.
         """
         if not self._options.segment_bytes:
             with self._changed:
@@ -313,22 +314,19 @@ class MooncakeStore:
         from mooncake.store import ReplicateConfig
 
         config = ReplicateConfig()
+        config.preferred_segment = store.get_hostname()
         key = f"pd-probe/{secrets.token_hex(8)}"
-        with self._use() as current:
-            if current is None:
-                return
-            config.preferred_segment = store.get_hostname()
-            probe: Any = store
-            if probe.put(key, b"probe", config) == 0:
-                replicas = store.batch_get_replica_desc([key]).get(key, [])
-                for replica in replicas:
-                    if replica.is_memory_replica():
-                        descriptor = replica.get_memory_descriptor().buffer_descriptor
-                        mapped = mapping_of(descriptor.buffer_address)
-                        with self._changed:
-                            self._own_endpoint = str(descriptor.transport_endpoint)
-                            self._own_memory = mapped
-                store.batch_remove([key], True)
+        probe: Any = store
+        if probe.put(key, b"probe", config):
+            return
+        for replica in store.batch_get_replica_desc([key]).get(key, []):
+            if replica.is_memory_replica():
+                descriptor = replica.get_memory_descriptor().buffer_descriptor
+                mapped = mapping_of(descriptor.buffer_address)
+                with self._changed:
+                    self._own_endpoint = str(descriptor.transport_endpoint)
+                    self._own_memory = mapped
+        store.batch_remove([key], True)
 
 
 # Stores that a call is still using.
