@@ -165,6 +165,45 @@ def test_short_prompts_skip_prefill() -> None:
     run(test)
 
 
+def test_measured_break_even_converges() -> None:
+    """P computes a token in 50 us and D in 250 us, and a hand-over takes 25 ms: 125 tokens."""
+
+    async def test() -> None:
+        async with deployed() as d:
+            d.prefills[0].compute_token_s = 50e-6
+            d.decodes[0].compute_token_s = 250e-6
+            d.decodes[0].load_s = 0.025
+            lengths = (16, 60, 250, 500)
+            for _ in range(40):
+                for length in lengths:
+                    await d.post(prompt=[1] * length, max_tokens=1, stream=True)
+            assert 60 <= d.count("break_even_tokens", model="tiny") < 250
+            before = {e.name: len(e.received) for e in (d.prefills[0], d.decodes[0])}
+            skips = d.count("prefill_skips_total", reason="short_prompt")
+            for _ in range(15):  # one in 16 still measures the other way
+                for length in lengths:
+                    assert (await d.post(prompt=[1] * length, max_tokens=1))[0] == 200
+            assert 28 <= d.count("prefill_skips_total", reason="short_prompt") - skips <= 30
+            assert len(d.decodes[0].received) - before["d0"] == 60
+            assert 28 <= len(d.prefills[0].received) - before["p0"] <= 32
+            assert d.count("prefill_skips_total", reason="measuring") >= 10
+
+    run(test)
+
+
+@pytest.mark.parametrize("mode", ["held", "never", 10])
+def test_forced_skipping_measures_nothing(mode: Any) -> None:
+    async def test() -> None:
+        async with deployed(config=replace(FAST, skipping=Skipping(mode))) as d:
+            d.decodes[0].load_s = 0.002
+            for _ in range(30):
+                await d.post(prompt=[1] * 10, max_tokens=1, stream=True)
+            assert len(d.prefills[0].received) == 30
+            assert d.count("break_even_tokens", model="tiny") == 0
+
+    run(test)
+
+
 def test_headers_pass_and_those_of_the_connection_do_not() -> None:
     async def test() -> None:
         async with deployed() as d:

@@ -79,10 +79,11 @@ def router(
         str,
         option(
             ROUTING,
-            "When D computes a prompt itself: never, always, held (all but its last block is in"
-            " its cache; prefix-aware knows), or a number: that, and prompts of fewer tokens.",
+            "When D computes a prompt itself: held (all but its last block is in its cache;"
+            " prefix-aware knows), auto (that, and prompts so short that D is sooner, measured), a"
+            " number (held, and prompts of fewer tokens), never or always.",
         ),
-    ] = "held",
+    ] = "auto",
     prefill_model_labels: Annotated[
         str, option(ROUTING, "Only prefill instances with one of these 'model' labels (a,b).")
     ] = "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from vllm_ascend_pd.errors import ConfigError
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Order = Literal["auto", "prefill-first", "concurrent"]
+SKIP_MODES = ("auto", "held", "never", "always")
+SkipMode = Literal["auto", "held", "never", "always"] | int
 MAX_WORKERS = 256
 ORDERS = ("auto", "prefill-first", "concurrent")
 
@@ -115,9 +117,10 @@ class Kubernetes:
 class Skipping:
     """When D computes a prompt itself."""
 
-    mode: Literal["never", "always", "held"] | int = "held"
+    mode: SkipMode = "auto"
     """``held``: all but its last block is in D's prefix cache, as the policy ``prefix-aware``
-    knows. A number: that, and prompts of fewer tokens."""
+    knows. ``auto``: that, and prompts so short that D computes them sooner than P hands them
+    over, as measured. A number: the first, and prompts of fewer tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +167,13 @@ def set_up_logging(config: RouterConfig) -> None:
     )
 
 
-def skip_mode(text: str) -> Literal["never", "always", "held"] | int:
+def skip_mode(text: str) -> SkipMode:
     """``--skip-prefill``."""
-    if text == "never":
-        return "never"
-    if text == "always":
-        return "always"
-    if text == "held":
-        return "held"
+    if text in SKIP_MODES:
+        return cast("SkipMode", text)
     if text.isdigit():
         return int(text)
-    raise ConfigError(f"--skip-prefill {text!r}: never, always, held, or a number of tokens")
+    raise ConfigError(f"--skip-prefill {text!r}: {', '.join(SKIP_MODES)}, or a number of tokens")
 
 
 def read_secret(path: Path, option: str) -> str:

@@ -39,8 +39,13 @@ OUTCOMES = (
 class Metrics:
     """Counters and histograms of one process."""
 
-    def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
+    def __init__(
+        self,
+        instances: Callable[[], Iterable[Instance]],
+        break_evens: Callable[[], dict[str, int]],
+    ) -> None:
         self._instances = instances
+        self._break_evens = break_evens
         self._counts: dict[str, Counts] = {name: {} for name in COUNTERS}
         self._counts["requests"] = {(outcome,): 0 for outcome in OUTCOMES}
         self.ttft = Histogram()
@@ -69,4 +74,5 @@ class Metrics:
             {name: getattr(self, name) for name in HISTOGRAMS},
             self.num_requests,
             [InstanceSnapshot.of(instance) for instance in self._instances()],
+            self._break_evens(),
         )

@@ -54,6 +54,8 @@ class Job:
     headers: LegHeaders
     routed: Routed
     trace: Trace
+    skipped: str | None = None
+    """Why the attempt has no prefill leg."""
 
 
 class Relay:
@@ -120,7 +122,7 @@ class Relay:
         ):
             if num_tokens:
                 self._metrics.add("prefix_hit_tokens", role, by=num_tokens)
-        skip = self._skipper.reason(job.body, job.routed, pair)
+        skip = job.skipped = self._skipper.reason(job.body, job.routed, pair)
         if skip is not None:
             self._metrics.add("prefill_skips", skip)
             trace.order, trace.prefill = "decode-only", ""
@@ -191,6 +193,8 @@ class Relay:
             self._metrics.ttft.observe(job.trace.ttft_s)
             if job.trace.order != "decode-only":
                 self._metrics.handover.observe(now - leg.started)
+            if isinstance(result, Stream) and job.trace.num_attempts == 1:
+                self._skipper.learn(job.body, job.routed, job.skipped, job.trace.ttft_s)
             if isinstance(result, Answer):
                 answered: web.StreamResponse = whole_answer(result, job.trace)
             else:

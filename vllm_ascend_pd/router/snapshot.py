@@ -177,6 +177,8 @@ class Snapshot(msgspec.Struct):
     num_requests: int = 0
     """In progress."""
     instances: list[InstanceSnapshot] = []
+    break_evens: dict[str, int] = {}
+    """By model: tokens up to which D computes a prompt itself, as measured."""
 
     def expose(self) -> bytes:
         """In Prometheus' text format."""
@@ -201,6 +203,9 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
             instances[one.instance_id].add(one)
         else:
             instances[one.instance_id] = msgspec.structs.replace(one)
+    break_evens: dict[str, int] = {}
+    for model, num_tokens in (item for one in running for item in one.break_evens.items()):
+        break_evens[model] = min(num_tokens, break_evens.get(model, num_tokens))
     counts: dict[str, Counts] = {name: {} for name in COUNTERS}
     histograms = {name: Histogram() for name in HISTOGRAMS}
     for snapshot in (*ended, *running):
@@ -214,6 +219,7 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
         histograms,
         sum(snapshot.num_requests for snapshot in running),
         list(instances.values()),
+        break_evens,
     )
 
 
@@ -235,6 +241,11 @@ class _Families(Collector):
         running = GaugeMetricFamily(PREFIX + "requests_in_progress", "Requests in progress")
         running.add_metric([], snapshot.num_requests)
         yield running
+        text = "Prompts of up to so many tokens are computed by an idle D, as measured"
+        break_even = GaugeMetricFamily(PREFIX + "break_even_tokens", text, labels=["model"])
+        for model, num_tokens in snapshot.break_evens.items():
+            break_even.add_metric([model], num_tokens)
+        yield break_even
         for name, (text, read) in INSTANCE_GAUGES.items():
             gauge = GaugeMetricFamily(f"{PREFIX}instance_{name}", text, labels=["instance", "role"])
             for instance in snapshot.instances:

@@ -76,6 +76,10 @@ class ScriptedEngine:
     supports_concurrent: bool = False
     token_s: float = 0.0
     """Seconds per token of an answer."""
+    compute_token_s: float = 0.0
+    """Seconds per token of a prompt that it computes."""
+    load_s: float = 0.0
+    """Seconds until the KV of a prompt that another engine computed is there."""
     is_healthy: bool = True
     health_hangs: bool = False
     metrics: str = ""
@@ -179,19 +183,29 @@ class ScriptedEngine:
                 task.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
+    def _wait_s(self, fault: str, number: float, request: Received, answer: Answer | None) -> float:
+        """Until there is an answer: as scripted, or as long as the prompt's KV takes."""
+        if fault == "delay":
+            return number
+        if fault in ("close", "reset", "half_close"):
+            return NOT_STALE_S
+        if answer is None:
+            return 0.0
+        if request.params.get("do_remote_prefill"):
+            return self.load_s
+        return self.compute_token_s * answer.usage["prompt_tokens"]
+
     async def _follow(
         self, fault: str, number: float, request: Received, writer: asyncio.StreamWriter
     ) -> bool:
+        answer = None
         try:
             answer = Answer.make(self, request)
         except (AttributeError, OverflowError, TypeError, ValueError):
             if fault == "ok":
                 fault, number = "status", 400.0
         keep = fault in ("ok", "delay", "status", "bad_json", "slow_body", "no_params", "stopped")
-        if fault == "delay":
-            await asyncio.sleep(number)
-        elif fault in ("close", "reset", "half_close"):
-            await asyncio.sleep(NOT_STALE_S)
+        await asyncio.sleep(self._wait_s(fault, number, request, answer))
         if fault == "close":
             pass
         elif fault == "reset":
@@ -211,6 +225,8 @@ class ScriptedEngine:
         elif fault == "huge_head":
             head = b"HTTP/1.1 200 OK\r\nx-large: " + b"x" * (1 << 20)
             writer.write(head + b"\r\ncontent-length: 0\r\n\r\n")
+        elif answer is None:
+            return False
         elif answer.streamed:
             await answer.stream(writer, self.token_s, fault, int(number))
         else:
@@ -240,7 +256,10 @@ class Answer:
         if num_tokens > MAX_TOKENS:
             raise ValueError(f"{num_tokens} tokens")
         tokens = [_token(prompt, index) for index in range(num_tokens)]
-        num_prompt_tokens = max(1, len(prompt) // 4)
+        ids = body.get("prompt")
+        if not (isinstance(ids, list) and all(isinstance(one, int) for one in ids)):
+            ids = range(len(prompt) // 4)
+        num_prompt_tokens = max(1, len(ids))
         num_samples = int(body.get("n") or 1)
         usage = {
             "prompt_tokens": num_prompt_tokens,
