@@ -209,6 +209,15 @@ class PoolLoad(str, Enum):
     NONE = "none"
 
 
+class PoolSave(str, Enum):
+    """When a block is stored."""
+
+    WRITE_THROUGH = "write_through"
+    """As soon as it is full."""
+    EVICTION = "eviction"
+    """Before the engine's own prefix cache evicts it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SsdConfig:
     """``kv_connector_extra_config.pool.ssd``."""
@@ -249,7 +258,9 @@ class PoolConfig:
     get: bool = True
     """Take blocks that the pool has."""
     put: bool = True
-    """Store blocks as they become full."""
+    """Store blocks."""
+    save: PoolSave = PoolSave.WRITE_THROUGH
+    """``write_through``: as they become full; ``eviction``: before the prefix cache evicts them."""
     put_decoded: bool = True
     """Store blocks with generated tokens too, for the next turn of a conversation."""
     load: PoolLoad = PoolLoad.AUTO
@@ -276,6 +287,11 @@ class PoolConfig:
             raise ConfigError(
                 f"pool.dram_size must be 0 or at least {_MIN_DRAM_BYTES >> 20} MiB,"
                 f" not {self.dram_size} bytes"
+            )
+        if self.save is PoolSave.EVICTION and not self.put_decoded:
+            raise ConfigError(
+                "pool.put_decoded false needs pool.save write_through: an evicted block does not"
+                " say which of its tokens were generated"
             )
         for name in (
             "lookup_timeout_ms",

@@ -258,7 +258,7 @@ class EngineServer:
 
     def flip_pool_bits(self) -> int:
         """In every value of the pool that lies in this engine's own memory; how many."""
-        hashes = list(self._scheduler.pd._kv_pool.source._known._until)
+        hashes = list(self._scheduler.pd._kv_pool.source._events._known._found)
         return self._llm.collective_rpc(_flip_pool_bits, args=(hashes,))[0]
 
     def pool_master_id(self) -> int:

@@ -307,3 +307,61 @@ def test_load_none_computes(engines: Engines, prompt_of: PromptOf) -> None:
     store(engine, prompt)
     assert provenance(engine.ask(prompt, 8, ASK)) == {"computed": NUM_TOKENS}
     settle(engine)
+
+
+def test_on_eviction_what_left_memory_is_a_hit(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.own(
+        "kv_both", pool={**POOL, "save": "eviction"}, num_blocks=64, max_model_len=512
+    )
+    prompt = prompt_of(NUM_TOKENS)
+    before = engine.metrics()
+    first = engine.ask(prompt, 3 * BLOCK_SIZE)
+    for part in range(12):
+        # Memory holds ten of these; the engine keeps stepping while blocks are saved.
+        engine.ask(prompt_of(NUM_TOKENS, str(part)), 3)
+    settle(engine)
+    after = engine.metrics()
+    num_stored = delta(before, after, "pool_put_blocks/ok")
+    assert 0 < num_stored < 12 * NUM_BLOCKS  # and not what is still in memory
+    turn = prompt + first.token_ids + prompt_of(5, "turn")
+    answer = engine.ask(turn, 8, ASK)
+    assert answer.token_ids == single(turn).token_ids
+    origin = provenance(answer)
+    assert origin.get("dram", 0) >= NUM_TOKENS // 2, origin
+    settle(engine)
+
+
+def test_on_eviction_preempted_requests_lose_nothing(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared(
+        "kv_both", pool={**POOL, "save": "eviction"}, num_blocks=25, max_model_len=512
+    )
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in ("a", "b", "c")}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, 3 * BLOCK_SIZE)
+    answers = engine.run()
+    for name, prompt in prompts.items():
+        assert answers[name].token_ids == single(prompt, 3 * BLOCK_SIZE).token_ids, name
+    settle(engine)
+
+
+def test_block_that_is_evicted_while_its_save_hangs_is_not_held_back(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    """Memory goes to requests, whatever the pool does."""
+    engine = engines.shared(
+        "kv_both",
+        pool={**POOL, "save": "eviction", "breaker_slow_ms": 300},
+        pool_faults="put:ok*",
+        num_blocks=32,
+        max_model_len=512,
+    )
+    engine.set_pool_faults("put:delay(400)*")
+    prompts = [prompt_of(NUM_TOKENS, str(i)) for i in range(8)]
+    for prompt in prompts:
+        assert engine.ask(prompt).token_ids == single(prompt).token_ids
+    engine.set_pool_faults("")
+    settle(engine, 20)

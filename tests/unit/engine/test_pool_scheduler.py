@@ -14,12 +14,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ascend_pd.config import PoolConfig, TransferConfig
+from vllm_ascend_pd.config import PoolConfig, PoolSave, TransferConfig
 from vllm_ascend_pd.engine.pool_link import DropSaves, Found, Lookup, Packed, Save, Saved
+from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-from vllm_ascend_pd.engine.scheduler.pool_events import MEDIUM, PoolEvents
+from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource, PoolState
-from vllm_ascend_pd.engine.scheduler.saves import KnownKeys, Saves
+from vllm_ascend_pd.engine.scheduler.saves import Saves
 from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.pool.policy import Speeds
 from vllm_ascend_pd.pool.tier import Place
@@ -42,7 +43,7 @@ class World:
         self.tables: dict[str, list[Any]] = {}
         config = PoolConfig(breaker_failures=2, **options)
         self.known = KnownKeys(self.clock)
-        pool_events = PoolEvents(self.pool, BLOCK_SIZE)
+        pool_events = PoolEvents(self.pool, self.known, BLOCK_SIZE)
         manager: Any = SimpleNamespace(
             block_pool=self.pool,
             get_blocks=lambda request_id: SimpleNamespace(blocks=(self.tables[request_id],)),
@@ -57,12 +58,12 @@ class World:
             self.stats,
             BLOCK_SIZE,
             blocks_per_save=4,
+            blocks_per_step=6,
             clock=self.clock,
         )
         self.source = PoolSource(
             self.sent.append,
             self.phantoms,
-            self.known,
             pool_events,
             config,
             TransferConfig(),
@@ -76,9 +77,12 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def request(self, num_tokens: int = 70, name: str = "r", start: int = 0) -> Request:
+    def request(
+        self, num_tokens: int = 70, name: str = "r", start: int = 0, salt: str | None = None
+    ) -> Request:
         return Request(
             request_id=name,
+            cache_salt=salt,
             prompt_token_ids=list(range(start, start + num_tokens)),
             sampling_params=SamplingParams(max_tokens=4),
             pooling_params=None,
@@ -175,7 +179,7 @@ def test_what_is_known_or_on_its_way_is_not_saved_again(world: World) -> None:
     world.run_step(second, 64)
     assert len(world.take(Save)) == 1
     third = world.request(name="c")
-    world.known.add(hashes(third, 0)[0])
+    world.known.note(hashes(third, 0)[0], Place.DRAM)
     world.run_step(third, 64)
     assert world.take(Save) == []
 
@@ -229,6 +233,95 @@ def test_save_that_hangs_counts_before_it_ends(world: World) -> None:
     assert not world.saves.breaker.closed
 
 
+def take_all(world: World) -> list[Any]:
+    """Every free block goes to somebody else."""
+    return world.pool.get_new_blocks(world.pool.get_num_free_blocks())
+
+
+@pytest.fixture
+def lazy() -> World:
+    return World(save=PoolSave.EVICTION)
+
+
+def fill(world: World, num_requests: int, num_tokens: int = 64) -> list[Request]:
+    """Requests that ran and ended, one after another."""
+    requests = []
+    for i in range(num_requests):
+        request = world.request(num_tokens, f"{i}", 10_000 * (i + 1))
+        world.run_step(request, num_tokens)
+        world.free(request)
+        world.saves.forget(request)
+        requests.append(request)
+    return requests
+
+
+def test_on_eviction_only_what_is_evicted_next_is_saved(lazy: World) -> None:
+    requests = fill(lazy, 14)  # 56 of 63 blocks
+    assert lazy.take(Save) == []
+    lazy.run_step(lazy.request(80, "next", 5), 80)
+    (save,) = lazy.take(Save)
+    # Of the six blocks that a step may take, two were never used; then the oldest prompt's tail.
+    assert save.hashes == hashes(requests[0], 3, 2, 1, 0)
+    lazy.saves.on_packed(Packed(save.save_id))
+    lazy.saves.on_saved(Saved(save.save_id, ("ok",) * 4, 1, 1.0))
+    lazy.run_step(lazy.request(16, "after", 6), 16)
+    (save,) = lazy.take(Save)
+    assert save.hashes == hashes(requests[1], 3)
+
+
+def test_saved_blocks_are_still_evicted_first(lazy: World) -> None:
+    requests = fill(lazy, 14)
+    lazy.run_step(lazy.request(80, "next", 5), 80)
+    lazy.answer()
+    assert lazy.saves.num_pinned == 0
+    lazy.pool.get_new_blocks(4)
+    cached = [lazy.pool.get_cached_block(h, [0]) is not None for h in requests[0].block_hashes]
+    assert cached == [False] * 4
+    assert lazy.pool.get_cached_block(requests[1].block_hashes[0], [0]) is not None
+
+
+def test_block_that_is_used_again_while_it_is_saved_stays_in_use(lazy: World) -> None:
+    requests = fill(lazy, 14)
+    lazy.run_step(lazy.request(80, "next", 5), 80)
+    block = (lazy.pool.get_cached_block(requests[0].block_hashes[0], [0]) or [None])[0]
+    assert block is not None
+    lazy.pool.touch([block])
+    lazy.answer()
+    assert block.ref_cnt == 1
+    assert block not in take_all(lazy)
+
+
+def test_block_that_was_never_confirmed_is_not_saved_on_eviction(lazy: World) -> None:
+    """Its request was preempted or aborted in the step, or the block is a phantom."""
+    request = lazy.request(64, "r", 20_000)
+    lazy.run_step(request, 64, confirm=False)
+    request.num_preemptions += 1
+    lazy.saves.confirm()
+    lazy.free(request)
+    fill(lazy, 14)
+    lazy.run_step(lazy.request(80, "next", 5), 80)
+    saved = {block_hash for save in lazy.take(Save) for block_hash in save.hashes}
+    assert not saved & set(hashes(request, 0, 1, 2, 3))
+
+
+def test_what_is_evicted_before_it_is_saved_is_counted(lazy: World) -> None:
+    fill(lazy, 2)
+    blocks = take_all(lazy)
+    used = {block.block_id for block in blocks[-8:]}
+    lazy.pool.free_blocks(block for block in blocks if block.block_id in used)
+    fill(lazy, 2)
+    assert lazy.stats.take()["pool_put_blocks/evicted"] == 8
+
+
+def test_short_memory_is_left_to_the_steps(lazy: World) -> None:
+    fill(lazy, 14)
+    lazy.pool.get_new_blocks(7)  # those that were never used
+    lazy.pool.touch(lazy.pool.free_block_queue.get_all_free_blocks()[8:])
+    lazy.run_step(lazy.request(16, "next", 5), 16)
+    (save,) = lazy.take(Save)
+    assert len(save.hashes) == 1  # of seven free blocks, of which a step may take six
+
+
 def test_decoded_blocks_are_left_out_when_switched_off() -> None:
     world = World(put_decoded=False)
     request = world.request(20)
@@ -238,22 +331,56 @@ def test_decoded_blocks_are_left_out_when_switched_off() -> None:
     assert save.hashes == hashes(request, 0)
 
 
-def test_events_tell_what_was_stored_and_what_is_gone() -> None:
+def media(events: list[Any]) -> list[tuple[str, str]]:
+    return [(type(event).__name__, event.medium) for event in events]
+
+
+def test_events_tell_what_was_stored_and_where_it_went() -> None:
     world = World(events=True)
     request = world.request()
     world.run_step(request, 40)
     world.pool.take_events()
     world.answer()
     stored = world.pool.take_events()
-    assert [event.medium for event in stored] == [MEDIUM, MEDIUM]
+    assert media(stored) == [("BlockStored", "CPU")] * 2
     assert stored[1].parent_block_hash == stored[0].block_hashes[0]
     assert stored[1].token_ids == list(range(16, 32))
-    world.pool.evict_blocks({block.block_id for block in world.tables["r"]})
+
+    def look(*places: Place) -> list[Any]:
+        world.pool.evict_blocks({block.block_id for block in world.tables["r"]})
+        world.pool.take_events()
+        world.source.add(world.request(name=str(places)))
+        world.find([*places, Place.NOWHERE, Place.NOWHERE])
+        return world.pool.take_events()
+
+    assert look(Place.REMOTE, Place.DRAM) == []  # memory is memory
+    moved = look(Place.SSD, Place.DRAM)
+    assert media(moved) == [("BlockStored", "STORAGE"), ("BlockRemoved", "CPU")]
+    assert [event.block_hashes for event in moved] == [stored[0].block_hashes] * 2
+    gone = look(Place.NOWHERE, Place.DRAM)
+    assert media(gone) == [("BlockRemoved", "STORAGE")]
+    back = look(Place.DRAM, Place.DRAM)
+    assert media(back) == [("BlockStored", "CPU")]
+
+
+def test_events_of_a_salted_prompt_say_so() -> None:
+    world = World(events=True)
+    request = world.request(name="salted", salt="tenant")
+    world.run_step(request, 40)
     world.pool.take_events()
-    world.source.add(world.request(name="again"))
-    world.find([Place.NOWHERE, Place.DRAM, Place.NOWHERE, Place.NOWHERE])
+    world.answer()
+    assert [event.extra_keys for event in world.pool.take_events()] == [[("tenant",)], [None]]
+
+
+def test_events_take_everything_back_when_the_pool_is_down() -> None:
+    world = World(events=True)
+    world.run_step(world.request(), 40)
+    world.answer()
+    world.pool.take_events()
+    world.source.add(world.request(name="other", start=1000))
+    world.find([Place.NOWHERE], healthy=False)
     (removed,) = world.pool.take_events()
-    assert (removed.medium, removed.block_hashes) == (MEDIUM, stored[0].block_hashes)
+    assert (removed.medium, len(removed.block_hashes)) == ("CPU", 2)
 
 
 def test_request_waits_for_its_lookup_and_offers_what_was_found(world: World) -> None:
@@ -353,7 +480,7 @@ def test_known_keys_are_forgotten_after_a_while_and_when_there_are_too_many() ->
     clock: Callable[[], float] = lambda: now[0]  # noqa: E731
     known = KnownKeys(clock, max_keys=2, ttl_s=10)
     for key in (b"a", b"b", b"c"):
-        known.add(key)
+        known.note(key, Place.DRAM)
     assert (b"a" in known, b"b" in known, b"c" in known) == (False, True, True)
     now[0] = 11
     assert b"c" not in known

@@ -1,58 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV events of the pool, published with those of the engine's own prefix cache."""
+"""KV events of the pool's tiers, published with those of the engine's own prefix cache."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+
+from vllm_ascend_pd.pool.tier import Place
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
-MEDIUM = "POOL"
-"""``medium`` of these events; those of the prefix cache have the device's."""
+    from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
+
+MEDIA = {Place.DRAM: MEDIUM_CPU, Place.REMOTE: MEDIUM_CPU, Place.SSD: MEDIUM_STORAGE}
+"""``medium`` of the events of a tier; those of the prefix cache have the device's."""
 
 
 class PoolEvents:
-    """Says what this engine has stored in the pool, and what it has found gone. Scheduler thread.
+    """Keeps what the pool is believed to have, and publishes how that changes. Scheduler thread.
 
-    The pool evicts without telling, so a block that nobody asks for may be gone without an event.
+    The pool moves and evicts without telling, so a block that nobody asks for may be gone, or on
+    disk, without an event.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, known: KnownKeys, block_size: int) -> None:
         self._pool = pool
+        self._known = known
         self._block_size = block_size
 
     def make_stored(self, request: Request, index: int) -> BlockStored | None:
-        """For block ``index`` of ``request``; ``None`` when nobody listens."""
+        """For block ``index`` of ``request``, without its medium; ``None`` when nobody listens."""
         if not self._pool.enable_kv_cache_events:
             return None
         hashes = request.block_hashes
         start = index * self._block_size
+        end = start + self._block_size
         lora = request.lora_request
+        extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(hashes[index])],
             parent_block_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
-            token_ids=request.all_token_ids[start : start + self._block_size],
+            token_ids=request.all_token_ids[start:end],
             block_size=self._block_size,
             lora_id=lora.adapter_id if lora else None,
-            medium=MEDIUM,
+            medium=None,
             lora_name=lora.name if lora else None,
+            extra_keys=[extra_keys],
             group_idx=0,
         )
 
-    def publish(self, event: BlockStored) -> None:
-        self._pool.kv_event_queue.append(event)
+    def found(self, request: Request, index: int, place: Place) -> None:
+        """A lookup has found block ``index`` there."""
+        block_hash = bytes(request.block_hashes[index])
+        before = self._known.note(block_hash, place)
+        if MEDIA.get(before) != MEDIA.get(place):
+            self._publish(block_hash, before, place, self.make_stored(request, index))
 
-    def publish_removed(self, block_hash: bytes) -> None:
+    def stored(self, block_hash: bytes, event: BlockStored | None) -> None:
+        """It has just been put into memory; ``event`` is from ``make_stored``."""
+        before = self._known.note(block_hash, Place.DRAM)
+        if event is not None and MEDIA.get(before) != MEDIUM_CPU:
+            self._publish(block_hash, before, Place.DRAM, event)
+
+    def gone(self, block_hash: bytes) -> None:
+        before = self._known.note(block_hash, Place.NOWHERE)
+        self._publish(block_hash, before, Place.NOWHERE, None)
+
+    def all_gone(self) -> None:
+        """The pool is down, or was: nothing that it had can be counted on."""
+        by_medium: dict[str, list[bytes]] = {}
+        for block_hash, place in self._known.clear().items():
+            by_medium.setdefault(MEDIA[place], []).append(block_hash)
         if self._pool.enable_kv_cache_events:
-            self._pool.kv_event_queue.append(
-                BlockRemoved(
-                    block_hashes=[maybe_convert_block_hash(block_hash)],
-                    medium=MEDIUM,
-                    group_idx=0,
-                )
+            for medium, hashes in by_medium.items():
+                self._remove(hashes, medium)
+
+    def _publish(
+        self, block_hash: bytes, before: Place, after: Place, event: BlockStored | None
+    ) -> None:
+        """Of several tiers, the one that it would be loaded from is told. First where it is now, so
+        that it is never nowhere in between.
+        """
+        if not self._pool.enable_kv_cache_events:
+            return
+        if after is not Place.NOWHERE and event is not None:
+            event.medium = MEDIA[after]
+            self._pool.kv_event_queue.append(event)
+        if before is not Place.NOWHERE:
+            self._remove([block_hash], MEDIA[before])
+
+    def _remove(self, hashes: list[bytes], medium: str) -> None:
+        self._pool.kv_event_queue.append(
+            BlockRemoved(
+                block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
+                medium=medium,
+                group_idx=0,
             )
+        )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,10 @@ from vllm_ascend_pd.engine.pool_link import (
     Saved,
     pool_address,
 )
+from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
-from vllm_ascend_pd.engine.scheduler.saves import KnownKeys, Saves
+from vllm_ascend_pd.engine.scheduler.saves import Saves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,12 +60,15 @@ class PoolSide:
         spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
         known = KnownKeys()
-        events = PoolEvents(scheduler.kv_cache_manager.block_pool, scheduler.block_size)
+        events = PoolEvents(scheduler.kv_cache_manager.block_pool, known, scheduler.block_size)
+        options = scheduler.scheduler_config
+        blocks_per_step = options.max_num_seqs + math.ceil(
+            options.max_num_batched_tokens / scheduler.block_size
+        )
         self._stats = stats
         self.source = PoolSource(
             send=self._link.send,
             phantoms=phantoms,
-            known=known,
             events=events,
             config=config.pool,
             transfer=config.transfer,
@@ -82,6 +87,7 @@ class PoolSide:
             stats=stats,
             block_size=scheduler.block_size,
             blocks_per_save=blocks_per_save,
+            blocks_per_step=blocks_per_step,
         )
         self._has_news = False
         self._next_tick_at = 0.0

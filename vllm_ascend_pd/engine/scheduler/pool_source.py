@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.pool_link import Message
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
-    from vllm_ascend_pd.engine.scheduler.saves import KnownKeys
     from vllm_ascend_pd.transfer.receive import LoadResult
 
 logger = logging.getLogger(__name__)
@@ -164,7 +163,6 @@ class PoolSource:
         self,
         send: Callable[[Message], None],
         phantoms: PhantomBlocks,
-        known: KnownKeys,
         events: PoolEvents,
         config: PoolConfig,
         transfer: TransferConfig,
@@ -176,7 +174,6 @@ class PoolSource:
     ) -> None:
         self._send = send
         self._phantoms = phantoms
-        self._known = known
         self._events = events
         self._config = config
         self._transfer = transfer
@@ -250,7 +247,7 @@ class PoolSource:
         elapsed_s = self._clock() - pending.sent_at
         self._record(found.healthy, elapsed_s)
         if not found.healthy:
-            self._known.clear()
+            self._events.all_gone()
         prompt = pending.prompt
         if prompt is None or prompt.state is not PoolState.LOOKING:
             return
@@ -280,10 +277,7 @@ class PoolSource:
         now = self._clock()
         for i, place in enumerate(places):
             block_hash = bytes(prompt.request.block_hashes[prompt.start + i])
-            if place:
-                self._known.add(block_hash)
-            elif self._known.discard(block_hash):
-                self._events.publish_removed(block_hash)
+            self._events.found(prompt.request, prompt.start + i, Place(place))
             if self._blacklist and (until := self._blacklist.get(block_hash)):
                 if until > now:
                     places[i] = Place.NOWHERE
@@ -312,7 +306,7 @@ class PoolSource:
         if self.breaker.closed:
             logger.info("the pool answers again; reads go on")
         else:
-            self._known.clear()
+            self._events.all_gone()
             self._stats.add("pool_breaker_opened", label="get")
             logger.warning(
                 "the pool is down or slow; it is not read for %.1f s, prompts are computed",
@@ -419,8 +413,7 @@ class PoolSource:
             if (index := blocks.get(block_id)) is not None:
                 block_hash = bytes(prompt.request.block_hashes[index])
                 self._blacklist[block_hash] = until
-                if self._known.discard(block_hash):
-                    self._events.publish_removed(block_hash)
+                self._events.gone(block_hash)
         lost = {i for b, i in blocks.items() if not result.failed or b in result.failed}
         self._take_back(prompt, min(lost, default=0))
 

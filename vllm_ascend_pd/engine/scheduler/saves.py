@@ -7,6 +7,8 @@
     Packed            they have been copied: unpin                          (on_packed)
     Saved             known to be in the pool, or why not                   (on_saved)
 
+On eviction: what is right is only noted, and those that the engine would evict next are sent.
+
 A request is never held back for a save: its blocks are pinned by a reference of our own, for the
 time of a copy.
 """
@@ -15,12 +17,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.pool_link import DROPPED, DropSaves, Packed, Save, Saved
+from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
 from vllm_ascend_pd.pool.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.tier import Status
 
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.config import PoolConfig
     from vllm_ascend_pd.engine.pool_link import Message
+    from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
     from vllm_ascend_pd.metrics import Stats
     from vllm_ascend_pd.pool.policy import Speeds
@@ -45,44 +50,8 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _PINNED_SHARE = 8
 """At most one block in so many is pinned for saves."""
-
-
-class KnownKeys:
-    """Hashes of blocks that the pool is believed to have, so that they are not stored again.
-
-    The pool evicts without telling us, so what is believed is forgotten after a while.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        max_keys: int = 200_000,
-        ttl_s: float = 600.0,
-    ) -> None:
-        self._clock = clock
-        self._max_keys = max_keys
-        self._ttl_s = ttl_s
-        self._until: OrderedDict[bytes, float] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._until)
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        until = self._until.get(block_hash)
-        return until is not None and until > self._clock()
-
-    def add(self, block_hash: bytes) -> None:
-        self._until[block_hash] = self._clock() + self._ttl_s
-        self._until.move_to_end(block_hash)
-        if len(self._until) > self._max_keys:
-            self._until.popitem(last=False)
-
-    def discard(self, block_hash: bytes) -> bool:
-        """Whether the pool was believed to have it."""
-        return self._until.pop(block_hash, None) is not None
-
-    def clear(self) -> None:
-        self._until.clear()
+_EVICTED = "evicted"
+"""Outcome of a block that was evicted before it could be stored."""
 
 
 @dataclass(slots=True)
@@ -90,10 +59,15 @@ class _Save:
     """A save on its way. ``pinned`` is empty once its blocks have been copied."""
 
     pinned: list[KVCacheBlock]
-    hashes: tuple[bytes, ...]
+    hashes: list[bytes]
     events: list[BlockStored | None]
     sent_at: float
     is_late: bool = False
+
+    def add(self, block: KVCacheBlock, block_hash: bytes, event: BlockStored | None) -> None:
+        self.pinned.append(block)
+        self.hashes.append(block_hash)
+        self.events.append(event)
 
 
 @dataclass(slots=True)
@@ -118,8 +92,10 @@ class Saves:
         stats: Stats,
         block_size: int,
         blocks_per_save: int,
+        blocks_per_step: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``blocks_per_step`` is how many blocks one step may take."""
         self._send = send
         self._manager = manager
         self._pool = manager.block_pool
@@ -132,6 +108,11 @@ class Saves:
         self._blocks_per_save = blocks_per_save
         self._clock = clock
         self._max_pinned = max(1, self._pool.num_gpu_blocks // _PINNED_SHARE)
+        # With memory this short, blocks are evicted unsaved rather than kept from a step.
+        self._min_free = min(blocks_per_step, self._max_pinned)
+        self._evictions: Evictions | None = None
+        if config.save is PoolSave.EVICTION:
+            self._evictions = Evictions(self._pool, blocks_per_step)
         self.breaker = Breaker(
             config.breaker_failures, config.breaker_slow_ms / 1000, config.probe_interval_s, clock
         )
@@ -172,61 +153,117 @@ class Saves:
         started = max(step.started, self._last_output_at)
         self._speeds.note_step(step.num_tokens, (now - started) * 1000)
         self._last_output_at = now
-        if not self._config.put or now < self._resume_at:
+        if not self._config.put:
             return
+        may_store = now >= self._resume_at
         for request, num_preemptions, num_computed in step.requests:
             if request.num_preemptions == num_preemptions and not request.is_finished():
-                self._store(request, num_computed)
+                if self._evictions is not None:
+                    self._note_good(request, num_computed, self._evictions)
+                elif may_store:
+                    self._store(request, num_computed)
+        if self._evictions is not None and may_store:
+            self._store_next(self._evictions)
 
     def skip(self, request: Request, num_tokens: int) -> None:
-        """These leading tokens are somebody else's to store."""
-        self._saved[request.request_id] = num_tokens // self._block_size
+        """These leading tokens are somebody else's to store. On eviction they are ours too: he may
+        have stored nothing yet.
+        """
+        if self._evictions is None:
+            self._saved[request.request_id] = num_tokens // self._block_size
 
-    def _store(self, request: Request, num_computed: int) -> None:
-        """Pin and send the request's new full blocks, as many as may be pinned now."""
+    def _new_full_blocks(
+        self, request: Request, num_computed: int
+    ) -> tuple[int, int, Sequence[KVCacheBlock]]:
+        """Those from ``start`` to ``end`` have not been seen; the request's block table."""
         start = self._saved.get(request.request_id, 0)
         end = min(num_computed, request.num_tokens) // self._block_size
         if not self._config.put_decoded:
             end = min(end, request.num_prompt_tokens // self._block_size)
         end = min(end, len(request.block_hashes))
         if start >= end:
-            return
+            return start, start, ()
         table = self._manager.get_blocks(request.request_id).blocks[0]
-        indices: list[int] = []
-        for index in range(start, min(end, len(table))):
+        return start, min(end, len(table)), table
+
+    def _store(self, request: Request, num_computed: int) -> None:
+        """Pin and send the request's new full blocks, as many as may be pinned now."""
+        start, end, table = self._new_full_blocks(request, num_computed)
+        if start == end:
+            return
+        save = self._new_save()
+        for index in range(start, end):
             block, block_hash = table[index], bytes(request.block_hashes[index])
             # A block that is not in the prefix cache has just been found bad.
             if block.is_null or block.block_hash is None:
                 break
-            if block_hash not in self._known and block_hash not in self._pending_hashes:
-                if self._num_pinned + len(indices) >= self._max_pinned or not self._may_send():
+            if self._is_wanted(block_hash):
+                if self._num_pinned + len(save.pinned) >= self._max_pinned or not self._may_send():
                     break
-                indices.append(index)
-                if len(indices) == self._blocks_per_save:
-                    self._send_save(request, table, indices)
-                    indices = []
+                save.add(block, block_hash, self._events.make_stored(request, index))
+                save = self._send_full(save)
             start = index + 1
-        if indices:
-            self._send_save(request, table, indices)
+        self._send_save(save)
         self._saved[request.request_id] = start
+
+    def _note_good(self, request: Request, num_computed: int, evictions: Evictions) -> None:
+        start, end, table = self._new_full_blocks(request, num_computed)
+        for index in range(start, end):
+            block = table[index]
+            if block.is_null or block.block_hash is None:
+                break
+            if not evictions.is_good(block):
+                event = self._events.make_stored(request, index)
+                before = evictions.note_good(block, event)
+                if before is not None and self._is_wanted(before.content_hash):
+                    self._stats.add("pool_put_blocks", label=_EVICTED)
+            self._saved[request.request_id] = index + 1
+
+    def _store_next(self, evictions: Evictions) -> None:
+        """Pin and send what would be evicted next, where that leaves enough for the next step."""
+        room = min(
+            self._max_pinned - self._num_pinned,
+            self._pool.get_num_free_blocks() - self._min_free,
+        )
+        chosen: list[Evictable] = []
+        for evictable in evictions.next_ones():
+            if self._is_wanted(evictable.content_hash):
+                if len(chosen) >= room or not self._may_send():
+                    break
+                chosen.append(evictable)
+        save = self._new_save()
+        for evictable in chosen:
+            save.add(evictable.block, evictable.content_hash, evictable.event)
+            save = self._send_full(save)
+        self._send_save(save)
+
+    def _is_wanted(self, block_hash: bytes) -> bool:
+        return block_hash not in self._known and block_hash not in self._pending_hashes
 
     def _may_send(self) -> bool:
         """While it is bypassed, one save now and then is the probe."""
         return self.breaker.closed or (not self._under_way and self.breaker.take_probe())
 
-    def _send_save(
-        self, request: Request, table: Sequence[KVCacheBlock], indices: list[int]
-    ) -> None:
-        blocks = [table[index] for index in indices]
-        hashes = tuple(bytes(request.block_hashes[index]) for index in indices)
-        events = [self._events.make_stored(request, index) for index in indices]
-        self._pool.touch(blocks)
-        self._num_pinned += len(blocks)
+    def _new_save(self) -> _Save:
+        return _Save([], [], [], self._clock())
+
+    def _send_full(self, save: _Save) -> _Save:
+        """Send it if nothing more fits; the one to go on with."""
+        if len(save.pinned) < self._blocks_per_save:
+            return save
+        self._send_save(save)
+        return self._new_save()
+
+    def _send_save(self, save: _Save) -> None:
+        if not save.pinned:
+            return
+        self._pool.touch(save.pinned)
+        self._num_pinned += len(save.pinned)
         self._last_id = next(self._ids)
-        self._under_way[self._last_id] = _Save(blocks, hashes, events, self._clock())
-        self._pending_hashes.update(hashes)
-        block_ids = tuple(block.block_id for block in blocks)
-        self._send(Save(self._last_id, block_ids, hashes))
+        self._under_way[self._last_id] = save
+        self._pending_hashes.update(save.hashes)
+        block_ids = tuple(block.block_id for block in save.pinned)
+        self._send(Save(self._last_id, block_ids, tuple(save.hashes)))
 
     def on_packed(self, message: Packed) -> None:
         if save := self._under_way.get(message.save_id):
@@ -243,9 +280,7 @@ class Saves:
         ):
             self._stats.add("pool_put_blocks", label=status)
             if status == Status.OK.value:
-                self._known.add(block_hash)
-                if event is not None:
-                    self._events.publish(event)
+                self._events.stored(block_hash, event)
         self._stats.add("pool_put_bytes", message.num_bytes)
         self._stats.add("pool_put_ms", message.elapsed_ms)
         self._back_off(Status.FULL.value in message.statuses)
@@ -277,7 +312,7 @@ class Saves:
         if self.breaker.closed:
             logger.info("the pool takes blocks again; writes go on")
             return
-        self._known.clear()
+        self._events.all_gone()
         self._stats.add("pool_breaker_opened", label="put")
         logger.warning(
             "the pool does not take blocks, or slowly; nothing is written to it for %.1f s",
@@ -287,7 +322,10 @@ class Saves:
 
     def _unpin(self, save: _Save) -> None:
         self._num_pinned -= len(save.pinned)
-        self._pool.free_blocks(reversed(save.pinned))
+        if self._evictions is not None:
+            self._evictions.give_back(save.pinned)
+        else:
+            self._pool.free_blocks(reversed(save.pinned))
         save.pinned = []
 
     def drop(self) -> None:

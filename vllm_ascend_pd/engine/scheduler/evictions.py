@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks the engine is about to evict.
+
+    free queue:  [b7][b2][b9][b4] ... [b5]        the engine takes new blocks from the front
+                 |<-- horizon -->|                 as many as a step may take: to be stored now
+
+Only blocks that are known good count: the engine hashes blocks before they are computed, and the
+free queue also holds phantoms, whose KV has never been there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.distributed.kv_events import BlockStored
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+
+@dataclass(slots=True)
+class Evictable:
+    """A block whose KV is right. It holds what ``block_hash`` says while that is the very object
+    that the block was cached with, see ``phantom.Phantom``.
+    """
+
+    block: KVCacheBlock
+    block_hash: BlockHashWithGroupId
+    event: BlockStored | None
+
+    @property
+    def content_hash(self) -> bytes:
+        return bytes(get_block_hash(self.block_hash))
+
+
+class Evictions:
+    """Scheduler thread."""
+
+    def __init__(self, pool: BlockPool, horizon: int) -> None:
+        self._pool = pool
+        self._queue = pool.free_block_queue
+        self._horizon = horizon
+        self._good: dict[int, Evictable] = {}
+
+    def is_good(self, block: KVCacheBlock) -> bool:
+        known = self._good.get(block.block_id)
+        return known is not None and known.block_hash is block.block_hash
+
+    def note_good(self, block: KVCacheBlock, event: BlockStored | None) -> Evictable | None:
+        """A full block has been computed or loaded, and nothing went wrong; what the same memory
+        held before, and has been evicted.
+        """
+        assert block.block_hash is not None
+        before = self._good.get(block.block_id)
+        self._good[block.block_id] = Evictable(block, block.block_hash, event)
+        return before
+
+    def next_ones(self) -> Iterator[Evictable]:
+        """Good blocks at the front of the free queue, the next one to be evicted first. The queue
+        must not change meanwhile.
+        """
+        block = self._queue.fake_free_list_head.next_free_block
+        for _ in range(min(self._horizon, self._queue.num_free_blocks)):
+            assert block is not None
+            if block.block_hash is not None and self.is_good(block):
+                yield self._good[block.block_id]
+            block = block.next_free_block
+
+    def give_back(self, blocks: list[KVCacheBlock]) -> None:
+        """Unpin blocks that have been stored: those that nobody has come to use are still the next
+        ones to be evicted.
+        """
+        unused = [block for block in blocks if block.ref_cnt == 1]
+        self._pool.free_blocks(block for block in blocks if block.ref_cnt > 1)
+        for block in unused:
+            block.ref_cnt = 0
+        self._queue.prepend_n(unused)

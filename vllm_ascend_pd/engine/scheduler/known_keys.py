@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pool is believed to have."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.pool.tier import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class KnownKeys:
+    """Hashes of blocks that the pool is believed to have, and where, so that they are not stored
+    again. Scheduler thread.
+
+    The pool evicts without telling us, so what is believed is forgotten after a while.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        max_keys: int = 200_000,
+        ttl_s: float = 600.0,
+    ) -> None:
+        self._clock = clock
+        self._max_keys = max_keys
+        self._ttl_s = ttl_s
+        self._found: OrderedDict[bytes, tuple[float, Place]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        found = self._found.get(block_hash)
+        return found is not None and found[0] > self._clock()
+
+    def note(self, block_hash: bytes, place: Place) -> Place:
+        """It is there now (``NOWHERE``: it is gone); where it was believed to be."""
+        _, before = self._found.pop(block_hash, (0.0, Place.NOWHERE))
+        if place is not Place.NOWHERE:
+            self._found[block_hash] = self._clock() + self._ttl_s, place
+            if len(self._found) > self._max_keys:
+                self._found.popitem(last=False)
+        return before
+
+    def clear(self) -> dict[bytes, Place]:
+        """Forget everything; what was believed."""
+        found, self._found = self._found, OrderedDict()
+        return {block_hash: place for block_hash, (_, place) in found.items()}
