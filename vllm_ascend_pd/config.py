@@ -45,6 +45,16 @@ class WireProtocol(str, Enum):
     ASCEND = "ascend"
 
 
+class Placement(str, Enum):
+    """Where a peer's bytes arrive: in staging memory, from which they are copied once verified, or
+    right in the KV pages. ``auto`` is the latter over the links of the NPUs.
+    """
+
+    AUTO = "auto"
+    STAGED = "staged"
+    DIRECT = "direct"
+
+
 class LoadMode(str, Enum):
     """Where a peer's KV is loaded: inside a step, or beside the steps while the request waits."""
 
@@ -104,6 +114,12 @@ class TransferConfig:
     """Size of a piece; at least one layer's page of one block."""
     protocol: WireProtocol = WireProtocol.TCP
     """Mooncake's protocol; ``ascend`` goes over the links of the NPUs. The same on both sides."""
+    placement: Placement = Placement.AUTO
+    """``staged``, ``direct`` (with ``protocol`` ``ascend`` only), or ``auto``: see ``Placement``.
+    The same on both sides."""
+    verify_placement: bool = False
+    """Of pages that are placed directly: both sides read them back through host memory and compare
+    checksums. To see that a new installation moves what it should; slow."""
     transport: Transport = Transport.AUTO
     """``shared_memory`` (peers of this host and user only), ``mooncake``, or ``auto``: the first
     that reaches the peer."""
@@ -125,6 +141,21 @@ class TransferConfig:
             raise ConfigError(
                 f"transfer.max_step_load_ms must not be negative, not {self.max_step_load_ms}"
             )
+        if self.transport is Transport.SHARED_MEMORY and self.protocol is not WireProtocol.TCP:
+            raise ConfigError(
+                f"transfer.transport shared_memory moves nothing over transfer.protocol"
+                f" {self.protocol.value}: leave one of them out"
+            )
+        if self.placement is Placement.DIRECT and self.protocol is WireProtocol.TCP:
+            raise ConfigError(
+                "transfer.placement direct needs transfer.protocol ascend: over tcp bytes may land"
+                " in KV pages after a transfer has failed"
+            )
+
+    @property
+    def places_directly(self) -> bool:
+        """Whether full blocks go from the producer's pages right into the consumer's."""
+        return self.protocol is WireProtocol.ASCEND and self.placement is not Placement.STAGED
 
 
 @dataclass(frozen=True, slots=True)

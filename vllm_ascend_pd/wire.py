@@ -17,7 +17,8 @@ from vllm_ascend_pd.errors import TransferError
 #          2 - a consumer names its session on every transport; waiting, watch and progress, for
 #              prompts that are opened before they are computed.
 #          3 - several workers a side: opened names each, a fetch names a share of the pages.
-WIRE_VERSION = 3
+#          4 - direct placement: a fetch may name live pages instead of staging memory.
+WIRE_VERSION = 4
 
 _MAX_PARAM_LENGTH = 256
 _NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -119,11 +120,34 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     cause: str = ""
 
 
+class PageRun(msgspec.Struct, frozen=True, array_like=True):
+    """A run of bytes of every block of one layer: that of block b is at ``address + b * stride``.
+
+    A layer's page is one run or several: K and V apart, MLA's latent and RoPE parts.
+    """
+
+    address: int
+    stride: int
+    num_bytes: int
+
+
+class LivePages(msgspec.Struct, frozen=True):
+    """Pages of the consumer's KV cache: ``block_ids`` in the order of the fetch's indices, and for
+    each layer of the fetch its runs, in the order in which a page lies in staging memory.
+    """
+
+    block_ids: tuple[int, ...]
+    layers: tuple[tuple[PageRun, ...], ...]
+
+
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     """Consumer: write these pages, layer-major, into my staging memory at ``address``.
 
     ``sessions`` says by which transports that memory can be reached, ``{name: session}``. Of each
     page, only part ``share`` of ``num_shares`` equal ones.
+
+    With ``live`` whole pages go right into those of the consumer instead, and ``seed`` is 0 unless
+    it wants a checksum to compare them with.
     """
 
     fetch_id: int
@@ -138,6 +162,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     seed: int
     share: int = 0
     num_shares: int = 1
+    live: LivePages | None = None
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):

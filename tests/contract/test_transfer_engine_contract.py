@@ -10,20 +10,27 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.unit.backends.native_mooncake import NativeEngine
+from vllm_ascend_pd.backends import mooncake_engine
 from vllm_ascend_pd.backends.fake_engine import (
     FakeTransferEngine,
     FaultScript,
     FaultyTransferEngine,
     InMemoryEngine,
 )
+from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.shared_memory import SharedMapping, SharedMemoryTransferEngine
-from vllm_ascend_pd.backends.transfer_engine import TransferStatus
+from vllm_ascend_pd.backends.transfer_engine import (
+    SupportsDirectPlacement,
+    TransferEngine,
+    TransferStatus,
+)
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferHandle
+    from vllm_ascend_pd.backends.transfer_engine import TransferHandle
 
 REGION_BYTES = 1 << 20
 POLL_LIMIT_S = 20.0
@@ -79,22 +86,30 @@ def mooncake_pool() -> Iterator[MooncakePool]:
         engine.close()
 
 
-@pytest.fixture(
-    params=[
-        "in_memory",
-        "fake",
-        "faulty",
-        "mooncake",
-        "faulty_mooncake",
-        "shared_memory",
-        "faulty_shared_memory",
-    ]
-)
-def make_engine(request, mooncake_pool) -> Iterator[Callable[[], TransferEngine]]:
+STAGED = [
+    "in_memory",
+    "fake",
+    "faulty",
+    "mooncake",
+    "faulty_mooncake",
+    "shared_memory",
+    "faulty_shared_memory",
+]
+DIRECT = ["fake_direct", "ascend_direct", "faulty_ascend_direct"]
+
+
+@pytest.fixture(params=[*STAGED, *DIRECT])
+def make_engine(request, mooncake_pool, monkeypatch) -> Iterator[Callable[[], TransferEngine]]:
     cleanups: list[Callable[[], None]] = []
 
     def make() -> TransferEngine:
-        if "mooncake" in request.param:
+        if "ascend" in request.param:
+            engine = AscendEngine(monkeypatch)
+            cleanups.append(engine.close)
+        elif request.param == "fake_direct":
+            engine = FakeTransferEngine(direct_placement=True)
+            cleanups.append(engine.close)
+        elif "mooncake" in request.param:
             engine = mooncake_pool.take()
             cleanups.append(engine.give_back)
         elif "shared_memory" in request.param:
@@ -110,6 +125,20 @@ def make_engine(request, mooncake_pool) -> Iterator[Callable[[], TransferEngine]
     yield make
     for cleanup in cleanups:
         cleanup()
+
+
+class AscendEngine(MooncakeTransferEngine):
+    """Mooncake for NPUs over a library that plays it, with pages as small as those here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.native = NativeEngine()
+        monkeypatch.setattr(mooncake_engine, "_load_mooncake", lambda: lambda: self.native)
+        monkeypatch.setattr(mooncake_engine, "DIRECT_ALIGNMENT", 1)
+        super().__init__("127.0.0.1", protocol="ascend", direct_placement=True)
+
+    def close(self) -> None:
+        super().close()
+        self.native.close()
 
 
 class Memory:
@@ -331,5 +360,108 @@ def test_writes_pending_at_close_are_failed(pair):
     assert engine.poll(handle) is TransferStatus.FAILED
 
 
-def test_no_engine_here_may_target_live_pages(make_engine):
-    assert make_engine().direct_placement is False
+def test_only_engines_for_it_may_target_live_pages(make_engine, request):
+    name = request.node.callspec.params["make_engine"]
+    assert make_engine().direct_placement is (name in DIRECT)
+
+
+# Direct placement.
+
+
+direct_only = pytest.mark.parametrize("make_engine", DIRECT, indirect=True)
+
+
+@pytest.mark.parametrize("make_engine", STAGED, indirect=True)
+def test_an_engine_that_does_not_declare_it_refuses_batches(pair):
+    engine, source, peer, target = pair
+    if isinstance(engine, SupportsDirectPlacement):
+        with pytest.raises(ValueError, match="direct placement"):
+            engine.submit_batch(peer.session, [source.addr], [target.addr], [8])
+    assert not any(target.view[:8])
+
+
+@direct_only
+def test_a_batch_fills_its_ranges_and_no_other(pair):
+    engine, source, peer, target = pair
+    source.view[:] = (bytes(range(1, 252)) * (REGION_BYTES // 251 + 1))[:REGION_BYTES]
+    expected = bytearray(REGION_BYTES)
+    pieces = [(7 + i * 512, 100_003 + i * 800, 1 + i % 500) for i in range(1, 1100)]
+    for src, dst, length in pieces:
+        expected[dst : dst + length] = source.view[src : src + length]
+    handle = engine.submit_batch(
+        peer.session,
+        [source.addr + src for src, _, _ in pieces],
+        [target.addr + dst for _, dst, _ in pieces],
+        [length for _, _, length in pieces],
+    )
+    assert wait(engine, handle) is TransferStatus.DONE
+    assert target.view[:] == expected
+    with pytest.raises(KeyError):
+        engine.poll(handle)
+
+
+@direct_only
+def test_a_batch_with_a_target_that_is_not_registered_fails_and_writes_nothing(pair):
+    engine, source, peer, target = pair
+    source.view[:] = b"s" * REGION_BYTES
+    outside = Memory()
+    handle = engine.submit_batch(
+        peer.session, [source.addr] * 2, [target.addr, outside.addr], [64, 64]
+    )
+    assert wait(engine, handle) is TransferStatus.FAILED
+    assert not any(target.view[:])
+    assert not any(outside.view[:64])
+
+
+@direct_only
+def test_a_batch_to_an_unknown_session_fails(pair):
+    engine, source, _, target = pair
+    handle = engine.submit_batch("127.0.0.1:1", [source.addr], [target.addr], [8])
+    assert wait(engine, handle) is TransferStatus.FAILED
+
+
+@direct_only
+@pytest.mark.parametrize(("targets", "lengths"), [([], []), ([4096], [8, 8]), ([4096] * 2, [8])])
+def test_a_batch_of_lists_that_do_not_fit_is_refused(pair, targets, lengths):
+    engine, source, peer, _ = pair
+    with pytest.raises(ValueError, match="a batch of"):
+        engine.submit_batch(peer.session, [source.addr] * len(lengths), targets, lengths)
+
+
+@direct_only
+def test_a_batch_from_memory_that_is_not_registered_is_refused(pair):
+    engine, source, peer, target = pair
+    sources = [source.addr, source.addr + REGION_BYTES - 4]
+    with pytest.raises(ValueError, match="registered"):
+        engine.submit_batch(peer.session, sources, [target.addr] * 2, [8, 8])
+
+
+@direct_only
+def test_a_batch_pending_at_close_is_failed(pair):
+    engine, source, peer, target = pair
+    handle = engine.submit_batch(peer.session, [source.addr], [target.addr], [8])
+    engine.close()
+    assert engine.poll(handle) is TransferStatus.FAILED
+
+
+def test_a_batch_of_the_real_library_arrives(mooncake_pool):
+    """Over TCP, where it is not offered: the call itself, its lists and its return code."""
+    engine, peer = mooncake_pool.start(), mooncake_pool.start()
+    engine._direct_placement = True
+    source, target = Memory(), Memory()
+    engine.register(source.addr, source.num_bytes)
+    peer.register(target.addr, target.num_bytes)
+    source.view[:] = b"s" * REGION_BYTES
+    starts = [4096 * i for i in range(100)]
+    handle = engine.submit_batch(
+        peer.session,
+        [source.addr + start for start in starts],
+        [target.addr + start + 11 for start in starts],
+        [1000] * len(starts),
+    )
+    assert wait(engine, handle) is TransferStatus.DONE
+    assert target.view[: 4096 * 100] == (bytes(11) + b"s" * 1000 + bytes(3085)) * 100
+    bad = engine.submit_batch(peer.session, [source.addr], [Memory().addr], [8])
+    assert wait(engine, bad) is TransferStatus.FAILED
+    engine.close()
+    peer.close()

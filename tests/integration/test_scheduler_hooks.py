@@ -102,6 +102,7 @@ class SimulatedWorker:
         self.parked: dict[LoadId, LoadSpec] = {}
         self.cause_of: Callable[[LoadSpec], str] = lambda spec: ""
         self.peers: list[SimulatedWorker] = []
+        self.rested: list[LoadId] = []
         self._results: list[LoadResult] = []
         self._endpoints: dict[int, Endpoint] = {0: DATA_ENDPOINT}
         self._garbage = count(1)
@@ -126,9 +127,9 @@ class SimulatedWorker:
         tokens = [self._compute(r, n, r in samples) for r, n in output.num_scheduled_tokens.items()]
         self.grants.update(new_grants)
         report = None
-        if self._results or self._endpoints:
-            report = StepReport(tuple(self._results), self._endpoints)
-        self._results, self._endpoints = [], {}
+        if self._results or self._endpoints or self.rested:
+            report = StepReport(tuple(self._results), self._endpoints, rested=tuple(self.rested))
+        self._results, self._endpoints, self.rested = [], {}, []
         kv_output = KVConnectorOutput(kv_connector_worker_meta=report)
         if not output.num_scheduled_tokens:
             return ModelRunnerOutput.with_kv_conn_output_only(kv_output)
@@ -140,11 +141,19 @@ class SimulatedWorker:
             kv_connector_output=kv_output,
         )
 
-    def end_parked(self, load_id: LoadId, cause: str = "") -> None:
+    def end_parked(self, load_id: LoadId, cause: str = "", num_resting: int = 0) -> LoadSpec:
         """The parked load ends now; the next step's output reports it."""
-        self._run(self.parked.pop(load_id), cause)
+        load = self.parked.pop(load_id)
+        self._run(load, cause, num_resting)
+        return load
 
-    def _run(self, load: LoadSpec, cause: str) -> None:
+    def spoil(self, load: LoadSpec) -> None:
+        """A peer that was given up writes into the blocks of a load."""
+        for block_id in load.block_ids:
+            for offset in range(BLOCK_SIZE):
+                self.slots[block_id, offset] = -next(self._garbage)
+
+    def _run(self, load: LoadSpec, cause: str, num_resting: int = 0) -> None:
         source: SimulatedWorker | None = None
         for peer in self.peers:
             if load.transfer_id in peer.grants:
@@ -159,7 +168,9 @@ class SimulatedWorker:
                     content = source.slots.get((theirs, offset), content)
                 self.slots[block_id, offset] = content
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
-        self._results.append(LoadResult(load.load_id, cause, num_bytes, 1.0))
+        self._results.append(
+            LoadResult(load.load_id, cause, num_bytes, 1.0, num_resting=num_resting)
+        )
 
     def _update_states(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_req_ids:

@@ -100,6 +100,32 @@ def test_protocol_of_mooncake(protocol: str) -> None:
     assert parse_extra(transfer={"protocol": protocol}).transfer.protocol.value == protocol
 
 
+@pytest.mark.parametrize(
+    ("transfer", "is_direct"),
+    [
+        ({}, False),
+        ({"placement": "staged"}, False),
+        ({"protocol": "ascend"}, True),
+        ({"protocol": "ascend", "placement": "direct"}, True),
+        ({"protocol": "ascend", "placement": "staged"}, False),
+    ],
+)
+def test_pages_are_placed_directly_over_the_links_of_npus(
+    transfer: dict[str, str], is_direct: bool
+) -> None:
+    assert parse_extra(transfer=transfer).transfer.places_directly is is_direct
+
+
+def test_direct_placement_over_tcp_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"placement direct needs transfer\.protocol ascend"):
+        parse_extra(transfer={"placement": "direct"})
+
+
+def test_shared_memory_between_npus_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shared_memory .* ascend: leave one of them out"):
+        parse_extra(transfer={"protocol": "ascend", "transport": "shared_memory"})
+
+
 def test_unknown_protocol_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"transfer.protocol: 'rdma' .*'tcp', 'ascend'"):
         parse_extra(transfer={"protocol": "rdma"})

@@ -135,6 +135,12 @@ class BlockCopier(ABC):
     def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
         """Checksum of region[offset : offset + num_bytes]."""
 
+    def settle(self, block_ids: NDArray[np.int64]) -> None:  # noqa: B027 -- nothing to wait for
+        """Returns once nothing that the engine has launched reads or writes these blocks any more.
+
+        Before a network reads or writes them itself. In host memory the engine launches nothing.
+        """
+
 
 class NativeBlockCopier(BlockCopier):
     """The extension `_C`: one pass over memory, without the GIL."""

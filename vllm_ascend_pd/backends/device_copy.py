@@ -236,6 +236,12 @@ class DeviceBlockCopier(BlockCopier):
         """Of host memory: staging, or what a tier holds."""
         return self._host.checksum(region, offset, num_bytes, seed)
 
+    def settle(self, block_ids: NDArray[np.int64]) -> None:
+        """Blocks for what the fences of these blocks stand for: up to a step of the engine."""
+        lane = self._lane(1)
+        self._order(lane, block_ids.tolist())
+        self._device.synchronize(lane.stream)
+
     def bind_thread(self) -> None:
         """Make the device current for the calling thread, for a library that needs it there."""
         self._device.bind_thread()

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
-from vllm_ascend_pd.backends.regions import RegionTable
+from vllm_ascend_pd.backends.regions import RegionTable, check_batch
 from vllm_ascend_pd.backends.transfer_engine import (
+    SupportsDirectPlacement,
     SupportsReach,
     TransferEngine,
     TransferHandle,
@@ -23,7 +24,7 @@ from vllm_ascend_pd.backends.transfer_engine import (
 from vllm_ascend_pd.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 
 class FaultKind(Enum):
@@ -49,13 +50,26 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """The arguments of one `submit_write`, and how many came before it."""
+    """The arguments of one write, and how many came before it. Of a batch the addresses are those
+    of its first piece, and `num_bytes` is the sum.
+    """
 
     index: int
     session: str
     src_addr: int
     dst_addr: int
     num_bytes: int
+    pieces: tuple[tuple[int, int, int], ...] = ()
+    """Of a batch: (source, target, number of bytes) each."""
+
+    def head(self, num_bytes: int) -> tuple[tuple[int, int, int], ...]:
+        """The first `num_bytes` of a batch, as pieces."""
+        pieces = []
+        for src, dst, length in self.pieces:
+            if num_bytes > 0:
+                pieces.append((src, dst, min(length, num_bytes)))
+            num_bytes -= length
+        return tuple(pieces)
 
 
 OK = Fault(FaultKind.OK)
@@ -172,10 +186,34 @@ class FaultyTransferEngine(TransferEngine):
     ) -> TransferHandle:
         if num_bytes <= 0:
             raise ValueError(f"a write of {num_bytes} bytes")
+        return self._submit(session, src_addr, dst_addr, num_bytes)
+
+    def submit_batch(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> TransferHandle:
+        if not self.direct_placement:
+            raise ValueError("this engine does not declare direct placement")
+        if not lengths or not len(src_addrs) == len(dst_addrs) == len(lengths):
+            raise ValueError(f"a batch of {len(src_addrs)}, {len(dst_addrs)}, {len(lengths)}")
+        pieces = tuple(zip(src_addrs, dst_addrs, lengths, strict=True))
+        return self._submit(session, src_addrs[0], dst_addrs[0], sum(lengths), pieces)
+
+    def _submit(
+        self,
+        session: str,
+        src_addr: int,
+        dst_addr: int,
+        num_bytes: int,
+        pieces: tuple[tuple[int, int, int], ...] = (),
+    ) -> TransferHandle:
         with self._lock:
             index = self._num_writes
             self._num_writes += 1
-        request = WriteRequest(index, session, src_addr, dst_addr, num_bytes)
+        request = WriteRequest(index, session, src_addr, dst_addr, num_bytes, pieces)
         write = _ScriptedWrite(request, self._script.next_fault(request))
         if write.fault.kind in (FaultKind.OK, FaultKind.SHORT, FaultKind.CORRUPT):
             self._start(write)
@@ -213,6 +251,10 @@ class FaultyTransferEngine(TransferEngine):
         self._inner.close()
 
     def _submit_inner(self, request: WriteRequest, num_bytes: int) -> TransferHandle:
+        if request.pieces:
+            assert isinstance(self._inner, SupportsDirectPlacement)
+            sources, targets, lengths = zip(*request.head(num_bytes), strict=True)
+            return self._inner.submit_batch(request.session, sources, targets, lengths)
         return self._inner.submit_write(
             request.session, request.src_addr, request.dst_addr, num_bytes
         )
@@ -232,15 +274,25 @@ class FaultyTransferEngine(TransferEngine):
         """Sends a spoiled private copy, so that the caller's own memory stays as it is."""
         request = write.request
         bounce = mmap.mmap(-1, request.num_bytes)
-        bounce.write(ctypes.string_at(request.src_addr, request.num_bytes))
+        pieces = request.pieces or ((request.src_addr, request.dst_addr, request.num_bytes),)
+        for src, _, length in pieces:
+            bounce.write(ctypes.string_at(src, length))
         bounce[request.num_bytes // 2] ^= 1
         bounce_addr = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
         self._inner.register(bounce_addr, request.num_bytes)
         with self._lock:
             self._num_bounces += 1
         write.bounce = bounce
-        write.inner = self._inner.submit_write(
-            request.session, bounce_addr, request.dst_addr, request.num_bytes
+        if not request.pieces:
+            write.inner = self._inner.submit_write(
+                request.session, bounce_addr, request.dst_addr, request.num_bytes
+            )
+            return
+        assert isinstance(self._inner, SupportsDirectPlacement)
+        lengths = [length for _, _, length in pieces]
+        starts = itertools.accumulate(lengths[:-1], initial=bounce_addr)
+        write.inner = self._inner.submit_batch(
+            request.session, list(starts), [dst for _, dst, _ in pieces], lengths
         )
 
     def _advance(self, write: _ScriptedWrite) -> TransferStatus:
@@ -276,15 +328,14 @@ class FaultyTransferEngine(TransferEngine):
 @dataclass(slots=True)
 class _Pending:
     peer: str
-    src_addr: int
-    dst_addr: int
-    num_bytes: int
+    pieces: tuple[tuple[int, int, int], ...]
 
 
 class InMemoryEngine(TransferEngine):
     """Sessions of one process; the bytes move when the sender polls.
 
     Moving them at the poll, not at the submit, fails a test that touches either side too early.
+    A write that fails has written nothing, so this engine may declare direct placement.
     """
 
     # Session -> engine; read and written by any thread, under the lock.
@@ -292,7 +343,8 @@ class InMemoryEngine(TransferEngine):
     _sessions_lock: ClassVar[threading.Lock] = threading.Lock()
     _next_session: ClassVar[itertools.count[int]] = itertools.count(1)
 
-    def __init__(self) -> None:
+    def __init__(self, direct_placement: bool = False) -> None:
+        self._direct_placement = direct_placement
         self._regions = RegionTable()
         self._lock = threading.Lock()
         self._closed = False
@@ -308,7 +360,7 @@ class InMemoryEngine(TransferEngine):
 
     @property
     def direct_placement(self) -> bool:
-        return False
+        return self._direct_placement
 
     def register(self, addr: int, num_bytes: int) -> None:
         self._check_open()
@@ -326,9 +378,26 @@ class InMemoryEngine(TransferEngine):
     ) -> TransferHandle:
         self._check_open()
         self._regions.check_inside(src_addr, num_bytes)
+        return self._enqueue(_Pending(session, ((src_addr, dst_addr, num_bytes),)))
+
+    def submit_batch(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> TransferHandle:
+        self._check_open()
+        if not self._direct_placement:
+            raise ValueError("this engine does not declare direct placement")
+        check_batch(self._regions, src_addrs, dst_addrs, lengths)
+        pieces = tuple(zip(src_addrs, dst_addrs, lengths, strict=True))
+        return self._enqueue(_Pending(session, pieces))
+
+    def _enqueue(self, write: _Pending) -> TransferHandle:
         with self._lock:
             handle = TransferHandle(next(self._next_handle))
-            self._pending[handle] = _Pending(session, src_addr, dst_addr, num_bytes)
+            self._pending[handle] = write
         return handle
 
     def poll(self, handle: TransferHandle) -> TransferStatus:
@@ -337,11 +406,15 @@ class InMemoryEngine(TransferEngine):
             closed = self._closed
         with InMemoryEngine._sessions_lock:
             peer = InMemoryEngine._sessions.get(write.peer)
-        if closed or peer is None or not peer._regions.contains(write.dst_addr, write.num_bytes):
+        if closed or peer is None:
             return TransferStatus.FAILED
-        if not self._regions.contains(write.src_addr, write.num_bytes):
-            return TransferStatus.FAILED
-        ctypes.memmove(write.dst_addr, write.src_addr, write.num_bytes)
+        for src, dst, num_bytes in write.pieces:
+            if not peer._regions.contains(dst, num_bytes):
+                return TransferStatus.FAILED
+            if not self._regions.contains(src, num_bytes):
+                return TransferStatus.FAILED
+        for src, dst, num_bytes in write.pieces:
+            ctypes.memmove(dst, src, num_bytes)
         return TransferStatus.DONE
 
     def close(self) -> None:
@@ -360,5 +433,5 @@ class InMemoryEngine(TransferEngine):
 class FakeTransferEngine(FaultyTransferEngine):
     """The in-process engine with a script, for unit tests and drills without a network."""
 
-    def __init__(self, script: FaultScript | None = None) -> None:
-        super().__init__(InMemoryEngine(), script)
+    def __init__(self, script: FaultScript | None = None, direct_placement: bool = False) -> None:
+        super().__init__(InMemoryEngine(direct_placement), script)

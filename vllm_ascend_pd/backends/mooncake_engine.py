@@ -6,13 +6,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import queue
 import threading
 import time
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_ascend_pd.backends.regions import RegionTable
+from vllm_ascend_pd.backends.regions import RegionTable, check_batch
 from vllm_ascend_pd.backends.transfer_engine import (
     TransferEngine,
     TransferHandle,
@@ -21,7 +22,7 @@ from vllm_ascend_pd.backends.transfer_engine import (
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,13 @@ IMPORT_HELP = (
     "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4"
 )
 
+DIRECT_ALIGNMENT = 2 << 20
+"""What is registered for direct placement begins at a multiple of this (vllm-ascend aligns its KV
+caches for it)."""
+
+_MAX_PIECES = 1024
+"""Of one call; TCP refuses more than 2048."""
+
 # What transfer_check_status says; every other value is a failure.
 _CHECK_RUNNING = 0
 _CHECK_DONE = 1
@@ -63,6 +71,9 @@ class _NativeEngine(Protocol):
     def send_probe(self, session: str) -> int: ...
     def transfer_submit_write(self, session: str, src: int, dst: int, num_bytes: int) -> int: ...
     def transfer_check_status(self, batch_id: int) -> int: ...
+    def batch_transfer_sync_write(
+        self, session: str, srcs: list[int], dsts: list[int], lengths: list[int]
+    ) -> int: ...
 
 
 class _Phase(Enum):
@@ -92,6 +103,58 @@ class _Write:
     batch_id: int = 0
 
 
+@dataclass(slots=True)
+class _Batch:
+    """``status`` is written by its sender, read by any thread: one reference."""
+
+    src_addrs: list[int]
+    dst_addrs: list[int]
+    lengths: list[int]
+    begin_until: float
+    status: TransferStatus = TransferStatus.RUNNING
+
+
+class _Sender(threading.Thread):
+    """Writes the batches for one peer, one after another: Mooncake's call blocks, without the GIL.
+
+    A batch that could not begin in time, as after this process was stopped, is not begun: its
+    peer has given it up long since.
+    """
+
+    def __init__(
+        self, engine: _NativeEngine, session: str, bind_thread: Callable[[], None] | None
+    ) -> None:
+        super().__init__(name=f"mooncake-send-{session}", daemon=True)
+        self._engine = engine
+        self._session = session
+        self._bind_thread = bind_thread
+        self.batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        if self._bind_thread is not None:
+            self._bind_thread()
+        while (batch := self.batches.get()) is not None:
+            try:
+                done = self._write(batch)
+            except Exception:  # a thread's boundary: the batch fails, and its load with it
+                logger.exception("a batch of writes to %s failed", self._session)
+                done = False
+            batch.status = TransferStatus.DONE if done else TransferStatus.FAILED
+
+    def _write(self, batch: _Batch) -> bool:
+        for start in range(0, len(batch.lengths), _MAX_PIECES):
+            if time.monotonic() >= batch.begin_until:
+                logger.warning("a batch of writes to %s was not begun in time", self._session)
+                return False
+            part = slice(start, start + _MAX_PIECES)
+            if rc := self._engine.batch_transfer_sync_write(
+                self._session, batch.src_addrs[part], batch.dst_addrs[part], batch.lengths[part]
+            ):
+                logger.warning("a batch of writes to %s failed: rc %d", self._session, rc)
+                return False
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class SharedEngine:
     """What a `MooncakeStore` needs to use the engine of the transfers: one listener for both."""
@@ -118,6 +181,10 @@ class MooncakeTransferEngine(TransferEngine):
 
     Poll about every 0.1 ms: a busy loop takes the core that the transfer itself needs.
 
+    With protocol "ascend" it may place directly: batches go out by `batch_transfer_sync_write`, as
+    in vllm-ascend's own connector. Not yet run on NPUs, so that no byte lands after a failure there
+    is what is declared, not what was measured.
+
     The engine listens on two ports, the data port on all interfaces, without authentication.
     """
 
@@ -127,12 +194,21 @@ class MooncakeTransferEngine(TransferEngine):
         contact_timeout_s: float = 3.0,
         protocol: str = "tcp",
         bind_thread: Callable[[], None] | None = None,
+        direct_placement: bool = False,
     ) -> None:
         """`host` is the address at which peers reach this process; Mooncake picks the port.
 
         `protocol` is "tcp", or "ascend" for Mooncake's build for NPUs, with which writes go over
         the NPUs' own links; `bind_thread` then makes the device current in a thread of this class.
+
+        Raises:
+            ValueError: direct placement over "tcp", where bytes land after a failure.
+            BackendError: Mooncake cannot be opened.
         """
+        if direct_placement and protocol == "tcp":
+            raise ValueError("over TCP Mooncake may write after a failure: no direct placement")
+        self._direct_placement = direct_placement
+        self._alignment = DIRECT_ALIGNMENT if protocol == "ascend" else 1
         self._contact_timeout_s = contact_timeout_s
         self._protocol = protocol
         self._bind_thread = bind_thread
@@ -149,6 +225,8 @@ class MooncakeTransferEngine(TransferEngine):
         self._writes: dict[TransferHandle, _Write] = {}
         self._known_sessions: set[str] = set()
         self._waiting: dict[str, list[_Write]] = {}  # session -> writes until first contact
+        self._batches: dict[TransferHandle, _Batch] = {}
+        self._senders: dict[str, _Sender] = {}  # session -> its thread
 
     @property
     def session(self) -> str:
@@ -156,8 +234,7 @@ class MooncakeTransferEngine(TransferEngine):
 
     @property
     def direct_placement(self) -> bool:
-        """False for "ascend" too: that no byte lands after a failure has not been seen to hold."""
-        return False
+        return self._direct_placement
 
     def share(self) -> SharedEngine:
         """For a store that uses this engine instead of one of its own; it must be closed first."""
@@ -166,6 +243,11 @@ class MooncakeTransferEngine(TransferEngine):
 
     def register(self, addr: int, num_bytes: int) -> None:
         engine = self._open_engine()
+        if addr % self._alignment:
+            raise ValueError(
+                f"cannot register {num_bytes} bytes at {addr:#x}: with protocol"
+                f" {self._protocol} a region begins at a multiple of {self._alignment} bytes"
+            )
         # Mooncake accepts a null address and is unusable from then on; the table refuses it.
         self._regions.add(addr, num_bytes)
         if rc := engine.register_memory(addr, num_bytes):
@@ -207,7 +289,40 @@ class MooncakeTransferEngine(TransferEngine):
             ).start()
         return handle
 
+    def submit_batch(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> TransferHandle:
+        engine = self._open_engine()
+        if not self._direct_placement:
+            raise ValueError("this engine does not declare direct placement")
+        check_batch(self._regions, src_addrs, dst_addrs, lengths)
+        begin_until = time.monotonic() + self.LATE_WRITE_S
+        batch = _Batch(list(src_addrs), list(dst_addrs), list(lengths), begin_until)
+        with self._lock:
+            handle = TransferHandle(next(self._next_handle))
+            self._batches[handle] = batch
+            sender = self._senders.get(session)
+            is_new = sender is None
+            if sender is None:
+                sender = _Sender(engine, session, self._bind_thread)
+                self._senders[session] = sender
+        if is_new:
+            sender.start()
+        sender.batches.put(batch)
+        return handle
+
     def poll(self, handle: TransferHandle) -> TransferStatus:
+        with self._lock:
+            batch = self._batches.get(handle)
+            if batch is not None:
+                status = TransferStatus.FAILED if self._engine is None else batch.status
+                if status is not TransferStatus.RUNNING:
+                    del self._batches[handle]
+                return status
         # Taken out while it is looked at: Mooncake frees the id of a finished write, so two threads
         # that asked for the same one would touch freed memory.
         with self._lock:
@@ -229,8 +344,11 @@ class MooncakeTransferEngine(TransferEngine):
     def close(self) -> None:
         with self._lock:
             engine, self._engine = self._engine, None
+            senders = list(self._senders.values())
         if engine is None:
             return
+        for sender in senders:
+            sender.batches.put(None)
         for addr in self._regions.clear():
             engine.unregister_memory(addr)
         # The last reference that goes joins Mooncake's threads, for about a second. A thread that

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import bisect
 import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class RegionTable:
@@ -62,3 +66,18 @@ class RegionTable:
             starts, self._starts = self._starts, []
             self._sizes.clear()
         return starts
+
+
+def check_batch(
+    regions: RegionTable,
+    src_addrs: Sequence[int],
+    dst_addrs: Sequence[int],
+    lengths: Sequence[int],
+) -> None:
+    """Raises `ValueError` for lists that do not fit, or a source that is not registered."""
+    if not lengths or not len(src_addrs) == len(dst_addrs) == len(lengths):
+        raise ValueError(
+            f"a batch of {len(src_addrs)} sources, {len(dst_addrs)} targets, {len(lengths)} lengths"
+        )
+    for addr, num_bytes in zip(src_addrs, lengths, strict=True):
+        regions.check_inside(addr, num_bytes)

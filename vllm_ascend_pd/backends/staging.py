@@ -76,8 +76,12 @@ class StagingPool:
         num_slots: int,
         slot_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        alignment: int = mmap.PAGESIZE,
     ) -> None:
-        """`clock` returns seconds; the deadlines given to `quarantine` are on the same clock."""
+        """`clock` returns seconds; the deadlines given to `quarantine` are on the same clock.
+
+        What is registered begins and ends at a multiple of `alignment`, itself one of a page.
+        """
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(f"need num_slots, slot_bytes >= 1, got {num_slots}, {slot_bytes}")
         self._engine = engine
@@ -85,10 +89,12 @@ class StagingPool:
         self._slot_bytes = slot_bytes
         self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._num_slots = num_slots
-        self._map = SharedMapping(num_slots * self._stride)
-        self._base = self._map.addr
+        self._num_bytes = -(-num_slots * self._stride // alignment) * alignment
+        # One page is what a mapping is aligned to anyway.
+        self._map = SharedMapping(self._num_bytes + alignment - mmap.PAGESIZE)
+        self._base = -(-self._map.addr // alignment) * alignment
         try:
-            engine.register(self._base, self._map.num_bytes)
+            engine.register(self._base, self._num_bytes)
         except BaseException:
             self._map.close()
             raise

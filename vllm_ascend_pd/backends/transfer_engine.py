@@ -8,6 +8,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, NewType, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_ascend_pd.backends.block_copy import Region
 
 TransferHandle = NewType("TransferHandle", int)
@@ -97,6 +99,31 @@ class TransferEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Unregisters everything and leaves the network; idempotent."""
+
+
+@runtime_checkable
+class SupportsDirectPlacement(Protocol):
+    """An engine whose `direct_placement` may be True: it writes many pieces as one, into live KV.
+
+    A batch is a write as any other: DONE once all of it is visible in the memory of the peer, and
+    after FAILED not one byte of it is written any more, though some may have been. The caller
+    holds source and destination until the batch is terminal, however long that takes; a peer that
+    died is not heard of again, and `LATE_WRITE_S` later nothing of it is under way.
+    """
+
+    def submit_batch(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> TransferHandle:
+        """Starts writes of `lengths[i]` bytes from `src_addrs[i]` to the peer's `dst_addrs[i]`.
+
+        Raises:
+            ValueError: the lists are empty or of different length, a source is not inside one
+                registered region, or this engine does not declare direct placement.
+        """
 
 
 @runtime_checkable

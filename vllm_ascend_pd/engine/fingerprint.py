@@ -47,7 +47,8 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if vllm_config.kv_transfer_config is not None:
         transfer = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config).transfer
         if transfer.protocol is not WireProtocol.TCP:
-            parts["via"] = transfer.protocol.value
+            placement = "-direct" if transfer.places_directly else ""
+            parts["via"] = f"{transfer.protocol.value}{placement}"
     return " ".join(f"{key}={value}" for key, value in parts.items())
 
 

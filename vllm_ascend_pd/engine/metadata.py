@@ -49,6 +49,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Where pages are served, by tensor-parallel rank: in a worker's first report."""
     refused_frames: dict[str, int] = field(default_factory=dict)
     """Number by reason (``transfer.seal.Reason``) since the last report."""
+    rested: tuple[LoadId, ...] = ()
+    """Loads that ended with ``num_resting``: a worker for each entry has nothing more to fear."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """The reports of two sets of workers on the same step."""
@@ -56,5 +58,8 @@ class StepReport(KVConnectorWorkerMetadata):
         refused = Counter(self.refused_frames)
         refused.update(other.refused_frames)
         return StepReport(
-            self.results + other.results, self.data_endpoints | other.data_endpoints, dict(refused)
+            self.results + other.results,
+            self.data_endpoints | other.data_endpoints,
+            dict(refused),
+            self.rested + other.rested,
         )

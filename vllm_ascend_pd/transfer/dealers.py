@@ -13,7 +13,7 @@ from vllm_ascend_pd.transfer.seal import explain
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from vllm_ascend_pd.transfer.reactor import Reactor
     from vllm_ascend_pd.transfer.seal import Channel, ClientSeal, Seals
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 IDLE_CONNECTION_S = 300.0
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 15,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
 _NOT_THERE = "is not there (connection refused or lost)"
 
 
@@ -65,10 +71,11 @@ class Dealers:
         frames = connection.seal.send(payload)
         return frames is not None and _send(connection.socket, frames)
 
-    def close_idle(self) -> None:
+    def close_idle(self, awaited: Collection[Endpoint] = ()) -> None:
+        """But not those of which an answer is ``awaited``, however late."""
         oldest = time.monotonic() - IDLE_CONNECTION_S
         for peer, connection in list(self._connections.items()):
-            if connection.used_at < oldest:
+            if connection.used_at < oldest and peer not in awaited:
                 self._close(peer)
 
     def _close(self, peer: Endpoint) -> None:
@@ -134,4 +141,7 @@ def make_dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 10_000)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    # A host that is gone is noticed in half a minute; a process that is stopped is not gone.
+    for option, value in _KEEPALIVE.items():
+        socket.setsockopt(option, value)
     return socket

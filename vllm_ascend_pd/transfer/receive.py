@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ascend_pd.backends.direct_placement import page_runs
+from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.dealers import Dealers
@@ -25,7 +27,15 @@ from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
-from vllm_ascend_pd.wire import Fetch, Fetched, Progress, Watch, decode_data, encode
+from vllm_ascend_pd.wire import (
+    Fetch,
+    Fetched,
+    LivePages,
+    Progress,
+    Watch,
+    decode_data,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,6 +96,8 @@ class LoadResult:
     transport: str = ""
     was_awaited: bool = False
     """Whether the time is mostly that of the producer's computing."""
+    num_resting: int = 0
+    """Workers in whose blocks a peer may still write, until they report that it is over."""
 
 
 def merge_results(results: Sequence[LoadResult]) -> LoadResult:
@@ -100,6 +112,7 @@ def merge_results(results: Sequence[LoadResult]) -> LoadResult:
         failed=tuple(sorted({b for r in causes for b in r.failed})) if knows else (),
         num_bytes=sum(result.num_bytes for result in results),
         elapsed_ms=max(result.elapsed_ms for result in results),
+        num_resting=sum(result.num_resting for result in results),
         transport=next((result.transport for result in results if result.transport), ""),
     )
 
@@ -137,6 +150,9 @@ class _Load:
     watched_at: float = 0.0
     progress: Progress | None = None
     """What the producer said last; an answer that says the same again prolongs nothing."""
+    num_unsettled: int = 0
+    """Pieces that the producer writes right into the pages, and may still be writing. Under the
+    lock, as what is asked for after the end would be written into somebody else's blocks."""
 
     def has_layer(self, layer: int) -> bool:
         """Whether every piece of it has landed."""
@@ -159,8 +175,17 @@ class _Load:
                 elapsed_ms,
                 transport=self.transport,
                 was_awaited=self.spec.num_awaited is not None,
+                num_resting=int(self.num_unsettled > 0),
             )
             return True
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPlacement:
+    """Parked loads are written by their producers right into this worker's pages."""
+
+    verify: bool = False
+    """Read them back and compare checksums, through host memory."""
 
 
 @dataclass(slots=True)
@@ -170,6 +195,7 @@ class _InFlight:
     slot: Slot
     seed: int
     sent_at: float
+    is_live: bool
 
 
 class Loader(Reactor):
@@ -177,6 +203,11 @@ class Loader(Reactor):
 
     A piece lands in a staging slot, is checked while it is copied into its pages, and only then
     counts. A load that fails, for whatever cause, has ended before its result can be taken.
+
+    With direct placement the pieces of a parked load, whose blocks no request holds, are written
+    by the producer itself; the slot then only counts what is under way. Such a load may end while
+    a write goes on. Then its blocks rest until the producer has answered for each write, or is
+    gone for ``LATE_WRITE_S``: `take_rested` says when.
     """
 
     def __init__(
@@ -189,9 +220,11 @@ class Loader(Reactor):
         answer_timeout_s: float = 2.0,
         push_mode: PushMode = PushMode.AUTO,
         sharding: Sharding | None = None,
+        placement: DirectPlacement | None = None,
     ) -> None:
         """``sessions``: where the pool's memory is reached, by transport. ``answer_timeout_s``: a
-        producer that a step waits for and that says nothing so long is gone.
+        producer that a step waits for and that says nothing so long is gone. ``placement``: with
+        direct placement only.
         """
         super().__init__("pd-loader")
         self._answer_timeout_s = answer_timeout_s
@@ -208,6 +241,13 @@ class Loader(Reactor):
         self._peers = Dealers(self, seals, Channel.DATA, self._on_frame, self._on_lost)
         self._active: list[_Load] = []
         self._in_flight: dict[int, _InFlight] = {}
+        self._placement = placement
+        self._runs = page_runs(layout) if placement is not None else ()
+        # Writes into live pages that nobody waits for any more: by fetch until they are answered,
+        # or until a time, of peers that are gone.
+        self._given_up: dict[int, _InFlight] = {}
+        self._resting: list[tuple[float, _Load]] = []
+        self._rested: deque[LoadId] = deque()
         self._heard_at: dict[Endpoint, float] = {}
         self._next_fetch_id = random.getrandbits(48)
         self._landed = threading.Condition()
@@ -300,6 +340,12 @@ class Loader(Reactor):
                 del self._loads[load_id]
         return results
 
+    def take_rested(self) -> list[LoadId]:
+        """The loads in whose blocks nothing is written any more, since the last call. Each of
+        them has ended before, with ``num_resting`` set.
+        """
+        return [self._rested.popleft() for _ in range(len(self._rested))]
+
     def num_loads(self) -> int:
         return len(self._loads)
 
@@ -337,7 +383,7 @@ class Loader(Reactor):
         for fetch_id, flight in list(self._in_flight.items()):
             if now >= self._flight_deadline(flight):
                 del self._in_flight[fetch_id]
-                self._pool.quarantine(flight.slot, now + QUARANTINE_S)
+                self._give_up(fetch_id, flight)
                 self._end(flight.load, Cause.DEADLINE.value)
         for load in list(self._active):
             if now >= load.deadline:
@@ -347,9 +393,11 @@ class Loader(Reactor):
             if load.ended is not None:
                 self._active.remove(load)
         self._send_fetches()
-        self._peers.close_idle()
+        self._wake_rested(now)
+        self._peers.close_idle({flight.load.peer for flight in self._given_up.values()})
         deadlines = [load.deadline for load in self._active]
         deadlines += [self._flight_deadline(flight) for flight in self._in_flight.values()]
+        deadlines += [until for until, _ in self._resting]
         deadlines += [
             load.watched_at + self._answer_timeout_s / 2
             for load in self._active
@@ -445,11 +493,20 @@ class Loader(Reactor):
     def _send_fetch(self, load: _Load, piece: Piece, slot: Slot) -> None:
         spec = load.spec
         self._next_fetch_id += 1
+        fetch_id = self._next_fetch_id
+        live = None
         seed = random.getrandbits(63)
+        if self._placement is not None and not spec.in_step:
+            live = self._open_pages(load, piece)
+            if live is None:
+                self._pool.release(slot)
+                return
+            seed = seed | 1 if self._placement.verify else 0
         now = time.monotonic()
-        self._in_flight[self._next_fetch_id] = _InFlight(load, piece, slot, seed, now)
+        flight = _InFlight(load, piece, slot, seed, now, live is not None)
+        self._in_flight[fetch_id] = flight
         fetch = Fetch(
-            fetch_id=self._next_fetch_id,
+            fetch_id=fetch_id,
             transfer_id=spec.transfer_id,
             epoch=spec.epoch,
             first_layer=piece.first_layer,
@@ -461,9 +518,57 @@ class Loader(Reactor):
             seed=seed,
             share=load.theirs.index,
             num_shares=load.theirs.count,
+            live=live,
         )
         if not self._peers.send(load.peer, encode(fetch)):
+            if flight.is_live:  # it has not left this process
+                del self._in_flight[fetch_id]
+                self._pool.release(slot)
+                self._settle(load)
             self._end(load, Cause.PEER_UNREACHABLE.value)
+
+    def _open_pages(self, load: _Load, piece: Piece) -> LivePages | None:
+        """Where a producer may write, from now on; ``None`` when the load has ended meanwhile.
+
+        Waits for what the engine has launched on these blocks in their former life.
+        """
+        block_ids = load.spec.block_ids[piece.start : piece.stop]
+        self._copier.settle(np.array(block_ids, dtype=np.int64))
+        with load.lock:
+            if load.ended is not None:
+                return None
+            load.num_unsettled += 1
+        runs = self._runs[piece.first_layer : piece.first_layer + piece.num_layers]
+        return LivePages(block_ids, runs)
+
+    def _give_up(self, fetch_id: int, flight: _InFlight) -> None:
+        """Nobody waits for this answer any more, but the write may still come."""
+        if flight.is_live:
+            self._pool.release(flight.slot)
+            self._given_up[fetch_id] = flight
+        else:
+            self._pool.quarantine(flight.slot, time.monotonic() + QUARANTINE_S)
+
+    def _settle(self, load: _Load) -> None:
+        """One write into live pages is over; after the last one their blocks may be used again."""
+        with load.lock:
+            load.num_unsettled -= 1
+            ended = load.ended
+            is_over = ended is not None and ended.num_resting and not load.num_unsettled
+        if is_over:
+            logger.info(
+                "nothing writes into the blocks of load %d any more: %.1f s after its end",
+                load.spec.load_id,
+                time.monotonic() - load.started - ended.elapsed_ms / 1000 if ended else 0,
+            )
+            self._rested.append(load.spec.load_id)
+
+    def _wake_rested(self, now: float) -> None:
+        over = [load for until, load in self._resting if until <= now]
+        if over:
+            self._resting = [entry for entry in self._resting if entry[0] > now]
+            for load in over:
+                self._settle(load)
 
     def _on_frame(self, peer: Endpoint, frame: bytes) -> None:
         try:
@@ -476,19 +581,33 @@ class Loader(Reactor):
             self._on_progress(peer, message)
         if not isinstance(message, Fetched):
             return
+        if (late := self._given_up.pop(message.fetch_id, None)) is not None:
+            self._settle_answered(late.load, message.cause)
         flight = self._in_flight.pop(message.fetch_id, None)
         if flight is None:
             return
         flight.load.transport = message.transport
+        if flight.is_live:
+            self._settle_answered(flight.load, message.cause)
         if not message.cause:
             self._place(flight, message.checksum)
             self._pool.release(flight.slot)
             return
         self._end(flight.load, message.cause)
-        if message.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value):
+        if not flight.is_live and message.cause in (
+            Cause.TRANSFER_FAILED.value,
+            Cause.DEADLINE.value,
+        ):
             self._pool.quarantine(flight.slot, time.monotonic() + QUARANTINE_S)
         else:
             self._pool.release(flight.slot)
+
+    def _settle_answered(self, load: _Load, cause: str) -> None:
+        """A write that failed is over, by what the transport declares; it rests all the same."""
+        if cause == Cause.TRANSFER_FAILED.value:
+            self._resting.append((time.monotonic() + TransferEngine.LATE_WRITE_S, load))
+        else:
+            self._settle(load)
 
     def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:
         """The producer's process is gone: nobody will answer what is in flight to it."""
@@ -498,11 +617,15 @@ class Loader(Reactor):
         for load in lost:
             self._end(load, cause.value)
         self._heard_at.pop(peer, None)
-        until = time.monotonic() + QUARANTINE_S
         for fetch_id, flight in list(self._in_flight.items()):
             if flight.load.peer == peer:
                 del self._in_flight[fetch_id]
-                self._pool.quarantine(flight.slot, until)
+                self._give_up(fetch_id, flight)
+        until = time.monotonic() + TransferEngine.LATE_WRITE_S
+        for fetch_id, flight in list(self._given_up.items()):
+            if flight.load.peer == peer:
+                del self._given_up[fetch_id]
+                self._resting.append((until, flight.load))
 
     def _place(self, flight: _InFlight, expected: int) -> None:
         """Copy a piece into its pages and count it if it is what the producer packed."""
@@ -512,7 +635,12 @@ class Loader(Reactor):
         with load.lock:
             if load.ended is not None:
                 return
-            checksum = self._copier.scatter(layers, ids, flight.slot.region, 0, flight.seed)
+            if not flight.is_live:
+                checksum = self._copier.scatter(layers, ids, flight.slot.region, 0, flight.seed)
+            elif flight.seed:
+                checksum = self._copier.gather(layers, ids, flight.slot.region, 0, flight.seed)
+            else:
+                checksum = expected
             if checksum == expected:
                 load.num_bytes += piece.num_bytes(load.layout.page_bytes)
         if checksum != expected:

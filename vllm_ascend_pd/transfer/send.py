@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -12,7 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zmq
 
-from vllm_ascend_pd.backends.transfer_engine import SupportsWindow, TransferStatus
+from vllm_ascend_pd.backends.direct_placement import page_runs, plan_writes
+from vllm_ascend_pd.backends.transfer_engine import (
+    SupportsDirectPlacement,
+    SupportsWindow,
+    TransferStatus,
+)
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.listener import Listener
@@ -54,6 +60,9 @@ class _Write:
     handle: TransferHandle
     checksum: int
     deadline: float
+    transfer_id: str
+    grant: Grant | None = None
+    """Of a write from live pages: it counts only if they are still those of this grant."""
 
 
 @dataclass(slots=True)
@@ -89,6 +98,7 @@ class DataServer(Reactor):
         self._transports = transports
         self._copier = copier
         self._layout = layout
+        self._runs = page_runs(layout)
         self._pool = pool
         self._grants = grants
         self._allows_host = allows_host
@@ -205,6 +215,9 @@ class DataServer(Reactor):
             return
         assert grant is not None
         assert route is not None
+        if fetch.live is not None:
+            self._serve_direct(identity, fetch, slot, grant, route)
+            return
         engine = route.engine
         window = None
         if isinstance(engine, SupportsWindow):
@@ -220,11 +233,63 @@ class DataServer(Reactor):
             handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
             deadline = time.monotonic() + self._write_timeout_s
             self._writes.append(
-                _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline)
+                _Write(
+                    identity,
+                    fetch.fetch_id,
+                    route,
+                    slot,
+                    handle,
+                    checksum,
+                    deadline,
+                    fetch.transfer_id,
+                )
             )
             return
         self._pool.release(slot)
         self._reply(identity, Fetched(fetch.fetch_id, checksum, cause, route.name))
+
+    def _serve_direct(
+        self, identity: bytes, fetch: Fetch, slot: Slot, grant: Grant, route: Route
+    ) -> None:
+        """From our pages right into the consumer's. The slot only counts what is under way, and
+        is where a checksum is made if one is wanted. The answer waits for the end of the write,
+        however late: until then the consumer keeps its blocks.
+        """
+        engine = route.engine
+        assert fetch.live is not None
+        stop_layer = fetch.first_layer + fetch.num_layers
+        block_ids = [grant.block_ids[index] for index in fetch.block_indices]
+        ids = np.array(block_ids, dtype=np.int64)
+        handle = None
+        checksum = 0
+        if isinstance(engine, SupportsDirectPlacement) and engine.direct_placement:
+            try:
+                runs = self._runs[fetch.first_layer : stop_layer]
+                writes = plan_writes(runs, block_ids, fetch.live.layers, fetch.live.block_ids)
+                self._copier.settle(ids)
+                if fetch.seed:
+                    layers = self._layout.for_layers(fetch.first_layer, stop_layer)
+                    checksum = self._copier.gather(layers, ids, slot.region, 0, fetch.seed)
+                handle = engine.submit_batch(route.session, *writes)
+            except ValueError as e:
+                logger.warning("a peer's pages do not fit ours: %s", e)
+        if handle is None:
+            self._pool.release(slot)
+            self._reply(identity, Fetched(fetch.fetch_id, 0, Cause.BAD_PARAMS.value, route.name))
+            return
+        self._writes.append(
+            _Write(
+                identity,
+                fetch.fetch_id,
+                route,
+                slot,
+                handle,
+                checksum,
+                math.inf,
+                fetch.transfer_id,
+                grant,
+            )
+        )
 
     def _check(self, fetch: Fetch, grant: Grant | None, num_layers_done: int) -> Cause | None:
         """Why this fetch may not be served."""
@@ -270,6 +335,12 @@ class DataServer(Reactor):
             ended = True
             self._writes.remove(write)
             cause = _CAUSES[status]
+            if (
+                not cause
+                and write.grant is not None
+                and not self._grants.is_current(write.transfer_id, write.grant)
+            ):
+                cause = Cause.LEASE_EXPIRED.value
             if status is TransferStatus.RUNNING:
                 self._pool.quarantine(write.slot, now + write.route.engine.LATE_WRITE_S)
             else:

@@ -5,103 +5,208 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
+from tests.unit.backends.native_mooncake import NativeEngine
 from vllm_ascend_pd.backends import mooncake_engine
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
-from vllm_ascend_pd.backends.transfer_engine import TransferStatus
+from vllm_ascend_pd.backends.transfer_engine import TransferHandle, TransferStatus
 from vllm_ascend_pd.errors import BackendError
 
-
-class Native:
-    """``mooncake.engine.TransferEngine``: every write is done at once."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.rc = 0
-
-    def initialize(self, *args: str) -> int:
-        self.calls.append(("initialize", *args))
-        return self.rc
-
-    def get_rpc_port(self) -> int:
-        return 15001
-
-    def get_engine(self) -> str:
-        return "the engine itself"
-
-    def register_memory(self, addr: int, num_bytes: int) -> int:
-        return 0
-
-    def unregister_memory(self, addr: int) -> int:
-        return 0
-
-    def send_probe(self, session: str) -> int:
-        self.calls.append(("probe", threading.current_thread().name))
-        return 0
-
-    def transfer_submit_write(self, *args: Any) -> int:
-        self.calls.append(("write", threading.current_thread().name))
-        return 1
-
-    def transfer_check_status(self, batch_id: int) -> int:
-        return 1
+PAGE = 2 << 20
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Native:
-    native = Native()
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeEngine]:
+    native = NativeEngine()
+    native.port = 15001
+    native._move = lambda *args: 0  # type: ignore[method-assign] -- the addresses are made up
     monkeypatch.setattr(mooncake_engine, "_load_mooncake", lambda: lambda: native)
-    return native
+    yield native
+    native.close()
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "ascend"])
-def test_protocol_is_passed_on(native: Native, protocol: str) -> None:
+def test_protocol_is_passed_on(native: NativeEngine, protocol: str) -> None:
     engine = MooncakeTransferEngine("10.0.0.1", protocol=protocol)
     assert native.calls == [("initialize", "10.0.0.1", "P2PHANDSHAKE", protocol, "")]
     assert engine.session == "10.0.0.1:15001"
 
 
-def test_failure_to_open_names_the_protocol(native: Native) -> None:
+def test_failure_to_open_names_the_protocol(native: NativeEngine) -> None:
     native.rc = -1
     with pytest.raises(BackendError, match="ascend"):
         MooncakeTransferEngine("10.0.0.1", protocol="ascend")
 
 
-def test_store_is_given_the_same_engine(native: Native) -> None:
+def test_store_is_given_the_same_engine(native: NativeEngine) -> None:
     """``MooncakeDistributedStore.setup(engine=...)``, as vllm-ascend's own backend does."""
     shared = MooncakeTransferEngine("10.0.0.1", protocol="ascend").share()
-    assert (shared.native, shared.session) == ("the engine itself", "10.0.0.1:15001")
+    assert (shared.native, shared.session) == ("the engine at port 15001", "10.0.0.1:15001")
     assert shared.protocol == "ascend"
 
 
-def test_closed_engine_is_not_shared(native: Native) -> None:
+def test_closed_engine_is_not_shared(native: NativeEngine) -> None:
     engine = MooncakeTransferEngine("10.0.0.1")
     engine.close()
     with pytest.raises(BackendError, match="closed"):
         engine.share()
 
 
-def test_thread_of_first_contact_has_the_device(native: Native) -> None:
+def test_thread_of_first_contact_has_the_device(native: NativeEngine) -> None:
     bound: list[str] = []
     engine = MooncakeTransferEngine(
         "10.0.0.1",
         protocol="ascend",
         bind_thread=lambda: bound.append(threading.current_thread().name),
     )
-    engine.register(4096, 4096)
-    handle = engine.submit_write("10.0.0.2:15001", 4096, 8192, 64)
+    engine.register(PAGE, PAGE)
+    handle = engine.submit_write("10.0.0.1:15001", PAGE, PAGE + 4096, 64)
     deadline = time.monotonic() + 10
     while engine.poll(handle) is TransferStatus.RUNNING:
         assert time.monotonic() < deadline
-    threads = [name for word, name in native.calls[1:] if word in ("probe", "write")]
-    assert bound == ["mooncake-contact-10.0.0.2:15001"]
+    threads = [call[1] for call in native.calls if call[0] in ("probe", "write")]
+    assert bound == ["mooncake-contact-10.0.0.1:15001"]
     assert threads == bound * 2
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "ascend"])
-def test_direct_placement_is_not_declared(native: Native, protocol: str) -> None:
-    """Live KV may be a target only where no byte lands after a failure. Nobody has seen that."""
-    assert not MooncakeTransferEngine("10.0.0.1", protocol=protocol).direct_placement
+def test_direct_placement_over_tcp_is_refused(native: NativeEngine) -> None:
+    with pytest.raises(ValueError, match="over TCP"):
+        MooncakeTransferEngine("10.0.0.1", direct_placement=True)
+    assert not MooncakeTransferEngine("10.0.0.1").direct_placement
+
+
+def test_direct_placement_is_declared_only_when_asked_for(native: NativeEngine) -> None:
+    assert not MooncakeTransferEngine("10.0.0.1", protocol="ascend").direct_placement
+    engine = MooncakeTransferEngine("10.0.0.1", protocol="ascend", direct_placement=True)
+    assert engine.direct_placement
+
+
+def test_region_that_does_not_begin_at_two_mib_is_refused(native: NativeEngine) -> None:
+    engine = MooncakeTransferEngine("10.0.0.1", protocol="ascend")
+    with pytest.raises(ValueError, match="multiple of 2097152"):
+        engine.register(3 * PAGE + 4096, PAGE)
+    engine.register(3 * PAGE, 4096)
+    assert native.regions == {3 * PAGE: 4096}
+
+
+def wait(engine: MooncakeTransferEngine, handle: TransferHandle) -> TransferStatus:
+    deadline = time.monotonic() + 10
+    while (status := engine.poll(handle)) is TransferStatus.RUNNING:
+        assert time.monotonic() < deadline
+        time.sleep(1e-4)
+    return status
+
+
+@pytest.fixture
+def direct(native: NativeEngine, bound: list[str]) -> Iterator[MooncakeTransferEngine]:
+    engine = MooncakeTransferEngine(
+        "10.0.0.1",
+        protocol="ascend",
+        direct_placement=True,
+        bind_thread=lambda: bound.append(threading.current_thread().name),
+    )
+    engine.register(PAGE, PAGE)
+    yield engine
+    native.hold.set()
+    engine.close()
+
+
+@pytest.fixture
+def bound() -> list[str]:
+    return []
+
+
+def submit(engine: MooncakeTransferEngine, num_pieces: int = 2) -> TransferHandle:
+    pieces = range(num_pieces)
+    return engine.submit_batch(
+        "10.0.0.2:15002",
+        [PAGE + i for i in pieces],
+        [9 * PAGE + i for i in pieces],
+        [1] * num_pieces,
+    )
+
+
+def test_batch_is_the_call_of_vllm_ascends_connector(
+    native: NativeEngine, direct: MooncakeTransferEngine, bound: list[str]
+) -> None:
+    """``batch_transfer_sync_write`` with three lists; the thread has the device."""
+    for _ in range(2):
+        assert wait(direct, submit(direct)) is TransferStatus.DONE
+    lists = ([PAGE, PAGE + 1], [9 * PAGE, 9 * PAGE + 1], [1, 1])
+    assert [call for call in native.calls if call[0] == "batch"] == [
+        ("batch", "10.0.0.2:15002", *lists)
+    ] * 2
+    assert bound == ["mooncake-send-10.0.0.2:15002"]
+
+
+def test_batch_is_under_way_until_the_call_returns(
+    native: NativeEngine, direct: MooncakeTransferEngine
+) -> None:
+    native.hold.clear()
+    handle = submit(direct)
+    while not any(call[0] == "batch" for call in native.calls):
+        time.sleep(1e-3)
+    assert direct.poll(handle) is TransferStatus.RUNNING
+    native.hold.set()
+    assert wait(direct, handle) is TransferStatus.DONE
+
+
+@pytest.mark.parametrize("rc", [-1, 7])
+def test_any_code_but_zero_fails_the_batch(
+    native: NativeEngine, direct: MooncakeTransferEngine, rc: int
+) -> None:
+    native.batch_rcs = [rc]
+    assert wait(direct, submit(direct)) is TransferStatus.FAILED
+    assert wait(direct, submit(direct)) is TransferStatus.DONE
+
+
+def test_exception_of_the_library_fails_the_batch(
+    native: NativeEngine, direct: MooncakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "batch_transfer_sync_write", None)
+        assert wait(direct, submit(direct)) is TransferStatus.FAILED
+    assert wait(direct, submit(direct)) is TransferStatus.DONE
+
+
+def test_many_pieces_go_in_several_calls_and_stop_at_the_first_failure(
+    native: NativeEngine, direct: MooncakeTransferEngine
+) -> None:
+    assert wait(direct, submit(direct, 2500)) is TransferStatus.DONE
+    assert [len(call[2]) for call in native.calls if call[0] == "batch"] == [1024, 1024, 452]
+    native.calls.clear()
+    native.batch_rcs = [0, -1]
+    assert wait(direct, submit(direct, 2500)) is TransferStatus.FAILED
+    assert [len(call[2]) for call in native.calls if call[0] == "batch"] == [1024, 1024]
+
+
+def test_batch_that_could_not_begin_in_time_is_not_begun(
+    native: NativeEngine, direct: MooncakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process was stopped meanwhile: its peer has given the pages to somebody else."""
+    native.hold.clear()
+    first = submit(direct)
+    while not any(call[0] == "batch" for call in native.calls):
+        time.sleep(1e-3)
+    second = submit(direct)
+    now = time.monotonic() + MooncakeTransferEngine.LATE_WRITE_S + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(mooncake_engine.time, "monotonic", lambda: now)
+        native.hold.set()
+        while direct.poll(first) is TransferStatus.RUNNING:
+            time.sleep(1e-3)
+        while (status := direct.poll(second)) is TransferStatus.RUNNING:
+            time.sleep(1e-3)
+    assert status is TransferStatus.FAILED
+    assert len([call for call in native.calls if call[0] == "batch"]) == 1
+
+
+def test_batch_cannot_begin_after_close(
+    native: NativeEngine, direct: MooncakeTransferEngine
+) -> None:
+    direct.close()
+    with pytest.raises(BackendError, match="closed"):
+        submit(direct)

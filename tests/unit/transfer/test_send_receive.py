@@ -21,6 +21,7 @@ from vllm_ascend_pd.backends.block_copy import (
     Region,
     make_block_copier,
 )
+from vllm_ascend_pd.backends.direct_placement import page_regions
 from vllm_ascend_pd.backends.fake_engine import (
     FakeTransferEngine,
     Fault,
@@ -32,7 +33,7 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
-from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.receive import DirectPlacement, Loader, LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
@@ -77,6 +78,7 @@ class Pair:
         copier: BlockCopier | None = None,
         seals: Seals | None = None,
         our_seals: Seals | None = None,
+        placement: DirectPlacement | None = None,
     ) -> None:
         self.seals = seals or Seals()
         self.our_seals = our_seals or Seals()
@@ -84,8 +86,14 @@ class Pair:
         copier = copier or PythonBlockCopier()
         self.theirs = Pages(1)
         self.ours = Pages(2)
-        self.engine = FakeTransferEngine(script)
-        self.our_engine = FakeTransferEngine()
+        is_direct = placement is not None
+        self.engine = FakeTransferEngine(script, is_direct)
+        self.our_engine = FakeTransferEngine(direct_placement=is_direct)
+        if is_direct:
+            names = {f"layer {index}": index for index in range(NUM_LAYERS)}
+            for engine, pages in ((self.engine, self.theirs), (self.our_engine, self.ours)):
+                for addr, num_bytes in page_regions(pages.layout, NUM_BLOCKS, names, 1):
+                    engine.register(addr, num_bytes)
         self.send_pool = StagingPool(self.engine, NUM_SLOTS, SLOT_BYTES, self._clock)
         self.receive_pool = StagingPool(self.our_engine, NUM_SLOTS, SLOT_BYTES, self._clock)
         self.grants = Grants()
@@ -106,6 +114,7 @@ class Pair:
             self.ours.layout,
             self.receive_pool,
             self.our_seals,
+            placement=placement,
         )
         self.server.start()
         self.loader.start()

@@ -278,7 +278,8 @@ class Consumer:
 
     def wants_parking(self, session: RemotePrompt, num_missing: int) -> bool:
         """Whether this load is so long that the rest of the batch should not wait for it."""
-        if not session.is_computed:
+        if not session.is_computed or self._transfer.places_directly:
+            # Only blocks that no request holds yet may be written by a peer itself.
             return True
         mode = self._transfer.load_mode
         if mode is not LoadMode.AUTO:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -115,9 +116,35 @@ class Loads:
         self._running: dict[LoadId, LoadRecord] = {}
         self._in_step_blocks: dict[int, LoadRecord] = {}
         self._cancels: list[LoadId] = []
+        self._resting: dict[LoadId, list[KVCacheBlock]] = {}
+        self._num_resting: Counter[LoadId] = Counter()
+        """Workers in whose blocks a peer may still write; below 0 if they were done before the
+        others had ended.
+        """
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._new)
+        return len(self._running) + len(self._new) + len(self._resting)
+
+    @property
+    def num_resting(self) -> int:
+        """Ended loads whose blocks cannot be used yet."""
+        return len(self._resting)
+
+    def rest(self, result: LoadResult, blocks: list[KVCacheBlock]) -> None:
+        """Keep these blocks: a peer may still write into them."""
+        self._num_resting[result.load_id] += result.num_resting
+        self._resting[result.load_id] = blocks
+
+    def note_rested(self, load_ids: Sequence[LoadId]) -> None:
+        """One worker for each has nothing more to fear."""
+        self._num_resting.subtract(load_ids)
+
+    def take_rested(self) -> list[KVCacheBlock]:
+        """Blocks that nobody writes into any more."""
+        over = [i for i in self._resting if self._num_resting[i] <= 0]
+        for load_id in over:
+            del self._num_resting[load_id]
+        return [block for load_id in over for block in self._resting.pop(load_id)]
 
     @property
     def num_parked(self) -> int:

@@ -441,6 +441,8 @@ class SchedulerSide:
             bad_block_ids: set[int] = set()
             for result in filter(None, map(self._loads.fold, report.results)):
                 bad_block_ids |= self._end_load(result)
+            self._loads.note_rested(report.rested)
+            self._pool.free_blocks(reversed(self._loads.take_rested()))
             if bad_block_ids:
                 self._recover(bad_block_ids)
         self._count_refused(self._seals.take_refused())
@@ -499,7 +501,11 @@ class SchedulerSide:
         if loaded and not request.is_finished():
             self._phantoms.cache(request, *loaded)
             source.num_parked_tokens = len(loaded[0]) * self._block_size
-        self._pool.free_blocks(reversed(record.held))
+        if result.num_resting:
+            logger.warning("%d blocks rest: a peer may still write into them", len(record.held))
+            self._loads.rest(result, record.held)
+        else:
+            self._pool.free_blocks(reversed(record.held))
         source.parked = False
 
     def _recover(self, bad_block_ids: set[int]) -> None:
@@ -543,7 +549,8 @@ class SchedulerSide:
         has_news = self._producer is not None and self._producer.has_news
         gauges_due = self._gauges_due and self._scheduler.log_stats
         pool_has_news = self._kv_pool is not None and self._kv_pool.has_news
-        return self._loads.num_parked > 0 or has_news or gauges_due or pool_has_news
+        loads_change = self._loads.num_parked > 0 or self._loads.num_resting > 0
+        return loads_change or has_news or gauges_due or pool_has_news
 
     def on_engine_started(self, engine_core: object) -> None:
         self._engine_core = engine_core

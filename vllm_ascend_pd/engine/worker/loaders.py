@@ -51,6 +51,9 @@ class Loaders:
     def take_results(self) -> list[LoadResult]:
         return [result for loader in self._all for result in loader.take_results()]
 
+    def take_rested(self) -> list[LoadId]:
+        return self._peers.take_rested() if self._peers is not None else []
+
     def num_loads(self) -> int:
         return sum(loader.num_loads() for loader in self._all)
 

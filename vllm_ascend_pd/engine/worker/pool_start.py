@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
@@ -37,10 +38,12 @@ def start_pool(
     copier: BlockCopier,
     pools: list[StagingPool],
     shared: SharedEngine | None = None,
+    alignment: int = mmap.PAGESIZE,
 ) -> PoolIO:
     """``pools`` gets the staging memory, which its owner closes between ``stop`` and ``close``.
 
-    With ``shared`` the pool's store has no transfer engine of its own.
+    With ``shared`` the pool's store has no transfer engine of its own; ``alignment`` is what that
+    engine wants of memory.
     """
     assert config.pool is not None
     parallel = vllm_config.parallel_config
@@ -55,8 +58,10 @@ def start_pool(
     values = BlockValues(copier, layout, space)
     slot_bytes = max(config.pool.staging_slot_bytes, values.num_bytes)
     num_readers = config.pool.io_threads
-    read_slots = StagingPool(backend.store, 2 * num_readers, slot_bytes)
-    write_slots = StagingPool(backend.store, _WRITE_SLOTS, slot_bytes)
+    read_slots, write_slots = (
+        StagingPool(backend.store, num_slots, slot_bytes, alignment=alignment)
+        for num_slots in (2 * num_readers, _WRITE_SLOTS)
+    )
     pools += [read_slots, write_slots]
     pool = PoolIO(tier, values, space, read_slots, write_slots, num_readers, backend.close)
     pool.start()

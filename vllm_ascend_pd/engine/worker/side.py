@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
+from vllm_ascend_pd.backends.direct_placement import page_regions
 from vllm_ascend_pd.backends.fake_engine import FaultScript, FaultyTransferEngine
-from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+from vllm_ascend_pd.backends.mooncake_engine import DIRECT_ALIGNMENT, MooncakeTransferEngine
 from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.torch_device import make_copier
@@ -24,7 +26,7 @@ from vllm_ascend_pd.engine.worker.pool_start import start_pool
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transfer.grants import Grants
-from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.receive import DirectPlacement, Loader
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 
@@ -73,13 +75,31 @@ def _create(
             config.host,
             protocol=transfer.protocol.value,
             bind_thread=copier.bind_thread if isinstance(copier, DeviceBlockCopier) else None,
+            direct_placement=transfer.places_directly,
         )
     transports = _open_transports(config, mooncake)
+    alignment = mmap.PAGESIZE
+    if transfer.protocol is WireProtocol.ASCEND:
+        alignment = DIRECT_ALIGNMENT
+    placement = None
+    if transfer.places_directly:
+        placement = DirectPlacement(transfer.verify_placement)
+        for addr, num_bytes in page_regions(
+            caches.layout, kv_cache_config.num_blocks, caches.layer_index, DIRECT_ALIGNMENT
+        ):
+            transports.register(addr, num_bytes)
     grants = Grants()
     pools: list[StagingPool] = []
 
     def make_pool() -> StagingPool:
-        pools.append(StagingPool(transports, transfer.staging_slots, transfer.staging_slot_bytes))
+        pools.append(
+            StagingPool(
+                transports,
+                transfer.staging_slots,
+                transfer.staging_slot_bytes,
+                alignment=alignment,
+            )
+        )
         return pools[-1]
 
     server = loader = None
@@ -106,6 +126,7 @@ def _create(
             transfer.peer_timeout_s,
             transfer.push_mode,
             own,
+            placement,
         )
         loader.start()
     pool = None
@@ -115,12 +136,13 @@ def _create(
         if mooncake is not None and transfer.protocol is WireProtocol.ASCEND:
             shared = mooncake.share()
         pool = start_pool(
-            config, vllm_config, kv_cache_config, caches.layout, copier, pools, shared
+            config, vllm_config, kv_cache_config, caches.layout, copier, pools, shared, alignment
         )
     logger.info(
-        "in-engine transfers: role %s, transports %s, %d layers, %d bytes per page, %s",
+        "in-engine transfers: role %s, transports %s%s, %d layers, %d bytes per page, %s",
         config.role.value,
         transports.sessions,
+        " (right into KV pages)" if placement is not None else "",
         len(caches.layout.layer_offsets),
         caches.layout.page_bytes,
         type(copier).__name__,

@@ -169,15 +169,17 @@ class WorkerSide:
                 self._server.notify()
 
     def _report(self) -> StepReport | None:
+        # A load rests after it has ended, so what has rested is never ahead of its result.
+        rested = self._loader.take_rested() if self._loader is not None else []
         results = self._loader.take_results() if self._loader is not None else []
         endpoints = {}
         if not self._reported_endpoint and self._server is not None:
             self._reported_endpoint = True
             endpoints = {self._rank: self._server.endpoint}
         refused = self._seals.take_refused()
-        if not results and not refused and not endpoints:
+        if not results and not refused and not endpoints and not rested:
             return None
-        return StepReport(tuple(results), endpoints, refused)
+        return StepReport(tuple(results), endpoints, refused, tuple(rested))
 
     @property
     def pool_address(self) -> tuple[str, int]:

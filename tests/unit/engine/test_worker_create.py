@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker side as it is built for NPUs: real but for the device and Mooncake's library."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from tests.unit.backends.native_mooncake import NativeEngine
+from tests.unit.engine.test_device_caches import (
+    ALIGNMENT,
+    GQA,
+    HEADS,
+    MLA,
+    NAMES,
+    SIZE,
+    apart,
+    combined,
+    config_of,
+    content,
+)
+from vllm_ascend_pd.backends import mooncake_engine
+from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
+from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
+from vllm_ascend_pd.backends.fake_device import FakeDevice
+from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.metadata import StepMeta
+from vllm_ascend_pd.engine.worker import side
+from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
+from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.shares import Sharding
+from vllm_ascend_pd.types import LoadId
+
+
+class Host:
+    """One process with an NPU: its native engine, its KV caches, its worker side."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.native = NativeEngine()
+        self.device = FakeDevice()
+        self.pool_arguments: tuple[Any, ...] = ()
+        self.worker: Any = None
+
+    def start(
+        self, role: str, spec: Any, caches: dict[str, Any], pool: bool = False, **transfer: Any
+    ) -> Any:
+        def locate(config: Any, kv_caches: Any) -> KVCaches:
+            found = locate_on_device(config, kv_caches)
+            return KVCaches(found.layout, found.layer_index, SimpleNamespace(type="npu"))
+
+        def start_pool(*args: Any) -> None:
+            self.pool_arguments = args
+
+        copier = DeviceBlockCopier(self.device, PythonBlockCopier())
+        for name, value in {
+            "locate": locate,
+            "make_copier": lambda device: copier,
+            "sharding": lambda config: Sharding(),
+            "start_pool": start_pool,
+        }.items():
+            self._monkeypatch.setattr(side, name, value)
+        self._monkeypatch.setattr(mooncake_engine, "_load_mooncake", lambda: lambda: self.native)
+        extra: dict[str, Any] = {"transfer": {"protocol": "ascend", **transfer}}
+        if pool:
+            extra["pool"] = {}
+        config = KVTransferConfig(
+            kv_connector="InEngine", kv_role=role, kv_connector_extra_config=extra
+        )
+        vllm_config: Any = SimpleNamespace(kv_transfer_config=config)
+        PDConfig.from_kv_transfer_config(config)
+        self.worker = side._create(vllm_config, config_of(spec, list(caches)), caches)
+        return self.worker
+
+    def step(self, *grants: GrantSpec, loads: tuple[LoadSpec, ...] = ()) -> None:
+        meta = StepMeta(grants=grants, loads=loads)
+        self.worker.begin_step(SimpleNamespace(pd_metadata=meta))
+        with self.worker.step_output():
+            pass
+
+
+@pytest.fixture
+def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Host]]:
+    hosts: list[Host] = []
+
+    def make() -> Host:
+        hosts.append(Host(monkeypatch))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        if host.worker is not None:
+            host.worker.shutdown()
+            assert host.native.regions == {}
+        host.native.close()
+
+
+def result_of(host: Host) -> LoadResult:
+    deadline = time.monotonic() + 10
+    while not (results := host.worker._loader.take_results()):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    return results[0]
+
+
+CACHES = {
+    "K and V in one allocation": (GQA, combined),
+    "K and V apart": (GQA, lambda: apart(SIZE, SIZE, HEADS)),
+    "MLA's latent and RoPE": (MLA, lambda: apart(64, 16, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("transfer", [{}, {"verify_placement": True}, {"placement": "staged"}])
+def test_pages_go_from_one_npu_to_the_other(
+    make_host: Callable[[], Host], name: str, transfer: dict[str, Any]
+) -> None:
+    """By ``batch_transfer_sync_write`` from KV pages to KV pages, or through staging."""
+    spec, make_caches = CACHES[name]
+    theirs = {layer: make_caches() for layer in NAMES}
+    ours = {layer: make_caches() for layer in NAMES}
+    producer, consumer = make_host(), make_host()
+    server = producer.start("kv_producer", spec, theirs, **transfer)._server
+    consumer.start("kv_consumer", spec, ours, **transfer)
+    assert isinstance(consumer.worker, DeviceWorkerSide)
+    before = {layer: content(ours[layer], 0) for layer in NAMES}
+    producer.step(GrantSpec("t", "e", (4, 5, 1), 0, 3))
+    load = LoadSpec(
+        LoadId(1), (server.endpoint,), "t", "e", (0, 1, 2), (2, 3, 5), False, False, 10.0
+    )
+    consumer.step(loads=(load,))
+    result = result_of(consumer)
+    assert (result.cause, result.num_resting) == ("", 0)
+    assert result.num_bytes == len(NAMES) * 3 * spec.page_size_bytes
+    for layer in NAMES:
+        for source, target in ((4, 2), (5, 3), (1, 5)):
+            assert content(ours[layer], target) == content(theirs[layer], source)
+        assert content(ours[layer], 0) == before[layer]
+    calls = {call[0] for call in producer.native.calls}
+    assert ("batch" in calls) is (transfer.get("placement") != "staged")
+    assert ("write" in calls) is (transfer.get("placement") == "staged")
+
+
+def test_everything_that_is_registered_begins_at_two_mib(make_host: Callable[[], Host]) -> None:
+    caches = {layer: apart(64, 16, 1) for layer in NAMES}
+    host = make_host()
+    host.start("kv_both", MLA, caches)
+    regions = host.native.regions
+    assert all(addr % ALIGNMENT == 0 for addr in regions)
+    pages = {part.data_ptr(): part.nbytes for pair in caches.values() for part in pair}
+    assert pages.items() <= regions.items()
+    assert len(regions) == len(pages) + 2  # staging of both roles
+
+
+def test_staged_placement_opens_no_page(make_host: Callable[[], Host]) -> None:
+    caches = {layer: combined() for layer in NAMES}
+    host = make_host()
+    host.start("kv_both", GQA, caches, placement="staged")
+    assert not {k.data_ptr() for k, _ in caches.values()} & set(host.native.regions)
+    assert len(host.native.regions) == 2
+
+
+def test_cache_that_is_not_aligned_is_refused_at_start(make_host: Callable[[], Host]) -> None:
+    k, v = apart(SIZE, SIZE, HEADS)
+    moved = v.new_empty(v.numel() + ALIGNMENT)
+    start = (-moved.data_ptr() % ALIGNMENT + 4096) // 2
+    v = moved[start : start + v.numel()].view(v.shape)
+    with pytest.raises(ConfigError, match=rf"{NAMES[0]}.*multiple of 2 MiB"):
+        make_host().start("kv_producer", GQA, {NAMES[0]: (k, v)})
+
+
+def test_pool_is_given_the_engine_of_the_transfers(make_host: Callable[[], Host]) -> None:
+    """One TransferEngine a process, as in vllm-ascend: the store never opens one of its own."""
+    host = make_host()
+    host.start("kv_both", GQA, {NAMES[0]: combined()}, pool=True)
+    *_, shared, alignment = host.pool_arguments
+    assert shared.native == host.native.get_engine()
+    assert shared.session == next(iter(host.worker._transports.sessions.values()))
+    assert (shared.protocol, alignment) == ("ascend", ALIGNMENT)
+    assert [call[3] for call in host.native.calls if call[0] == "initialize"] == ["ascend"]
