@@ -104,6 +104,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             events = {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": replay}
             publish = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
             options += ["--kv-events-config", json.dumps(publish)]
+            options += ["--enable-prompt-tokens-details"]
             engines[name] = launched.engine(name, model, folder, free_port(), *options)
             engines[name].start()
             role = "prefill" if name[0] == "p" else "decode"
@@ -279,6 +280,12 @@ def test_prefix_aware_skips_prefill_when_decode_holds_the_prompt(cluster: Cluste
         assert texts(cluster.complete(url, prompt)) == first
         metrics = requests.get(f"{url}/metrics", timeout=10).text
         assert 'prefill_skips_total{reason="decode_holds_prefix"} 1.0' in metrics
+        expected = re.findall(
+            r'prefix_expected_tokens_total{role="decode",told="true"} (.*)', metrics
+        )
+        cached = re.findall(r'prefix_cached_tokens_total{role="decode"} (.*)', metrics)
+        assert expected == cached  # the index is exact
+        assert float(cached[0]) > 0
     assert first == texts(cluster.complete(cluster.single, prompt))
 
 

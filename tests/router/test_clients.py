@@ -217,3 +217,20 @@ def test_idle_connections_to_engines_are_few_and_closed() -> None:
             await until(lambda: client.num_open <= 1)
 
     run(test)
+
+
+def test_requests_that_wait_for_their_first_byte_are_counted() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.prefills[0].script("delay(0.2)")
+            d.decodes[0].token_s = 0.1
+            posting = asyncio.ensure_future(d.post(stream=True, max_tokens=5))
+            await until(lambda: d.count("requests_waiting") == 1)
+            await until(lambda: d.count("requests_waiting") == 0)
+            assert d.count("requests_in_progress") == 1
+            await posting
+            d.prefills[0].script("status(422)")
+            assert (await d.post())[0] == 422
+            assert d.count("requests_waiting") == 0
+
+    run(test)

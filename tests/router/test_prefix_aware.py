@@ -133,6 +133,39 @@ def test_prefill_is_skipped_when_decode_holds_the_prompt() -> None:
     run(test)
 
 
+def test_what_was_expected_is_compared_with_what_engines_say() -> None:
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            await asyncio.sleep(0.1)
+            await publish_prompt(d, "p1", publishers["p1"], 8)
+            await d.post(prompt=TOKENS)
+            told = {"role": "prefill", "told": "true"}
+            untold = {**told, "told": "false"}
+            assert d.count("prefix_expected_tokens_total", **untold) == 8 * BLOCK
+            assert d.count("prefix_prompt_tokens_total", role="prefill") == 0
+
+            engines["p1"].num_cached_tokens = 7 * BLOCK
+            await d.post(prompt=TOKENS)
+            assert d.count("prefix_expected_tokens_total", **told) == 8 * BLOCK
+            assert d.count("prefix_expected_tokens_total", **untold) == 8 * BLOCK
+            assert d.count("prefix_cached_tokens_total", role="prefill") == 7 * BLOCK
+            assert d.count("prefix_prompt_tokens_total", role="prefill") == 10 * BLOCK
+
+            await publish_prompt(d, "d1", publishers["d1"], 9)
+            engines["d1"].num_cached_tokens = 9 * BLOCK
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            for more in ({}, options, {"stream": True}):
+                assert (await d.post(prompt=TOKENS, **more))[0] == 200
+            # The last client asked for no usage, so the engine was not asked either.
+            assert engines["d1"].received[-1].json.get("stream_options") is None
+            assert d.count("prefix_cached_tokens_total", role="decode") == 2 * 9 * BLOCK
+            told["role"] = untold["role"] = "decode"
+            assert d.count("prefix_expected_tokens_total", **told) == 2 * 9 * BLOCK
+            assert d.count("prefix_expected_tokens_total", **untold) == 9 * BLOCK
+
+    run(test)
+
+
 def test_text_is_tokenized_by_an_engine_once() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):

@@ -31,6 +31,9 @@ DRAIN_S = 10
 """An engine that is told to end finishes its requests so long. vLLM's own default is to kill the
 engine core at once, and then it takes no leave of the router."""
 
+_CACHED = "--enable-prompt-tokens-details"
+"""Answers say how much of the prompt was cached: the router compares that with its estimate."""
+
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
@@ -188,6 +191,8 @@ def _engine_command(
     words += engine.words
     if option(engine.words, "--shutdown-timeout") is None:
         words += ["--shutdown-timeout", str(DRAIN_S)]
+    if not {_CACHED, _CACHED.replace("--", "--no-", 1)} & set(engine.words):
+        words.append(_CACHED)
     if engine.memory_bytes is not None:
         words += ["--kv-cache-memory-bytes", str(engine.memory_bytes)]
     words += [

@@ -12,7 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from vllm_ascend_pd.router.failures import Failure
     from vllm_ascend_pd.router.http_client import Response
@@ -90,8 +90,17 @@ class EventStream:
     So an error can follow at any time, and the client sees the engine's bytes unchanged.
     """
 
-    def __init__(self, request: web.Request, metrics: Metrics, idle_s: float) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        metrics: Metrics,
+        idle_s: float,
+        find_usage: Callable[[bytes], tuple[int, int] | None] | None = None,
+    ) -> None:
         self._request = request
+        self._find_usage = find_usage
+        self.usage: tuple[int, int] | None = None
+        """What ``find_usage`` found last."""
         self._metrics = metrics
         self._idle_s = idle_s
         self._held = b""
@@ -143,6 +152,8 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         assert self._answer is not None
         self.num_bytes += len(data)
+        if self._find_usage is not None:
+            self.usage = self._find_usage(data) or self.usage
         transport = self._request.transport
         if transport is None or transport.get_write_buffer_size() + len(data) < NEVER_WAITS_BYTES:
             await self._answer.write(data)

@@ -7,6 +7,7 @@ changed. Of what an engine does with a body, only the prefill leg's length and f
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,8 +205,13 @@ class _PrefillChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _PromptTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
+    prompt_tokens_details: _PromptTokens | None = None
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -231,6 +237,8 @@ class Prefilled:
     """Where this producer can be reached in concurrent order, if it can."""
     num_prompt_tokens: int
     """0 if the engine did not say."""
+    num_cached_tokens: int | None = None
+    """Of them, those that the engine had already; ``None`` if it did not say."""
 
 
 _prefill_decoder: msgspec.json.Decoder[_PrefillAnswer] = msgspec.json.Decoder(_PrefillAnswer)
@@ -244,10 +252,13 @@ def parse_prefill_answer(raw: bytes) -> Prefilled | Failure:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         return Failure(FailureKind.PROTOCOL, f"the prefill answer is not understood: {e}")
     params = answer.kv_transfer_params
-    num_tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
+    usage = answer.usage or _Usage()
+    num_tokens = usage.prompt_tokens
+    details = usage.prompt_tokens_details
+    num_cached = details.cached_tokens if details is not None else None
     if bytes(params) in (b"null", b"{}"):
         if answer.choices and answer.choices[0].finish_reason == "stop":
-            return Prefilled(None, None, num_tokens)
+            return Prefilled(None, None, num_tokens, num_cached)
         return Failure(
             FailureKind.NO_PARAMS,
             "the prefill engine returned no kv_transfer_params: is its --kv-transfer-config set,"
@@ -257,7 +268,7 @@ def parse_prefill_answer(raw: bytes) -> Prefilled | Failure:
         learned = _learned_decoder.decode(params)
     except msgspec.MsgspecError as e:
         return Failure(FailureKind.PROTOCOL, f"kv_transfer_params is not understood: {e}")
-    return Prefilled(params, _kv_endpoint(learned), num_tokens)
+    return Prefilled(params, _kv_endpoint(learned), num_tokens, num_cached)
 
 
 def _kv_endpoint(learned: _Learned) -> KVEndpoint | None:
@@ -271,6 +282,17 @@ def _kv_endpoint(learned: _Learned) -> KVEndpoint | None:
         port=learned.remote_port,
         supports_concurrent=True,
     )
+
+
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
+_PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,12})')
+
+
+def find_prompt_usage(data: bytes) -> tuple[int, int] | None:
+    """Tokens of the prompt, and of them those that the engine had already, in an answer or an
+    event; ``None`` if it does not say. Within a JSON string these names would be escaped."""
+    cached, prompt = _CACHED.search(data), _PROMPT.search(data)
+    return (int(prompt[1]), int(cached[1])) if cached and prompt else None
 
 
 def concurrent_params(transfer_id: str, kv: KVEndpoint) -> msgspec.Raw:

@@ -55,11 +55,23 @@ class Metrics:
         self.handover = Histogram()
         self.num_requests = 0
         """In progress now."""
+        self.num_waiting = 0
+        """Of them, those for engines whose answer has not begun."""
 
     def add(self, name: str, *labels: str, by: float = 1) -> None:
         """To a counter of ``COUNTERS``."""
         counts = self._counts[name]
         counts[labels] = counts.get(labels, 0) + by
+
+    def prefix(self, role: str, num_expected: int, told: tuple[int, int] | None) -> None:
+        """A leg's prompt: what the policy expected its engine to have, and what the engine said:
+        tokens of the prompt, and of them those that it had."""
+        if num_expected:
+            self.add("prefix_expected_tokens", role, str(told is not None).lower(), by=num_expected)
+        if told is not None:
+            num_prompt, num_cached = told
+            self.add("prefix_prompt_tokens", role, by=num_prompt)
+            self.add("prefix_cached_tokens", role, by=num_cached)
 
     def forget(self, instance_id: str) -> None:
         """An instance is gone: its series would stay for ever."""
@@ -73,6 +85,7 @@ class Metrics:
             {name: list(counts.items()) for name, counts in self._counts.items()},
             {name: getattr(self, name) for name in HISTOGRAMS},
             self.num_requests,
+            self.num_waiting,
             [InstanceSnapshot.of(instance) for instance in self._instances()],
             self._break_evens(),
         )

@@ -24,7 +24,12 @@ from vllm_ascend_pd.router.answers import (
     error_response,
     whole_answer,
 )
-from vllm_ascend_pd.router.bodies import Body, Prefilled, concurrent_params
+from vllm_ascend_pd.router.bodies import (
+    Body,
+    Prefilled,
+    concurrent_params,
+    find_prompt_usage,
+)
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.policies.base import Pair, Routed
@@ -82,6 +87,15 @@ class Relay:
         self._tracing = tracing
 
     async def serve(self, job: Job) -> web.StreamResponse:
+        """One request, counted as waiting until its answer begins."""
+        self._metrics.num_waiting += 1
+        try:
+            return await self._serve(job)
+        finally:
+            if job.trace.ttft_s is None:
+                self._metrics.num_waiting -= 1
+
+    async def _serve(self, job: Job) -> web.StreamResponse:
         """Attempts, until one answers or none is left."""
         trace = job.trace
         excluded: set[Instance] = set()
@@ -116,12 +130,6 @@ class Relay:
     async def _attempt(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
         trace = job.trace
         trace.decode = pair.decode.instance_id
-        for role, num_tokens in (
-            ("prefill", job.routed.num_prefill_hit_tokens),
-            ("decode", job.routed.num_decode_hit_tokens),
-        ):
-            if num_tokens:
-                self._metrics.add("prefix_hit_tokens", role, by=num_tokens)
         skip = job.skipped = self._skipper.reason(job.body, job.routed, pair)
         if skip is not None:
             self._metrics.add("prefill_skips", skip)
@@ -172,6 +180,9 @@ class Relay:
             result = await self._legs.prefill(instance, job.body, headers, sent, num_tokens)
         if isinstance(result, Prefilled):
             instance.kv = result.kv or instance.spec.kv
+            cached = result.num_cached_tokens
+            told = None if cached is None else (result.num_prompt_tokens, cached)
+            self._metrics.prefix("prefill", job.routed.num_prefill_hit_tokens, told)
             self._lengths.learn(job.body.model, job.body.prompt, result.num_prompt_tokens)
         elif isinstance(result, LegFailed) and result.failure.kind in KV_ENDPOINT_LOST:
             instance.kv = instance.spec.kv  # it may come back as another engine
@@ -191,32 +202,41 @@ class Relay:
             now = time.monotonic()
             job.trace.ttft_s = now - job.trace.started
             self._metrics.ttft.observe(job.trace.ttft_s)
+            self._metrics.num_waiting -= 1
             if job.trace.order != "decode-only":
                 self._metrics.handover.observe(now - leg.started)
             if isinstance(result, Stream) and job.trace.num_attempts == 1:
                 self._skipper.learn(job.body, job.routed, job.skipped, job.trace.ttft_s)
+            # What D has of a prompt that P computes is not told apart from what P sends.
+            is_alone = job.trace.order == "decode-only"
             if isinstance(result, Answer):
                 answered: web.StreamResponse = whole_answer(result, job.trace)
+                told = find_prompt_usage(result.body) if is_alone else None
             else:
-                answered = await self._stream(job, leg.instance, result)
+                answered, told = await self._stream(job, leg.instance, result, is_alone)
                 leg.outcome = job.trace.outcome
+            if is_alone:
+                self._metrics.prefix("decode", job.routed.num_decode_hit_tokens, told)
             self._metrics.decode_leg.observe(time.monotonic() - leg.started)
             return answered
 
-    async def _stream(self, job: Job, instance: Instance, stream: Stream) -> web.StreamResponse:
+    async def _stream(
+        self, job: Job, instance: Instance, stream: Stream, look_for_usage: bool
+    ) -> tuple[web.StreamResponse, tuple[int, int] | None]:
         trace = job.trace
-        events = EventStream(job.request, self._metrics, self._config.timeouts.idle_s)
+        find = find_prompt_usage if look_for_usage and "stream_options" in job.body.fields else None
+        events = EventStream(job.request, self._metrics, self._config.timeouts.idle_s, find)
         headers = answer_headers(stream.response.headers, trace.request_id)
         trace.status = stream.response.status
         try:
             failure = await events.relay(stream.response, stream.first, headers)
             if failure is None:
                 trace.outcome = "ok"
-                return await events.end(None)
+                return await events.end(None), events.usage
             instance.failed(failure, "stream")
             trace.outcome, trace.error = "broken_stream", f"{instance.instance_id}: {failure}"
             message = f"the engine failed after part of the answer was sent: {failure.kind.value}"
-            return await events.end(error_body(502, "broken_stream", message))
+            return await events.end(error_body(502, "broken_stream", message)), events.usage
         finally:
             trace.num_bytes = events.num_bytes
             stream.response.close()

@@ -33,7 +33,12 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retry_budget_exhausted": ("Retries not made for lack of budget", ()),
     "legs": ("Legs to engines, by how they ended", ("instance", "leg", "outcome")),
     "orders": ("Attempts by order", ("order",)),
-    "prefix_hit_tokens": ("Prompt tokens that the policy expected to be cached", ("role",)),
+    "prefix_expected_tokens": (
+        "Prompt tokens that the policy expected an engine to have; told: it said what it had",
+        ("role", "told"),
+    ),
+    "prefix_cached_tokens": ("Prompt tokens that engines said they had", ("role",)),
+    "prefix_prompt_tokens": ("Prompt tokens of requests whose engine said that", ("role",)),
     "prefill_skips": ("Requests without a prefill leg, by reason", ("reason",)),
     "worker_restarts": ("Workers that ended by themselves and were started again", ()),
 }
@@ -176,6 +181,8 @@ class Snapshot(msgspec.Struct):
     histograms: dict[str, Histogram] = {}
     num_requests: int = 0
     """In progress."""
+    num_waiting: int = 0
+    """Of them, those whose answer has not begun."""
     instances: list[InstanceSnapshot] = []
     break_evens: dict[str, int] = {}
     """By model: tokens up to which D computes a prompt itself, as measured."""
@@ -218,6 +225,7 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
         {name: list(values.items()) for name, values in counts.items()},
         histograms,
         sum(snapshot.num_requests for snapshot in running),
+        sum(snapshot.num_waiting for snapshot in running),
         list(instances.values()),
         break_evens,
     )
@@ -238,9 +246,11 @@ class _Families(Collector):
             yield counter
         for name, text in HISTOGRAMS.items():
             yield _histogram(name, text, snapshot.histograms.get(name) or Histogram())
-        running = GaugeMetricFamily(PREFIX + "requests_in_progress", "Requests in progress")
-        running.add_metric([], snapshot.num_requests)
-        yield running
+        for name, text, value in (
+            ("requests_in_progress", "Requests in progress", snapshot.num_requests),
+            ("requests_waiting", "Of them, those without a first byte", snapshot.num_waiting),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, value=value)
         text = "Prompts of up to so many tokens are computed by an idle D, as measured"
         break_even = GaugeMetricFamily(PREFIX + "break_even_tokens", text, labels=["model"])
         for model, num_tokens in snapshot.break_evens.items():

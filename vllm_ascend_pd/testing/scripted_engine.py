@@ -80,6 +80,8 @@ class ScriptedEngine:
     """Seconds per token of a prompt that it computes."""
     load_s: float = 0.0
     """Seconds until the KV of a prompt that another engine computed is there."""
+    num_cached_tokens: int | None = None
+    """Tokens of each prompt that it says it had already, as with --enable-prompt-tokens-details."""
     is_healthy: bool = True
     health_hangs: bool = False
     metrics: str = ""
@@ -193,7 +195,7 @@ class ScriptedEngine:
             return 0.0
         if request.params.get("do_remote_prefill"):
             return self.load_s
-        return self.compute_token_s * answer.usage["prompt_tokens"]
+        return self.compute_token_s * float(answer.usage["prompt_tokens"])
 
     async def _follow(
         self, fault: str, number: float, request: Received, writer: asyncio.StreamWriter
@@ -243,7 +245,7 @@ class Answer:
     is_chat: bool
     num_samples: int
     tokens: list[str]
-    usage: dict[str, int]
+    usage: dict[str, Any]
     stream_usage: bool
     params: dict[str, Any] | None
 
@@ -261,11 +263,13 @@ class Answer:
             ids = range(len(prompt) // 4)
         num_prompt_tokens = max(1, len(ids))
         num_samples = int(body.get("n") or 1)
-        usage = {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_samples * num_tokens,
             "total_tokens": num_prompt_tokens + num_samples * num_tokens,
         }
+        if engine.num_cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": engine.num_cached_tokens}
         options = body.get("stream_options") or {}
         params = None
         if request.params.get("do_remote_decode"):

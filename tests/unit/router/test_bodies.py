@@ -18,6 +18,7 @@ from vllm_ascend_pd.router.bodies import (
     BadRequest,
     Prefilled,
     concurrent_params,
+    find_prompt_usage,
     parse,
     parse_prefill_answer,
     without_params,
@@ -170,3 +171,19 @@ vllm:num_requests_waiting_by_reason{reason="x"} 9.0
     assert load.kv_usage == pytest.approx(0.6)
     assert (load.prefix_queries, load.prefix_hits) == (1000, 250)
     assert parse_load(b"\x00garbage").num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b'{"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}}', (9, 8)),
+        (b'{"usage":{"prompt_tokens_details":{"cached_tokens":8},"prompt_tokens":9}}', (9, 8)),
+        (b'{"usage": {"prompt_tokens": 9, "prompt_tokens_details": null}}', None),
+        (b'{"text": "{\\"prompt_tokens\\": 1, \\"cached_tokens\\": 1}"}', None),
+        (b"", None),
+    ],
+)
+def test_prompt_usage_is_found_where_the_engine_tells_it(
+    data: bytes, found: tuple[int, int] | None
+) -> None:
+    assert find_prompt_usage(data) == found
