@@ -211,7 +211,7 @@ def test_idle_connections_to_engines_are_few_and_closed() -> None:
         async with deployed() as d:
             await asyncio.gather(*(d.post() for _ in range(20)))
             client = d.router.registry.decodes[0].client
-            assert client.num_busy == 0
+            await until(lambda: client.num_busy == 0)  # a probe may be in progress
             assert client.num_open <= 21
             client.retire()
             await until(lambda: client.num_open <= 1)

@@ -26,7 +26,7 @@ from vllm_ascend_pd.router.http_client import EngineClient
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
 from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
-from vllm_ascend_pd.router.page import instances, page, status
+from vllm_ascend_pd.router.page import instances, openapi, page, status
 from vllm_ascend_pd.router.passthrough import Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
@@ -123,6 +123,7 @@ class Router:
         app.router.add_get("/metrics", self._metrics, allow_head=False)
         app.router.add_get("/version", self._version, allow_head=False)
         app.router.add_get("/", self._page, allow_head=False)
+        app.router.add_get("/openapi.json", self._openapi, allow_head=False)
         app.router.add_get("/status", self._status, allow_head=False)
         app.router.add_get("/instances", self._instances, allow_head=False)
         self.registered.add_routes(app)
@@ -245,6 +246,9 @@ class Router:
 
     async def _page(self, request: web.Request) -> web.Response:
         return page()
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return _json(openapi())
 
     async def _status(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page at ``/`` and the JSON that it shows."""
+"""What the router says of itself: the page at ``/``, its JSON, the description of its API."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def page() -> web.Response:
     text = files("vllm_ascend_pd.router").joinpath("page.html").read_text()
     headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-store"}
     return web.Response(text=text, content_type="text/html", headers=headers)
+
+
+def openapi() -> dict[str, Any]:
+    """The API of this version."""
+    text = files("vllm_ascend_pd.router").joinpath("openapi.json").read_bytes()
+    document: dict[str, Any] = msgspec.json.decode(text)
+    document["info"]["version"] = __version__
+    return document
 
 
 def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _FAULT = re.compile(r"(\w+)(?:\(([\d.]+)\))?")
 GENERATE = ("/v1/completions", "/v1/chat/completions")
 MODEL = "tiny"
-MAX_TOKENS = 1_000_000
 NOT_STALE_S = 0.06
 """A connection that closes sooner after a request may have been closed before it came."""
 
@@ -78,6 +77,8 @@ class ScriptedEngine:
     """Seconds per token of an answer."""
     compute_token_s: float = 0.0
     """Seconds per token of a prompt that it computes."""
+    max_tokens: int = 1_000_000
+    """More are refused."""
     load_s: float = 0.0
     """Seconds until the KV of a prompt that another engine computed is there."""
     num_cached_tokens: int | None = None
@@ -253,9 +254,10 @@ class Answer:
     def make(cls, engine: ScriptedEngine, request: Received) -> Answer:
         body = request.json
         is_chat = request.path.startswith("/v1/chat")
+        _check(body, is_chat)
         prompt = json.dumps(body.get("messages") if is_chat else body.get("prompt"))
         num_tokens = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
-        if num_tokens > MAX_TOKENS:
+        if num_tokens > engine.max_tokens:
             raise ValueError(f"{num_tokens} tokens")
         tokens = [_token(prompt, index) for index in range(num_tokens)]
         ids = body.get("prompt")
@@ -355,6 +357,40 @@ class Answer:
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": text}}
         return choice | {"text": text}
+
+
+def _check(body: dict[str, Any], is_chat: bool) -> None:
+    """``ValueError`` for what an engine answers with 400."""
+    if is_chat:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("messages")
+        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+            raise ValueError("role")
+    elif not _is_prompt(body.get("prompt")):
+        raise ValueError("prompt")
+    for name, kind in (("model", str), ("stream", bool)):
+        if not isinstance(body.get(name), kind | None):
+            raise ValueError(name)
+    for name in ("max_tokens", "max_completion_tokens"):
+        number = body.get(name)
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(name)
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Text, token ids, or several of one of them."""
+    if isinstance(prompt, str):
+        return bool(prompt)
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    if isinstance(prompt[0], list):
+        return all(isinstance(one, list) and _is_ids(one) for one in prompt)
+    return _is_ids(prompt) or all(isinstance(one, str) and one for one in prompt)
+
+
+def _is_ids(prompt: list[Any]) -> bool:
+    return bool(prompt) and all(type(one) is int and one >= 0 for one in prompt)
 
 
 def _token(prompt: str, index: int) -> str:

@@ -131,7 +131,12 @@ class RegisteredDiscovery:
     async def _delete(self, request: web.Request) -> web.Response:
         if refused := self.refuse(request):
             return refused
-        await self._heartbeats.leave(request.match_info["instance_id"])
+        instance_id = request.match_info["instance_id"]
+        try:
+            registration.check_instance_id(instance_id)
+        except ConfigError as e:
+            return error_response(400, "bad_registration", str(e))
+        await self._heartbeats.leave(instance_id)
         return web.Response(status=204)
 
     def refuse(self, request: web.Request) -> web.Response | None:
