@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import pytest
 import requests
 
 from tests.e2e.forked_engines import ForkedEngine, launcher
+from tests.e2e.load import Load
 from tests.e2e.servers import free_port
 from tests.router.engine_contract import check_consumer, check_producer
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
@@ -289,57 +289,13 @@ def test_prefix_aware_skips_prefill_when_decode_holds_the_prompt(cluster: Cluste
     assert first == texts(cluster.complete(cluster.single, prompt))
 
 
-class Load:
-    """32 requests at once, half of them streams; each must end well."""
-
-    def __init__(self, cluster: Cluster, tag: str) -> None:
-        self._cluster = cluster
-        self._prompts = [f"{tag} {i}. " + LONG[: 300 + 20 * i] for i in range(32)]
-        self.started = threading.Barrier(33)
-        self._pool = ThreadPoolExecutor(32)
-        self._futures = [self._pool.submit(self._one, i) for i in range(32)]
-
-    def _one(self, index: int) -> tuple[str, str | None, bool]:
-        """Prompt, text (``None`` if the stream broke after it began), whether it was streamed."""
-        prompt, stream = self._prompts[index], index % 2 == 0
-        body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": 48,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": stream,
-        }
-        self.started.wait()
-        url = f"{self._cluster.router}/v1/completions"
-        with requests.post(url, json=body, timeout=120, stream=stream) as response:
-            assert response.status_code == 200, response.text
-            if not stream:
-                return prompt, response.json()["choices"][0]["text"], False
-            events = [line[6:] for line in response.iter_lines() if line]
-        if events[-1] != b"[DONE]":
-            assert "error" in json.loads(events[-1])
-            return prompt, None, True
-        return prompt, "".join(json.loads(e)["choices"][0]["text"] for e in events[:-1]), True
-
-    def check(self) -> None:
-        results = [future.result() for future in self._futures]
-        self._pool.shutdown()
-        whole = [(prompt, text) for prompt, text, stream in results if not stream]
-        assert all(text is not None for _, text in whole)
-        for prompt, text, _ in results:
-            if text is not None:
-                alone = self._cluster.complete(self._cluster.single, prompt, max_tokens=48)
-                assert text == texts(alone)[0]
-
-
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 def test_killed_engine_under_32_requests(cluster: Cluster, victim: str) -> None:
-    load = Load(cluster, f"Killing {victim}")
-    load.started.wait()
+    load = Load(cluster.router, f"Killing {victim}")
+    load.start()
     time.sleep(0.4)
     cluster.engines[victim].kill()
-    load.check()
+    load.check(lambda prompt: texts(cluster.complete(cluster.single, prompt, max_tokens=48))[0])
     assert victim not in cluster.healthy()
     cluster.engines[victim].start()
     cluster.engines[victim].wait_ready()
