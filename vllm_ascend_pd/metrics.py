@@ -40,7 +40,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "router_registered": ("1 while the router that this engine registers with knows it", ()),
     "engine_info": (
         "Always 1; what this engine is. Producers and consumers need equal fingerprints",
-        ("engine_id", "role", "epoch", "kv_endpoint", "fingerprint"),
+        ("engine_id", "role", "epoch", "kv_endpoint", "fingerprint", "pool_master"),
     ),
 }
 """Exposed as ``vllm:pd_<name>``."""

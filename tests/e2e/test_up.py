@@ -126,8 +126,8 @@ def complete(url: str, prompt: str, **more: Any) -> str:
     return text
 
 
-def doctor(up: Up) -> tuple[int, list[dict[str, Any]]]:
-    command = [VLLM_PD, "doctor", "--router", up.url, "--no-measure", "--json"]
+def doctor(up: Up, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    command = [VLLM_PD, "doctor", *(options or ("--router", up.url)), "--no-measure", "--json"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=200, check=False)
     return done.returncode, json.loads(done.stdout)["findings"]
 
@@ -167,6 +167,23 @@ def test_doctor_finds_nothing_wrong(up: Up) -> None:
     assert {"P/D request", "router request", "KV layout", "block hashes", "clock", "pool"} <= set(
         verdicts
     )
+
+
+def test_doctor_examines_all_that_the_topology_says(up: Up, model: Path, tmp_path: Path) -> None:
+    plan = {"model": str(model), "served_model_name": "tiny", "router": {"port": up.port}}
+    plan |= {"extra_config": {"pool": {"dram_size": "64MiB"}}}
+    path = tmp_path / "topology.yaml"
+    path.write_text(json.dumps(plan))  # JSON is YAML
+    code, findings = doctor(up, "--config", str(path))
+    assert code == 0, findings
+    verdicts = {finding["check"]: finding["verdict"] for finding in findings}
+    assert verdicts["topology"] == verdicts["master"] == verdicts["P/D request"] == "ok"
+
+    path.write_text(json.dumps({**plan, "decode": [{"count": 2}]}))
+    code, findings = doctor(up, "--config", str(path))
+    assert code == 1
+    [failed] = [finding for finding in findings if finding["verdict"] == "fail"]
+    assert failed["found"] == "the router does not know decode-1 of host localhost"
 
 
 def test_a_killed_engine_is_reported_and_started_again(up: Up) -> None:

@@ -195,7 +195,8 @@ def test_gauges_appear_in_the_metrics_page(config: VllmConfig) -> None:
         for registered in (1, 0):
             stats = Stats()
             stats.set("router_registered", registered)
-            stats.set("engine_info", 1, "p0", "kv_producer", "e1", "127.0.0.1:1", "a=b c=d/e")
+            info = ("p0", "kv_producer", "e1", "127.0.0.1:1", "a=b c=d/e", "127.0.0.1:2")
+            stats.set("engine_info", 1, *info)
             prom.observe(stats.take())
         page = generate_latest(REGISTRY).decode()
     finally:
@@ -203,7 +204,8 @@ def test_gauges_appear_in_the_metrics_page(config: VllmConfig) -> None:
     assert 'vllm:pd_router_registered{engine="0",model_name="tiny"} 0.0' in page
     assert (
         'vllm:pd_engine_info{engine="0",engine_id="p0",epoch="e1",fingerprint="a=b c=d/e",'
-        'kv_endpoint="127.0.0.1:1",model_name="tiny",role="kv_producer"} 1.0'
+        'kv_endpoint="127.0.0.1:1",model_name="tiny",pool_master="127.0.0.1:2",'
+        'role="kv_producer"} 1.0'
     ) in page
 
 

@@ -16,13 +16,22 @@ app = typer.Typer(add_completion=False)
 
 Without options it looks at this host: patches, versions, libraries, ports, bandwidth. With
 `--router`, or with `--prefill` and `--decode`, also at the engines: whether they fit together, and
-whether a real request moves KV. Exit code 1 when something failed.
+whether a real request moves KV. With `--config`, at all that the topology file says should run.
+Exit code 1 when something failed.
 
     vllm-pd doctor --router http://127.0.0.1:8000"""
 )
 def doctor(
     router: Annotated[
         str | None, typer.Option(metavar="URL", help="A router; its engines are examined.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Topology file: its router, its pool's master and each of its engines.",
+            dir_okay=False,
+        ),
     ] = None,
     prefill: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A prefill engine; repeat for more.")
@@ -47,8 +56,11 @@ def doctor(
 
     from rich.console import Console
 
+    from vllm_ascend_pd.cluster import topology
+    from vllm_ascend_pd.cluster.doctor.deployment import router_url
     from vllm_ascend_pd.cluster.doctor.examine import Subject, examine, show, to_json
     from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict, exit_code
+    from vllm_ascend_pd.errors import ConfigError
 
     for name, urls in (
         ("--router", [router] if router else []),
@@ -62,6 +74,13 @@ def doctor(
         key = api_key_file.read_text().strip() if api_key_file else None
     except OSError as e:
         raise typer.BadParameter(str(e), param_hint="--api-key-file") from e
+    plan_of = None
+    if config is not None:
+        try:
+            plan_of = topology.load(config)
+        except ConfigError as e:
+            raise typer.BadParameter(str(e), param_hint="--config") from e
+        router = router or router_url(plan_of)
     console = Console()
 
     def report(finding: Finding) -> None:
@@ -72,6 +91,7 @@ def doctor(
         router=router.rstrip("/") if router else None,
         prefill=tuple(prefill or ()),
         decode=tuple(decode or ()),
+        topology=plan_of,
         api_key=key,
         measure=measure,
         ascend=ascend,

@@ -105,7 +105,7 @@ def make_plan(
     programs = programs or Programs()
     device = topology.device or machine.device
     chooser = choose_port if len(topology.hosts) == 1 else None
-    engines = _engines(topology, chooser)
+    engines = place(topology, chooser)
     for name, host in topology.hosts.items():
         here = [engine for engine in engines if engine.host == name]
         divide(name, host, here, device, machine if name == local_host else None)
@@ -115,7 +115,7 @@ def make_plan(
         router_url=http_url(address, topology.router.port), registers=_registers(topology)
     )
     commands: list[Command] = []
-    if _wants_master(topology):
+    if wants_master(topology):
         rpc_port, http_port = (chooser(address), chooser(address)) if chooser else MASTER_PORTS
         shared.master = f"{address}:{rpc_port}"
         argv = master_command(programs.master, address, rpc_port, http_port)
@@ -135,13 +135,14 @@ def _registers(topology: Topology) -> bool:
     return loopback or "token_file" in topology.extra_config.get("router", {})
 
 
-def _wants_master(topology: Topology) -> bool:
+def wants_master(topology: Topology) -> bool:
     """Whether engines have a pool and no master of the user's own."""
     pool = topology.extra_config.get("pool")
     return isinstance(pool, dict) and "master" not in pool
 
 
-def _engines(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEngine]:
+def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEngine]:
+    """Every engine with its ports; without ``choose_port`` they are counted."""
     engines: list[PlacedEngine] = []
     roles: tuple[tuple[Literal["prefill", "decode"], tuple[EngineGroup, ...]], ...] = (
         ("prefill", topology.prefill),

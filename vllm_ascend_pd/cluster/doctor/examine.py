@@ -12,7 +12,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.cluster.doctor import ascend, engines, host, requests
+from vllm_ascend_pd.cluster.doctor import ascend, deployment, engines, host, requests
 from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code, fail, ok
 from vllm_ascend_pd.cluster.doctor.transports import Bandwidth
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from rich.console import Console
+
+    from vllm_ascend_pd.cluster.topology import Topology
 
 _STYLES = {
     Verdict.OK: "green",
@@ -40,13 +42,15 @@ class Subject:
     api_key: str | None = None
     measure: bool = True
     """Whether the transports of this host are measured, which takes some seconds of a core."""
+    topology: Topology | None = None
+    """What should run; its router is ``router``, unless that is given."""
     ascend: bool = False
     """Whether this host is to have NPUs: walk through their bring-up list too."""
 
     @property
     def runs(self) -> bool:
         """Whether there is anything but this host."""
-        return bool(self.router or self.prefill or self.decode)
+        return bool(self.router or self.prefill or self.decode or self.topology)
 
 
 async def examine(subject: Subject, report: Callable[[Finding], None]) -> list[Finding]:
@@ -89,20 +93,34 @@ async def _findings(subject: Subject) -> AsyncIterator[Finding]:
 async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]:
     known = [engines.Engine(url.rstrip("/"), "prefill") for url in subject.prefill]
     known += [engines.Engine(url.rstrip("/"), "decode") for url in subject.decode]
+    listed: list[engines.Engine] = []
     if subject.router:
         try:
             listed = await engines.discover(web, subject.router)
         except engines.ERRORS as e:
             fix = f"curl -i {subject.router}/health; then see its log"
             yield fail("router", f"{subject.router}: {str(e) or type(e).__name__}", fix)
-            if not known:
+            if not known and subject.topology is None:
                 return
         else:
             yield ok("router", f"{subject.router} knows {len(listed)} engines")
             known += [engine for engine in listed if engine.url not in {e.url for e in known}]
+    expected: list[deployment.Expected] = []
+    if subject.topology is not None:
+        expected = deployment.expected_engines(subject.topology)
+        urls, names = {engine.url for engine in known}, {engine.name for engine in known}
+        known += [
+            engines.Engine(one.url, one.role, one.name)
+            for one in expected
+            if one.url and one.url not in urls and one.name not in names
+        ]
     for engine in known:
         await engines.ask(web, engine)
-    checks: list[Check] = [
+    checks: list[Check] = []
+    if subject.topology is not None:
+        checks.append(deployment.Complete(expected, listed))
+        checks.append(deployment.Master(web, subject.topology, known))
+    checks += [
         engines.Reachable(known),
         engines.InEngine(known),
         engines.Fitting(known),

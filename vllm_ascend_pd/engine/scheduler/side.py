@@ -190,6 +190,7 @@ class SchedulerSide:
             "engine_info",
             1,
             *(config.engine_id, config.role.value, epoch, str(endpoint or ""), identity),
+            (config.pool.master or "its own") if config.pool is not None else "",
         )
         self._gauges_due = True
         """A step must carry gauges out. Scheduler and registrar set it, the scheduler clears it."""

@@ -43,6 +43,7 @@ class ScriptedEngine:
         self.counts_as: str | None = None
         self.pool: dict[str, int] = {}
         """``{'put_blocks_total{outcome="ok"}': 5}``"""
+        self.pool_master = ""
         self.bodies: list[dict[str, Any]] = []
         self.listed: list[dict[str, Any]] = []
         for name, value in changes.items():
@@ -80,6 +81,7 @@ class ScriptedEngine:
             lines.append(f"vllm:pd_pool_{name} {number}")
         if self.fingerprint is not None:
             labels = f'role="{self.kv_role}",kv_endpoint="",fingerprint="{self.fingerprint}"'
+            labels += f',pool_master="{self.pool_master}"'
             lines += ["# TYPE vllm:pd_engine_info gauge", f"vllm:pd_engine_info{{{labels}}} 1.0"]
         return web.Response(text="\n".join(lines) + "\n")
 

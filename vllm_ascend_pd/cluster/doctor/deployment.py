@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a topology says should run, against what runs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from vllm_ascend_pd.cluster.placement import http_url
+from vllm_ascend_pd.cluster.plan import MASTER_PORTS, place, wants_master
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_ascend_pd.cluster.doctor.engines import Engine, Role, Web
+    from vllm_ascend_pd.cluster.topology import Topology
+
+_FOUND_AT_START = 0
+"""For a port that ``vllm-pd up`` chooses on its host."""
+_CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One engine of the topology. Without ``url``, only its router knows where it is."""
+
+    name: str
+    role: Role
+    host: str
+    url: str | None
+
+
+def router_url(topology: Topology) -> str:
+    """Where the topology's router is."""
+    host = topology.host(topology.router.host)
+    return http_url(host.address, topology.router.port)
+
+
+def expected_engines(topology: Topology) -> list[Expected]:
+    """All of them, under the names that ``vllm-pd up`` gives."""
+    choose = (lambda address: _FOUND_AT_START) if len(topology.hosts) == 1 else None
+    return [
+        Expected(one.name, one.role, one.host, one.url if one.port else None)
+        for one in place(topology, choose)
+    ]
+
+
+class Complete:
+    """Whether the router knows every engine of the topology, and no other one."""
+
+    name = "topology"
+
+    def __init__(self, expected: Sequence[Expected], listed: Sequence[Engine]) -> None:
+        """``listed`` are those that the router told of."""
+        self._expected = expected
+        self._listed = listed
+
+    async def run(self) -> Sequence[Finding]:
+        findings = []
+        names, urls = {e.name for e in self._listed}, {e.url for e in self._listed}
+        missing = [e for e in self._expected if e.name not in names and e.url not in urls]
+        for engine in missing:
+            fix = f"on host {engine.host}: vllm-pd up --config FILE; then see its {engine.name}.log"
+            where = f" at {engine.url}" if engine.url else ""
+            found = f"the router does not know {engine.name} of host {engine.host}{where}"
+            findings.append(fail(self.name, found, fix))
+        wanted = {e.name for e in self._expected}
+        wanted |= {e.url for e in self._expected if e.url}
+        for other in self._listed:
+            if other.name not in wanted and other.url not in wanted:
+                fix = "stop it, or add it to the topology"
+                found = f"the router knows {other} at {other.url}, which the topology has not"
+                findings.append(warn(self.name, found, fix))
+        if not findings:
+            found = f"the router knows all {len(self._expected)} engines"
+            findings.append(ok(self.name, found, num_engines=len(self._expected)))
+        return findings
+
+
+class Master:
+    """Whether the pool's master answers, and every engine uses that one."""
+
+    name = "master"
+
+    def __init__(self, web: Web, topology: Topology, known: Sequence[Engine]) -> None:
+        self._web = web
+        self._topology = topology
+        self._known = [engine for engine in known if not engine.error]
+
+    async def run(self) -> Sequence[Finding]:
+        pool = self._topology.extra_config.get("pool")
+        if not isinstance(pool, dict):
+            return [skipped(self.name, "the topology has no pool")]
+        used = {str(e): e.info.get("pool_master", "") for e in self._known if e.info}
+        wanted = self._given(pool) or next(iter(sorted(filter(None, used.values()))), None)
+        if wanted is None:
+            fix = "see why the engines do not answer; they know its address"
+            return [fail(self.name, "no engine says where it is", fix)]
+        findings = [await self._ask(wanted)]
+        others = [f"{e} uses {master or 'none'}" for e, master in used.items() if master != wanted]
+        if others:
+            fix = "start all engines from the same topology file"
+            findings.append(fail(self.name, f"not {wanted}: {', '.join(others)}", fix))
+        return findings
+
+    def _given(self, pool: dict[str, object]) -> str | None:
+        """Its ``host:port`` by the topology."""
+        if isinstance(pool.get("master"), str):
+            return str(pool["master"])
+        if wants_master(self._topology) and len(self._topology.hosts) > 1:
+            return f"{self._topology.host(self._topology.router.host).address}:{MASTER_PORTS[0]}"
+        return None
+
+    async def _ask(self, address: str) -> Finding:
+        host, _, port = address.rpartition(":")
+        try:
+            opening = asyncio.open_connection(host.strip("[]"), int(port))
+            _, writer = await asyncio.wait_for(opening, _CONNECT_TIMEOUT_S)
+        except (OSError, asyncio.TimeoutError, ValueError) as e:
+            fix = "see its log on that host; without it engines serve, but share no pool"
+            return fail(self.name, f"{address}: {str(e) or type(e).__name__}", fix)
+        writer.close()
+        return ok(self.name, f"{address} answers")
