@@ -215,6 +215,17 @@ def test_32_at_once(cluster: Cluster) -> None:
     assert cluster.routed('requests_total{outcome="failed"}') == 0
 
 
+def test_several_processes_give_the_same_tokens(cluster: Cluster) -> None:
+    prompts = [f"Worker {i}. " + LONG[: 200 + 40 * i] for i in range(16)]
+    alone = [texts(cluster.complete(cluster.single, prompt, max_tokens=8)) for prompt in prompts]
+    with routing(cluster.folder, cluster.instances, "--workers", "2") as url:
+        with ThreadPoolExecutor(16) as pool:
+            got = list(pool.map(lambda p: texts(cluster.complete(url, p, max_tokens=8)), prompts))
+        assert got == alone
+        metrics = requests.get(f"{url}/metrics", timeout=10).text
+        assert 'requests_total{outcome="ok"} 16.0' in metrics
+
+
 def test_openai_client(cluster: Cluster) -> None:
     messages: Any = [{"role": "user", "content": "A chat. " + LONG[:500]}]
     answers = []
