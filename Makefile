@@ -40,6 +40,7 @@ bench: venv ## measure on a machine that does nothing else; see docs/benchmarks.
 	$(BIN)/python benchmarks/data_path.py --rounds 80
 	$(BIN)/python benchmarks/handover.py --model $(BENCH_MODEL)
 	$(BIN)/python benchmarks/pool.py --model $(BENCH_MODEL)
+	$(BIN)/python benchmarks/trace.py --model $(BENCH_MODEL)
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --out $(MODEL)
 	$(BIN)/python benchmarks/soak.py --model $(MODEL)
 

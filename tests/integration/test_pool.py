@@ -59,11 +59,20 @@ def test_warm_prompt_comes_from_dram(
     assert answer.provenance["num_pool_bytes"] > 0
 
 
+@pytest.mark.parametrize("load_mode", ["step", "park"])
 def test_warm_prompt_comes_from_another_process(
-    engines: Engines, single: SingleEngine, prompt_of: PromptOf, master: EmbeddedMaster
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: PromptOf,
+    master: EmbeddedMaster,
+    load_mode: str,
 ) -> None:
     owner = engines.shared("kv_both", pool={**POOL, "master": master.address})
-    guest = engines.shared("kv_both", pool={**POOL, "master": master.address, "dram_size": 0})
+    guest = engines.shared(
+        "kv_both",
+        pool={**POOL, "master": master.address, "dram_size": 0},
+        transfer={"load_mode": load_mode},
+    )
     prompt = prompt_of(NUM_TOKENS)
     store(owner, prompt)
     answer = guest.ask(prompt, 8, ASK)

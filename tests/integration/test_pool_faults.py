@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,12 @@ import pytest
 
 from tests.integration.engines import BLOCK_SIZE, Engine
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
-from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster, free_port
+from vllm_ascend_pd.backends.mooncake_master import (
+    EmbeddedMaster,
+    free_port,
+    master_command,
+    master_program,
+)
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -223,6 +230,76 @@ def test_killed_master_costs_no_token_and_is_started_again(
         time.sleep(0.3)
 
 
+class JoinedMaster:
+    """A master that nobody but the test starts."""
+
+    def __init__(self) -> None:
+        self._port, self._http_port = free_port(), free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self) -> None:
+        command = master_command(master_program(), "127.0.0.1", self._port, self._http_port)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 15
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/health"):
+                    return
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def joined_master() -> Iterator[JoinedMaster]:
+    master = JoinedMaster()
+    yield master
+    master.kill()
+
+
+def test_joined_master_is_killed_and_another_takes_its_place(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, joined_master: JoinedMaster
+) -> None:
+    pool = {**POOL, **BREAKER, "lookup_timeout_ms": 300, "master": joined_master.address}
+    engine = engines.own("kv_both", pool=pool)
+    prompts = [prompt_of(NUM_TOKENS, str(i)) for i in range(3)]
+    store(engine, prompts[0])
+    assert provenance(engine.ask(prompts[0], 8, ASK)) == {"dram": FULL, "computed": 9}
+    for name, prompt in enumerate(prompts):
+        engine.add(str(name), prompt, 3 * BLOCK_SIZE)
+    engine.step()
+    joined_master.kill()
+    answers = engine.run()
+    for name, prompt in enumerate(prompts):
+        expected = single(prompt, 3 * BLOCK_SIZE).token_ids
+        assert answers[str(name)].token_ids == expected
+    # With no master at all requests are served, and soon none waits for it.
+    started = time.monotonic()
+    for prompt in prompts:
+        engine.reset_prefix_cache()
+        assert engine.ask(prompt).token_ids == single(prompt).token_ids
+    assert time.monotonic() - started < 15
+    joined_master.start()
+    wait_breakers(engine, "closed")
+    deadline = time.monotonic() + 20
+    while True:
+        store(engine, prompts[1])
+        answer = engine.ask(prompts[1], 8, ASK)
+        assert answer.token_ids == single(prompts[1]).token_ids
+        settle(engine, 20)
+        if "dram" in provenance(answer):
+            break
+        assert time.monotonic() < deadline, provenance(answer)
+        time.sleep(0.3)
+
+
 @pytest.fixture
 def master() -> EmbeddedMaster:
     return EmbeddedMaster()
@@ -346,3 +423,66 @@ def test_aborted_request_gives_its_parked_load_back(
     engine.run()
     assert engine.ask(prompt).token_ids == single(prompt).token_ids
     settle(engine)
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_consumer_whose_peer_fails_takes_the_prompt_from_the_pool(
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: PromptOf,
+    master: EmbeddedMaster,
+    load_mode: str,
+) -> None:
+    pool = {**POOL, "master": master.address}
+    owner = engines.own("kv_both", pool=pool)
+    producer = engines.own("kv_producer", pool={**pool, "dram_size": 0}, faults="corrupt,ok*")
+    consumer = engines.own(
+        "kv_consumer", pool={**pool, "dram_size": 0}, transfer={"load_mode": load_mode}
+    )
+    prompts = [prompt_of(NUM_TOKENS, str(i)) for i in range(2)]
+    for prompt in prompts:
+        store(owner, prompt)
+    params = [producer.prefill(prompt) for prompt in prompts]
+    # The first load fails on its way; for the second the producer is gone.
+    for prompt, one, cause in zip(prompts, params, ("checksum", "peer_unreachable"), strict=True):
+        if cause == "peer_unreachable":
+            engines.kill(producer)
+        before = consumer.metrics()
+        answer = consumer.ask(prompt, 8, one)
+        after = consumer.metrics()
+        assert answer.token_ids == single(prompt).token_ids
+        assert answer.outcome == cause
+        origin = provenance(answer)
+        assert origin.pop("local", 0) + origin["remote"] == FULL
+        assert origin["computed"] == 9
+        counted = [
+            delta(before, after, f"prompt_tokens/{source}")
+            for source in ("local", "peer", "remote", "computed")
+        ]
+        assert sum(counted) == NUM_TOKENS
+        settle(consumer)
+    master.stop()
+
+
+def test_preempted_consumer_comes_back_with_what_the_pool_has(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, master: EmbeddedMaster
+) -> None:
+    pool = {**POOL, "master": master.address}
+    producer = engines.own("kv_producer", pool=pool)
+    consumer = engines.own(
+        "kv_consumer", pool={**pool, "dram_size": 0}, num_blocks=25, max_model_len=512
+    )
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in ("a", "b", "c")}
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, 3 * BLOCK_SIZE, producer.prefill(prompt))
+    settle(producer)
+    answers = consumer.run()
+    for name, prompt in prompts.items():
+        assert answers[name].token_ids == single(prompt, 3 * BLOCK_SIZE).token_ids, name
+        assert sum(provenance(answers[name]).values()) == NUM_TOKENS
+        assert provenance(answers[name])["peer"] > 0
+    metrics = consumer.metrics()
+    assert delta({}, metrics, "preemptions") > 0
+    assert delta({}, metrics, "pool_loads/ok") > 0
+    settle(consumer)
+    master.stop()

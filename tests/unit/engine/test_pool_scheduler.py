@@ -21,7 +21,7 @@ from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource, PoolState
 from vllm_ascend_pd.engine.scheduler.saves import Saves
-from vllm_ascend_pd.metrics import Stats
+from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.policy import Speeds
 from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.transfer.receive import LoadResult
@@ -484,3 +484,32 @@ def test_known_keys_are_forgotten_after_a_while_and_when_there_are_too_many() ->
     assert (b"a" in known, b"b" in known, b"c" in known) == (False, True, True)
     now[0] = 11
     assert b"c" not in known
+
+
+def test_prompt_whose_peer_failed_is_counted_once(world: World) -> None:
+    """The consumer counts what was local, came from the peer and was computed."""
+    origin = Provenance(70, num_peer_tokens=16, num_computed_tokens=54, outcome="checksum")
+    request = world.request()
+    world.source.add(request, origin)
+    world.find([Place.REMOTE] * 4)
+    prompt = world.source.get(request)
+    assert prompt is not None
+    world.source.admitted(prompt, 16, 48, [1, 2, 3])
+    assert world.source.finish(request) is origin
+    assert (origin.num_local_tokens, origin.num_peer_tokens) == (0, 16)
+    assert (origin.num_remote_tokens, origin.num_computed_tokens) == (48, 6)
+    assert origin.outcome == "checksum"
+    counted = {k: v for k, v in world.stats.take().items() if k.startswith("prompt_tokens")}
+    assert counted == {"prompt_tokens/remote": 48}
+
+
+def test_parked_load_is_attributed_to_the_tier_it_came_from(world: World) -> None:
+    request = world.request()
+    world.source.add(request)
+    world.find([Place.SSD, Place.SSD, Place.REMOTE, Place.NOWHERE])
+    prompt = world.source.get(request)
+    assert prompt is not None
+    world.source.load_ended(prompt, LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2})
+    world.source.admitted(prompt, 0, 48, [])
+    assert (prompt.provenance.num_ssd_tokens, prompt.provenance.num_remote_tokens) == (32, 16)
+    assert prompt.provenance.num_dram_tokens == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.config import PDConfig, PoolConfig, PoolLoad, SsdConfig
+from vllm_ascend_pd.config import PDConfig, PoolConfig, PoolLoad, PoolSave, SsdConfig
 from vllm_ascend_pd.errors import ConfigError
 
 
@@ -39,6 +39,7 @@ def test_every_option_is_read() -> None:
         "get": False,
         "put": False,
         "put_decoded": False,
+        "save": "write_through",
         "load": "all",
         "lookup_timeout_ms": 5,
         "io_threads": 3,
@@ -55,6 +56,7 @@ def test_every_option_is_read() -> None:
         get=False,
         put=False,
         put_decoded=False,
+        save=PoolSave.WRITE_THROUGH,
         load=PoolLoad.ALL,
         lookup_timeout_ms=5.0,
         io_threads=3,
@@ -79,6 +81,8 @@ def test_every_option_is_read() -> None:
         ({"ssd": {"path": "data", "size": "1G"}}, "pool.ssd.path must be an absolute path"),
         ({"ssd": {"path": "/data", "size": "1M"}}, "pool.ssd.size must be at least 64 MiB"),
         ({"load": "some"}, "pool.load: 'some' is not one of"),
+        ({"save": "never"}, "pool.save: 'never' is not one of"),
+        ({"save": "eviction", "put_decoded": False}, "pool.put_decoded false needs pool.save"),
         ({"get": "yes"}, "pool.get must be bool"),
         ({"io_threads": 0}, "pool.io_threads must be positive"),
         ({"master": "192.0.2.1:5"}, "neither a loopback address nor in security.allowed_peers"),
@@ -87,6 +91,12 @@ def test_every_option_is_read() -> None:
 def test_wrong_value_is_named(pool: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(pool)
+
+
+def test_blocks_may_be_stored_when_they_are_evicted() -> None:
+    config = parse({"save": "eviction"})
+    assert config is not None
+    assert config.save is PoolSave.EVICTION
 
 
 def test_master_on_another_host_needs_to_be_allowed() -> None:

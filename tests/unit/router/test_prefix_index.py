@@ -78,6 +78,7 @@ def test_prefix_held_twice_is_gone_when_both_are() -> None:
         {"lora_name": "adapter"},
         {"extra_keys": [["salt"]]},
         {"medium": "CPU"},
+        {"medium": "STORAGE"},
         {"group_idx": 1},
     ],
     ids=str,

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-    from vllm_ascend_pd.metrics import Stats
+    from vllm_ascend_pd.metrics import Provenance, Stats
 
 _DROP_TIMEOUT_S = 1.0
 _TICK_S = 0.001
@@ -125,15 +126,19 @@ class PoolSide:
         """Whether a step should carry counters out, though there is nothing to compute."""
         return self._has_news and not self.saves.num_under_way
 
-    def note_step(self, output: SchedulerOutput) -> None:
-        """The step is about to go out. Preempted requests are looked up again."""
+    def note_step(
+        self, output: SchedulerOutput, origin_of: Callable[[Request], Provenance | None]
+    ) -> None:
+        """The step is about to go out. Preempted requests are looked up again; ``origin_of`` is
+        what the consumer says of one that had a peer.
+        """
         self._has_news = False
         self.saves.note_step(output, self._scheduler.requests)
         for request_id in output.preempted_req_ids or ():
             request = self._scheduler.requests.get(request_id)
             if request is not None and request.status == RequestStatus.PREEMPTED:
                 self.saves.forget(request)
-                self.source.add(request)
+                self.source.add(request, origin_of(request), admitted=True)
 
     def set_gauges(self) -> None:
         """Those that have changed."""

@@ -90,7 +90,11 @@ class PoolPrompt:
         self.parked = False
         self.num_parked_tokens = 0
         self.num_loads = 0
+        self.loaded: set[int] = set()
+        """Blocks that loads have brought in."""
         self.provenance = Provenance(request.num_prompt_tokens)
+        self.had_peer = False
+        """``provenance`` is that of its session with a peer, which the consumer counts."""
         self.admitted = False
         self._places: bytes = b""
         self._transfer = transfer
@@ -200,21 +204,29 @@ class PoolSource:
 
     # Lookups.
 
-    def add(self, request: Request) -> None:
+    def add(
+        self, request: Request, from_peer: Provenance | None = None, admitted: bool = False
+    ) -> None:
         """Look for what the prefix cache has not; the request waits for the answer.
 
-        Called at arrival, and when a request has been preempted.
+        Called at arrival, when a request has been preempted (``admitted``), and when its peer,
+        whose session has ``from_peer``, has failed.
         """
         if not self._config.get or request.skip_reading_prefix_cache:
             return
         end = (request.num_tokens - 1) // self._block_size
         previous = self._prompts.get(request.request_id)
         # The blocks of a preempted request are still cached, and about to be taken by others.
-        start = 0 if previous else self._phantoms.num_leading_hits(request, end)
+        was_preempted = previous is not None or admitted
+        start = 0 if was_preempted else self._phantoms.num_leading_hits(request, end)
         prompt = PoolPrompt(request, start, self._transfer)
         if previous is not None:
             prompt.provenance = previous.provenance
+            prompt.had_peer = previous.had_peer
             prompt.admitted = previous.admitted
+        elif from_peer is not None:
+            prompt.provenance, prompt.had_peer = from_peer, True
+            prompt.admitted = admitted
         self._prompts[request.request_id] = prompt
         if start >= end:
             prompt.advance(PoolEvent.NOTHING)
@@ -371,17 +383,22 @@ class PoolSource:
         prompt.admitted = True
         origin = prompt.provenance
         num_prompt = origin.num_prompt_tokens
+        # What a failed peer brought in before lies in the prefix cache, and stays the peer's.
+        num_peer = min(origin.num_peer_tokens, num_local)
+        origin.num_peer_tokens = num_peer
         num_local = min(num_local, num_prompt)
         num_pool = min(num_pool, num_prompt - num_local)
-        origin.num_local_tokens = num_local
+        origin.num_local_tokens = num_local - num_peer
         origin.num_computed_tokens = num_prompt - num_local - num_pool
-        self._attribute(prompt, num_pool, claimed)
+        self._attribute(prompt, num_pool, prompt.loaded.union(claimed))
 
-    def _attribute(self, prompt: PoolPrompt, num_pool: int, claimed: Sequence[int]) -> None:
-        """Split the pool's tokens by tier, as the lookup saw it."""
+    def _attribute(self, prompt: PoolPrompt, num_pool: int, indices: set[int]) -> None:
+        """Split the pool's tokens by tier, as the lookup saw it. ``indices`` are the blocks that it
+        has brought in, or is about to.
+        """
         origin = prompt.provenance
         by_place = {Place.DRAM: 0, Place.REMOTE: 0, Place.SSD: 0}
-        for index in claimed:
+        for index in indices:
             by_place[prompt.place_of(index) or Place.DRAM] += self._block_size
         total = sum(by_place.values())
         by_place[Place.DRAM] += num_pool - total
@@ -397,6 +414,8 @@ class PoolSource:
         self._stats.add("pool_load_ms", result.elapsed_ms)
         prompt.provenance.num_pool_bytes += result.num_bytes
         prompt.provenance.transfer_ms += result.elapsed_ms
+        if result.failed or not result.cause:
+            prompt.loaded.update(i for b, i in blocks.items() if b not in result.failed)
         places = {index: prompt.place_of(index) for index in blocks.values()}
         for place in set(places.values()):
             share = sum(p is place for p in places.values()) / len(places)
@@ -421,9 +440,12 @@ class PoolSource:
         """Tokens from this block on are computed after all."""
         origin = prompt.provenance
         kept = first_lost * self._block_size
-        pool = ("num_dram_tokens", "num_remote_tokens", "num_ssd_tokens")
-        excess = origin.num_local_tokens + sum(getattr(origin, name) for name in pool) - kept
-        for name in (*pool, "num_local_tokens"):
+        names = (
+            *("num_dram_tokens", "num_remote_tokens", "num_ssd_tokens"),
+            *("num_local_tokens", "num_peer_tokens"),
+        )
+        excess = sum(getattr(origin, name) for name in names) - kept
+        for name in names:
             back = max(0, min(excess, getattr(origin, name)))
             setattr(origin, name, getattr(origin, name) - back)
             origin.num_computed_tokens += back
@@ -438,7 +460,8 @@ class PoolSource:
         self._phantoms.withdraw(prompt)
         origin = prompt.provenance
         origin.outcome = origin.outcome or ("local" if origin.num_local_tokens else "computed")
-        for source in ("local", "dram", "remote", "ssd", "computed"):
+        sources = ("dram", "remote", "ssd")
+        for source in sources if prompt.had_peer else (*sources, "local", "computed"):
             if num_tokens := getattr(origin, f"num_{source}_tokens"):
                 self._stats.add("prompt_tokens", num_tokens, source)
         logger.debug("request %s: %s", request.request_id, origin)

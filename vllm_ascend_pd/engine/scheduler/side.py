@@ -36,6 +36,7 @@ from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.seal import Seals
+from vllm_ascend_pd.transfer.session import ConsumerState
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch
 
 if TYPE_CHECKING:
@@ -257,6 +258,7 @@ class SchedulerSide:
 
     def try_promote(self, request: Request) -> bool:
         self._collect()
+        self._turn_to_pool(request)
         source = self._source_of(request)
         if source is None:
             request.status = RequestStatus.WAITING
@@ -271,8 +273,9 @@ class SchedulerSide:
             if self._park(source, missing):
                 source.placed = True
                 return False
-            if _is_awaited(source) and not self._place_elsewhere(source, missing):
-                return False
+            if _is_awaited(source):
+                # Given up, it may turn to the pool.
+                return self._place_elsewhere(source, missing) and self.try_promote(request)
             source.placed = True
         request.status = source.queued_status
         return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -284,10 +287,36 @@ class SchedulerSide:
             self._kv_pool.collect()
 
     def _source_of(self, request: Request) -> RemotePrompt | PoolPrompt | None:
-        """Where this request's missing blocks may come from."""
-        if self._consumer is not None and (session := self._consumer.get(request)) is not None:
+        """Where this request's missing blocks may come from: its peer, and after that the pool."""
+        session = self._consumer.get(request) if self._consumer is not None else None
+        prompt = self._kv_pool.source.get(request) if self._kv_pool is not None else None
+        if session is not None and (prompt is None or not session.state.final):
             return session
-        return self._kv_pool.source.get(request) if self._kv_pool is not None else None
+        return prompt
+
+    def _turn_to_pool(self, request: Request) -> None:
+        """When its peer has failed, a request takes what the pool has before it computes the rest,
+        and stores what nobody else may have stored.
+        """
+        if self._kv_pool is None or self._consumer is None:
+            return
+        session = self._consumer.get(request)
+        if (
+            session is None
+            or session.parked
+            or session.state is not ConsumerState.FAILED
+            or session.provenance.outcome == Cause.NOT_NEEDED.value
+            or self._kv_pool.source.get(request) is not None
+        ):
+            return
+        if request.status == RequestStatus.WAITING_FOR_KV:
+            request.status = session.queued_status
+        self._kv_pool.saves.forget(request)
+        self._kv_pool.source.add(request, session.provenance)
+
+    def _origin_from_peer(self, request: Request) -> Provenance | None:
+        session = self._consumer.get(request) if self._consumer is not None else None
+        return session.provenance if session is not None else None
 
     def _others_wait(self) -> bool:
         """Whether an in-step load would hold up other requests."""
@@ -405,8 +434,11 @@ class SchedulerSide:
             self._consumer.admitted(session, num_hit - num_peer, num_peer + num_tail)
         stats = request.prefill_stats
         if stats is not None and num_peer + num_tail:
-            stats.num_local_cached_tokens -= num_peer + num_tail
-            stats.num_external_cached_tokens += num_peer + num_tail
+            if request.num_preemptions:  # of which the engine counts nothing anew
+                stats.set(request.num_prompt_tokens, num_hit - num_peer, num_peer + num_tail)
+            else:
+                stats.num_local_cached_tokens -= num_peer + num_tail
+                stats.num_external_cached_tokens += num_peer + num_tail
 
     # The step and its output.
 
@@ -421,7 +453,7 @@ class SchedulerSide:
             lambda request: self._manager.get_blocks(request.request_id).blocks[0]
         )
         if self._kv_pool is not None:
-            self._kv_pool.note_step(scheduler_output)
+            self._kv_pool.note_step(scheduler_output, self._origin_from_peer)
         self._prefetch()
         loads = self._loads.take_new()
         if not (revokes or cancels or grants or loads):
@@ -518,6 +550,7 @@ class SchedulerSide:
             logger.warning("request %s: recomputing after a failed load", request.request_id)
             if request.prefill_stats is not None:
                 request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
+            self._turn_to_pool(request)
 
     # The end.
 
@@ -536,7 +569,8 @@ class SchedulerSide:
             prompt = self._kv_pool.source.get(request)
             if prompt is not None and prompt.parked:
                 self._loads.cancel(request)
-            provenance = self._kv_pool.source.finish(request) or provenance
+            origin = self._kv_pool.source.finish(request)
+            provenance = origin if provenance is None else provenance
         provenance = self._ignored.pop(request.request_id, provenance)
         if provenance is not None and _wants_provenance(request):
             params = {**(params or {}), "provenance": dataclasses.asdict(provenance)}
