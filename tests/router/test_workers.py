@@ -205,6 +205,18 @@ def test_workers_end_with_their_keeper(tmp_path: Path) -> None:
     run(test)
 
 
+def test_port_of_another_router_is_not_shared_with_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            (tmp_path / "other").mkdir()
+            other = Cluster(tmp_path / "other")
+            await other.start("--port", c.url.rpartition(":")[2])
+            assert await asyncio.wait_for(other.process.wait(), PATIENCE_S) == 2
+            assert "in use" in other.output
+
+    run(test)
+
+
 def test_wrong_option_ends_all_with_its_reason(tmp_path: Path) -> None:
     async def test() -> None:
         c = Cluster(tmp_path)

@@ -144,8 +144,8 @@ class ThroughRouter:
         if not consumers:
             return [skipped(self.name, "the router has no decode engine that answers")]
         d = consumers[0]
-        # Long, since a router may let D compute a short one.
-        prompt = make_prompt(d, 2 * NUM_PROMPT_TOKENS)
+        # Over 2,048 tokens, up to which a router may find that D is sooner by itself.
+        prompt = make_prompt(d, 3 * NUM_PROMPT_TOKENS)
         try:
             before = await self._count(consumers)
             body = make_body(d.model, prompt, NUM_ANSWER_TOKENS)

@@ -278,6 +278,8 @@ def serve(config: RouterConfig, on_ready: Callable[[str], None]) -> None:
     Raises:
         ConfigError: the port is not free, or the workers did not come up.
     """
+    if config.port:
+        bind(config.host, config.port).close()  # sharing alone would join another router's workers
     with (
         bind(config.host, config.port, shared=True) as sock,  # keeps the port for the workers
         tempfile.TemporaryDirectory(prefix="vllm-pd-router-") as folder,

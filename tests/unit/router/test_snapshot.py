@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several workers counted, added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.router.snapshot import (
+    NUM_RECENT_ERRORS,
+    SECONDS,
+    Histogram,
+    InstanceSnapshot,
+    RecentError,
+    Snapshot,
+    add_up,
+)
+
+
+def instance(name: str, **changes: Any) -> InstanceSnapshot:
+    fields: dict[str, Any] = {
+        "instance_id": name,
+        "url": "http://127.0.0.1:1",
+        "role": "decode",
+        "source": "static",
+        "state": "ready",
+        "breaker": "closed",
+        "is_available": True,
+        "models": (),
+        "num_active": 1,
+        "num_active_tokens": 10,
+        "num_connections": 2,
+        "num_running": 3.0,
+        "num_waiting": 0.0,
+        "kv_usage": 0.5,
+        "prefix_hit_rate": None,
+        "prefix_index": "exact",
+        "num_prefix_blocks": 7,
+        "load_read_at": 1.0,
+        "num_failures": 0,
+        "errors": [],
+        **changes,
+    }
+    return InstanceSnapshot(**fields)
+
+
+def counted(**counts: float) -> Snapshot:
+    values = [((outcome,), count) for outcome, count in counts.items()]
+    return Snapshot(counters={"requests": values}, num_requests=1)
+
+
+def test_counts_are_added_and_those_of_the_ended_stay() -> None:
+    total = add_up([counted(ok=5)], [counted(ok=2, failed=1), counted(ok=3)])
+    assert total.sample("requests_total", outcome="ok") == 10
+    assert total.sample("requests_total", outcome="failed") == 1
+    assert total.num_requests == 2
+
+
+def test_histograms_are_added() -> None:
+    first, second = Histogram(), Histogram()
+    first.observe(0.003)
+    second.observe(0.003)
+    second.observe(1000)
+    total = add_up([], [Snapshot(histograms={"ttft": h}) for h in (first, second)])
+    assert total.histograms["ttft"].counts[2] == 2
+    assert total.histograms["ttft"].counts[len(SECONDS)] == 1
+    assert total.sample("ttft_seconds_bucket", le="+Inf") == 3
+    assert sum(first.counts) == 1  # what was added up is as it was
+
+
+def test_of_two_views_of_an_engine_the_worse_and_the_newer_count() -> None:
+    one = instance("d", load_read_at=5.0, num_running=4.0)
+    other = instance("d", breaker="open", is_available=False, prefix_index="degraded")
+    total = add_up([], [Snapshot(instances=[one]), Snapshot(instances=[other, instance("e")])])
+    d, e = total.instances
+    assert (d.breaker, d.is_available, d.prefix_index) == ("open", False, "degraded")
+    assert (d.num_active, d.num_active_tokens, d.num_connections) == (2, 20, 4)
+    assert d.num_running == 4.0
+    assert e.num_active == 1
+    assert one.num_active == 1
+
+
+def test_recent_errors_are_the_latest_of_all() -> None:
+    first = [RecentError(float(at), "a") for at in range(0, 40, 2)]
+    second = [RecentError(float(at), "b") for at in range(1, 41, 2)]
+    total = add_up([], [Snapshot(instances=[instance("d", errors=e)]) for e in (first, second)])
+    found = [error.at for error in total.instances[0].errors]
+    assert found == [float(at) for at in range(40 - NUM_RECENT_ERRORS, 40)]
+
+
+def test_break_even_is_that_of_the_most_careful_worker() -> None:
+    total = add_up([], [Snapshot(break_evens={"m": 90}), Snapshot(break_evens={"m": 45, "n": 0})])
+    assert total.break_evens == {"m": 45, "n": 0}
+    assert total.sample("break_even_tokens", model="m") == 45
+
+
+def test_it_crosses_processes_unchanged() -> None:
+    snapshot = Snapshot(
+        counters={"legs": [(("d", "decode", "ok"), 3.0)], "requests": []},
+        histograms={"ttft": Histogram()},
+        instances=[instance("d", errors=[RecentError(1.0, "x")])],
+        break_evens={"m": 1},
+    )
+    assert msgspec.json.decode(msgspec.json.encode(snapshot), type=Snapshot) == snapshot
