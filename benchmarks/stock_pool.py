@@ -15,7 +15,7 @@ LMCache is left out when its folder is missing:
 
     pip install --no-deps --target .cache/peers/lmcache lmcache==0.5.6 nvtx==0.2.17 \\
         sortedcontainers==2.4.0 blake3==1.0.11 aiofile==3.12.3 caio==0.12.10 aiofiles==25.1.0 \\
-        cachetools==8.0.0 redis==8.1.0
+        cachetools==8.0.0 redis==8.1.0 opentelemetry-exporter-prometheus==0.61b0
 
     python benchmarks/stock_pool.py --model .cache/models/60m
 """
@@ -113,7 +113,8 @@ def plan_of(name: str, stack: contextlib.ExitStack, logs: Path) -> EnginePlan:
         path = str(PEERS / "lmcache")
         command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--l1-size-gb", "1", "--eviction-policy", "LRU"]
-        command += ["--supported-transfer-mode", "engine_driven"]
+        command += ["--supported-transfer-mode", "engine_driven", "--disable-metrics"]
+        command += ["--http-port", str(free_port())]
         command += ["--shm-name", f"bench-{uuid.uuid4().hex[:8]}"]
         env = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
         stack.enter_context(helper(command, port, logs / "lmcache_server.log", env))
