@@ -54,6 +54,19 @@ def _config(name: str) -> Any:
             moe_intermediate_size=32,
             num_experts_per_tok=1,
         )
+    if name == "tied":
+        # The last two of four layers read the KV of the second.
+        return transformers.Gemma3nTextConfig(
+            **{**_COMMON, "tie_word_embeddings": True, "num_hidden_layers": 4},
+            **heads,
+            num_key_value_heads=2,
+            num_kv_shared_layers=2,
+            layer_types=["full_attention"] * 4,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            hidden_size_per_layer_input=32,
+            laurel_rank=8,
+            activation_sparsity_pattern=[0.0] * 4,
+        )
     raise ValueError(name)
 
 

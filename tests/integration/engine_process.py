@@ -107,6 +107,13 @@ def _pool_master_id(worker: object) -> int:
     return side._pool._on_close.__self__.master.process_id
 
 
+def _plain_logprobs(positions: Any) -> list[dict[int, float]]:
+    return [
+        {token_id: entry.logprob for token_id, entry in (position or {}).items()}
+        for position in positions or ()
+    ]
+
+
 def _external_id(internal_id: str) -> str:
     """vLLM appends a random part to what the client calls a request."""
     return internal_id.rpartition("-")[0]
@@ -132,6 +139,7 @@ class EngineServer:
         self._core: Any = self._engine.engine_core.engine_core
         self._scheduler: Any = self._core.scheduler
         self._answers: dict[str, dict[str, Any]] = {}
+        self._loras: dict[str, int] = {}
 
     def add(
         self,
@@ -139,17 +147,27 @@ class EngineServer:
         prompt: list[int],
         cache_salt: str | None,
         sampling: dict[str, Any],
+        lora: str | None = None,
     ) -> None:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         if sampling.get("n", 1) > 1:
             sampling = {**sampling, "output_kind": RequestOutputKind.FINAL_ONLY}
+        if structured := sampling.get("structured_outputs"):
+            sampling = {**sampling, "structured_outputs": StructuredOutputsParams(**structured)}
+        lora_request = None
+        if lora is not None:
+            number = self._loras.setdefault(lora, len(self._loras) + 1)
+            lora_request = LoRARequest(os.path.basename(lora), number, lora)
         inputs = TokensPrompt(prompt_token_ids=prompt)
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
-        self._engine.add_request(request_id, inputs, SamplingParams(**sampling))
+        self._engine.add_request(
+            request_id, inputs, SamplingParams(**sampling), lora_request=lora_request
+        )
 
     def abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
@@ -286,6 +304,8 @@ class EngineServer:
                 "text": output.outputs[0].text,
                 "finish_reason": output.outputs[0].finish_reason,
                 "num_prompt_logprobs": len(output.prompt_logprobs or ()),
+                "logprobs": _plain_logprobs(output.outputs[0].logprobs),
+                "prompt_logprobs": _plain_logprobs(output.prompt_logprobs),
                 "kv_transfer_params": output.kv_transfer_params or {},
             }
         return output

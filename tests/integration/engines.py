@@ -103,6 +103,9 @@ class Answer:
     text: str
     finish_reason: str
     num_prompt_logprobs: int
+    logprobs: list[dict[int, float]]
+    """For each token of the first sample, of the likeliest ones, if asked for."""
+    prompt_logprobs: list[dict[int, float]]
     kv_transfer_params: dict[str, Any]
 
     @property
@@ -146,6 +149,8 @@ def _make_answer(raw: dict[str, Any]) -> Answer:
         text=raw["text"],
         finish_reason=raw["finish_reason"],
         num_prompt_logprobs=raw["num_prompt_logprobs"],
+        logprobs=raw["logprobs"],
+        prompt_logprobs=raw["prompt_logprobs"],
         kv_transfer_params=raw["kv_transfer_params"],
     )
 
@@ -178,14 +183,23 @@ class Engine:
         max_tokens: int = 8,
         kv: dict[str, Any] | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
         **sampling: Any,
     ) -> None:
-        """Queue a request; ``kv`` is its ``kv_transfer_params``, greedy unless said otherwise."""
+        """Queue a request; ``kv`` is its ``kv_transfer_params``, greedy unless said otherwise.
+
+        ``lora`` is the folder of an adapter.
+        """
         options = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **sampling}
         if kv is not None:
             options["extra_args"] = {"kv_transfer_params": kv}
         self._call(
-            "add", request_id=request_id, prompt=prompt, cache_salt=cache_salt, sampling=options
+            "add",
+            request_id=request_id,
+            prompt=prompt,
+            cache_salt=cache_salt,
+            sampling=options,
+            lora=lora,
         )
 
     def abort(self, request_id: str) -> None:

@@ -64,10 +64,11 @@ def test_one_kv_head(
     assert answers[0].token_ids != answers[1].token_ids
 
 
-def test_sliding_windows_without_the_hybrid_manager(
+def test_sliding_windows_beside_full_attention(
     three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]]
 ) -> None:
-    engines = three({"disable_hybrid_kv_cache_manager": True}, model=models("sliding"))
+    """The single engine keeps them in groups of their own; P and D in one, by themselves."""
+    engines = three(model=models("sliding"))
     answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
     assert answers[0].token_ids != answers[1].token_ids
 
@@ -84,8 +85,9 @@ def test_mla_on_a_cpu_is_refused_by_name(
 def test_hybrid_groups_are_refused_by_name(
     fleet: Fleet, base_config: EngineConfig, models: Callable
 ) -> None:
-    config = replace(base_config, executor="uni", role="kv_both", model=models("sliding"))
-    with pytest.raises(EngineError, match="KV cache groups"):
+    llm = json.dumps({"disable_hybrid_kv_cache_manager": False})
+    config = replace(base_config, executor="uni", role="kv_both", model=models("sliding"), llm=llm)
+    with pytest.raises(EngineError, match=r"3 KV cache groups of .* --no-disable-hybrid"):
         fleet.start(config)
 
 

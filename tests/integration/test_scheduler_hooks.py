@@ -1283,6 +1283,11 @@ def check(engines: Engines, spec: Any = _SPEC, **changes: Any) -> None:
     check_supported(scheduler)
 
 
+@dataclass
+class _Speculative:
+    method: str
+
+
 _WINDOW = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
 )
@@ -1297,6 +1302,8 @@ _WINDOW = SlidingWindowSpec(
         ({"vllm_config__parallel_config__world_size": 2}, "tensor and pipeline parallel"),
         ({"vllm_config__parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"hash_block_size": 8}, "hash blocks smaller"),
+        ({"vllm_config__speculative_config": _Speculative("eagle")}, "with a draft model"),
+        ({"vllm_config__speculative_config": _Speculative("ngram")}, "on a CPU without Triton"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"vllm_config__model_config__disable_cascade_attn": False}, "cascade attention"),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -86,8 +86,12 @@ class PDPromMetrics(KVConnectorPromMetrics):
                 self._counters[name].labels(*values, *labels).inc(value)
 
 
-class InEngineCarrier(KVConnectorBase_V1, SupportsHMA):
-    """Static answers only; the engine side lives in ``engine.scheduler`` and ``engine.worker``."""
+class InEngineCarrier(KVConnectorBase_V1):
+    """Static answers only; the engine side lives in ``engine.scheduler`` and ``engine.worker``.
+
+    It does not declare ``SupportsHMA``, because one group of KV blocks is what is moved: vLLM then
+    keeps sliding windows and full attention in one group by itself, unless told not to.
+    """
 
     @classmethod
     def build_kv_connector_stats(

@@ -56,7 +56,7 @@ class _Write:
     identity: bytes
     fetch_id: int
     route: Route
-    slot: Slot
+    slot: Slot | None
     handle: TransferHandle
     checksum: int
     deadline: float
@@ -285,7 +285,7 @@ class DataServer(Reactor):
                 slot,
                 handle,
                 checksum,
-                math.inf,
+                time.monotonic() + self._write_timeout_s,
                 fetch.transfer_id,
                 grant,
             )
@@ -332,6 +332,13 @@ class DataServer(Reactor):
             status = write.route.engine.poll(write.handle)
             if status is TransferStatus.RUNNING and now < write.deadline:
                 continue
+            if status is TransferStatus.RUNNING and write.grant is not None:
+                # Only its end is an answer, but others need not wait for it.
+                assert write.slot is not None
+                self._pool.release(write.slot)
+                write.slot, write.deadline = None, math.inf
+                logger.warning("a write into the pages of a peer does not end")
+                continue
             ended = True
             self._writes.remove(write)
             cause = _CAUSES[status]
@@ -341,9 +348,9 @@ class DataServer(Reactor):
                 and not self._grants.is_current(write.transfer_id, write.grant)
             ):
                 cause = Cause.LEASE_EXPIRED.value
-            if status is TransferStatus.RUNNING:
+            if write.slot is not None and status is TransferStatus.RUNNING:
                 self._pool.quarantine(write.slot, now + write.route.engine.LATE_WRITE_S)
-            else:
+            elif write.slot is not None:
                 self._pool.release(write.slot)
             if cause:
                 logger.warning("a write to a peer ended with %s", cause)

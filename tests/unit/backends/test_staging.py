@@ -154,6 +154,25 @@ def test_a_refused_registration_leaves_no_memory_behind(engine, monkeypatch):
     assert SharedMapping._live == mappings
 
 
+def test_what_is_registered_begins_and_ends_where_a_device_wants_it(engine, monkeypatch):
+    alignment = 2 << 20
+    registered = {}
+    register = engine.register
+
+    def note(addr: int, num_bytes: int) -> None:
+        registered[addr] = num_bytes
+        register(addr, num_bytes)
+
+    monkeypatch.setattr(engine, "register", note)
+    pool = StagingPool(engine, 3, 1 << 20, alignment=alignment)
+    assert registered == {pool.region.base: 2 * alignment}
+    assert pool.region.base % alignment == 0
+    last = max((pool.acquire() for _ in range(3)), key=lambda slot: slot.addr)
+    ctypes.memset(last.addr, 0x5A, last.num_bytes)
+    pool.close()
+    assert engine.num_regions() == 0
+
+
 @pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 4096), (1, 0), (-1, 4096)])
 def test_an_empty_pool_is_refused(engine, num_slots, slot_bytes):
     with pytest.raises(ValueError, match="need num_slots"):

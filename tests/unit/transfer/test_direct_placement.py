@@ -314,6 +314,23 @@ class _Cancelling:
         return getattr(self._copier, name)
 
 
+def test_write_that_does_not_end_holds_up_no_other_peer(
+    make_pair: Callable[..., DirectPair],
+) -> None:
+    pair = make_pair(FOREVER)
+    pair.server._write_timeout_s = 0.1
+    pair.grant(3)
+    spec = pair.start((0,), (7,), timeout_s=0.3)
+    pair.wait_written(1)
+    assert pair.send_pool.num_free == NUM_SLOTS - 1
+    wait_until(lambda: pair.send_pool.num_free == NUM_SLOTS)
+    assert pair.result().num_resting == 1
+    assert pair.load((0,), (8,)).cause == ""
+    assert pair.loader.take_rested() == []
+    pair.end_delays()
+    pair.wait_rested(spec)
+
+
 # Fences.
 
 

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -67,6 +68,7 @@ def check_supported(scheduler: Scheduler) -> None:
     config = scheduler.vllm_config
     parallel = config.parallel_config
     speculative = config.speculative_config
+    is_cpu = config.device_config.device_type == "cpu"
     groups = scheduler.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if groups else None
     for wrong, message in (
@@ -77,7 +79,8 @@ def check_supported(scheduler: Scheduler) -> None:
             not in ("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
             (
                 f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group"
-                " of full attention is supported"
+                " of full attention is supported (sliding windows beside full attention are, unless"
+                " --no-disable-hybrid-kv-cache-manager is given)"
             ),
         ),
         (
@@ -95,6 +98,10 @@ def check_supported(scheduler: Scheduler) -> None:
         (
             speculative is not None and speculative.method != "ngram",
             "speculative decoding with a draft model (ngram works)",
+        ),
+        (
+            speculative is not None and not HAS_TRITON and is_cpu,
+            "speculative decoding on a CPU without Triton, with which vLLM verifies drafts",
         ),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),
         (

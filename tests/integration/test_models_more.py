@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More models and options of vLLM through P and D in both orders, against one engine.
+
+docs/models.md is the table of all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.engines import Answer, EngineConfig, EngineError, Fleet
+from tests.integration.test_models import NUM_TOKENS, Three, three  # noqa: F401
+from vllm_ascend_pd.testing.tiny_lora import RANK, make_tiny_lora
+
+pytestmark = pytest.mark.engine
+
+ORDERS = ("prefill first", "decode first")
+Prompt = list[int]
+
+
+def ask(engines: Three, order: str, prompt: Prompt, lora: str | None = None, **more: Any) -> Answer:
+    """What the consumer answers, with the producer's KV."""
+    if order == "prefill first":
+        known = engines.producer.prefill(prompt, lora=lora)
+        return engines.consumer.ask(prompt, 24, known, lora=lora, **more)
+    pair, transfer_id = engines.pair, engines.pair.new_id()
+    pair.add_decode("both", prompt, transfer_id, 24, lora=lora, **more)
+    pair.add_prefill("both", prompt, transfer_id, lora=lora)
+    return pair.run()["both"]
+
+
+def loaded(prompt: Prompt) -> tuple[int, int, int]:
+    """All but the last token came from the peer."""
+    return (0, len(prompt) - 1, 1)
+
+
+# LoRA.
+
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4}
+
+
+@pytest.fixture(scope="session")
+def loras(tmp_path_factory: pytest.TempPathFactory, base_config: EngineConfig) -> list[str]:
+    folder = tmp_path_factory.mktemp("loras")
+    assert LORA["max_lora_rank"] >= RANK
+    model = Path(base_config.model)
+    return [str(make_tiny_lora(folder / name, model, seed)) for seed, name in enumerate("ab")]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lora(
+    three: Callable[..., Three],  # noqa: F811
+    loras: list[str],
+    prompt_of: Callable[..., Prompt],
+    order: str,
+) -> None:
+    engines = three(LORA)
+    prompt = prompt_of(NUM_TOKENS)
+    expected = engines.single.ask(prompt, 24, lora=loras[0])
+    assert expected.token_ids != engines.single.ask(prompt, 24).token_ids
+    answer = ask(engines, order, prompt, loras[0])
+    assert answer.token_ids == expected.token_ids
+    assert answer.sources == loaded(prompt)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_kv_of_another_lora_never_hits(
+    three: Callable[..., Three],  # noqa: F811
+    loras: list[str],
+    prompt_of: Callable[..., Prompt],
+    order: str,
+) -> None:
+    """The same prompt, one after another: each adapter, and none, has KV of its own."""
+    engines = three(LORA)
+    prompt = prompt_of(NUM_TOKENS)
+    answers = []
+    for lora in (loras[0], None, loras[1]):
+        expected = engines.single.ask(prompt, 24, lora=lora)
+        answer = ask(engines, order, prompt, lora)
+        assert answer.token_ids == expected.token_ids
+        assert answer.sources == loaded(prompt)
+        answers.append(answer.token_ids)
+    assert answers[0] != answers[1] != answers[2] != answers[0]
+
+
+def test_reference_to_the_kv_of_another_lora_is_refused(
+    three: Callable[..., Three],  # noqa: F811
+    loras: list[str],
+    prompt_of: Callable[..., Prompt],
+) -> None:
+    """A client that hands the wrong reference to the consumer."""
+    engines = three(LORA)
+    prompt = prompt_of(NUM_TOKENS)
+    known = engines.producer.prefill(prompt, lora=loras[0])
+    answer = engines.consumer.ask(prompt, 24, known, lora=loras[1])
+    assert answer.token_ids == engines.single.ask(prompt, 24, lora=loras[1]).token_ids
+    assert answer.sources == (0, 0, len(prompt))
+
+
+# What is asked of the output.
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "cd", "ef"]}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+PATTERN = "[abc]{3}-[0-9]{4}"
+CHOICES = ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
+@pytest.mark.parametrize("kind", ["json", "regex", "choice"])
+def test_structured_output(
+    three: Callable[..., Three],  # noqa: F811
+    prompt_of: Callable[..., Prompt],
+    kind: str,
+    backend: str,
+    order: str,
+) -> None:
+    structured = {"json": json.dumps(SCHEMA), "regex": PATTERN, "choice": CHOICES}
+    config = {"backend": backend, "disable_any_whitespace": backend != "outlines"}
+    engines = three({"structured_outputs_config": config})
+    prompt = prompt_of(NUM_TOKENS)
+    options = {"structured_outputs": {kind: structured[kind]}, "ignore_eos": False}
+    expected = engines.single.ask(prompt, 24, **options)
+    answer = ask(engines, order, prompt, **options)
+    assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
+    assert answer.sources == loaded(prompt)
+    if kind == "regex":
+        assert re.fullmatch(PATTERN, answer.text)
+    elif kind == "choice":
+        assert answer.text in CHOICES
+    elif backend != "outlines":  # which may go on with blanks until it may not
+        assert json.loads(answer.text).keys() == {"name", "ok"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_stop_strings(
+    three: Callable[..., Three],  # noqa: F811
+    prompt_of: Callable[..., Prompt],
+    order: str,
+) -> None:
+    engines = three()
+    prompt = prompt_of(NUM_TOKENS)
+    whole = engines.single.ask(prompt, 24).text
+    stop = [whole[len(whole) // 2 :][:3]]
+    expected = engines.single.ask(prompt, 24, stop=stop)
+    before = engines.consumer.metrics().get("prompt_tokens/peer", 0)
+    answer = ask(engines, order, prompt, stop=stop)
+    assert (answer.text, answer.finish_reason) == (expected.text, "stop")
+    assert len(answer.text) < len(whole)
+    # The front end finds the string and aborts, so the engine has no answer to put more into.
+    assert engines.consumer.metrics()["prompt_tokens/peer"] - before == len(prompt) - 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_logprobs(
+    three: Callable[..., Three],  # noqa: F811
+    prompt_of: Callable[..., Prompt],
+    order: str,
+) -> None:
+    engines = three()
+    prompt = prompt_of(NUM_TOKENS)
+    expected = engines.single.ask(prompt, 24, logprobs=5)
+    answer = ask(engines, order, prompt, logprobs=5)
+    assert answer.sources == loaded(prompt)
+    assert len(answer.logprobs) == 24
+    for ours, theirs in zip(answer.logprobs, expected.logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_prompt_logprobs(
+    three: Callable[..., Three],  # noqa: F811
+    prompt_of: Callable[..., Prompt],
+    order: str,
+) -> None:
+    """They need the whole prompt computed, so the consumer computes it."""
+    engines = three()
+    prompt = prompt_of(NUM_TOKENS)
+    expected = engines.single.ask(prompt, 24, prompt_logprobs=2)
+    answer = ask(engines, order, prompt, prompt_logprobs=2)
+    assert answer.token_ids == expected.token_ids
+    assert len(answer.prompt_logprobs) == len(prompt)
+    for ours, theirs in zip(answer.prompt_logprobs, expected.prompt_logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+    assert answer.outcome == "not_needed"
+
+
+# KV caches.
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("cache_dtype", "dtype"), [("fp8", "bfloat16"), ("fp8_e5m2", "float32")])
+def test_fp8_kv(
+    three: Callable[..., Three],  # noqa: F811
+    prompt_of: Callable[..., Prompt],
+    cache_dtype: str,
+    dtype: str,
+    order: str,
+) -> None:
+    engines = three({"kv_cache_dtype": cache_dtype}, dtype=dtype)
+    prompt = prompt_of(NUM_TOKENS)
+    expected = engines.single.ask(prompt, 24)
+    answer = ask(engines, order, prompt)
+    assert answer.token_ids == expected.token_ids
+    assert answer.sources == loaded(prompt)
+
+
+def test_fp8_kv_is_not_mixed_with_another_dtype(
+    three: Callable[..., Three],  # noqa: F811
+    prompt_of: Callable[..., Prompt],
+) -> None:
+    """Their pages are of one size, and mean different numbers."""
+    prompt = prompt_of(NUM_TOKENS)
+    e4m3 = three({"kv_cache_dtype": "fp8"}, dtype="bfloat16")
+    e5m2 = three({"kv_cache_dtype": "fp8_e5m2"}, dtype="bfloat16")
+    answer = e5m2.consumer.ask(prompt, 24, e4m3.producer.prefill(prompt))
+    assert answer.token_ids == e5m2.single.ask(prompt, 24).token_ids
+    assert answer.sources == (0, 0, len(prompt))
+    assert answer.outcome == "incompatible"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tied_kv_layers(
+    three: Callable[..., Three],  # noqa: F811
+    models: Callable[..., str],
+    prompt_of: Callable[..., Prompt],
+    order: str,
+) -> None:
+    engines = three(model=models("tied"))
+    prompt = prompt_of(NUM_TOKENS)
+    expected = engines.single.ask(prompt, 24)
+    answer = ask(engines, order, prompt)
+    assert answer.token_ids == expected.token_ids
+    assert answer.sources == loaded(prompt)
+
+
+def test_ngram_speculation_on_a_cpu_is_refused_by_name(
+    fleet: Fleet, base_config: EngineConfig
+) -> None:
+    """Where vLLM has no Triton, its engine ends with the first draft that it verifies."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    llm = json.dumps({"speculative_config": speculative})
+    with pytest.raises(EngineError, match="on a CPU without Triton"):
+        fleet.start(replace(base_config, executor="uni", role="kv_both", llm=llm))
