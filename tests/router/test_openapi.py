@@ -18,6 +18,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
 from tests.router.harness import Deployment, deployed
+from vllm_ascend_pd.testing.scripted_engine import MAX_SAMPLES
 
 DOCUMENT: dict[str, Any] = json.loads(
     files("vllm_ascend_pd.router").joinpath("openapi.json").read_text()
@@ -67,8 +68,10 @@ def schema(deployment: Deployment) -> Any:
     schemas = document["components"]["schemas"]
     schemas["Registration"]["properties"]["url"]["pattern"] = r"^http://127\.0\.0\.1:[1-9]\d{0,3}$"
     for name in ("Completion", "Chat"):
+        fields = schemas[name]["properties"]
+        fields["n"]["maximum"] = MAX_SAMPLES
         for field in ("max_tokens", "max_completion_tokens"):
-            schemas[name]["properties"].get(field, {})["maximum"] = MAX_TOKENS
+            fields.get(field, {})["maximum"] = MAX_TOKENS
     return schemathesis.openapi.from_dict(document)
 
 

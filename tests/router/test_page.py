@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.router.harness import FAST, deployed, run
+from vllm_ascend_pd.router.bodies import COMPLETIONS, Body, parse
+from vllm_ascend_pd.router.policies import Routed
 from vllm_ascend_pd.router.snapshot import RecentError
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
@@ -57,6 +59,29 @@ def test_page_shows_instances_requests_and_errors(tmp_path: Path) -> None:
             assert '<td class="n">1</td>' in counts[1]
 
     run(test)
+
+
+@needs_browser
+def test_page_shows_what_was_measured(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            for _ in range(5):
+                d.router.skipper.learn(*request(100), None, 0.2)
+                d.router.skipper.learn(*request(100), "measuring", 0.1)
+            d.router.metrics.prefix("prefill", 640, (700, 512))
+            d.router.metrics.prefix("prefill", 64, None)
+            dom = await rendered(f"{d.url}/", tmp_path / "profile")
+            tokens = int(d.count("break_even_tokens", model="tiny"))
+            assert 100 <= tokens < 150
+            assert f"tiny: D computes prompts of up to {tokens} tokens itself" in dom
+            assert "prefix caches: 640 tokens expected, 512 found" in dom
+
+    run(test)
+
+
+def request(num_tokens: int) -> tuple[Body, Routed]:
+    body = parse(COMPLETIONS, b'{"model": "tiny", "prompt": "x"}')
+    return body, Routed(num_tokens, 1)
 
 
 @needs_browser

@@ -50,9 +50,17 @@ def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:
         "num_workers": config.num_workers,
         "in_progress": snapshot.num_requests,
         "requests": {outcome: requests.get(outcome, 0) for outcome in OUTCOMES},
+        "break_even_tokens": snapshot.break_evens,
+        "prefix_tokens": {name: _total(snapshot, name) for name in ("expected", "cached")},
         "ttft_mean_s": ttft.total / num_first_bytes if num_first_bytes else None,
         "instances": msgspec.to_builtins(snapshot.instances),
     }
+
+
+def _total(snapshot: Snapshot, name: str) -> int:
+    """Tokens of prompts whose engine told what it had: as expected, or as told."""
+    counts = snapshot.counters[f"prefix_{name}_tokens"]
+    return int(sum(count for labels, count in counts if "false" not in labels))
 
 
 def instances(snapshot: Snapshot) -> list[InstanceStatus]:

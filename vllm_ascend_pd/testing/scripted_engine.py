@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _FAULT = re.compile(r"(\w+)(?:\(([\d.]+)\))?")
 GENERATE = ("/v1/completions", "/v1/chat/completions")
 MODEL = "tiny"
+MAX_SAMPLES = 64
 NOT_STALE_S = 0.06
 """A connection that closes sooner after a request may have been closed before it came."""
 
@@ -256,7 +257,8 @@ class Answer:
         is_chat = request.path.startswith("/v1/chat")
         _check(body, is_chat)
         prompt = json.dumps(body.get("messages") if is_chat else body.get("prompt"))
-        num_tokens = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
+        limits = [is_chat and body.get("max_completion_tokens"), body.get("max_tokens"), 16]
+        num_tokens = int(next(filter(None, limits)))
         if num_tokens > engine.max_tokens:
             raise ValueError(f"{num_tokens} tokens")
         tokens = [_token(prompt, index) for index in range(num_tokens)]
@@ -372,7 +374,12 @@ def _check(body: dict[str, Any], is_chat: bool) -> None:
     for name, kind in (("model", str), ("stream", bool)):
         if not isinstance(body.get(name), kind | None):
             raise ValueError(name)
-    for name in ("max_tokens", "max_completion_tokens"):
+    options = {} if body.get("stream_options") is None else body["stream_options"]
+    if not isinstance(options, dict) or not isinstance(options.get("include_usage"), bool | None):
+        raise ValueError("stream_options")
+    if (body.get("n") or 1) > MAX_SAMPLES:
+        raise ValueError("n")
+    for name in ("n", "max_tokens", *(["max_completion_tokens"] if is_chat else ())):
         number = body.get(name)
         if number is not None and (type(number) is not int or number < 1):
             raise ValueError(name)
