@@ -10,6 +10,7 @@ torch operation runs before a fork, so no thread of a parallel region is lost in
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -39,6 +40,7 @@ _IMPORTS = (
 )
 
 _IDLE_STEP_S = 0.002
+_CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
 def _worker_counts(worker: object) -> dict[str, int]:
@@ -325,8 +327,20 @@ def _serve(connection: Connection, target: Callable[[str, dict[str, Any]], Any])
         connection.send(answer)
 
 
-def _run_engine(address: str, log_path: str, env: dict[str, str], options: dict[str, Any]) -> None:
+def _enter_network(name: str) -> None:
+    """Join a network namespace of ``ip netns``, with all processes and threads to come."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {name}")
+
+
+def _run_engine(
+    address: str, log_path: str, env: dict[str, str], network: str, options: dict[str, Any]
+) -> None:
     os.setsid()
+    if network:
+        _enter_network(network)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for fd in (1, 2):
         os.dup2(log, fd)

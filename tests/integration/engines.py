@@ -48,6 +48,10 @@ class EngineConfig:
     faults: str = ""
     pool_faults: str = ""
     kv_port: int | None = None
+    kv_ip: str = ""
+    allowed_peers: tuple[str, ...] = ()
+    network: str = ""
+    """The network namespace it runs in, by name."""
     block_size: int = BLOCK_SIZE
     num_blocks: int = 256
     max_num_batched_tokens: int = 256
@@ -81,13 +85,20 @@ class EngineConfig:
         if self.role is None:
             return None
         extra: dict[str, Any] = {"transfer": json.loads(self.transfer)}
+        security: dict[str, Any] = {}
         if self.secret_file is not None:
-            extra["security"] = {"secret_file": self.secret_file}
+            security["secret_file"] = self.secret_file
+        if self.allowed_peers:
+            security["allowed_peers"] = list(self.allowed_peers)
+        if security:
+            extra["security"] = security
         if self.pool:
             extra["pool"] = json.loads(self.pool)
         options: dict[str, Any] = {"kv_role": self.role, "kv_connector_extra_config": extra}
         if self.kv_port is not None:
             options["kv_port"] = self.kv_port
+        if self.kv_ip:
+            options["kv_ip"] = self.kv_ip
         return options
 
     def env(self) -> dict[str, str]:
@@ -453,6 +464,7 @@ class Fleet:
             address=listener.address,
             log_path=str(log_path),
             env=config.env(),
+            network=config.network,
             options={
                 "llm_options": config.llm_options(),
                 "transfer": config.transfer_options(),

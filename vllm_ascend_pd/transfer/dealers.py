@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.types import Endpoint
 
 IDLE_CONNECTION_S = 300.0
+MAX_UNHEARD_MS = 3000
+"""After so long without an acknowledgement of TCP a connection is lost, also when nobody says so:
+a cable that was cut. Else it would wake, long after it was mended, at the end of TCP's backoff."""
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
@@ -144,4 +147,5 @@ def make_dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     # A host that is gone is noticed in half a minute; a process that is stopped is not gone.
     for option, value in _KEEPALIVE.items():
         socket.setsockopt(option, value)
+    socket.setsockopt(zmq.TCP_MAXRT, MAX_UNHEARD_MS)
     return socket

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from vllm_ascend_pd.transfer.dealers import MAX_UNHEARD_MS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -24,6 +26,7 @@ class Listener:
     ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.TCP_MAXRT, MAX_UNHEARD_MS)
         self._seals = seals
         self._seal = seals.server(channel)
 
