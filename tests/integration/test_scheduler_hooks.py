@@ -921,11 +921,11 @@ def test_parked_load_holds_its_blocks_and_ends_cached(producer: Engine, engines:
     request = consumer.add("c", prompt_of(100), params, max_tokens=2)
     consumer.run(lambda: bool(consumer.worker.parked))
     ((load_id, load),) = consumer.worker.parked.items()
-    assert load.block_indices == tuple(range(6))
+    assert load.block_indices == tuple(range(7))
     assert not load.in_step
-    assert not load.has_tail
+    assert load.has_tail
     assert request.status is RequestStatus.WAITING_FOR_KV
-    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 6
+    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 7
     assert consumer.cached_block(request, 0) is None
     consumer.step()
     assert request.status is RequestStatus.WAITING_FOR_KV
@@ -933,9 +933,8 @@ def test_parked_load_holds_its_blocks_and_ends_cached(producer: Engine, engines:
     step = consumer.schedule_until_admitted(request)
     assert step.output.num_scheduled_tokens == {"c": 1}
     table = consumer.scheduler.kv_cache_manager.get_block_ids("c")[0]
-    assert tuple(table[:6]) == load.block_ids
-    (tail,) = step.loads
-    assert tail.block_indices == (6,)
+    assert tuple(table) == load.block_ids
+    assert not step.loads
     consumer.run_to_end()
     consumer.expect_tokens("c", 2)
 
@@ -977,7 +976,7 @@ def test_abort_of_a_parked_request_frees_after_the_report(
     consumer.add("c", prompt_of(100), params)
     consumer.run(lambda: bool(consumer.worker.parked))
     consumer.abort("c")
-    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 6
+    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 7
     assert consumer.scheduler.has_requests()
     consumer.run_to_end()
     assert consumer.counts() == consumer.counts_at_start
@@ -997,11 +996,11 @@ def test_abort_before_the_parked_load_left_frees_after_the_report(
     assert consumer.counts() == consumer.counts_at_start
 
 
-@pytest.mark.parametrize(("num_blocks", "parks"), [(13, False), (14, True)])
+@pytest.mark.parametrize(("num_blocks", "parks"), [(13, False), (15, True)])
 def test_load_is_not_parked_into_the_last_free_blocks(
     producer: Engine, engines: Engines, num_blocks: int, parks: bool
 ) -> None:
-    """Six blocks are in use and six are missing; a tenth of all has to stay free."""
+    """Six blocks are in use; six and the tail are missing; a tenth of all has to stay free."""
     params = producer.prefill("p", prompt_of(100))
     consumer = engines.make("kv_consumer", num_blocks=num_blocks, load_mode="park")
     consumer.add("long", prompt_of(90, start=500), max_tokens=4)
@@ -1027,8 +1026,37 @@ def test_parked_load_brings_only_what_is_missing(producer: Engine, engines: Engi
     consumer.add("c", prompt_of(100), params)
     consumer.run(lambda: bool(consumer.worker.parked))
     ((load_id, load),) = consumer.worker.parked.items()
-    assert load.block_indices == (1, 4)
+    assert load.block_indices == (1, 4, 6)
     consumer.worker.end_parked(load_id)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+
+
+def test_tail_of_a_parked_load_goes_back_with_a_request_that_is_not_admitted(
+    producer: Engine, engines: Engines
+) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    consumer.step()
+    consumer.run(lambda: consumer.scheduler.pd._consumer.get(request).held_tail is not None)
+    consumer.abort("c")
+    consumer.run_to_end()
+    assert consumer.counts() == consumer.counts_at_start
+
+
+def test_reset_gives_the_tail_of_a_parked_load_back(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    session = consumer.scheduler.pd._consumer.get(request)
+    consumer.run(lambda: session.held_tail is not None)
+    assert consumer.scheduler.reset_prefix_cache()
+    assert session.held_tail is None
     consumer.run_to_end()
     consumer.expect_tokens("c", 1)
 
@@ -1299,7 +1327,7 @@ _WINDOW = SlidingWindowSpec(
         ({"vllm_config__cache_config__enable_prefix_caching": False}, "prefix caching is off"),
         ({"spec": (_SPEC, _SPEC)}, "2 KV cache groups"),
         ({"spec": (_WINDOW,)}, "SlidingWindowSpec"),
-        ({"vllm_config__parallel_config__world_size": 2}, "tensor and pipeline parallel"),
+        ({"vllm_config__parallel_config__world_size": 2}, "pipeline and context parallel"),
         ({"vllm_config__parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"hash_block_size": 8}, "hash blocks smaller"),
         ({"vllm_config__speculative_config": _Speculative("eagle")}, "with a draft model"),

@@ -22,8 +22,9 @@ from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, RemotePrefill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
@@ -56,6 +57,8 @@ class RemotePrompt:
         """Whether a parked load is under way; the request waits for it."""
         self.num_parked_tokens = 0
         """Tokens that a parked load has brought into the prefix cache."""
+        self.held_tail: KVCacheBlock | None = None
+        """The prompt's tail block, loaded by a parked load; the request's own from admission on."""
         self.epoch = remote.remote_epoch
         self.is_computed = True
         """Whether the producer had the whole prompt when it was opened."""
@@ -97,6 +100,11 @@ class RemotePrompt:
         self.epoch = answer.epoch
         self.is_computed = answer.is_computed
         self.place_until = time.monotonic() + self._transfer.load_timeout_s
+
+    def wants_tail(self, block_size: int) -> bool:
+        """Whether the prompt's tail can be loaded together with all its full blocks."""
+        num_full = (self.request.num_tokens - 1) // block_size
+        return self.num_tail_tokens > 0 and self.num_blocks == num_full
 
     def make_load(
         self,
@@ -184,6 +192,9 @@ class Consumer:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def sessions(self) -> Iterable[RemotePrompt]:
+        return self._sessions.values()
 
     def get(self, request: Request) -> RemotePrompt | None:
         return self._sessions.get(request.request_id)

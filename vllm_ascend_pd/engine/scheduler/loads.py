@@ -53,14 +53,21 @@ class LoadRecord:
     parked_for: Request | None = None
     held: list[KVCacheBlock] = field(default_factory=list)
     held_indices: list[int] = field(default_factory=list)
+    held_tail: KVCacheBlock | None = None
+    """Of a parked load: the block for the rest of the prompt after its full blocks."""
 
     def spec(self) -> LoadSpec | PoolLoadSpec:
         if self.parked_for is not None:
+            indices = list(self.held_indices)
+            block_ids = [block.block_id for block in self.held]
+            if self.held_tail is not None:
+                indices.append(self.source.num_blocks)
+                block_ids.append(self.held_tail.block_id)
             return self.source.make_load(
                 self.load_id,
-                tuple(self.held_indices),
-                tuple(block.block_id for block in self.held),
-                has_tail=False,
+                tuple(indices),
+                tuple(block_ids),
+                has_tail=self.held_tail is not None,
                 in_step=False,
             )
         indices = [phantom.index for phantom in self.phantoms]
@@ -177,14 +184,16 @@ class Loads:
         source: BlockSource,
         indices: list[int],
         blocks: list[KVCacheBlock],
+        tail: KVCacheBlock | None = None,
     ) -> None:
-        """Load these held blocks beside the steps."""
+        """Load these held blocks, and perhaps the prompt's tail, beside the steps."""
         record = LoadRecord(
             LoadId(next(self._ids)),
             source,
             parked_for=request,
             held=blocks,
             held_indices=indices,
+            held_tail=tail,
         )
         self._new.append(record)
         source.load_started()

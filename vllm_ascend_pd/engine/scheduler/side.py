@@ -57,6 +57,11 @@ def create(scheduler: Scheduler) -> SchedulerSide:
     adopt_engine_logging()
     config = PDConfig.from_kv_transfer_config(scheduler.vllm_config.kv_transfer_config)
     check_supported(scheduler)
+    if config.pool is not None and scheduler.vllm_config.parallel_config.world_size > 1:
+        raise ConfigError(
+            "kv_connector InEngine does not support: a pool with tensor parallel sizes above 1"
+            " (leave pool out)"
+        )
     if is_ascend(scheduler.vllm_config):
         check_roles(ascend_facts(scheduler.vllm_config), config.role)
     shorten_turns()
@@ -86,11 +91,6 @@ def check_supported(scheduler: Scheduler) -> None:
         (
             parallel.world_size > parallel.tensor_parallel_size,
             "pipeline and context parallel sizes above 1 (tensor parallel works)",
-        ),
-        (
-            parallel.world_size > 1
-            and PDConfig.from_kv_transfer_config(config.kv_transfer_config).pool is not None,
-            "a pool with tensor parallel sizes above 1 (leave pool out)",
         ),
         (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
         (parallel.data_parallel_size > 1, "data parallel sizes above 1"),
@@ -122,6 +122,7 @@ class SchedulerSide:
         self._config = config
         self._manager = scheduler.kv_cache_manager
         self._pool = scheduler.kv_cache_manager.block_pool
+        (self._tables,) = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._block_size = scheduler.block_size
         self._stats = Stats()
         self._engine_core: Any = None
@@ -371,10 +372,12 @@ class SchedulerSide:
         self._pool.touch(kept)
         # Running requests grow into the free blocks; a load that waits must not starve them.
         margin = self._pool.num_gpu_blocks // 10
-        enough = self._pool.get_num_free_blocks() - len(missing) >= margin
+        has_tail = isinstance(source, RemotePrompt) and source.wants_tail(self._block_size)
+        enough = self._pool.get_num_free_blocks() - len(missing) - has_tail >= margin
         if enough:
             blocks = self._pool.get_new_blocks(len(missing))
-            self._loads.park(request, source, missing, blocks)
+            tail = self._pool.get_new_blocks(1)[0] if has_tail else None
+            self._loads.park(request, source, missing, blocks, tail)
             source.parked = True
         self._pool.free_blocks(reversed(kept))
         return enough
@@ -434,9 +437,13 @@ class SchedulerSide:
             num_full = (request.num_tokens - 1) // self._block_size
             if session.offers and session.num_tail_tokens and len(hits) == num_full:
                 num_tail = session.num_tail_tokens
-                table = self._manager.get_block_ids(request.request_id)[0]
-                tail = TailBlock(request, request.num_preemptions, num_full, table[num_full])
-                self._loads.claim(request, session, [], tail)
+                if session.held_tail is not None:
+                    self._give_tail(session, num_full)
+                else:
+                    table = self._manager.get_block_ids(request.request_id)[0]
+                    tail = TailBlock(request, request.num_preemptions, num_full, table[num_full])
+                    self._loads.claim(request, session, [], tail)
+            self._drop_tail(session)
             num_peer = min(num_hit, num_peer + session.num_parked_tokens)
             self._consumer.admitted(session, num_hit - num_peer, num_peer + num_tail)
         stats = request.prefill_stats
@@ -446,6 +453,17 @@ class SchedulerSide:
             else:
                 stats.num_local_cached_tokens -= num_peer + num_tail
                 stats.num_external_cached_tokens += num_peer + num_tail
+
+    def _give_tail(self, session: RemotePrompt, index: int) -> None:
+        """The tail is loaded already: its block takes the place of the one just allocated."""
+        assert session.held_tail is not None
+        table = self._tables.req_to_blocks[session.request.request_id]
+        table[index], session.held_tail = session.held_tail, table[index]
+
+    def _drop_tail(self, session: RemotePrompt) -> None:
+        if session.held_tail is not None:
+            self._pool.free_blocks([session.held_tail])
+            session.held_tail = None
 
     # The step and its output.
 
@@ -541,11 +559,18 @@ class SchedulerSide:
         if loaded and not request.is_finished():
             self._phantoms.cache(request, *loaded)
             source.num_parked_tokens = len(loaded[0]) * self._block_size
+        held = list(record.held)
+        if record.held_tail is not None:
+            if not result.cause and not request.is_finished():
+                assert isinstance(source, RemotePrompt)
+                source.held_tail = record.held_tail
+            else:
+                held.append(record.held_tail)
         if result.num_resting:
-            logger.warning("%d blocks rest: a peer may still write into them", len(record.held))
-            self._loads.rest(result, record.held)
+            logger.warning("%d blocks rest: a peer may still write into them", len(held))
+            self._loads.rest(result, held)
         else:
-            self._pool.free_blocks(reversed(record.held))
+            self._pool.free_blocks(reversed(held))
         source.parked = False
 
     def _recover(self, bad_block_ids: set[int]) -> None:
@@ -568,8 +593,10 @@ class SchedulerSide:
         provenance = None
         if self._consumer is not None:
             session = self._consumer.get(request)
-            if session is not None and session.parked:
-                self._loads.cancel(request)
+            if session is not None:
+                self._drop_tail(session)
+                if session.parked:
+                    self._loads.cancel(request)
             provenance = self._consumer.finish(request)
         if self._kv_pool is not None:
             self._kv_pool.saves.forget(request)
@@ -615,6 +642,9 @@ class SchedulerSide:
         if self._producer is not None:
             self._producer.revoke_all()
         self._phantoms.withdraw_all()
+        if self._consumer is not None:
+            for session in self._consumer.sessions():
+                self._drop_tail(session)
         if self._kv_pool is not None:
             self._kv_pool.reset()
 
