@@ -301,6 +301,11 @@ class Engine:
                 process.kill()
 
 
+def stop_engines_when_terminated() -> None:
+    """SIGTERM unwinds the benchmark as an error does; engines are sessions of their own."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]

@@ -51,7 +51,15 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import numpy as np
-from serving import PEERS, Engine, EnginePlan, Launcher, free_port, unpatched_tree
+from serving import (
+    PEERS,
+    Engine,
+    EnginePlan,
+    Launcher,
+    free_port,
+    stop_engines_when_terminated,
+    unpatched_tree,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -671,6 +679,7 @@ def main() -> None:
     )
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
     options = parser.parse_args()
+    stop_engines_when_terminated()
     names = list(options.systems or PARTS[options.part])
     for name, folder in (("nixl", "nixl"), ("nixl", "vllm-router"), ("mooncake", "vllm-router")):
         needed = folder == "nixl" or options.part == "load"

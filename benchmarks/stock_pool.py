@@ -38,7 +38,15 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving import PEERS, Engine, EnginePlan, Launcher, free_port, unpatched_tree
+from serving import (
+    PEERS,
+    Engine,
+    EnginePlan,
+    Launcher,
+    free_port,
+    stop_engines_when_terminated,
+    unpatched_tree,
+)
 from stock_pd import Answer, Client, make_prompt
 
 if TYPE_CHECKING:
@@ -62,7 +70,7 @@ def helper(command: list[str], port: int, log: Path, env: dict[str, str]) -> Ite
                 with contextlib.suppress(OSError):
                     socket.create_connection(("127.0.0.1", port), 1).close()
                     break
-                time.sleep(0.2)
+                time.sleep(0.5)
             else:
                 raise SystemExit(f"error: {command[0]} did not start; see {log}")
             yield
@@ -131,13 +139,13 @@ def plan_of(name: str, stack: contextlib.ExitStack, logs: Path) -> EnginePlan:
     return plan
 
 
-async def measure(engines: dict[str, Engine], options: argparse.Namespace) -> None:
+async def measure(engines: dict[str, Engine], options: argparse.Namespace, num_tokens: int) -> None:
     client = Client()
-    rng = random.Random(options.seed)
+    rng = random.Random(options.seed + num_tokens)
     names = list(engines)
     found: dict[str, list[tuple[Answer, Answer]]] = {name: [] for name in names}
     for number in range(options.rounds + 1):
-        prompt = make_prompt(rng, options.tokens)
+        prompt = make_prompt(rng, num_tokens)
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             engine = engines[name]
@@ -147,10 +155,8 @@ async def measure(engines: dict[str, Engine], options: argparse.Namespace) -> No
             await client.stream(engine, make_prompt(rng, 200), 1, None)
             warm = await client.stream(engine, prompt, 1, None)
             await asyncio.sleep(0.1)
-            if name != "computed" and warm.cached_tokens < 0.9 * options.tokens:
-                print(f"{name}: only {warm.cached_tokens} of {options.tokens} tokens were hits")
-            if warm.token_ids != cold.token_ids:
-                print(f"{name}: the first token differs from that of the computed prompt")
+            if name != "computed" and warm.cached_tokens < 0.9 * num_tokens:
+                print(f"{name}: only {warm.cached_tokens} of {num_tokens} tokens were hits")
             if number:  # the first round opens connections and touches memory
                 found[name].append((cold, warm))
     await client.close()
@@ -159,7 +165,7 @@ async def measure(engines: dict[str, Engine], options: argparse.Namespace) -> No
         for name, pairs in found.items()
     }
     stock = [middle[name][1] for name in STOCK if name in middle]
-    print(f"\n{options.tokens} tokens, medians of {options.rounds} in ms (min..max)")
+    print(f"\n{num_tokens} tokens, medians of {options.rounds} in ms (min..max)")
     print(f"{'':>16} {'TTFT':>8} {'':18} {'/ computed':>10} {'/ best stock':>12} {'storing':>9}")
     for name, pairs in found.items():
         warm_ms = [warm.ttft_ms for _, warm in pairs]
@@ -176,12 +182,19 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096, 4160],
+        help="4,096 is a multiple of the block size: then vLLM computes the last block again",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--settle", type=float, default=1.0, help="seconds for stores to end")
     parser.add_argument("--logs", type=Path, help="folder for the logs")
     options = parser.parse_args()
+    stop_engines_when_terminated()
     names = list(options.systems)
     if "lmcache" in names and not (PEERS / "lmcache").is_dir():
         print(f"lmcache is left out: {PEERS / 'lmcache'} is missing; see --help")
@@ -194,13 +207,16 @@ def main() -> None:
         stack.callback(ours.close)
         stack.callback(stock.close)
         engines: dict[str, Engine] = {}
-        for name in names:
+        # Helpers before engines, which take ports of their own when they start.
+        plans = {name: plan_of(name, stack, logs) for name in names}
+        for name, plan in plans.items():
             launcher = ours if name.startswith("ours") else stock
-            engines[name] = launcher.start(plan_of(name, stack, logs), options.model, logs)
+            engines[name] = launcher.start(plan, options.model, logs)
             stack.callback(engines[name].stop)
         for engine in engines.values():
             engine.wait_until_ready()
-        asyncio.run(measure(engines, options))
+        for num_tokens in options.tokens:
+            asyncio.run(measure(engines, options, num_tokens))
 
 
 if __name__ == "__main__":
