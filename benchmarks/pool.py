@@ -207,6 +207,9 @@ def bench_ttft(options: argparse.Namespace) -> None:
             ssd.generate(prompt)
             ssd.reset()
             time.sleep(2.5)  # Mooncake writes to disk once a second
+        for i in range(5):  # memory forgets the prompts, which are on disk by now
+            ssd.generate(prompt_of(20_000 + i, options.length))
+            ssd.reset()
         num_ssd = 0
         for prompt in prompts:
             answer = ssd.generate(prompt)

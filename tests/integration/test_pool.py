@@ -374,3 +374,24 @@ def test_block_that_is_evicted_while_its_save_hangs_is_not_held_back(
         assert engine.ask(prompt).token_ids == single(prompt).token_ids
     engine.set_pool_faults("")
     settle(engine, 20)
+
+
+def test_request_without_a_lookup_is_not_overtaken(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    running = {f"running-{i}": prompt_of(10, str(i)) for i in range(16)}  # max_num_seqs
+    for i, (name, prompt) in enumerate(running.items()):
+        engine.add(name, prompt, 6 + 4 * i)
+    engine.step_until("running-15", "status", "RUNNING")
+    short = prompt_of(10, "short")
+    engine.add("short", short, 40)
+    late = [f"late-{i}" for i in range(4)]
+    for name in late:
+        engine.add(name, prompt_of(NUM_TOKENS, name), 40)
+    engine.step()  # those that wait for a lookup are put before the others, once
+    states = engine.step_until("short", "status", "RUNNING")
+    assert states["status"] == "RUNNING"
+    started = [name for name in late if engine.requests()[name]["status"] == "RUNNING"]
+    assert started == []
+    assert engine.run()["short"].token_ids == single(short, 40).token_ids
+    settle(engine)

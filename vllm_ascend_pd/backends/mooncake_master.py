@@ -40,9 +40,10 @@ _FLAGS = (
     "--default_kv_lease_ttl=3000",
     # The values of a client that is gone are forgotten after this many seconds.
     "--client_ttl=5",
-    # Room is made in the background, so it must be made before memory is full.
-    "--eviction_high_watermark_ratio=0.85",
-    "--eviction_ratio=0.1",
+    # Room is made in the background, so it must be made before memory is full. What finds none is
+    # tried again.
+    "--eviction_high_watermark_ratio=0.9",
+    "--eviction_ratio=0.05",
 )
 
 

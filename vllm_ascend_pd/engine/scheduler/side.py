@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.triton_utils import HAS_TRITON
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.receive import LoadResult
 
 logger = logging.getLogger(__name__)
+
+_COLLECT_S = 0.0002
+"""What peers and the pool have said is looked at so often within a pass."""
 
 
 def create(scheduler: Scheduler) -> SchedulerSide:
@@ -132,6 +136,7 @@ class SchedulerSide:
         self._data_endpoints: dict[int, Endpoint] = {}
         self._kv_pool: PoolSide | None = None  # from on_engine_started on
         self._ignored: dict[str, Provenance] = {}
+        self._collect_at = 0.0
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
         transfer = config.transfer
@@ -265,7 +270,14 @@ class SchedulerSide:
         )
 
     def try_promote(self, request: Request) -> bool:
-        self._collect()
+        # Called for every waiting request of a pass.
+        now = time.monotonic()
+        if now >= self._collect_at:
+            self._collect_at = now + _COLLECT_S
+            self._collect()
+        source = self._source_of(request)
+        if source is not None and source.pending:
+            return False
         self._turn_to_pool(request)
         source = self._source_of(request)
         if source is None:
@@ -479,11 +491,27 @@ class SchedulerSide:
         )
         if self._kv_pool is not None:
             self._kv_pool.note_step(scheduler_output, self._origin_from_peer)
+        self._keep_order()
         self._prefetch()
         loads = self._loads.take_new()
         if not (revokes or cancels or grants or loads):
             return None
         return StepMeta(revokes, cancels, tuple(grants), loads)
+
+    def _keep_order(self) -> None:
+        """First come, first served. The engine tries requests that were blocked before all others.
+        Here every request with a lookup is blocked at first, so one that needs none, or has been
+        preempted, would wait for as long as new ones come.
+        """
+        scheduler = self._scheduler
+        waiting, skipped = scheduler.waiting, scheduler.skipped_waiting
+        if isinstance(waiting, FCFSRequestQueue) and isinstance(skipped, FCFSRequestQueue):
+            if not waiting or not skipped:
+                return
+            ordered = sorted((*skipped, *waiting), key=lambda request: request.arrival_time)
+            waiting.clear()
+            skipped.clear()
+            skipped.extend(ordered)
 
     def on_step_output(self, model_runner_output: ModelRunnerOutput) -> None:
         output = model_runner_output.kv_connector_output

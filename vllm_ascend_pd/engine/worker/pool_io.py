@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLOT_POLL_S = 0.002
+_RETRY_FULL_S = (0.02, 0.04, 0.08)
 _MAX_SLOTS_PER_BATCH = 4
 """The tier is asked once for so many staging slots' worth of blocks, to read them in place."""
 _CAUSES = {
@@ -396,7 +397,7 @@ class PoolIO:
             ):
                 self._values.pack(block_id, block_hash, slot.region, i * size)
             self._link.send(Packed(save.save_id))
-            statuses = self._tier.put(
+            statuses = self._put(
                 [
                     Value(self._space.key(block_hash), slot.addr + i * size, size)
                     for i, block_hash in enumerate(save.hashes)
@@ -409,6 +410,20 @@ class PoolIO:
             else:
                 self._write_slots.release(slot)
         return [status.value for status in statuses]
+
+    def _put(self, values: list[Value]) -> list[Status]:
+        """What finds memory full is tried again for a moment, since room is made in the background;
+        nobody waits for it but the next save.
+        """
+        statuses = self._tier.put(values)
+        for delay_s in _RETRY_FULL_S:
+            full = [i for i, status in enumerate(statuses) if status is Status.FULL]
+            if not full:
+                break
+            time.sleep(delay_s)
+            for i, status in zip(full, self._tier.put([values[i] for i in full]), strict=True):
+                statuses[i] = status
+        return statuses
 
     @property
     def _is_running(self) -> bool:
