@@ -60,6 +60,27 @@ def test_warm_prompt_comes_from_dram(
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_prompt_of_full_blocks_computes_its_last_token_only(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, load_mode: str
+) -> None:
+    engine = engines.shared("kv_both", pool=POOL, transfer={"load_mode": load_mode})
+    prompt = prompt_of(FULL)
+    store(engine, prompt)
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {"dram": FULL - 1, "computed": 1}
+    # What is cached here lacks the last block, as a lookup never hits all of a prompt.
+    again = engine.ask(prompt, 8, ASK)
+    assert again.token_ids == answer.token_ids
+    assert provenance(again) == {
+        "local": FULL - BLOCK_SIZE,
+        "dram": BLOCK_SIZE - 1,
+        "computed": 1,
+    }
+    settle(engine)
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
 def test_warm_prompt_comes_from_another_process(
     engines: Engines,
     single: SingleEngine,

@@ -93,6 +93,29 @@ def test_block_that_cannot_be_read_is_computed_with_those_after_it(
     settle(engine)
 
 
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+@pytest.mark.parametrize("script", ["get:ok*5,corrupt", "get:ok*2,missing,ok*2,corrupt"])
+def test_tail_block_that_cannot_be_read_is_computed(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, load_mode: str, script: str
+) -> None:
+    engine = engines.shared(
+        "kv_both",
+        pool={**POOL, **BREAKER},
+        pool_faults="get:ok*",
+        transfer={"load_mode": load_mode},
+    )
+    engine.set_pool_faults("")
+    prompt = prompt_of(FULL)
+    store(engine, prompt)
+    engine.set_pool_faults(script)
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    origin = provenance(answer)
+    assert sum(origin.values()) == FULL
+    assert origin["computed"] >= BLOCK_SIZE
+    settle(engine)
+
+
 def test_damaged_value_is_replaced_by_a_good_one(
     engine: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:

@@ -27,6 +27,8 @@ class PoolLoadSpec:
     block_ids: tuple[int, ...]
     in_step: bool
     timeout_s: float
+    has_tail: bool = False
+    """Whether the forward writes into the last of them, so that it must be in place before."""
 
 
 @dataclass(frozen=True, slots=True)

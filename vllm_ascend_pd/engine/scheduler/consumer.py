@@ -101,10 +101,8 @@ class RemotePrompt:
         self.is_computed = answer.is_computed
         self.place_until = time.monotonic() + self._transfer.load_timeout_s
 
-    def wants_tail(self, block_size: int) -> bool:
-        """Whether the prompt's tail can be loaded together with all its full blocks."""
-        num_full = (self.request.num_tokens - 1) // block_size
-        return self.num_tail_tokens > 0 and self.num_blocks == num_full
+    def has_tail(self, index: int) -> bool:
+        return self.num_tail_tokens > 0 and self.num_blocks == index
 
     def make_load(
         self,

@@ -53,16 +53,17 @@ class LoadRecord:
     parked_for: Request | None = None
     held: list[KVCacheBlock] = field(default_factory=list)
     held_indices: list[int] = field(default_factory=list)
-    held_tail: KVCacheBlock | None = None
-    """Of a parked load: the block for the rest of the prompt after its full blocks."""
+    held_tail: tuple[int, KVCacheBlock] | None = None
+    """Of a parked load: the block for the rest of the prompt, and its index there."""
 
     def spec(self) -> LoadSpec | PoolLoadSpec:
         if self.parked_for is not None:
             indices = list(self.held_indices)
             block_ids = [block.block_id for block in self.held]
             if self.held_tail is not None:
-                indices.append(self.source.num_blocks)
-                block_ids.append(self.held_tail.block_id)
+                index, block = self.held_tail
+                indices.append(index)
+                block_ids.append(block.block_id)
             return self.source.make_load(
                 self.load_id,
                 tuple(indices),
@@ -80,10 +81,14 @@ class LoadRecord:
         )
 
     def indices(self) -> dict[int, int]:
-        """``{block id: index in the prompt}`` of all full blocks that it fills."""
+        """``{block id: index in the prompt}`` of all blocks that it fills."""
         indices = {phantom.block.block_id: phantom.index for phantom in self.phantoms}
         for block, index in zip(self.held, self.held_indices, strict=True):
             indices[block.block_id] = index
+        if self.held_tail is not None:
+            indices[self.held_tail[1].block_id] = self.held_tail[0]
+        if self.tail is not None:
+            indices[self.tail.block_id] = self.tail.index
         return indices
 
     def loaded(self, result: LoadResult) -> tuple[list[int], list[KVCacheBlock]] | None:
@@ -106,8 +111,9 @@ class LoadRecord:
         loaded = [p for p in self.phantoms if not failed or p.block.block_id in failed]
         loaded_and_computed = [*loaded, *self.computed_on.values()]
         bad = {p.block.block_id for p in loaded_and_computed if p.is_current()}
-        if self.tail is not None and self.tail.is_current():
-            bad.add(self.tail.block_id)
+        tail = self.tail
+        if tail is not None and tail.is_current() and (not failed or tail.block_id in failed):
+            bad.add(tail.block_id)
         return bad
 
 
@@ -184,7 +190,7 @@ class Loads:
         source: BlockSource,
         indices: list[int],
         blocks: list[KVCacheBlock],
-        tail: KVCacheBlock | None = None,
+        tail: tuple[int, KVCacheBlock] | None = None,
     ) -> None:
         """Load these held blocks, and perhaps the prompt's tail, beside the steps."""
         record = LoadRecord(

@@ -22,8 +22,9 @@ from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.types import Cause, LoadId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.pool_link import Message
@@ -75,9 +76,6 @@ TRANSITIONS = {
 class PoolPrompt:
     """What the pool has of one request's blocks; a ``BlockSource``."""
 
-    num_tail_tokens = 0
-    """The pool has full blocks only."""
-
     def __init__(self, request: Request, start: int, transfer: TransferConfig) -> None:
         self.request = request
         self.state = PoolState.LOOKING
@@ -86,6 +84,10 @@ class PoolPrompt:
         self.start = start
         """Blocks before this one were in the prefix cache at arrival and were not asked for."""
         self.num_blocks = 0
+        self.num_tail_tokens = 0
+        """All but the last token of a prompt of full blocks: vLLM computes that one, and would
+        compute its whole block."""
+        self.held_tail: KVCacheBlock | None = None
         self.placed = False
         self.parked = False
         self.num_parked_tokens = 0
@@ -121,6 +123,9 @@ class PoolPrompt:
         self._places = places
         self.num_blocks = self.start + len(places.rstrip(b"\0"))
 
+    def has_tail(self, index: int) -> bool:
+        return self.num_tail_tokens > 0 and self.has_block(index)
+
     def has_block(self, index: int) -> bool:
         return self.place_of(index) is not Place.NOWHERE
 
@@ -140,7 +145,7 @@ class PoolPrompt:
         hashes = tuple(bytes(self.request.block_hashes[i]) for i in block_indices)
         transfer = self._transfer
         timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
-        return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s)
+        return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s, has_tail)
 
     def load_started(self) -> None:
         self.num_loads += 1
@@ -199,6 +204,9 @@ class PoolSource:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def prompts(self) -> Iterable[PoolPrompt]:
+        return self._prompts.values()
+
     def get(self, request: Request) -> PoolPrompt | None:
         return self._prompts.get(request.request_id)
 
@@ -215,6 +223,7 @@ class PoolSource:
         if not self._config.get or request.skip_reading_prefix_cache:
             return
         end = (request.num_tokens - 1) // self._block_size
+        stop = min(end + 1, len(request.block_hashes))
         previous = self._prompts.get(request.request_id)
         # The blocks of a preempted request are still cached, and about to be taken by others.
         was_preempted = previous is not None or admitted
@@ -228,7 +237,7 @@ class PoolSource:
             prompt.provenance, prompt.had_peer = from_peer, True
             prompt.admitted = admitted
         self._prompts[request.request_id] = prompt
-        if start >= end:
+        if start >= stop:
             prompt.advance(PoolEvent.NOTHING)
             return
         if not self.breaker.closed:
@@ -236,7 +245,7 @@ class PoolSource:
             prompt.advance(PoolEvent.NOTHING)
             self._probe()
             return
-        self._look_up(prompt, [bytes(h) for h in request.block_hashes[start:end]])
+        self._look_up(prompt, [bytes(h) for h in request.block_hashes[start:stop]])
         request.status = RequestStatus.WAITING_FOR_KV
 
     def _probe(self) -> None:
@@ -273,6 +282,8 @@ class PoolSource:
         num_found = len(places) - places.count(0)
         self._count_lookup("hit" if num_found else "miss")
         prompt.found(bytes(places))
+        if prompt.has_block((prompt.request.num_tokens - 1) // self._block_size):
+            prompt.num_tail_tokens = self._block_size - 1
         prompt.advance(PoolEvent.FOUND if num_found else PoolEvent.NOTHING)
         if num_found:
             self._decide(prompt)
@@ -357,6 +368,7 @@ class PoolSource:
         if use < last:
             self.speeds.relax()
             prompt.num_blocks = use
+            prompt.num_tail_tokens = 0
             if not use:
                 prompt.advance(PoolEvent.ENDED)
 
@@ -398,8 +410,10 @@ class PoolSource:
         """
         origin = prompt.provenance
         by_place = {Place.DRAM: 0, Place.REMOTE: 0, Place.SSD: 0}
+        tail = (origin.num_prompt_tokens - 1) // self._block_size
         for index in indices:
-            by_place[prompt.place_of(index) or Place.DRAM] += self._block_size
+            num_tokens = self._block_size - (index == tail)
+            by_place[prompt.place_of(index) or Place.DRAM] += num_tokens
         total = sum(by_place.values())
         by_place[Place.DRAM] += num_pool - total
         origin.num_dram_tokens = by_place[Place.DRAM]

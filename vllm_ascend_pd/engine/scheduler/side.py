@@ -384,11 +384,12 @@ class SchedulerSide:
         self._pool.touch(kept)
         # Running requests grow into the free blocks; a load that waits must not starve them.
         margin = self._pool.num_gpu_blocks // 10
-        has_tail = isinstance(source, RemotePrompt) and source.wants_tail(self._block_size)
+        num_full = (request.num_tokens - 1) // self._block_size
+        has_tail = source.has_tail(num_full)
         enough = self._pool.get_num_free_blocks() - len(missing) - has_tail >= margin
         if enough:
             blocks = self._pool.get_new_blocks(len(missing))
-            tail = self._pool.get_new_blocks(1)[0] if has_tail else None
+            tail = (num_full, self._pool.get_new_blocks(1)[0]) if has_tail else None
             self._loads.park(request, source, missing, blocks, tail)
             source.parked = True
         self._pool.free_blocks(reversed(kept))
@@ -418,7 +419,7 @@ class SchedulerSide:
         self, request: Request, num_local_tokens: int, num_external_tokens: int
     ) -> tuple[int, int]:
         num_tail = num_local_tokens % self._block_size
-        if not num_tail or self._consumer is None or self._consumer.get(request) is None:
+        if not num_tail or self._source_of(request) is None:
             return num_local_tokens, num_external_tokens
         return num_local_tokens - num_tail, num_external_tokens + num_tail
 
@@ -441,21 +442,15 @@ class SchedulerSide:
         session = self._source_of(request)
         if isinstance(session, PoolPrompt):
             assert self._kv_pool is not None
+            num_tail = self._take_tail(session, len(hits))
             num_peer = min(num_hit, num_peer + session.num_parked_tokens)
             claimed = [phantom.index for phantom in phantoms]
-            self._kv_pool.source.admitted(session, num_hit - num_peer, num_peer, claimed)
+            if num_tail:
+                claimed.append(len(hits))
+            self._kv_pool.source.admitted(session, num_hit - num_peer, num_peer + num_tail, claimed)
         elif session is not None and not session.admitted:
             assert self._consumer is not None
-            num_full = (request.num_tokens - 1) // self._block_size
-            if session.offers and session.num_tail_tokens and len(hits) == num_full:
-                num_tail = session.num_tail_tokens
-                if session.held_tail is not None:
-                    self._give_tail(session, num_full)
-                else:
-                    table = self._manager.get_block_ids(request.request_id)[0]
-                    tail = TailBlock(request, request.num_preemptions, num_full, table[num_full])
-                    self._loads.claim(request, session, [], tail)
-            self._drop_tail(session)
+            num_tail = self._take_tail(session, len(hits))
             num_peer = min(num_hit, num_peer + session.num_parked_tokens)
             self._consumer.admitted(session, num_hit - num_peer, num_peer + num_tail)
         stats = request.prefill_stats
@@ -466,16 +461,29 @@ class SchedulerSide:
                 stats.num_local_cached_tokens -= num_peer + num_tail
                 stats.num_external_cached_tokens += num_peer + num_tail
 
-    def _give_tail(self, session: RemotePrompt, index: int) -> None:
-        """The tail is loaded already: its block takes the place of the one just allocated."""
-        assert session.held_tail is not None
-        table = self._tables.req_to_blocks[session.request.request_id]
-        table[index], session.held_tail = session.held_tail, table[index]
+    def _take_tail(self, source: RemotePrompt | PoolPrompt, num_hits: int) -> int:
+        """How many tokens of its tail the request is admitted with.
 
-    def _drop_tail(self, session: RemotePrompt) -> None:
-        if session.held_tail is not None:
-            self._pool.free_blocks([session.held_tail])
-            session.held_tail = None
+        A tail that is loaded already takes the place of the block that was just allocated for it;
+        else this step loads it into that one.
+        """
+        request = source.request
+        num_full = (request.num_tokens - 1) // self._block_size
+        num_tail = source.num_tail_tokens if source.offers and num_hits == num_full else 0
+        table = self._tables.req_to_blocks[request.request_id]
+        if num_tail and source.held_tail is not None:
+            table[num_full], source.held_tail = source.held_tail, table[num_full]
+        elif num_tail:
+            block_id = table[num_full].block_id
+            tail = TailBlock(request, request.num_preemptions, num_full, block_id)
+            self._loads.claim(request, source, [], tail)
+        self._drop_tail(source)
+        return num_tail
+
+    def _drop_tail(self, source: RemotePrompt | PoolPrompt) -> None:
+        if source.held_tail is not None:
+            self._pool.free_blocks([source.held_tail])
+            source.held_tail = None
 
     # The step and its output.
 
@@ -590,10 +598,9 @@ class SchedulerSide:
         held = list(record.held)
         if record.held_tail is not None:
             if not result.cause and not request.is_finished():
-                assert isinstance(source, RemotePrompt)
-                source.held_tail = record.held_tail
+                source.held_tail = record.held_tail[1]
             else:
-                held.append(record.held_tail)
+                held.append(record.held_tail[1])
         if result.num_resting:
             logger.warning("%d blocks rest: a peer may still write into them", len(held))
             self._loads.rest(result, held)
@@ -629,8 +636,10 @@ class SchedulerSide:
         if self._kv_pool is not None:
             self._kv_pool.saves.forget(request)
             prompt = self._kv_pool.source.get(request)
-            if prompt is not None and prompt.parked:
-                self._loads.cancel(request)
+            if prompt is not None:
+                self._drop_tail(prompt)
+                if prompt.parked:
+                    self._loads.cancel(request)
             origin = self._kv_pool.source.finish(request)
             provenance = origin if provenance is None else provenance
         provenance = self._ignored.pop(request.request_id, provenance)
@@ -670,9 +679,10 @@ class SchedulerSide:
         if self._producer is not None:
             self._producer.revoke_all()
         self._phantoms.withdraw_all()
-        if self._consumer is not None:
-            for session in self._consumer.sessions():
-                self._drop_tail(session)
+        for session in self._consumer.sessions() if self._consumer is not None else ():
+            self._drop_tail(session)
+        for prompt in self._kv_pool.source.prompts() if self._kv_pool is not None else ():
+            self._drop_tail(prompt)
         if self._kv_pool is not None:
             self._kv_pool.reset()
 

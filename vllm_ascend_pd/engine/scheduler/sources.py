@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.metadata import PoolLoadSpec
@@ -27,6 +28,9 @@ class BlockSource(Protocol):
     num_tail_tokens: int
     """Tokens that can be had of the block after the prompt's last cacheable one."""
 
+    held_tail: KVCacheBlock | None
+    """That block, loaded by a parked load; the request's own from admission on."""
+
     parked: bool
     """Whether a parked load is under way; the request waits for it."""
 
@@ -36,6 +40,9 @@ class BlockSource(Protocol):
     @property
     def offers(self) -> bool:
         """Whether the lookup of the waiting request may count on this source."""
+
+    def has_tail(self, index: int) -> bool:
+        """Whether the tail can be had once all full blocks before ``index``, its own, are there."""
 
     def has_block(self, index: int) -> bool:
         """Whether this full block of the prompt can be had."""

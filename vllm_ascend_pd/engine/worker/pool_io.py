@@ -175,7 +175,9 @@ class PoolIO:
         self.wait_all()
 
     def wait_tails(self) -> None:
-        """The pool has full blocks only."""
+        """Until every in-step load with a tail block has ended."""
+        if any(load.spec.has_tail and load.spec.in_step for load in self._loads.values()):
+            self.wait_all()
 
     def wait_all(self) -> None:
         """Until every in-step load has ended."""
