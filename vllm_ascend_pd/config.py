@@ -154,7 +154,7 @@ class TransferConfig:
 
     @property
     def places_directly(self) -> bool:
-        """Whether full blocks go from the producer's pages right into the consumer's."""
+        """Whether parked loads go from the producer's pages right into the consumer's."""
         return self.protocol is WireProtocol.ASCEND and self.placement is not Placement.STAGED
 
 

@@ -47,18 +47,14 @@ def rest(producer: Engine, consumer: Engine, cause: Cause) -> LoadSpec:
     return load
 
 
-def test_full_blocks_are_always_parked(producer: Engine, consumer: Engine) -> None:
-    """Also with ``load_mode`` step: in a step, requests would hold them already."""
+def test_loads_are_always_parked(producer: Engine, consumer: Engine) -> None:
+    """Also with ``load_mode`` step: in a step, requests would hold the blocks already."""
     load = park(producer, consumer)
     assert not load.in_step
-    assert not load.has_tail
     consumer.worker.end_parked(load.load_id)
     steps = consumer.run_to_end()
     consumer.expect_tokens("c", 4)
-    loads = [load for step in steps for load in step.loads]
-    assert [(load.in_step, load.has_tail, len(load.block_ids)) for load in loads] == [
-        (True, True, 1)
-    ]
+    assert [load for step in steps for load in step.loads] == []
 
 
 def test_request_goes_on_at_once_without_the_resting_blocks(
