@@ -9,10 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,70 @@ def test_stream_has_the_events_of_a_single_engine(cluster: Cluster, chat: bool) 
         )
         seen.append((text, events[-1]["usage"]["completion_tokens"], set(events[0])))
     assert seen[0] == seen[1]
+
+
+@contextlib.contextmanager
+def recording(engine: str) -> Iterator[tuple[str, list[bytes]]]:
+    """A URL that passes all on to an engine, and the bodies with which it answered POSTs."""
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _pass_on(self, body: bytes | None) -> None:
+            headers = {k: v for k, v in self.headers.items() if k.lower() != "host"}
+            url = engine + self.path
+            with requests.request(
+                self.command, url, data=body, headers=headers, stream=True, timeout=120
+            ) as response:
+                self.send_response(response.status_code)
+                self.send_header("Content-Type", response.headers.get("Content-Type", ""))
+                self.send_header("Connection", "close")
+                self.end_headers()
+                pieces = []
+                for piece in response.iter_content(None):
+                    pieces.append(piece)
+                    self.wfile.write(piece)
+            if self.command == "POST":
+                bodies.append(b"".join(pieces))
+
+        def do_GET(self) -> None:
+            self._pass_on(None)
+
+        def do_POST(self) -> None:
+            self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", bodies
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_stream_is_byte_for_byte_what_the_engine_sent(cluster: Cluster, chat: bool) -> None:
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    prompt = f"Byte for byte {chat}. " + LONG[:700]
+    body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "stream": True}
+    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    loads = cluster.count("d", "loads_total")
+    with recording(cluster.engines["d0"].url) as (url, bodies):
+        instances = [
+            next(i for i in cluster.instances if i["id"] == "p0"),
+            {"id": "recorded", "url": url, "role": "decode"},
+        ]
+        with (
+            routing(cluster.folder, instances) as router,
+            requests.post(router + path, json=body, timeout=120, stream=True) as response,
+        ):
+            received = b"".join(response.iter_content(None))
+    assert received.endswith(b"data: [DONE]\n\n")
+    assert [received] == bodies
+    assert cluster.count("d", "loads_total") == loads + 1
 
 
 def test_32_at_once(cluster: Cluster) -> None:
