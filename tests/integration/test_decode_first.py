@@ -331,7 +331,9 @@ def test_layer_that_arrives_wrong(
 ) -> None:
     producer = engines.shared("kv_producer", faults="ok*", transfer={"transport": transport})
     producer.set_faults("ok*")
-    consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER)
+    # Small slots, so that there is a third write however much is computed when it is asked for.
+    small = {**EVERY_LAYER, "staging_slot_bytes": 256 << 10}
+    consumer = engines.shared("kv_consumer", transfer=small)
     pair = Pair(producer, consumer, prompt_of(5, "where"))
     producer.set_faults(faults)
     prompt = prompt_of(CHUNKED)
