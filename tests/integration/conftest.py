@@ -126,7 +126,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, base_config: EngineConfig) -
 
 @pytest.fixture(scope="session")
 def single(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
-    return SingleEngine(fleet.engine(replace(base_config, executor="uni")))
+    return SingleEngine(fleet.keep(fleet.engine(replace(base_config, executor="uni"))))
 
 
 @pytest.fixture

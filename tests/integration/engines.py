@@ -24,6 +24,8 @@ import pytest
 BLOCK_SIZE = 32
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 30.0
+MAX_SHARED = 14
+"""Engines that are kept for later tests; each takes half a gigabyte. No test uses so many."""
 
 _PROCESS = Path(__file__).with_name("engine_process.py")
 _ROOT = Path(__file__).parents[2]
@@ -377,6 +379,7 @@ class Fleet:
 
     folder: Path
     _shared: dict[EngineConfig, Engine] = field(default_factory=dict)
+    _kept: set[EngineConfig] = field(default_factory=set)
     _engines: list[Engine] = field(default_factory=list)
 
     def __enter__(self) -> Fleet:
@@ -428,9 +431,12 @@ class Fleet:
 
     def engine(self, config: EngineConfig) -> Engine:
         """A shared engine of this configuration; tests must leave it as they found it."""
-        if config not in self._shared:
-            self._shared[config] = self.start(config)
-        return self._shared[config]
+        return self.engines(config)[0]
+
+    def keep(self, engine: Engine) -> Engine:
+        """Never end it to make room for others."""
+        self._kept.add(engine.config)
+        return engine
 
     def discard(self, engine: Engine) -> None:
         """A test has left it spoiled: the next one gets another."""
@@ -440,12 +446,22 @@ class Fleet:
 
     def engines(self, *configs: EngineConfig) -> list[Engine]:
         """Several shared ones, started at the same time."""
+        for config in configs:
+            if config in self._shared:  # the one used last is the last one
+                self._shared[config] = self._shared.pop(config)
         missing = [config for config in dict.fromkeys(configs) if config not in self._shared]
+        self._make_room(len(missing), self._kept.union(configs))
         started = [self.launch(config) for config in missing]
         for engine in started:
             engine.wait_ready()
             self._shared[engine.config] = engine
         return [self._shared[config] for config in configs]
+
+    def _make_room(self, num_new: int, kept: set[EngineConfig]) -> None:
+        """Memory is short: end the shared engines that were not used for the longest time."""
+        unused = [config for config in self._shared if config not in kept]
+        for config in unused[: max(0, len(self._shared) + num_new - MAX_SHARED)]:
+            self.retire(self._shared.pop(config))
 
     def start(self, config: EngineConfig) -> Engine:
         """An engine of one's own, to be spoiled or killed."""
