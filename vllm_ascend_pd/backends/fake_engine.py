@@ -143,6 +143,7 @@ class FaultyTransferEngine(TransferEngine):
     def __init__(self, inner: TransferEngine, script: FaultScript | None = None) -> None:
         self._inner = inner
         self._script = script if script is not None else FaultScript()
+        self._next_index = itertools.count()
         # Read and written by any thread, under the lock.
         self._lock = threading.Lock()
         self._next_handle = itertools.count(1)
@@ -210,9 +211,7 @@ class FaultyTransferEngine(TransferEngine):
         num_bytes: int,
         pieces: tuple[tuple[int, int, int], ...] = (),
     ) -> TransferHandle:
-        with self._lock:
-            index = self._num_writes
-            self._num_writes += 1
+        index = next(self._next_index)
         request = WriteRequest(index, session, src_addr, dst_addr, num_bytes, pieces)
         write = _ScriptedWrite(request, self._script.next_fault(request))
         if write.fault.kind in (FaultKind.OK, FaultKind.SHORT, FaultKind.CORRUPT):
@@ -220,6 +219,7 @@ class FaultyTransferEngine(TransferEngine):
         with self._lock:
             handle = TransferHandle(next(self._next_handle))
             self._writes[handle] = write
+            self._num_writes += 1
         return handle
 
     def poll(self, handle: TransferHandle) -> TransferStatus:

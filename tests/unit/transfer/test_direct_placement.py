@@ -81,7 +81,7 @@ class DirectPair(Pair):
             write.num_polls = 1 << 60
 
     def wait_written(self, num_writes: int) -> None:
-        wait_until(lambda: len(self.script.requests) >= num_writes)
+        wait_until(lambda: self.engine.num_writes >= num_writes)
 
 
 @pytest.fixture
