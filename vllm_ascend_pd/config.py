@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from math import isfinite
 from typing import Any, Protocol, TypeVar
@@ -335,6 +335,19 @@ class PoolConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"pool.{name} must be positive, not {getattr(self, name)}")
 
+    def for_worker(self, rank: int, num_workers: int) -> PoolConfig:
+        """One worker's part of the memory and of the disk, with a folder of its own."""
+        if num_workers == 1:
+            return self
+        dram_size, ssd = self.dram_size, self.ssd
+        if dram_size is not None:
+            dram_size //= num_workers
+            _check_part("pool.dram_size", dram_size, _MIN_DRAM_BYTES, num_workers)
+        if ssd is not None:
+            _check_part("pool.ssd.size", ssd.size // num_workers, _MIN_SSD_BYTES, num_workers)
+            ssd = SsdConfig(f"{ssd.path}/worker-{rank}", ssd.size // num_workers)
+        return replace(self, dram_size=dram_size, ssd=ssd)
+
     @property
     def master_host(self) -> str | None:
         return self.master.rpartition(":")[0] if self.master is not None else None
@@ -365,6 +378,14 @@ class PoolConfig:
 _MIN_DRAM_BYTES = 16 << 20
 _MIN_SSD_BYTES = 64 << 20
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
+
+
+def _check_part(name: str, part: int, least: int, num_workers: int) -> None:
+    if 0 < part < least:
+        raise ConfigError(
+            f"{name} is divided among {num_workers} workers and must be at least"
+            f" {(least >> 20) * num_workers} MiB, not {part * num_workers} bytes"
+        )
 
 
 def parse_size(path: str, value: Any) -> int:

@@ -73,29 +73,41 @@ def _set_worker_faults(worker: object, script: str) -> None:
         engine._script = parsed
 
 
-def _set_pool_faults(worker: object, script: str) -> None:
-    """Runs in the worker process of an engine that was started with a pool fault script."""
+def _set_pool_faults(worker: object, script: str, rank: int | None) -> None:
+    """Runs in the worker processes of an engine that was started with a pool fault script."""
     from vllm_ascend_pd import hooks
     from vllm_ascend_pd.pool.fake_tier import TierScript
 
     side: Any = hooks._worker
-    side._pool._tier.script = TierScript(script)
+    if rank is None or side._rank == rank:
+        side._pool._tier.script = TierScript(script)
 
 
-def _flip_pool_bits(worker: object, hashes: list[bytes]) -> int:
-    """Runs in the worker process."""
+def _remove_pool_values(worker: object, hashes: list[bytes], rank: int) -> None:
+    """Runs in the worker processes."""
+    from vllm_ascend_pd import hooks
+
+    side: Any = hooks._worker
+    if side._rank == rank:
+        side._pool._tier.remove([side._pool._space.key(block_hash) for block_hash in hashes])
+
+
+def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
+    """Runs in the worker processes."""
     import ctypes
 
     from vllm_ascend_pd import hooks
 
     side: Any = hooks._worker
+    if side._rank != rank:
+        return 0
     store, space = side._pool._tier._store, side._pool._space
     keys = [space.key(block_hash) for block_hash in hashes]
     num_flipped = 0
     for replicas in store._store.batch_get_replica_desc(keys).values():
         for replica in replicas:
-            if replica.is_memory_replica():
-                address = replica.get_memory_descriptor().buffer_descriptor.buffer_address
+            address = store._own_address([replica], side._pool._values.num_bytes)
+            if address:
                 ctypes.c_uint8.from_address(address + 1000).value ^= 8
                 num_flipped += 1
     return num_flipped
@@ -273,13 +285,17 @@ class EngineServer:
     def set_faults(self, script: str) -> None:
         self._llm.collective_rpc(_set_worker_faults, args=(script,))
 
-    def set_pool_faults(self, script: str) -> None:
-        self._llm.collective_rpc(_set_pool_faults, args=(script,))
+    def set_pool_faults(self, script: str, rank: int | None) -> None:
+        self._llm.collective_rpc(_set_pool_faults, args=(script, rank))
 
-    def flip_pool_bits(self) -> int:
-        """In every value of the pool that lies in this engine's own memory; how many."""
+    def remove_pool_values(self, rank: int) -> None:
         hashes = list(self._scheduler.pd._kv_pool.source._events._known._found)
-        return self._llm.collective_rpc(_flip_pool_bits, args=(hashes,))[0]
+        self._llm.collective_rpc(_remove_pool_values, args=(hashes, rank))
+
+    def flip_pool_bits(self, rank: int) -> int:
+        """In every value of the pool that lies in the memory of this worker; how many."""
+        hashes = list(self._scheduler.pd._kv_pool.source._events._known._found)
+        return self._llm.collective_rpc(_flip_pool_bits, args=(hashes, rank))[rank]
 
     def pool_master_id(self) -> int:
         """The process id of the engine's own master."""

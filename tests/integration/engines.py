@@ -299,13 +299,19 @@ class Engine:
         """Script the next writes of an engine that was started with ``faults``."""
         self._call("set_faults", script=script)
 
-    def set_pool_faults(self, script: str) -> None:
-        """Script the next calls on the pool of an engine that was started with ``pool_faults``."""
-        self._call("set_pool_faults", script=script)
+    def set_pool_faults(self, script: str, rank: int | None = None) -> None:
+        """Script the next calls on the pool of an engine that was started with ``pool_faults``;
+        those of one worker, or of each.
+        """
+        self._call("set_pool_faults", script=script, rank=rank)
 
-    def flip_pool_bits(self) -> int:
-        """In every value of the pool that lies in this engine's memory; how many."""
-        return self._call("flip_pool_bits")
+    def remove_pool_values(self, rank: int) -> None:
+        """One worker's shares of all that this engine knows to be in the pool, as if evicted."""
+        self._call("remove_pool_values", rank=rank)
+
+    def flip_pool_bits(self, rank: int = 0) -> int:
+        """In every value of the pool that lies in this worker's memory; how many."""
+        return self._call("flip_pool_bits", rank=rank)
 
     def pool_master_id(self) -> int:
         return self._call("pool_master_id")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from tests.integration.engines import Answer, Engine
 
@@ -19,9 +20,9 @@ def settle(engine: Engine, timeout: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def store(engine: Engine, prompt: list[int], max_tokens: int = 1) -> Answer:
+def store(engine: Engine, prompt: list[int], max_tokens: int = 1, **more: Any) -> Answer:
     """Compute a prompt, so that only the pool has it."""
-    answer = engine.ask(prompt, max_tokens)
+    answer = engine.ask(prompt, max_tokens, **more)
     settle(engine)
     assert engine.reset_prefix_cache()
     return answer

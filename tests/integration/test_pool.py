@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
+from tests.integration.test_models_more import LORA, loras  # noqa: F401
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 
 if TYPE_CHECKING:
@@ -271,6 +274,36 @@ def test_other_salt_never_hits(engine: Engine, prompt_of: PromptOf) -> None:
     answer = engine.ask(prompt, 8, ASK, cache_salt="another tenant")
     assert provenance(answer) == {"computed": NUM_TOKENS}
     settle(engine)
+
+
+def test_kv_of_another_lora_or_tenant_never_hits(
+    fleet: Fleet,
+    engines: Engines,
+    base_config: EngineConfig,
+    loras: list[str],  # noqa: F811
+    prompt_of: PromptOf,
+) -> None:
+    """The same prompt under each adapter, under none, and for another tenant."""
+    llm = json.dumps(LORA)
+    reference = fleet.engine(replace(base_config, executor="uni", llm=llm))
+    engine = engines.shared("kv_both", pool=POOL, llm=llm)
+    prompt = prompt_of(NUM_TOKENS)
+    kinds: list[dict[str, Any]] = [
+        {"lora": loras[0]},
+        {"lora": loras[1]},
+        {},
+        {"cache_salt": "another tenant"},
+        {"lora": loras[0], "cache_salt": "another tenant"},
+    ]
+    expected = [reference.ask(prompt, 24, **kind).token_ids for kind in kinds]
+    assert expected[0] != expected[1] != expected[2] != expected[0]
+    for kind, token_ids in zip(kinds, expected, strict=True):
+        answer = store(engine, prompt, 24, kv=ASK, **kind)
+        assert (answer.token_ids, provenance(answer)) == (token_ids, {"computed": NUM_TOKENS}), kind
+    for kind, token_ids in zip(kinds, expected, strict=True):
+        answer = store(engine, prompt, 24, kv=ASK, **kind)
+        origin = {"dram": FULL, "computed": 9}
+        assert (answer.token_ids, provenance(answer)) == (token_ids, origin), kind
 
 
 def test_engines_of_other_dtype_share_no_block(

@@ -102,6 +102,7 @@ class MooncakeStore:
         self._closed = False
         self._own_endpoint: str | None = None
         self._own_memory = range(0)
+        self._put_options: tuple[Any, ...] = ()
         self._thread = threading.Thread(target=self._connect, name="pd-store-setup", daemon=True)
         self._thread.start()
 
@@ -185,11 +186,14 @@ class MooncakeStore:
         return 0
 
     def put(self, keys: list[str], addrs: list[int], sizes: list[int]) -> list[int]:
-        """0 or a negative code for each; a key that is there already is 0 and keeps its value."""
+        """0 or a negative code for each; a key that is there already is 0 and keeps its value.
+
+        Into memory of this process while there is room, where it can be read in place.
+        """
         with self._use() as store:
             if store is None or store.health_check():
                 return [NOT_CONNECTED] * len(keys)
-            return list(store.batch_put_from(keys, addrs, sizes))
+            return list(store.batch_put_from(keys, addrs, sizes, *self._put_options))
 
     def get(self, keys: list[str], addrs: list[int], sizes: list[int]) -> list[int]:
         """The number of bytes or a negative code for each."""
@@ -326,6 +330,7 @@ class MooncakeStore:
                 with self._changed:
                     self._own_endpoint = str(descriptor.transport_endpoint)
                     self._own_memory = mapped
+                    self._put_options = (config,)
         store.batch_remove([key], True)
 
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the scheduler and the worker's pool: lookups, saves, and what became of them.
+"""Between the scheduler and its workers' pool: lookups, saves, and what became of them.
 
 They go beside the steps, so that a lookup leaves while a step runs, and an engine with nothing to
 do sleeps while its last blocks are stored. Loads go with the steps, as those of a peer do.
 
-    scheduler:  Lookup ──► worker          Save ──► worker
+    scheduler:  Lookup ──► each worker     Save ──► each worker
                        ◄── Found                ◄── Packed   its blocks may be reused
                                                 ◄── Saved    how it ended
+
+Each worker stores and finds its own share of a block; ``engine.scheduler.pool_answers`` folds what
+they say.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class DropSaves(msgspec.Struct, tag=True, frozen=True):
 
 
 class Packed(msgspec.Struct, tag=True, frozen=True):
-    """The blocks of this save are not read any more."""
+    """The blocks of this save are not read any more. Comes before ``Saved``."""
 
     save_id: int
 
@@ -93,24 +96,31 @@ def split_hashes(joined: bytes, hash_bytes: int) -> list[bytes]:
 
 
 class PoolLink(Reactor):
-    """One end; ``handle`` is called on its thread with each message that arrives."""
+    """One end; ``handle`` is called on its thread with each message that arrives.
+
+    A worker listens; the scheduler connects to every worker, and what it sends goes to all.
+    """
 
     def __init__(self, name: str, handle: Callable[[Message], None]) -> None:
         super().__init__(name)
         self._handle = handle
-        self._socket: zmq.Socket[bytes] = self.context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._sockets: list[zmq.Socket[bytes]] = []
 
     def listen(self, path: str) -> None:
         """At a Unix socket in a folder that only this user can enter. Before ``start``."""
-        self._socket.bind(f"ipc://{path}")
-        self.watch(self._socket, self._receive)
+        self._open().bind(f"ipc://{path}")
 
     def connect(self, path: str) -> None:
         """Before ``start``."""
-        self._socket.connect(f"ipc://{path}")
-        self.watch(self._socket, self._receive)
+        self._open().connect(f"ipc://{path}")
+
+    def _open(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self.context.socket(zmq.PAIR)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        self.watch(socket, lambda: self._receive(socket))
+        self._sockets.append(socket)
+        return socket
 
     def send(self, message: Message) -> None:
         """Any thread; never blocks."""
@@ -118,15 +128,16 @@ class PoolLink(Reactor):
         self.submit(lambda: self._send(frame))
 
     def _send(self, frame: bytes) -> None:
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            logger.warning("the other end of the pool's link is gone")
+        for socket in self._sockets:
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                logger.warning("the other end of the pool's link is gone")
 
-    def _receive(self) -> None:
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._handle(_decoder.decode(frame))

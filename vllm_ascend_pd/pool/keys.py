@@ -6,6 +6,9 @@ It says nothing about the model or how its KV is laid out, so two engines share 
 their fingerprints are equal too.
 
     pd1/3f0c9a…(16)/8e17…   = format / fingerprint digest / block hash
+
+With tensor parallelism each worker stores its share of the KV heads under a key of its own. Workers
+that hold the same share (fewer KV heads than workers, MLA) have the same keys.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ class KeySpace:
     """Starts every checksum of this space: a value of another space never verifies."""
 
     @classmethod
-    def of(cls, fingerprint: str, tp_rank: int = 0, tp_size: int = 1) -> KeySpace:
-        """``fingerprint`` names model, dtype, layout, block size and packing."""
-        text = f"{fingerprint} format={FORMAT_VERSION} tp={tp_rank}/{tp_size}"
+    def of(cls, fingerprint: str, share: int = 0, num_shares: int = 1) -> KeySpace:
+        """``fingerprint`` names model, dtype, layout, block size and packing; ``share`` of
+        ``num_shares`` are the KV heads.
+        """
+        text = f"{fingerprint} format={FORMAT_VERSION} tp={share}/{num_shares}"
         digest = hashlib.sha256(text.encode())
         seed = int.from_bytes(digest.digest()[-8:], "little") >> 1
         return cls(f"{PREFIX}{digest.hexdigest()[:_DIGEST_LENGTH]}/", seed)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.backends.mooncake_store import (
@@ -21,7 +22,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.tier import Place, Status, Tier, TierStats, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
@@ -106,22 +107,46 @@ def _get_status(code: int, num_bytes: int) -> Status:
     return Status.MISSING if code in MISSING else Status.FAILED
 
 
-class PoolBackend:
-    """What one worker opens: perhaps a master of its own, and a client that contributes memory."""
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """This worker's place among those of its engine, which use one master."""
 
-    def __init__(self, config: PoolConfig, host: str, shared: SharedEngine | None = None) -> None:
+    rank: int = 0
+    count: int = 1
+    from_first: Callable[[Any], Any] = lambda value: value
+    """What rank 0 calls it with, for all of them; they call it at the same time."""
+
+
+ALONE = Workers()
+
+
+class PoolBackend:
+    """What one worker opens: a client that contributes memory, and the first one perhaps a master
+    for all workers of its engine.
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        host: str,
+        shared: SharedEngine | None = None,
+        workers: Workers = ALONE,
+    ) -> None:
+        config = config.for_worker(workers.rank, workers.count)
         ssd = config.ssd
         if ssd is not None:
             _make_folder(ssd.path)
         prepare_store_env(ssd.size if ssd is not None else 0)
         self.master: EmbeddedMaster | None = None
-        address = config.master
-        if address is None:
+        if config.master is None and workers.rank == 0:
             self.master = EmbeddedMaster(_master_flags(ssd is not None))
+        address, segment_bytes = config.master, config.dram_size
+        if self.master is not None:
             address = self.master.address
-        segment_bytes = config.dram_size
         if segment_bytes is None:
-            segment_bytes = int(available_memory_bytes() * _DRAM_SHARE)
+            segment_bytes = int(available_memory_bytes() * _DRAM_SHARE) // workers.count
+        # What is available changes as soon as one of them takes its part.
+        address, segment_bytes = workers.from_first((address, segment_bytes))
         # Mooncake aligns segments; a smaller one than this holds nothing.
         segment_bytes &= ~((1 << 20) - 1)
         self.store = MooncakeStore(
@@ -134,15 +159,16 @@ class PoolBackend:
                 shared=shared,
             )
         )
-        if self.master is not None:
+        if config.master is None:
             self.store.wait_connected(_CONNECT_TIMEOUT_S)
         self.tier = MooncakeTier(self.store, segment_bytes)
         logger.info(
-            "KV pool: %s master at %s%s, %.2f GiB of this host's memory (pool.dram_size), %s",
-            "own" if self.master is not None else "shared",
+            "KV pool: %s master at %s%s, %.2f GiB of this host's memory (pool.dram_size%s), %s",
+            "own" if config.master is None else "shared",
             address,
             f" (http {self.master.http_port})" if self.master is not None else "",
             segment_bytes / (1 << 30),
+            f", worker {workers.rank} of {workers.count}" if workers.count > 1 else "",
             f"SSD {ssd.path}, {ssd.size / (1 << 30):.2f} GiB" if ssd is not None else "no SSD",
         )
 

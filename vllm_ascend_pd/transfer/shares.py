@@ -49,6 +49,22 @@ class Sharding:
     num_workers: int = 1
     num_kv_heads: int = 1
 
+    @property
+    def share(self) -> Share:
+        """Which of the KV heads this worker holds."""
+        count = num_shares(self.num_workers, self.num_kv_heads)
+        return Share(self.rank * count // self.num_workers, count)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many workers hold this worker's share."""
+        return self.num_workers // num_shares(self.num_workers, self.num_kv_heads)
+
+    @property
+    def replica(self) -> int:
+        """Which of them this one is."""
+        return self.rank % self.num_replicas
+
     def sources(self, num_peers: int) -> tuple[Source, ...]:
         """Of a producer with ``num_peers`` workers: those that hold this worker's pages.
 
@@ -58,10 +74,9 @@ class Sharding:
         ours = num_shares(self.num_workers, self.num_kv_heads)
         theirs = num_shares(num_peers, self.num_kv_heads)
         check_divides(self.num_workers, num_peers, self.num_kv_heads)
-        per_share = self.num_workers // ours
-        share, replica = divmod(self.rank, per_share)
+        share = self.share.index
         peers_per_share = num_peers // theirs
-        same = replica % peers_per_share
+        same = self.replica % peers_per_share
         if theirs >= ours:
             count = theirs // ours
             return tuple(

@@ -34,7 +34,7 @@ init_none_hash(sha256)
 class World:
     """One engine's scheduler objects, a clock, and everything that was sent to the worker."""
 
-    def __init__(self, events: bool = False, **options: Any) -> None:
+    def __init__(self, events: bool = False, num_workers: int = 1, **options: Any) -> None:
         self.now = 1000.0
         self.sent: list[Any] = []
         self.stats = Stats()
@@ -60,6 +60,7 @@ class World:
             blocks_per_save=4,
             blocks_per_step=6,
             clock=self.clock,
+            num_workers=num_workers,
         )
         self.source = PoolSource(
             self.sent.append,
@@ -72,6 +73,7 @@ class World:
             1000,
             lambda: False,
             self.clock,
+            num_workers,
         )
 
     def clock(self) -> float:

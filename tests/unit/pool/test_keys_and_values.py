@@ -83,12 +83,12 @@ def test_damaged_header_leaves_the_pages_alone(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fingerprint", "rank", "size"),
+    ("fingerprint", "share", "num_shares"),
     [("model=b", 0, 1), ("model=a", 1, 2), ("model=a", 0, 2)],
 )
-def test_engines_that_differ_share_no_key(fingerprint: str, rank: int, size: int) -> None:
+def test_engines_that_differ_share_no_key(fingerprint: str, share: int, num_shares: int) -> None:
     mine = KeySpace.of("model=a", 0, 1)
-    other = KeySpace.of(fingerprint, rank, size)
+    other = KeySpace.of(fingerprint, share, num_shares)
     assert mine.key(HASH) != other.key(HASH)
     assert mine.seed != other.seed
 

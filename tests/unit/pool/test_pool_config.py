@@ -27,6 +27,33 @@ def test_an_empty_section_switches_the_pool_on() -> None:
     assert parse({}) == PoolConfig()
 
 
+def test_workers_divide_memory_and_disk() -> None:
+    config = PoolConfig(dram_size=100 << 20, ssd=SsdConfig("/data/kv", 1 << 30))
+    assert config.for_worker(0, 1) == config
+    parts = [config.for_worker(rank, 4) for rank in range(4)]
+    assert {part.dram_size for part in parts} == {25 << 20}
+    assert [part.ssd for part in parts] == [
+        SsdConfig(f"/data/kv/worker-{rank}", 256 << 20) for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize("size", [None, 0])
+def test_memory_that_is_not_given_is_not_divided(size: int | None) -> None:
+    assert PoolConfig(dram_size=size).for_worker(1, 4).dram_size == size
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (PoolConfig(dram_size=63 << 20), r"pool.dram_size is divided among 4 .* least 64 MiB"),
+        (PoolConfig(ssd=SsdConfig("/a", 128 << 20)), r"pool.ssd.size .* 4 .* least 256 MiB"),
+    ],
+)
+def test_parts_that_are_too_small_are_refused(config: PoolConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.for_worker(0, 4)
+
+
 def test_without_the_section_there_is_no_pool() -> None:
     assert PoolConfig.parse({}) is None
 

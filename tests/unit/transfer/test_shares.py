@@ -40,6 +40,20 @@ def test_each_head_comes_from_a_worker_that_has_it(
         assert loaded == ours
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_workers", [1, 2, 4, 8])
+def test_workers_with_the_same_heads_have_the_same_share(
+    num_workers: int, num_kv_heads: int
+) -> None:
+    workers = [Sharding(rank, num_workers, num_kv_heads) for rank in range(num_workers)]
+    heads = [heads_of(w.rank, num_workers, num_kv_heads) for w in workers]
+    for one, its_heads in zip(workers, heads, strict=True):
+        assert list(range(num_kv_heads))[part(list(range(num_kv_heads)), one.share)] == its_heads
+        same = [w for w, h in zip(workers, heads, strict=True) if h == its_heads]
+        assert {w.share for w in same} == {one.share}
+        assert [w.replica for w in same] == list(range(one.num_replicas))
+
+
 def test_replicas_share_the_load() -> None:
     ranks = [Sharding(rank, 4, 1).sources(4)[0].rank for rank in range(4)]
     assert ranks == [0, 1, 2, 3]

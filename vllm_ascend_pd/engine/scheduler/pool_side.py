@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of the pool: one link to the worker, lookups, saves."""
+"""The scheduler's side of the pool: a link to its workers, lookups, saves."""
 
 from __future__ import annotations
 
 import math
 import queue
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -22,6 +23,7 @@ from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import Saves
+from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,9 +57,15 @@ class PoolSide:
         self._scheduler = scheduler
         self._wake = wake
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        address, blocks_per_save = engine_core.model_executor.collective_rpc(pool_address)[0]
+        workers = engine_core.model_executor.collective_rpc(pool_address)
         self._link = PoolLink("pd-pool-client", self.on_message)
-        self._link.connect(address)
+        for rank, (address, _) in enumerate(workers):
+            if not Path(address).exists():
+                raise ConfigError(
+                    "kv_connector InEngine does not support: a pool with workers on several hosts"
+                    f" (worker {rank} is on another one than the scheduler; leave pool out)"
+                )
+            self._link.connect(address)
         spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
         known = KnownKeys()
@@ -75,8 +83,9 @@ class PoolSide:
             transfer=config.transfer,
             stats=stats,
             block_size=scheduler.block_size,
-            bytes_per_block=spec.page_size_bytes * num_layers,
+            bytes_per_block=spec.page_size_bytes * num_layers * len(workers),
             others_wait=others_wait,
+            num_workers=len(workers),
         )
         self.saves = Saves(
             send=self._link.send,
@@ -87,8 +96,9 @@ class PoolSide:
             config=config.pool,
             stats=stats,
             block_size=scheduler.block_size,
-            blocks_per_save=blocks_per_save,
+            blocks_per_save=min(num_blocks for _, num_blocks in workers),
             blocks_per_step=blocks_per_step,
+            num_workers=len(workers),
         )
         self._has_news = False
         self._next_tick_at = 0.0
@@ -104,7 +114,7 @@ class PoolSide:
             self._wake()
 
     def collect(self) -> None:
-        """Fold in what the worker has said."""
+        """Fold in what the workers have said."""
         while not self._inbox.empty():
             message = self._inbox.get_nowait()
             if isinstance(message, Found):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from vllm_ascend_pd.config import LoadMode, PoolConfig, PoolLoad, TransferConfig
 from vllm_ascend_pd.engine.metadata import PoolLoadSpec
 from vllm_ascend_pd.engine.pool_link import Found, Lookup, join_hashes
+from vllm_ascend_pd.engine.scheduler.pool_answers import fold_found
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.breaker import Breaker
 from vllm_ascend_pd.pool.policy import Speeds, num_blocks_to_use
@@ -163,10 +164,12 @@ class _Pending:
     prompt: PoolPrompt | None
     sent_at: float
     deadline: float
+    answers: list[Found] = field(default_factory=list)
+    """Of the workers that have answered so far."""
 
 
 class PoolSource:
-    """Scheduler thread. ``send`` hands a message to the worker and never blocks."""
+    """Scheduler thread. ``send`` hands a message to every worker and never blocks."""
 
     def __init__(
         self,
@@ -180,7 +183,10 @@ class PoolSource:
         bytes_per_block: int,
         others_wait: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
+        num_workers: int = 1,
     ) -> None:
+        """``bytes_per_block`` are those of all workers together."""
+        self._num_workers = num_workers
         self._send = send
         self._phantoms = phantoms
         self._events = events
@@ -261,10 +267,15 @@ class PoolSource:
         self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s))
 
     def on_found(self, found: Found) -> None:
-        """The worker has answered a lookup."""
-        pending = self._pending.pop(found.lookup_id, None)
+        """A worker has answered a lookup; with the last one's answer it is over."""
+        pending = self._pending.get(found.lookup_id)
         if pending is None:
             return
+        pending.answers.append(found)
+        if len(pending.answers) < self._num_workers:
+            return
+        del self._pending[found.lookup_id]
+        found = fold_found(pending.answers)
         elapsed_s = self._clock() - pending.sent_at
         self._record(found.healthy, elapsed_s)
         if not found.healthy:

@@ -4,8 +4,8 @@
     build_step N      which requests compute how far                        (note_step)
     output of step N  bad blocks are evicted, their requests preempted; what is left is right:
                       pin the new full blocks, send a Save                  (confirm)
-    Packed            they have been copied: unpin                          (on_packed)
-    Saved             known to be in the pool, or why not                   (on_saved)
+    Packed            by all workers: unpin                                 (on_packed)
+    Saved             by all: known to be in the pool, or why not           (on_saved)
 
 On eviction: what is right is only noted, and those that the engine would evict next are sent.
 
@@ -18,13 +18,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.pool_link import DROPPED, DropSaves, Packed, Save, Saved
 from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
+from vllm_ascend_pd.engine.scheduler.pool_answers import fold_saved
 from vllm_ascend_pd.pool.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.tier import Status
 
@@ -63,6 +64,9 @@ class _Save:
     events: list[BlockStored | None]
     sent_at: float
     is_late: bool = False
+    num_packed: int = 0
+    """Workers that have copied their share."""
+    answers: list[Saved] = field(default_factory=list)
 
     def add(self, block: KVCacheBlock, block_hash: bytes, event: BlockStored | None) -> None:
         self.pinned.append(block)
@@ -79,7 +83,7 @@ class _Step:
 
 
 class Saves:
-    """Scheduler thread. ``send`` hands a message to the worker and never blocks."""
+    """Scheduler thread. ``send`` hands a message to every worker and never blocks."""
 
     def __init__(
         self,
@@ -94,8 +98,10 @@ class Saves:
         blocks_per_save: int,
         blocks_per_step: int,
         clock: Callable[[], float] = time.monotonic,
+        num_workers: int = 1,
     ) -> None:
         """``blocks_per_step`` is how many blocks one step may take."""
+        self._num_workers = num_workers
         self._send = send
         self._manager = manager
         self._pool = manager.block_pool
@@ -266,13 +272,22 @@ class Saves:
         self._send(Save(self._last_id, block_ids, tuple(save.hashes)))
 
     def on_packed(self, message: Packed) -> None:
-        if save := self._under_way.get(message.save_id):
+        save = self._under_way.get(message.save_id)
+        if save is None:
+            return
+        save.num_packed += 1
+        if save.num_packed == self._num_workers:
             self._unpin(save)
 
     def on_saved(self, message: Saved) -> None:
-        save = self._under_way.pop(message.save_id, None)
+        save = self._under_way.get(message.save_id)
         if save is None:
             return
+        save.answers.append(message)
+        if len(save.answers) < self._num_workers:
+            return
+        del self._under_way[message.save_id]
+        message = fold_saved(save.answers)
         self._unpin(save)
         self._pending_hashes.difference_update(save.hashes)
         for block_hash, event, status in zip(

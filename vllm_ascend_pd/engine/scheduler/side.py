@@ -61,11 +61,6 @@ def create(scheduler: Scheduler) -> SchedulerSide:
     adopt_engine_logging()
     config = PDConfig.from_kv_transfer_config(scheduler.vllm_config.kv_transfer_config)
     check_supported(scheduler)
-    if config.pool is not None and scheduler.vllm_config.parallel_config.world_size > 1:
-        raise ConfigError(
-            "kv_connector InEngine does not support: a pool with tensor parallel sizes above 1"
-            " (leave pool out)"
-        )
     if is_ascend(scheduler.vllm_config):
         check_roles(ascend_facts(scheduler.vllm_config), config.role)
     shorten_turns()

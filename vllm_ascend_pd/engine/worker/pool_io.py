@@ -100,8 +100,16 @@ class PoolIO:
         write_slots: StagingPool,
         num_readers: int,
         on_close: Callable[[], None] = lambda: None,
+        replica: int = 0,
+        num_replicas: int = 1,
     ) -> None:
-        """``on_close`` gives the tier back, once no staging memory is registered any more."""
+        """``on_close`` gives the tier back, once no staging memory is registered any more.
+
+        ``num_replicas`` workers hold the same share of the KV heads, and this is one of them: each
+        stores its part of the blocks.
+        """
+        self._replica = replica
+        self._num_replicas = num_replicas
         self._tier = tier
         self._on_close = on_close
         self._values = values
@@ -347,6 +355,7 @@ class PoolIO:
                 break
             if save is not None and save.save_id <= last_save_id:
                 dropped = (DROPPED,) * len(save.block_ids)
+                self._link.send(Packed(save.save_id))
                 self._link.send(Saved(save.save_id, dropped, 0, 0.0))
             else:
                 kept.append(save)
@@ -377,9 +386,16 @@ class PoolIO:
             except Exception:
                 logger.exception("a write to the pool failed")
             statuses += [Status.FAILED.value] * (len(save.block_ids) - len(statuses))
-            num_bytes = statuses.count(Status.OK.value) * self._values.num_bytes
+            num_stored = statuses[self._part_of(save)].count(Status.OK.value)
+            num_bytes = num_stored * self._values.num_bytes
+            if DROPPED in statuses:
+                self._link.send(Packed(save.save_id))
             elapsed_ms = (time.monotonic() - started) * 1000
             self._link.send(Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms))
+
+    def _part_of(self, save: Save) -> slice:
+        """The blocks that this worker stores, and no other one that holds the same KV heads."""
+        return slice((self._replica - save.save_id) % self._num_replicas, None, self._num_replicas)
 
     def _save(self, save: Save) -> list[str]:
         """At most ``blocks_per_batch`` blocks."""
@@ -391,18 +407,17 @@ class PoolIO:
         if save.save_id <= self._dropped_saves:
             self._write_slots.release(slot)
             return [DROPPED] * len(save.block_ids)
-        size = self._values.num_bytes
+        size, part = self._values.num_bytes, self._part_of(save)
+        block_ids, hashes = save.block_ids[part], save.hashes[part]
         statuses = [Status.FAILED]
         try:
-            for i, (block_id, block_hash) in enumerate(
-                zip(save.block_ids, save.hashes, strict=True)
-            ):
+            for i, (block_id, block_hash) in enumerate(zip(block_ids, hashes, strict=True)):
                 self._values.pack(block_id, block_hash, slot.region, i * size)
             self._link.send(Packed(save.save_id))
             statuses = self._put(
                 [
                     Value(self._space.key(block_hash), slot.addr + i * size, size)
-                    for i, block_hash in enumerate(save.hashes)
+                    for i, block_hash in enumerate(hashes)
                 ]
             )
         finally:
@@ -411,7 +426,10 @@ class PoolIO:
                 self._write_slots.quarantine(slot, time.monotonic() + QUARANTINE_S)
             else:
                 self._write_slots.release(slot)
-        return [status.value for status in statuses]
+        # Of the others' blocks they say how it ended.
+        every = [Status.OK.value] * len(save.block_ids)
+        every[part] = [status.value for status in statuses]
+        return every
 
     def _put(self, values: list[Value]) -> list[Status]:
         """What finds memory full is tried again for a moment, since room is made in the background;

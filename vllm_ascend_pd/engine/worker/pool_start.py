@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import logging
 import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.engine.fingerprint import fingerprint
+from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.worker.pool_io import PoolIO
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.keys import KeySpace
-from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+from vllm_ascend_pd.pool.mooncake_tier import PoolBackend, Workers
 from vllm_ascend_pd.pool.values import BlockValues
 
 if TYPE_CHECKING:
@@ -40,17 +43,17 @@ def start_pool(
     shared: SharedEngine | None = None,
     alignment: int = mmap.PAGESIZE,
 ) -> PoolIO:
-    """``pools`` gets the staging memory, which its owner closes between ``stop`` and ``close``.
+    """All workers of the engine call it at the same time. ``pools`` gets the staging memory, which
+    its owner closes between ``stop`` and ``close``.
 
     With ``shared`` the pool's store has no transfer engine of its own; ``alignment`` is what that
     engine wants of memory.
     """
     assert config.pool is not None
-    parallel = vllm_config.parallel_config
-    space = KeySpace.of(
-        fingerprint(vllm_config, kv_cache_config), parallel.rank, parallel.tensor_parallel_size
-    )
-    backend = PoolBackend(config.pool, config.host, shared)
+    own = sharding(vllm_config)
+    space = KeySpace.of(fingerprint(vllm_config, kv_cache_config), own.share.index, own.share.count)
+    workers = Workers(own.rank, own.num_workers, _from_first_worker)
+    backend = PoolBackend(config.pool, config.host, shared, workers)
     tier: Tier = backend.tier
     if script := envs.pool_fault_script():
         logger.warning("%s is set: the pool fails as scripted (%s)", envs.POOL_FAULTS, script)
@@ -63,7 +66,17 @@ def start_pool(
         for num_slots in (2 * num_readers, _WRITE_SLOTS)
     )
     pools += [read_slots, write_slots]
-    pool = PoolIO(tier, values, space, read_slots, write_slots, num_readers, backend.close)
+    pool = PoolIO(
+        tier,
+        values,
+        space,
+        read_slots,
+        write_slots,
+        num_readers,
+        backend.close,
+        own.replica,
+        own.num_replicas,
+    )
     pool.start()
     logger.info(
         "KV pool: keys %s*, %d bytes for each block of %d tokens",
@@ -72,3 +85,7 @@ def start_pool(
         kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
     )
     return pool
+
+
+def _from_first_worker(value: Any) -> Any:
+    return get_tp_group().broadcast_object(value)

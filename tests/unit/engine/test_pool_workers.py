@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool with several workers: each has a share of every block, and the scheduler sees one pool."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.engine.test_pool_io_machine import NoRegistry
+from tests.unit.engine.test_pool_scheduler import World
+from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
+from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.engine.metadata import PoolLoadSpec
+from vllm_ascend_pd.engine.pool_link import (
+    DROPPED,
+    DropSaves,
+    Found,
+    Lookup,
+    Packed,
+    PoolLink,
+    Save,
+    Saved,
+    join_hashes,
+)
+from vllm_ascend_pd.engine.scheduler.pool_answers import fold_found, fold_saved
+from vllm_ascend_pd.engine.scheduler.pool_source import PoolState
+from vllm_ascend_pd.engine.worker.pool_io import PoolIO
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
+from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.tier import Place
+from vllm_ascend_pd.pool.values import BlockValues
+from vllm_ascend_pd.types import LoadId
+
+NOWHERE, DRAM, REMOTE, SSD = Place.NOWHERE, Place.DRAM, Place.REMOTE, Place.SSD
+
+# Folding.
+
+
+def found(*places: Place, healthy: bool = True, elapsed_ms: float = 1.0) -> Found:
+    return Found(7, bytes(places), healthy, elapsed_ms)
+
+
+def test_a_block_is_where_its_slowest_share_is() -> None:
+    answers = [found(DRAM, DRAM, SSD, NOWHERE), found(DRAM, REMOTE, DRAM, DRAM, elapsed_ms=3.0)]
+    for order in itertools.permutations(answers):
+        assert fold_found(order) == found(DRAM, REMOTE, SSD, NOWHERE, elapsed_ms=3.0)
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 20))
+def test_places_fold_as_one_by_one(data: Any, num_workers: int, num_blocks: int) -> None:
+    row = st.lists(st.sampled_from(list(Place)), min_size=num_blocks, max_size=num_blocks)
+    rows = [data.draw(row) for _ in range(num_workers)]
+    expected = [NOWHERE if NOWHERE in shares else max(shares) for shares in zip(*rows, strict=True)]
+    assert fold_found([found(*row) for row in rows]).places == bytes(expected)
+
+
+def test_a_lookup_that_failed_on_one_worker_has_failed() -> None:
+    answers = [found(DRAM, DRAM), found(NOWHERE, healthy=False)]
+    for order in itertools.permutations(answers):
+        folded = fold_found(order)
+        assert not folded.healthy
+        assert not any(folded.places)
+
+
+def test_the_worst_share_says_how_a_save_ended() -> None:
+    answers = [
+        Saved(3, ("ok", "ok", "full", DROPPED, "ok"), 100, 1.0),
+        Saved(3, ("ok", "full", "failed", "ok", "ok"), 200, 4.0),
+    ]
+    for order in itertools.permutations(answers):
+        assert fold_saved(order) == Saved(3, ("ok", "full", "failed", DROPPED, "ok"), 300, 4.0)
+
+
+# The scheduler's side.
+
+
+@pytest.fixture
+def world() -> World:
+    return World(num_workers=2)
+
+
+def look_up(world: World) -> tuple[Any, int]:
+    request = world.request()
+    world.source.add(request)
+    (lookup,) = world.take(Lookup)
+    return world.source.get(request), lookup.lookup_id
+
+
+def answer(lookup_id: int, *places: Place) -> Found:
+    return Found(lookup_id, bytes(places), True, 0.1)
+
+
+def test_a_lookup_is_over_when_every_worker_has_answered(world: World) -> None:
+    prompt, lookup_id = look_up(world)
+    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM))
+    assert prompt.state is PoolState.LOOKING
+    world.source.on_found(answer(lookup_id, DRAM, REMOTE, NOWHERE, DRAM))
+    assert prompt.state is PoolState.READY
+    assert [prompt.place_of(i) for i in range(4)] == [DRAM, REMOTE, NOWHERE, DRAM]
+
+
+def test_a_worker_that_does_not_answer_ends_the_lookup_at_its_deadline(world: World) -> None:
+    prompt, lookup_id = look_up(world)
+    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM))
+    world.now += 1.0
+    world.source.tick()
+    assert prompt.state is PoolState.OVER
+    assert world.stats.take()["pool_lookups/deadline"] == 1
+    # The other one's answer comes late, and is not taken for half of another lookup's.
+    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM))
+    assert world.source._pending == {}
+    other, other_id = look_up(world)
+    world.source.on_found(answer(other_id, DRAM, DRAM, DRAM, DRAM))
+    assert other.state is PoolState.LOOKING
+    world.source.on_found(answer(other_id, NOWHERE, NOWHERE, NOWHERE, NOWHERE))
+    assert other.state is PoolState.OVER
+
+
+EVENTS = ["packed a", "saved a", "packed b", "saved b"]
+ORDERS = [
+    order
+    for order in itertools.permutations(EVENTS)
+    if all(order.index(f"packed {w}") < order.index(f"saved {w}") for w in "ab")
+]
+
+
+@pytest.mark.parametrize("events", ORDERS, ids=", ".join)
+@pytest.mark.parametrize("status", ["ok", "full", "failed", DROPPED])
+def test_blocks_are_pinned_until_all_have_copied_them(
+    world: World, events: tuple[str, ...], status: str
+) -> None:
+    """Of two workers, the second one's save ends with ``status``."""
+    before = world.pool.get_num_free_blocks()
+    request = world.request()
+    world.run_step(request, 32)
+    world.free(request)
+    (save,) = world.take(Save)
+    for i, event in enumerate(events):
+        kind, worker = event.split()
+        if kind == "packed":
+            world.saves.on_packed(Packed(save.save_id))
+        else:
+            own = status if worker == "b" else "ok"
+            world.saves.on_saved(Saved(save.save_id, ("ok", own), 10, 1.0))
+        all_packed = sum(e.startswith("packed") for e in events[: i + 1]) == 2
+        assert world.saves.num_pinned == (0 if all_packed else 2)
+        assert world.saves.num_under_way == (i < 3)
+    assert world.pool.get_num_free_blocks() == before
+    assert save.hashes[0] in world.known
+    assert (save.hashes[1] in world.known) == (status == "ok")
+    stats = world.stats.take()
+    assert stats["pool_put_bytes"] == 20
+    assert stats.get(f"pool_put_blocks/{status}") == (2 if status == "ok" else 1)
+    assert world.saves._under_way == {}
+
+
+def test_a_put_that_fails_on_two_workers_is_one_failure(world: World) -> None:
+    world.run_step(world.request(), 16)
+    for _ in range(2):
+        for save in [message for message in world.sent if isinstance(message, Save)]:
+            world.saves.on_packed(Packed(save.save_id))
+            world.saves.on_saved(Saved(save.save_id, ("failed",), 0, 1.0))
+    assert world.saves.breaker.closed  # which opens at the second failure
+    assert world.saves.num_under_way == 0
+
+
+def test_a_worker_that_never_stores_is_a_failure_and_its_late_answers_end_the_saves(
+    world: World,
+) -> None:
+    for i in range(2):
+        world.run_step(world.request(name=str(i), start=1000 * i), 16)
+    saves = world.take(Save)
+    for save in saves:
+        world.saves.on_packed(Packed(save.save_id))
+        world.saves.on_saved(Saved(save.save_id, ("ok",), 10, 1.0))
+    world.now += 2.5
+    world.saves.tick()
+    assert not world.saves.breaker.closed
+    assert world.take(DropSaves)
+    assert (world.saves.num_pinned, world.saves.num_under_way) == (2, 2)
+    for save in saves:
+        world.saves.on_packed(Packed(save.save_id))
+        world.saves.on_saved(Saved(save.save_id, (DROPPED,), 0, 0.0))
+    assert (world.saves.num_pinned, world.saves.num_under_way) == (0, 0)
+    assert saves[0].hashes[0] not in world.known
+
+
+# The workers, and the link to them.
+
+NUM_LAYERS, NUM_BLOCKS, PAGE = 2, 8, 256
+LONG_S = 10.0
+
+
+class Worker:
+    """Its pages, and its side of the pool."""
+
+    def __init__(self, tier: MemoryTier, space: KeySpace, replica: int, num_replicas: int) -> None:
+        self.pages = np.zeros((NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
+        offsets = np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE
+        layout = PageLayout(Region(self.pages.ctypes.data, self.pages.nbytes), offsets, PAGE, PAGE)
+        values = BlockValues(make_block_copier(), layout, space)
+        self.tier = FaultyTier(tier)
+        self.slots = [StagingPool(NoRegistry(), 4, 8 * values.num_bytes) for _ in range(2)]
+        self.io = PoolIO(
+            self.tier,
+            values,
+            space,
+            *self.slots,
+            num_readers=1,
+            replica=replica,
+            num_replicas=num_replicas,
+        )
+        self.io.start()
+
+    def load(self, hashes: list[bytes]) -> np.ndarray[Any, Any]:
+        """The pages of the blocks, as they come from the pool."""
+        self.pages[:] = 0
+        self.io.start_load(
+            PoolLoadSpec(LoadId(1), tuple(hashes), tuple(range(len(hashes))), True, LONG_S)
+        )
+        self.io.wait_all()
+        (result,) = self.io.take_results()
+        assert result.cause == ""
+        return self.pages[:, : len(hashes)].copy()
+
+    def close(self) -> None:
+        self.io.stop()
+        for pool in self.slots:
+            pool.close()
+        self.io.close()
+
+
+class Workers:
+    """Two workers on one tier, and the scheduler's end of their links."""
+
+    def __init__(self, replicas: bool, memories: Sequence[MemoryTier] = ()) -> None:
+        self.memory = MemoryTier(1 << 20)
+        memories = memories or (self.memory, self.memory)
+        if replicas:
+            spaces = [KeySpace.of("m"), KeySpace.of("m")]
+        else:
+            spaces = [KeySpace.of("m", rank, 2) for rank in range(2)]
+        self.each = [
+            Worker(memories[rank], space, rank if replicas else 0, 2 if replicas else 1)
+            for rank, space in enumerate(spaces)
+        ]
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.link = PoolLink("test", self.inbox.put)
+        for worker in self.each:
+            self.link.connect(worker.io.address)
+        self.link.start()
+
+    def save(self, save_id: int, hashes: list[bytes]) -> list[Saved]:
+        self.link.send(Save(save_id, tuple(range(len(hashes))), tuple(hashes)))
+        answers = [self.inbox.get(timeout=LONG_S) for _ in range(4)]
+        assert sum(isinstance(x, Packed) for x in answers) == 2
+        return [x for x in answers if isinstance(x, Saved)]
+
+    def close(self) -> None:
+        self.link.stop()
+        for worker in self.each:
+            worker.close()
+
+
+@pytest.fixture(params=[False, True], ids=["shares", "replicas"])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    workers = Workers(request.param)
+    yield workers
+    workers.close()
+
+
+HASHES = [bytes([i]) * 32 for i in range(5)]
+
+
+def test_every_worker_stores_and_loads_its_share(workers: Workers) -> None:
+    rng = np.random.default_rng(1)
+    first, second = workers.each
+    first.pages[:] = rng.integers(0, 255, first.pages.shape)
+    is_replica = first.io._num_replicas == 2
+    second.pages[:] = first.pages if is_replica else rng.integers(0, 255, second.pages.shape)
+    content = [worker.pages.copy() for worker in workers.each]
+    saved = fold_saved(workers.save(4, HASHES))
+    assert set(saved.statuses) == {"ok"}
+    # Replicas share the work: what both hold is stored once.
+    size = first.io._values.num_bytes
+    assert saved.num_bytes == len(HASHES) * size * (1 if is_replica else 2)
+    assert workers.memory.stats().num_keys == len(HASHES) * (1 if is_replica else 2)
+    joined, hash_bytes = join_hashes(HASHES)
+    workers.link.send(Lookup(9, joined, hash_bytes, time.monotonic() + LONG_S))
+    answers = [workers.inbox.get(timeout=LONG_S) for _ in range(2)]
+    assert NOWHERE not in fold_found(answers).places
+    for worker, pages in zip(workers.each, content, strict=True):
+        assert (worker.load(HASHES) == pages[:, : len(HASHES)]).all()
+
+
+def test_single_blocks_are_stored_by_each_replica_in_turn() -> None:
+    memories = [MemoryTier(1 << 20), MemoryTier(1 << 20)]
+    workers = Workers(True, memories)
+    for save_id in range(1, 5):
+        answers = workers.save(save_id, [bytes([save_id]) * 32])
+        assert fold_saved(answers).statuses == ("ok",)
+    assert [memory.stats().num_keys for memory in memories] == [2, 2]
+    workers.close()
+
+
+def test_what_one_worker_cannot_store_is_not_there(workers: Workers) -> None:
+    workers.each[1].tier.script = TierScript("put:fail*")
+    saved = fold_saved(workers.save(1, HASHES))
+    assert "failed" in saved.statuses
+    joined, hash_bytes = join_hashes(HASHES)
+    workers.link.send(Lookup(9, joined, hash_bytes, time.monotonic() + LONG_S))
+    places = fold_found([workers.inbox.get(timeout=LONG_S) for _ in range(2)]).places
+    there = [status == "ok" for status in saved.statuses]
+    assert [bool(place) for place in places] == there
+
+
+def test_saves_that_are_given_up_are_not_read_any_more(workers: Workers) -> None:
+    """One worker has copied the first save and hangs; the other has not begun the second."""
+    for worker in workers.each:
+        worker.tier.script = TierScript("put:delay(300)*")
+    for save_id in (1, 2, 3):
+        workers.link.send(Save(save_id, (0,), (HASHES[save_id],)))
+    workers.link.send(DropSaves(3))
+    answers = [workers.inbox.get(timeout=LONG_S) for _ in range(12)]
+    for save_id in (1, 2, 3):
+        kinds = [type(x) for x in answers if x.save_id == save_id]
+        assert kinds.count(Packed) == kinds.count(Saved) == 2
