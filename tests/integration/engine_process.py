@@ -113,12 +113,13 @@ def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
     return num_flipped
 
 
-def _pool_master_id(worker: object) -> int:
-    """Runs in the worker process."""
+def _pool_master_id(worker: object) -> int | None:
+    """Runs in the worker processes; the first one has started it."""
     from vllm_ascend_pd import hooks
 
     side: Any = hooks._worker
-    return side._pool._on_close.__self__.master.process_id
+    master = side._pool._on_close.__self__.master
+    return master.process_id if master is not None else None
 
 
 def _plain_logprobs(positions: Any) -> list[dict[int, float]]:
