@@ -131,7 +131,21 @@ def test_one_kv_head_is_held_by_every_worker(
     assert answer.sources == (0, 299, 1)
 
 
-def test_pipeline_parallel_is_refused_by_name(fleet: Fleet, base_config: EngineConfig) -> None:
-    config = replace(base_config, role="kv_both", llm=json.dumps({"pipeline_parallel_size": 2}))
-    with pytest.raises(EngineError, match="pipeline and context parallel"):
+@pytest.mark.parametrize(
+    ("llm", "pool", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "", "pipeline and context parallel"),
+        (
+            {"tensor_parallel_size": 2},
+            '{"dram_size": "31MiB"}',
+            "dram_size is divided among 2 workers and must be at least 32 MiB",
+        ),
+    ],
+    ids=["pipeline", "small pool"],
+)
+def test_what_does_not_work_is_refused_by_name(
+    fleet: Fleet, base_config: EngineConfig, llm: dict[str, int], pool: str, message: str
+) -> None:
+    config = replace(base_config, role="kv_both", llm=json.dumps(llm), pool=pool)
+    with pytest.raises(EngineError, match=message):
         fleet.start(config)

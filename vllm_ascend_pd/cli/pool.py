@@ -56,7 +56,10 @@ def keys(
     http: Master,
     limit: Annotated[int, typer.Option(help="Print so many at most.")] = 20,
 ) -> None:
-    """Keys by the engines that share them (format/fingerprint), and some of them."""
+    """Keys by those who share them (format/fingerprint), and some of them.
+
+    With tensor parallelism each worker of an engine has keys of its own.
+    """
     found = [key for key in _get(http, "/get_all_keys").splitlines() if key]
     spaces: dict[str, int] = {}
     for key in found:

@@ -7,6 +7,8 @@ import itertools
 import queue
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from tests.unit.engine.test_pool_io_machine import NoRegistry
 from tests.unit.engine.test_pool_scheduler import World
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
 from vllm_ascend_pd.engine.metadata import PoolLoadSpec
 from vllm_ascend_pd.engine.pool_link import (
     DROPPED,
@@ -31,8 +34,10 @@ from vllm_ascend_pd.engine.pool_link import (
     join_hashes,
 )
 from vllm_ascend_pd.engine.scheduler.pool_answers import fold_found, fold_saved
+from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolState
 from vllm_ascend_pd.engine.worker.pool_io import PoolIO
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.tier import Place
@@ -191,6 +196,24 @@ def test_a_worker_that_never_stores_is_a_failure_and_its_late_answers_end_the_sa
         world.saves.on_saved(Saved(save.save_id, (DROPPED,), 0, 0.0))
     assert (world.saves.num_pinned, world.saves.num_under_way) == (0, 0)
     assert saves[0].hashes[0] not in world.known
+
+
+def test_workers_on_several_hosts_are_refused_by_name(tmp_path: Path) -> None:
+    """A worker's socket that is not here is on another host."""
+    (tmp_path / "pool").touch()
+    addresses = [(str(tmp_path / "pool"), 4), ("/another-host/pool", 4)]
+    executor = SimpleNamespace(collective_rpc=lambda method: addresses)
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="worker 1 is on another one than the scheduler"):
+        PoolSide(
+            scheduler=nothing,
+            engine_core=SimpleNamespace(model_executor=executor),
+            config=PDConfig(Role.BOTH, "e", "127.0.0.1", 0, pool=PoolConfig()),
+            phantoms=nothing,
+            stats=nothing,
+            others_wait=lambda: False,
+            wake=lambda: None,
+        )
 
 
 # The workers, and the link to them.

@@ -58,13 +58,14 @@ class PoolSide:
         self._wake = wake
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         workers = engine_core.model_executor.collective_rpc(pool_address)
-        self._link = PoolLink("pd-pool-client", self.on_message)
         for rank, (address, _) in enumerate(workers):
             if not Path(address).exists():
                 raise ConfigError(
                     "kv_connector InEngine does not support: a pool with workers on several hosts"
                     f" (worker {rank} is on another one than the scheduler; leave pool out)"
                 )
+        self._link = PoolLink("pd-pool-client", self.on_message)
+        for address, _ in workers:
             self._link.connect(address)
         spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
