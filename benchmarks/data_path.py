@@ -30,10 +30,12 @@ from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals, Secret
 from vllm_ascend_pd.transfer.send import DataServer
-from vllm_ascend_pd.types import LoadId
+from vllm_ascend_pd.types import LeaseRef, LoadId
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+LEASE = LeaseRef("prompt", 1)
 
 
 def make_pages(options: argparse.Namespace) -> tuple[np.ndarray, PageLayout]:
@@ -60,7 +62,7 @@ def produce(pipe: Connection, options: argparse.Namespace) -> None:
     transports = open_transport(options.transport)
     grants = Grants()
     ids = tuple(range(options.blocks))
-    grants.begin_step([GrantSpec("prompt", "epoch", ids, len(ids), len(ids))])
+    grants.begin_step([GrantSpec(LEASE, "epoch", ids, len(ids), len(ids))])
     server = DataServer(
         host="127.0.0.1",
         transports=transports,
@@ -73,7 +75,7 @@ def produce(pipe: Connection, options: argparse.Namespace) -> None:
         seals=make_seals(options),
     )
     server.start()
-    pipe.send(server.endpoint)
+    pipe.send(server.page_server.admit(LEASE, len(ids)))
     pipe.recv()
     server.stop()
     transports.close()
@@ -97,7 +99,7 @@ def main() -> None:
     pipe, child = context.Pipe()
     producer = context.Process(target=produce, args=(child, options))
     producer.start()
-    endpoint = pipe.recv()
+    admitted = pipe.recv()
     memory, layout = make_pages(options)
     transports = open_transport(options.transport)
     pool = StagingPool(transports, options.slots, options.slot_bytes)
@@ -108,7 +110,7 @@ def main() -> None:
     times: dict[str, list[float]] = {}
     for number in range(options.rounds + 3):
         memory[:] = 0
-        spec = LoadSpec(LoadId(number), (endpoint,), "prompt", "epoch", ids, ids, True, True, 10.0)
+        spec = LoadSpec(LoadId(number), (admitted,), "prompt", "epoch", ids, ids, True, True, 10.0)
         started = time.perf_counter()
         loader.start_load(spec)
         loader.wait_all()

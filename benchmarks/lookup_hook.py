@@ -45,7 +45,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ascend_pd.transfer.session import ConsumerEvent
-from vllm_ascend_pd.wire import Opened, RemotePrefill
+from vllm_ascend_pd.wire import Opened, RemotePrefill, Ticket, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +127,7 @@ def add_waiting(
                 f"t{number}",
                 num_full,
                 num_tokens - 1 - num_full * block_size,
-                (("127.0.0.1", 1),),
+                (Worker("127.0.0.1", 1, Ticket(1, num_full + 1, b"")),),
                 "e",
             )
         )

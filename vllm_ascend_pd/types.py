@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 Epoch = NewType("Epoch", str)
 """Random, new at each start of an engine: a restarted peer is never taken for the old one."""
@@ -13,6 +13,13 @@ TransferId = NewType("TransferId", str)
 """Random and unguessable: it names one prompt's blocks on their producer."""
 LoadId = NewType("LoadId", int)
 """Names one load of a consumer, counted by its scheduler."""
+
+
+class LeaseRef(NamedTuple):
+    """Names one lease of a producer: a router may use a transfer id again, a lease is numbered."""
+
+    transfer_id: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,7 @@ class Cause(str, Enum):
     NOT_NEEDED = "not_needed"
     NOT_ARRIVED = "not_arrived"
     NOT_COMPUTED = "not_computed"
+    NO_TICKET = "no_ticket"
     LEASE_EXPIRED = "lease_expired"
     HASH_MISMATCH = "hash_mismatch"
     CHECKSUM = "checksum"

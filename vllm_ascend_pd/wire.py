@@ -18,7 +18,8 @@ from vllm_ascend_pd.errors import TransferError
 #              prompts that are opened before they are computed.
 #          3 - several workers a side: opened names each, a fetch names a share of the pages.
 #          4 - direct placement: a fetch may name live pages instead of staging memory.
-WIRE_VERSION = 4
+#          5 - opened carries tickets, and watch and fetch show them.
+WIRE_VERSION = 5
 
 _MAX_PARAM_LENGTH = 256
 _NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -46,6 +47,24 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """Chosen by the client and echoed: several requests may ask for one transfer."""
 
 
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """Shown to a worker of the producer it entitles to the first ``num_blocks`` blocks of the
+    lease of this generation: see ``transfer.tickets``.
+    """
+
+    generation: int
+    num_blocks: int
+    mac: bytes
+
+
+class Worker(msgspec.Struct, frozen=True, array_like=True):
+    """One of the producer: where it serves its pages, and what to show it."""
+
+    host: str
+    port: int
+    ticket: Ticket
+
+
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """Producer: the first ``num_blocks`` blocks and ``num_tail_tokens`` more can be read.
 
@@ -55,8 +74,8 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     transfer_id: str
     num_blocks: int
     num_tail_tokens: int
-    workers: tuple[tuple[str, int], ...]
-    """Where each worker serves its pages, ``(host, port)`` by tensor-parallel rank."""
+    workers: tuple[Worker, ...]
+    """By tensor-parallel rank."""
     epoch: str
     is_computed: bool = True
     open_id: int = 0
@@ -101,6 +120,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
 
     transfer_id: str
     epoch: str
+    ticket: Ticket
     each_layer: bool
 
 
@@ -153,6 +173,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     fetch_id: int
     transfer_id: str
     epoch: str
+    ticket: Ticket
     first_layer: int
     num_layers: int
     block_indices: tuple[int, ...]

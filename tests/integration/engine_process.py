@@ -248,6 +248,19 @@ class EngineServer:
         manager = self._scheduler.kv_cache_manager
         return list(manager.get_block_ids(self._internal_id(request_id))[0])
 
+    def change_tickets(self, request_id: str, **changes: Any) -> None:
+        """Of a request whose producer has answered."""
+        import msgspec
+
+        request = self._scheduler.requests[self._internal_id(request_id)]
+        session = self._scheduler.pd._consumer.get(request)
+        session._workers = tuple(
+            msgspec.structs.replace(
+                worker, ticket=msgspec.structs.replace(worker.ticket, **changes)
+            )
+            for worker in session._workers
+        )
+
     def evict_blocks(self, block_ids: list[int]) -> None:
         self._scheduler.kv_cache_manager.evict_blocks(set(block_ids))
 

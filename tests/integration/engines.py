@@ -278,6 +278,10 @@ class Engine:
         """The block table of an unfinished request."""
         return self._call("block_ids", request_id=request_id)
 
+    def change_tickets(self, request_id: str, **changes: Any) -> None:
+        """What its producer has told a waiting request to show, with other values in it."""
+        self._call("change_tickets", request_id=request_id, **changes)
+
     def evict_blocks(self, block_ids: list[int]) -> None:
         """Out of the prefix cache, as if memory had been short."""
         self._call("evict_blocks", block_ids=block_ids)

@@ -51,14 +51,15 @@ from vllm_ascend_pd.engine.scheduler.side import check_supported
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
-from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 NUM_LAYERS = 2
 WRONG_TOKEN = 7
 POLL_LIMIT_S = 10.0
-DATA_ENDPOINT = Endpoint("127.0.0.1", 1)
+PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 1), TicketKey())
 
 init_none_hash(sha256)
 _hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
@@ -97,24 +98,24 @@ class SimulatedWorker:
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], int] = {}
-        self.grants: dict[str, tuple[int, ...]] = {}
+        self.grants: dict[LeaseRef, tuple[int, ...]] = {}
         self.requests: dict[str, SimulatedRequest] = {}
         self.parked: dict[LoadId, LoadSpec] = {}
         self.cause_of: Callable[[LoadSpec], str] = lambda spec: ""
         self.peers: list[SimulatedWorker] = []
         self.rested: list[LoadId] = []
         self._results: list[LoadResult] = []
-        self._endpoints: dict[int, Endpoint] = {0: DATA_ENDPOINT}
+        self._servers: dict[int, PageServer] = {0: PAGE_SERVER}
         self._garbage = count(1)
 
     def execute(self, output: SchedulerOutput, samples: set[str]) -> ModelRunnerOutput:
         meta = output.pd_metadata
-        new_grants: dict[str, tuple[int, ...]] = {}
+        new_grants: dict[LeaseRef, tuple[int, ...]] = {}
         if meta is not None:
             assert isinstance(meta, StepMeta)
-            for transfer_id in meta.revokes:
-                self.grants.pop(transfer_id, None)
-            new_grants = {grant.transfer_id: grant.block_ids for grant in meta.grants}
+            for lease in meta.revokes:
+                self.grants.pop(lease, None)
+            new_grants = {grant.lease: grant.block_ids for grant in meta.grants}
             for load_id in meta.cancels:
                 if load_id in self.parked:
                     self.end_parked(load_id, Cause.CANCELLED.value)
@@ -127,9 +128,9 @@ class SimulatedWorker:
         tokens = [self._compute(r, n, r in samples) for r, n in output.num_scheduled_tokens.items()]
         self.grants.update(new_grants)
         report = None
-        if self._results or self._endpoints or self.rested:
-            report = StepReport(tuple(self._results), self._endpoints, rested=tuple(self.rested))
-        self._results, self._endpoints, self.rested = [], {}, []
+        if self._results or self._servers or self.rested:
+            report = StepReport(tuple(self._results), self._servers, rested=tuple(self.rested))
+        self._results, self._servers, self.rested = [], {}, []
         kv_output = KVConnectorOutput(kv_connector_worker_meta=report)
         if not output.num_scheduled_tokens:
             return ModelRunnerOutput.with_kv_conn_output_only(kv_output)
@@ -155,8 +156,9 @@ class SimulatedWorker:
 
     def _run(self, load: LoadSpec, cause: str, num_resting: int = 0) -> None:
         source: SimulatedWorker | None = None
+        lease = LeaseRef(load.transfer_id, load.peers[0].ticket.generation)
         for peer in self.peers:
-            if load.transfer_id in peer.grants:
+            if lease in peer.grants:
                 source = peer
         if source is None and not cause:
             cause = Cause.LEASE_EXPIRED.value
@@ -164,7 +166,7 @@ class SimulatedWorker:
             for offset in range(BLOCK_SIZE):
                 content = -next(self._garbage)
                 if not cause and source is not None:
-                    theirs = source.grants[load.transfer_id][index]
+                    theirs = source.grants[lease][index]
                     content = source.slots.get((theirs, offset), content)
                 self.slots[block_id, offset] = content
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
@@ -511,7 +513,7 @@ def test_grant_is_in_the_step_that_completes_the_prompt(producer: Engine, num_to
     producer.finish_step()
     params = producer.params["p"]
     assert params is not None
-    assert params["transfer_id"] == grant.transfer_id
+    assert params["transfer_id"] == grant.lease.transfer_id
     producer.scheduler.reset_prefix_cache()
 
 
@@ -578,10 +580,10 @@ def test_abort_before_the_end_revokes(producer: Engine) -> None:
     (grant,) = producer.step().meta.grants
     producer.abort("p")
     producer.add("q", prompt_of(20, start=3000))
-    assert producer.schedule().meta.revokes == (grant.transfer_id,)
+    assert producer.schedule().meta.revokes == (grant.lease,)
     producer.run_to_end()
     assert "p" not in producer.params
-    assert grant.transfer_id not in producer.worker.grants
+    assert grant.lease not in producer.worker.grants
 
 
 def test_preempted_prompt_is_revoked_and_granted_again(producer: Engine) -> None:
@@ -593,13 +595,13 @@ def test_preempted_prompt_is_revoked_and_granted_again(producer: Engine) -> None
     producer.finish_step()
     steps = producer.run_to_end()
     metas = [s.output.pd_metadata for s in steps if isinstance(s.output.pd_metadata, StepMeta)]
-    assert first.transfer_id in [i for meta in metas for i in meta.revokes]
+    assert first.lease in [i for meta in metas for i in meta.revokes]
     grants = [grant for meta in metas for grant in meta.grants]
     assert len(grants) == 1
-    assert grants[0].transfer_id != first.transfer_id
+    assert grants[0].lease.transfer_id != first.lease.transfer_id
     params = producer.params["p"]
     assert params is not None
-    assert params["transfer_id"] == grants[0].transfer_id
+    assert params["transfer_id"] == grants[0].lease.transfer_id
     producer.expect_tokens("p", 3)
     producer.scheduler.reset_prefix_cache()
 
@@ -652,7 +654,9 @@ def test_remote_prompt_is_loaded_and_one_token_computed(
     assert load.block_ids == tuple(table[: num_full + bool(num_tail)])
     assert load.has_tail is bool(num_tail)
     assert load.in_step
-    assert load.peers == (DATA_ENDPOINT,)
+    (peer,) = load.peers
+    assert Endpoint(peer.host, peer.port) == PAGE_SERVER.endpoint
+    assert PAGE_SERVER.key.accepts(load.transfer_id, peer.ticket)
     assert load.transfer_id == params["transfer_id"]
     assert load.epoch == params["remote_epoch"]
     consumer.run_to_end()
@@ -1234,10 +1238,10 @@ def test_leases_on_bad_blocks_are_revoked(producer: Engine, engines: Engines) ->
     both.finish_step()
     both.run_to_end()
     both.expect_tokens("b", 2)
-    assert grant.transfer_id not in both.worker.grants
+    assert grant.lease not in both.worker.grants
     returned = both.params["b"]
     assert returned is not None
-    assert returned["transfer_id"] != grant.transfer_id
+    assert returned["transfer_id"] != grant.lease.transfer_id
     both.scheduler.reset_prefix_cache()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, EngineError
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineError
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -90,3 +90,30 @@ def test_engine_with_an_open_secret_file_does_not_start(engines: Engines, tmp_pa
     path.chmod(0o644)
     with pytest.raises(EngineError, match=r"secret' is open to its group or to others.*chmod 600"):
         engines.own("kv_producer", secret_file=str(path))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mac": b"x" * 16}, {"mac": b""}, {"num_blocks": 99}, {"generation": 99}], ids=str
+)
+@pytest.mark.parametrize("mode", ["step", "park"])
+def test_worker_serves_nothing_without_the_ticket_of_its_scheduler(
+    producer: Engine,
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    changes: dict[str, object],
+    mode: str,
+) -> None:
+    consumer = engines.shared("kv_consumer", transfer={"load_mode": mode})
+    prompt = prompt_of(NUM_TOKENS)
+    before = producer.metrics().get("frames_refused/no_ticket", 0)
+    consumer.add("r", prompt, 16, producer.prefill(prompt))
+    consumer.wait_for("r", "session", "READY")
+    consumer.change_tickets("r", **changes)
+    answer = consumer.run()["r"]
+    assert answer.token_ids == single(prompt, 16).token_ids
+    assert (answer.outcome, answer.sources) == ("no_ticket", (0, 0, NUM_TOKENS))
+    producer.wait_count("leases", 0)
+    producer.run()
+    assert producer.metrics()["frames_refused/no_ticket"] > before
+    producer.wait_log("no_ticket (it asked for blocks for which no open was accepted)")

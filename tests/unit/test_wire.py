@@ -25,26 +25,29 @@ from vllm_ascend_pd.wire import (
     Refused,
     Release,
     RemotePrefill,
+    Ticket,
     Waiting,
     Watch,
+    Worker,
     decode_control,
     decode_data,
     encode,
 )
 
+TICKET = Ticket(7, 3, b"\xff" * 16)
 CONTROL = [
     Open(1, "same", "t", "e", (b"\x00" * 32, b"\xff" * 32), 3, b"digest"),
-    Opened("t", 2, 3, (("127.0.0.1", 5),), "e", False, 4),
+    Opened("t", 2, 3, (Worker("127.0.0.1", 5, TICKET),), "e", False, 4),
     Waiting("t", 4),
     Refused("t", "lease_expired", "no such lease"),
     Heartbeat(("t", "u"), "e"),
     Release("t", "e"),
 ]
 DATA = [
-    Fetch(1, "t", "e", 0, 4, (0, 1, 5), {"mooncake": "127.0.0.1:5"}, 1 << 47, 4096, (1 << 63) - 1),
+    Fetch(1, "t", "e", TICKET, 0, 4, (0, 1, 5), {"shm": "a"}, 1 << 47, 4096, (1 << 63) - 1),
     Fetched(1, (1 << 64) - 1),
     Fetched(1, 0, "bad_params", "mooncake"),
-    Watch("t", "e", True),
+    Watch("t", "e", TICKET, True),
     Progress("t", 1, 3, 2),
     Progress("t", 0, 0, 0, "lease_expired"),
 ]

@@ -15,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.grants import GrantSpec
     from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
-    from vllm_ascend_pd.types import Endpoint, LoadId
+    from vllm_ascend_pd.transfer.tickets import PageServer
+    from vllm_ascend_pd.types import LeaseRef, LoadId
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class PoolLoadSpec:
 class StepMeta:
     """``SchedulerOutput.pd_metadata``; applied in the order of the fields, before the forward."""
 
-    revokes: tuple[str, ...] = ()
+    revokes: tuple[LeaseRef, ...] = ()
     cancels: tuple[LoadId, ...] = ()
     grants: tuple[GrantSpec, ...] = ()
     loads: tuple[LoadSpec | PoolLoadSpec, ...] = ()
@@ -47,8 +48,8 @@ class StepReport(KVConnectorWorkerMetadata):
 
     results: tuple[LoadResult, ...] = ()
     """Of each worker on its own; a load has ended when all of them say so."""
-    data_endpoints: dict[int, Endpoint] = field(default_factory=dict)
-    """Where pages are served, by tensor-parallel rank: in a worker's first report."""
+    page_servers: dict[int, PageServer] = field(default_factory=dict)
+    """By tensor-parallel rank: in a worker's first report."""
     refused_frames: dict[str, int] = field(default_factory=dict)
     """Number by reason (``transfer.seal.Reason``) since the last report."""
     rested: tuple[LoadId, ...] = ()
@@ -61,7 +62,7 @@ class StepReport(KVConnectorWorkerMetadata):
         refused.update(other.refused_frames)
         return StepReport(
             self.results + other.results,
-            self.data_endpoints | other.data_endpoints,
+            self.page_servers | other.page_servers,
             dict(refused),
             self.rested + other.rested,
         )

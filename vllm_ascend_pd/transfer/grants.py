@@ -10,13 +10,14 @@ When the step ends, ``num_ready`` becomes ``num_coming``.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from vllm_ascend_pd.types import LeaseRef
 
 _NUM_REMEMBERED = 4096
 
@@ -29,7 +30,7 @@ class GrantSpec:
     after it. The tail block counts once the whole prompt is computed.
     """
 
-    transfer_id: str
+    lease: LeaseRef
     epoch: str
     block_ids: tuple[int, ...]
     num_ready: int
@@ -38,17 +39,17 @@ class GrantSpec:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A state of a grant; ``generation`` tells a grant from an earlier one of the same name."""
+    """A state of a grant."""
 
     epoch: str
     block_ids: tuple[int, ...]
-    generation: int
     num_ready: int
     num_coming: int
 
 
 class Grants:
-    """Grants by transfer id.
+    """Grants by lease. One that was given up does not come back: the next lease of the same
+    transfer id has another number.
 
     Written by the worker's main thread (begin and end of a step, after each layer), read by the
     data server. A grant is given up before the forward that may reuse its blocks; the server looks
@@ -57,12 +58,11 @@ class Grants:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._grants: dict[str, Grant] = {}
-        self._in_step: list[str] = []
+        self._grants: dict[LeaseRef, Grant] = {}
+        self._in_step: list[LeaseRef] = []
         self._num_layers_done = 0
-        self._generations = itertools.count(1)
         # The last ones that were given up, for consumers that come too late.
-        self._gone: dict[str, None] = {}
+        self._gone: dict[LeaseRef, None] = {}
 
     def __len__(self) -> int:
         with self._lock:
@@ -73,12 +73,10 @@ class Grants:
             self._num_layers_done = 0
             self._in_step = []
             for spec in specs:
-                known = self._grants.get(spec.transfer_id)
-                generation = next(self._generations) if known is None else known.generation
-                self._grants[spec.transfer_id] = Grant(
-                    spec.epoch, spec.block_ids, generation, spec.num_ready, spec.num_coming
+                self._grants[spec.lease] = Grant(
+                    spec.epoch, spec.block_ids, spec.num_ready, spec.num_coming
                 )
-                self._in_step.append(spec.transfer_id)
+                self._in_step.append(spec.lease)
 
     def layer_done(self, layer: int) -> None:
         """Layers up to and with this one are computed."""
@@ -88,33 +86,28 @@ class Grants:
     def end_step(self) -> None:
         with self._lock:
             self._num_layers_done = 0
-            for transfer_id in self._in_step:
-                grant = self._grants.get(transfer_id)
+            for lease in self._in_step:
+                grant = self._grants.get(lease)
                 if grant is not None:
-                    self._grants[transfer_id] = replace(grant, num_ready=grant.num_coming)
+                    self._grants[lease] = replace(grant, num_ready=grant.num_coming)
             self._in_step = []
 
-    def discard(self, transfer_ids: Iterable[str]) -> None:
+    def discard(self, leases: Iterable[LeaseRef]) -> None:
         with self._lock:
-            for transfer_id in transfer_ids:
-                self._grants.pop(transfer_id, None)
-                self._gone[transfer_id] = None
+            for lease in leases:
+                self._grants.pop(lease, None)
+                self._gone[lease] = None
             while len(self._gone) > _NUM_REMEMBERED:
                 del self._gone[next(iter(self._gone))]
 
-    def get(self, transfer_id: str) -> Grant | None:
+    def __contains__(self, lease: LeaseRef) -> bool:
+        """Whether its blocks may be served, still."""
         with self._lock:
-            return self._grants.get(transfer_id)
+            return lease in self._grants
 
-    def is_current(self, transfer_id: str, grant: Grant) -> bool:
-        """Whether the blocks of ``grant`` may still be served."""
-        with self._lock:
-            now = self._grants.get(transfer_id)
-            return now is not None and now.generation == grant.generation
-
-    def look(self, transfer_id: str) -> tuple[Grant | None, int, bool]:
+    def look(self, lease: LeaseRef) -> tuple[Grant | None, int, bool]:
         """The grant, the layers that the running step has done for it, and whether it is gone."""
         with self._lock:
-            grant = self._grants.get(transfer_id)
-            done = self._num_layers_done if transfer_id in self._in_step else 0
-            return grant, done, grant is None and transfer_id in self._gone
+            grant = self._grants.get(lease)
+            done = self._num_layers_done if lease in self._in_step else 0
+            return grant, done, lease in self._gone

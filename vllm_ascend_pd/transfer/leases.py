@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import threading
 from array import array
@@ -15,11 +16,13 @@ from vllm_ascend_pd.transfer.session import (
     ProducerState,
     next_producer_state,
 )
-from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
+from vllm_ascend_pd.types import Cause, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from vllm_ascend_pd.transfer.tickets import PageServer
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,12 @@ class Lease:
     is_opened: bool = False
     """Whether a consumer has come."""
     cause: str = ""
+    generation: int = 0
+    """Counted by the book."""
+
+    @property
+    def ref(self) -> LeaseRef:
+        return LeaseRef(self.transfer_id, self.generation)
 
     def match(self, request: Open) -> tuple[int, int]:
         """How many leading blocks, and how many tail tokens, ``request`` may read."""
@@ -105,8 +114,9 @@ class LeaseBook:
         self._closed: list[Lease] = []
         # Transfer ids that were released before they came, and until when that is remembered.
         self._released_early: dict[str, float] = {}
-        self.data_endpoints: tuple[Endpoint, ...] = ()
-        """Where the workers serve pages, by rank; written by the scheduler thread, once."""
+        self._generations = itertools.count(1)
+        self.page_servers: tuple[PageServer, ...] = ()
+        """Of the workers, by rank; written by the scheduler thread, once."""
 
     def __len__(self) -> int:
         with self._lock:
@@ -120,6 +130,7 @@ class LeaseBook:
 
     def grant(self, lease: Lease) -> None:
         with self._lock:
+            lease.generation = next(self._generations)
             self._leases[lease.transfer_id] = lease
             is_released = self._released_early.pop(lease.transfer_id, None) is not None
         if is_released:
@@ -198,19 +209,20 @@ class LeaseBook:
                 lease.is_opened = True
             elif lease is not None and not lease.announced:
                 lease = None
-            endpoints = self.data_endpoints
-        if (lease is None or not endpoints) and not request.epoch:
+            servers = self.page_servers
+        if (lease is None or not servers) and not request.epoch:
             return Waiting(request.transfer_id)
-        if lease is None or not endpoints:
+        if lease is None or not servers:
             return refuse(Cause.LEASE_EXPIRED, "no such lease (expired, released or revoked)")
         num_blocks, num_tail_tokens = lease.match(request)
         if not num_blocks and not num_tail_tokens:
             return refuse(Cause.HASH_MISMATCH, "the lease holds another prompt's KV")
+        num_readable = num_blocks + bool(num_tail_tokens)
         return Opened(
             request.transfer_id,
             num_blocks,
             num_tail_tokens,
-            tuple((endpoint.host, endpoint.port) for endpoint in endpoints),
+            tuple(server.admit(lease.ref, num_readable) for server in servers),
             self._epoch,
             is_computed,
         )

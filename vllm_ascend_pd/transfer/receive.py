@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.transfer.seal import Seals
     from vllm_ascend_pd.transfer.shares import Share, Source
+    from vllm_ascend_pd.wire import Ticket, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class LoadSpec:
     """
 
     load_id: LoadId
-    peers: tuple[Endpoint, ...]
+    peers: tuple[Worker, ...]
     transfer_id: str
     epoch: str
     block_indices: tuple[int, ...]
@@ -129,6 +130,7 @@ class _Load:
 
     spec: LoadSpec
     peer: Endpoint
+    ticket: Ticket
     theirs: Share
     layout: PageLayout
     """Of this load's part of this worker's pages."""
@@ -270,6 +272,7 @@ class Loader(Reactor):
         self.submit(begin)
 
     def _make_load(self, spec: LoadSpec, source: Source) -> _Load:
+        peer = spec.peers[source.rank]
         layout = self._layout.share(source.ours.index, source.ours.count)
         is_awaited = spec.num_awaited is not None
         pieces = []
@@ -288,7 +291,8 @@ class Loader(Reactor):
         now = time.monotonic()
         return _Load(
             spec=spec,
-            peer=spec.peers[source.rank],
+            peer=Endpoint(peer.host, peer.port),
+            ticket=peer.ticket,
             theirs=source.theirs,
             layout=layout,
             pieces=deque(pieces),
@@ -419,7 +423,7 @@ class Loader(Reactor):
                 return
         load.watched_at = now
         each_layer = self._push_mode in (PushMode.AUTO, PushMode.LAYER)
-        watch = Watch(spec.transfer_id, spec.epoch, each_layer)
+        watch = Watch(spec.transfer_id, spec.epoch, load.ticket, each_layer)
         if not self._peers.send(load.peer, encode(watch)):
             self._end(load, Cause.PEER_UNREACHABLE.value)
 
@@ -509,6 +513,7 @@ class Loader(Reactor):
             fetch_id=fetch_id,
             transfer_id=spec.transfer_id,
             epoch=spec.epoch,
+            ticket=load.ticket,
             first_layer=piece.first_layer,
             num_layers=piece.num_layers,
             block_indices=spec.block_indices[piece.start : piece.stop],

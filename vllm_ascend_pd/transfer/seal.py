@@ -76,6 +76,7 @@ class Reason(str, Enum):
     MALFORMED = "malformed"
     FORGED = "forged"
     REPLAYED = "replayed"
+    NO_TICKET = "no_ticket"
 
 
 _SEEN_HERE = {
@@ -86,6 +87,7 @@ _SEEN_HERE = {
     Reason.MALFORMED: "a sealed frame of no known form",
     Reason.FORGED: "a frame was changed on its way, or somebody else sent it",
     Reason.REPLAYED: "a frame came a second time, or after a later one",
+    Reason.NO_TICKET: "it asked for blocks for which no open was accepted",
 }
 """Of the sender of a frame, for a person who reads the log of the engine that refused it."""
 _SEEN_THERE = {

@@ -23,8 +23,9 @@ from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.listener import Listener
 from vllm_ascend_pd.transfer.reactor import Reactor
-from vllm_ascend_pd.transfer.seal import Channel
-from vllm_ascend_pd.types import Cause, Endpoint
+from vllm_ascend_pd.transfer.seal import Channel, Reason
+from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef
 from vllm_ascend_pd.wire import Fetch, Fetched, Progress, Watch, decode_data, encode
 
 if TYPE_CHECKING:
@@ -60,9 +61,8 @@ class _Write:
     handle: TransferHandle
     checksum: int
     deadline: float
-    transfer_id: str
-    grant: Grant | None = None
-    """Of a write from live pages: it counts only if they are still those of this grant."""
+    lease: LeaseRef | None = None
+    """Of a write from live pages: it counts only if they are still those of this lease."""
 
 
 @dataclass(slots=True)
@@ -105,14 +105,15 @@ class DataServer(Reactor):
         self._write_timeout_s = write_timeout_s
         self._queue: deque[tuple[bytes, Fetch]] = deque()
         self._writes: deque[_Write] = deque()
-        self._watchers: dict[str, list[_Watcher]] = {}
+        self._watchers: dict[LeaseRef, list[_Watcher]] = {}
+        self._seals = seals
         self._listener = Listener(self.context, seals, Channel.DATA)
         if ":" in host:
             self._listener.socket.setsockopt(zmq.IPV6, 1)
         port = self._listener.socket.bind_to_random_port(
             f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         )
-        self.endpoint = Endpoint(host, port)
+        self.page_server = PageServer(Endpoint(host, port), TicketKey())
         self.watch(self._listener.socket, self._on_messages)
         self._progress_at = 0.0
 
@@ -123,10 +124,32 @@ class DataServer(Reactor):
             except TransferError as e:
                 logger.warning("dropped a frame of a peer: %s", e)
                 continue
-            if isinstance(message, Fetch):
+            if not isinstance(message, Fetch | Watch):
+                continue
+            if not self._is_entitled(message):
+                self._refuse(identity, message)
+            elif isinstance(message, Fetch):
                 self._queue.append((identity, message))
-            elif isinstance(message, Watch):
+            else:
                 self._watch(identity, message)
+
+    def _is_entitled(self, message: Fetch | Watch) -> bool:
+        """Whether an open was accepted for what it asks for."""
+        if not self.page_server.key.accepts(message.transfer_id, message.ticket):
+            return False
+        return isinstance(message, Watch) or all(
+            index < message.ticket.num_blocks for index in message.block_indices
+        )
+
+    def _refuse(self, identity: bytes, message: Fetch | Watch) -> None:
+        self._seals.note_refused(Reason.NO_TICKET, f"a consumer of {message.transfer_id[:64]!r}")
+        cause = Cause.NO_TICKET.value
+        answer: Fetched | Progress
+        if isinstance(message, Fetch):
+            answer = Fetched(message.fetch_id, 0, cause)
+        else:
+            answer = Progress(message.transfer_id, 0, 0, 0, cause)
+        self._listener.send(identity, encode(answer))
 
     def notify(self) -> None:
         """Grants have changed. Main thread; cheap when nobody watches."""
@@ -134,24 +157,26 @@ class DataServer(Reactor):
             self.submit(self._tell_watchers)
 
     def _watch(self, identity: bytes, message: Watch) -> None:
-        watchers = self._watchers.setdefault(message.transfer_id, [])
+        lease = _lease_of(message)
+        watchers = self._watchers.setdefault(lease, [])
         known = next((w for w in watchers if w.identity == identity), None)
         if known is None:
             known = _Watcher(identity, message.epoch, message.each_layer)
             watchers.append(known)
-        self._tell(message.transfer_id, known, always=True)
-        self._forget_ended(message.transfer_id)
+        self._tell(lease, known, always=True)
+        self._forget_ended(lease)
         while len(self._watchers) > _MAX_WATCHED:
             del self._watchers[next(iter(self._watchers))]
 
     def _tell_watchers(self) -> None:
-        for transfer_id, watchers in list(self._watchers.items()):
+        for lease, watchers in list(self._watchers.items()):
             for watcher in watchers:
-                self._tell(transfer_id, watcher, always=False)
-            self._forget_ended(transfer_id)
+                self._tell(lease, watcher, always=False)
+            self._forget_ended(lease)
 
-    def _tell(self, transfer_id: str, watcher: _Watcher, always: bool) -> None:
-        grant, num_layers_done, is_gone = self._grants.look(transfer_id)
+    def _tell(self, lease: LeaseRef, watcher: _Watcher, always: bool) -> None:
+        transfer_id = lease.transfer_id
+        grant, num_layers_done, is_gone = self._grants.look(lease)
         progress = Progress(transfer_id, 0, 0, 0)
         if is_gone:
             progress = Progress(transfer_id, 0, 0, 0, Cause.LEASE_EXPIRED.value)
@@ -164,12 +189,12 @@ class DataServer(Reactor):
             watcher.told = progress
             self._listener.send(watcher.identity, encode(progress))
 
-    def _forget_ended(self, transfer_id: str) -> None:
+    def _forget_ended(self, lease: LeaseRef) -> None:
         """Who was told the cause of an end is told nothing more."""
-        watchers = self._watchers[transfer_id]
+        watchers = self._watchers[lease]
         watchers[:] = [w for w in watchers if w.told is None or not w.told.cause]
         if not watchers:
-            del self._watchers[transfer_id]
+            del self._watchers[lease]
 
     def on_tick(self) -> float | None:
         progress = self._poll_writes()
@@ -202,7 +227,7 @@ class DataServer(Reactor):
 
     def _serve(self, identity: bytes, fetch: Fetch, slot: Slot) -> None:
         """Pack, and submit or answer; ``slot`` goes back unless a write of it is under way."""
-        grant, num_layers_done, _ = self._grants.look(fetch.transfer_id)
+        grant, num_layers_done, _ = self._grants.look(_lease_of(fetch))
         refused = self._check(fetch, grant, num_layers_done)
         if refused is None:
             route = self._transports.route(fetch.sessions)
@@ -227,7 +252,7 @@ class DataServer(Reactor):
         ids = np.array([grant.block_ids[index] for index in fetch.block_indices], dtype=np.int64)
         checksum = self._copier.gather(layers, ids, window or slot.region, 0, fetch.seed)
         cause = ""
-        if not self._grants.is_current(fetch.transfer_id, grant):
+        if _lease_of(fetch) not in self._grants:
             cause = Cause.LEASE_EXPIRED.value
         elif window is None:
             handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
@@ -241,7 +266,6 @@ class DataServer(Reactor):
                     handle,
                     checksum,
                     deadline,
-                    fetch.transfer_id,
                 )
             )
             return
@@ -286,8 +310,7 @@ class DataServer(Reactor):
                 handle,
                 checksum,
                 time.monotonic() + self._write_timeout_s,
-                fetch.transfer_id,
-                grant,
+                _lease_of(fetch),
             )
         )
 
@@ -332,7 +355,7 @@ class DataServer(Reactor):
             status = write.route.engine.poll(write.handle)
             if status is TransferStatus.RUNNING and now < write.deadline:
                 continue
-            if status is TransferStatus.RUNNING and write.grant is not None:
+            if status is TransferStatus.RUNNING and write.lease is not None:
                 # Only its end is an answer, but others need not wait for it.
                 assert write.slot is not None
                 self._pool.release(write.slot)
@@ -342,11 +365,7 @@ class DataServer(Reactor):
             ended = True
             self._writes.remove(write)
             cause = _CAUSES[status]
-            if (
-                not cause
-                and write.grant is not None
-                and not self._grants.is_current(write.transfer_id, write.grant)
-            ):
+            if not cause and write.lease is not None and write.lease not in self._grants:
                 cause = Cause.LEASE_EXPIRED.value
             if write.slot is not None and status is TransferStatus.RUNNING:
                 self._pool.quarantine(write.slot, now + write.route.engine.LATE_WRITE_S)
@@ -361,3 +380,7 @@ class DataServer(Reactor):
 
     def _reply(self, identity: bytes, message: Fetched) -> None:
         self._listener.send(identity, encode(message))
+
+
+def _lease_of(message: Fetch | Watch) -> LeaseRef:
+    return LeaseRef(message.transfer_id, message.ticket.generation)

@@ -37,7 +37,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.shares import Sharding
-from vllm_ascend_pd.types import LoadId
+from vllm_ascend_pd.types import LeaseRef, LoadId
 
 
 class Host:
@@ -132,10 +132,10 @@ def test_pages_go_from_one_npu_to_the_other(
     consumer.start("kv_consumer", spec, ours, **transfer)
     assert isinstance(consumer.worker, DeviceWorkerSide)
     before = {layer: content(ours[layer], 0) for layer in NAMES}
-    producer.step(GrantSpec("t", "e", (4, 5, 1), 0, 3))
-    load = LoadSpec(
-        LoadId(1), (server.endpoint,), "t", "e", (0, 1, 2), (2, 3, 5), False, False, 10.0
-    )
+    lease = LeaseRef("t", 1)
+    producer.step(GrantSpec(lease, "e", (4, 5, 1), 0, 3))
+    admitted = (server.page_server.admit(lease, 3),)
+    load = LoadSpec(LoadId(1), admitted, "t", "e", (0, 1, 2), (2, 3, 5), False, False, 10.0)
     consumer.step(loads=(load,))
     result = result_of(consumer)
     assert (result.cause, result.num_resting) == ("", 0)

@@ -31,7 +31,8 @@ from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
-from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
 
 NUM_BLOCKS = 8
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -132,10 +133,13 @@ def side() -> Iterator[Side]:
     assert side.engine.num_regions() == 0
 
 
+LEASE = LeaseRef("t", 1)
+
+
 def load_spec(side: Side, load_id: int = 1, *, in_step: bool = True, **changes: Any) -> LoadSpec:
     fields: dict[str, Any] = {
         "load_id": LoadId(load_id),
-        "peers": (side.server.endpoint,),
+        "peers": (side.server.page_server.admit(LEASE, 2),),
         "transfer_id": "t",
         "epoch": "e",
         "block_indices": (0, 1),
@@ -147,7 +151,7 @@ def load_spec(side: Side, load_id: int = 1, *, in_step: bool = True, **changes: 
     return LoadSpec(**{**fields, **changes})
 
 
-GRANT = StepMeta(grants=(GrantSpec("t", "e", (1, 2), 0, 2),))
+GRANT = StepMeta(grants=(GrantSpec(LEASE, "e", (1, 2), 0, 2),))
 
 
 def test_layers_are_in_the_models_order_whatever_the_allocations(side: Side) -> None:
@@ -177,7 +181,7 @@ def test_cache_that_is_not_in_host_memory_is_refused_by_name() -> None:
 
 
 def test_first_step_tells_where_pages_are_served_and_later_ones_do_not(side: Side) -> None:
-    assert side.step() == StepReport((), {0: side.server.endpoint})
+    assert side.step() == StepReport((), {0: side.server.page_server})
     assert side.step() is None
 
 
@@ -185,7 +189,7 @@ def test_step_without_tokens_tells_it_too(side: Side) -> None:
     side.worker.begin_step(output_of(None))
     output = side.worker.no_forward().kv_connector_output
     assert output is not None
-    assert output.kv_connector_worker_meta == StepReport((), {0: side.server.endpoint})
+    assert output.kv_connector_worker_meta == StepReport((), {0: side.server.page_server})
 
 
 def test_granted_blocks_are_loaded_in_a_step(side: Side) -> None:
@@ -215,11 +219,11 @@ def test_layer_is_served_when_it_is_computed(side: Side) -> None:
         assert hooks.current_step is armed
         hooks.current_step.wait_layer(NAMES[2])
         hooks.current_step.save_layer(NAMES[2])
-        grant, num_layers_done, _ = side.grants.look("t")
+        grant, num_layers_done, _ = side.grants.look(LEASE)
         assert (grant.num_ready, grant.num_coming, num_layers_done) == (0, 2, 1)
         hooks.current_step.save_layer(NAMES[0])
-        assert side.grants.look("t")[1] == 3
-    grant, num_layers_done, _ = side.grants.look("t")
+        assert side.grants.look(LEASE)[1] == 3
+    grant, num_layers_done, _ = side.grants.look(LEASE)
     assert (grant.num_ready, num_layers_done) == (2, 0)
 
 
@@ -232,7 +236,7 @@ def test_forward_that_fails_grants_nothing(side: Side) -> None:
 
 def test_revoked_grant_is_given_up_before_the_forward(side: Side) -> None:
     side.step(GRANT)
-    side.worker.begin_step(output_of(StepMeta(revokes=("t",))))
+    side.worker.begin_step(output_of(StepMeta(revokes=(LEASE,))))
     assert side.worker.counts()["grants"] == 0
 
 
@@ -256,7 +260,7 @@ def test_only_steps_with_loads_or_grants_are_armed(side: Side) -> None:
     assert side.worker.take_armed_step(wait_all=False) is None
     side.worker.begin_step(output_of(GRANT))
     assert side.worker.take_armed_step(wait_all=False) is not None
-    side.worker.begin_step(output_of(StepMeta(revokes=("u",))))
+    side.worker.begin_step(output_of(StepMeta(revokes=(LeaseRef("u", 2),))))
     assert side.worker.take_armed_step(wait_all=False) is None
     side.worker.begin_step(output_of(StepMeta(loads=(load_spec(side, in_step=False),))))
     assert side.worker.take_armed_step(wait_all=False) is None
@@ -298,7 +302,8 @@ def test_tail_is_in_place_when_the_forward_begins(side: Side) -> None:
 def test_cancelled_parked_load_is_reported_once(side: Side) -> None:
     side.step()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
-        peer = Endpoint("127.0.0.1", silent.bind_to_random_port("tcp://127.0.0.1"))
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        peer = PageServer(Endpoint("127.0.0.1", port), TicketKey()).admit(LEASE, 2)
         assert side.step(StepMeta(loads=(load_spec(side, in_step=False, peers=(peer,)),))) is None
         report = side.step(StepMeta(cancels=(LoadId(1), LoadId(99))))
     assert report is not None

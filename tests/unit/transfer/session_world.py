@@ -38,6 +38,7 @@ from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.receive import LoadResult
 from vllm_ascend_pd.transfer.seal import Channel, Seals, Secret
 from vllm_ascend_pd.transfer.shares import Sharding
+from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LoadId
 
 BLOCK_SIZE = 16
@@ -218,7 +219,7 @@ class ProducerProcess:
         self.num_free = self.pool.get_num_free_blocks()
         epoch = Epoch(f"epoch-{next(_numbers)}")
         self.book = LeaseBook(epoch, "same", LEASE_S, clock)
-        self.book.data_endpoints = (Endpoint("127.0.0.1", 1),)
+        self.book.page_servers = (PageServer(Endpoint("127.0.0.1", 1), TicketKey()),)
         self.seals = Seals(secret)
         self.server = ControlServer(
             "127.0.0.1", 0, self.book, lambda: None, self.seals, ARRIVAL_TIMEOUT_S, clock

@@ -33,7 +33,7 @@ class Prompt:
         self.pair.loader.start_load(replace(self.spec, **changes))
 
     def begin_step(self, num_ready: int, num_coming: int, epoch: str = "e") -> None:
-        spec = GrantSpec("t", epoch, BLOCKS, num_ready, num_coming)
+        spec = GrantSpec(self.pair.lease(), epoch, BLOCKS, num_ready, num_coming)
         self.pair.grants.begin_step([spec])
         self.pair.server.notify()
 
@@ -46,7 +46,7 @@ class Prompt:
         self.pair.server.notify()
 
     def revoke(self) -> None:
-        self.pair.grants.discard(["t"])
+        self.pair.grants.discard([self.pair.lease()])
         self.pair.server.notify()
 
     def has(self, layer: int, num_blocks: int) -> bool:

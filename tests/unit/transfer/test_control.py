@@ -22,7 +22,8 @@ from vllm_ascend_pd.transfer.control import (
 from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
 from vllm_ascend_pd.transfer.seal import Seals
-from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
+from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import (
     WIRE_VERSION,
     Heartbeat,
@@ -35,6 +36,7 @@ from vllm_ascend_pd.wire import (
 
 LEASE_S = 30.0
 LIMIT_S = 10.0
+PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 5), TicketKey())
 NOBODY = Endpoint("127.0.0.1", 9)
 
 
@@ -60,7 +62,7 @@ class Producer:
     def __init__(self, seals: Seals | None = None, port: int = 0) -> None:
         self.clock = Clock()
         self.book = LeaseBook(Epoch("epoch"), "same", LEASE_S, self.clock)
-        self.book.data_endpoints = (Endpoint("127.0.0.1", 5),)
+        self.book.page_servers = (PAGE_SERVER,)
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.server = ControlServer("127.0.0.1", port, self.book, self.wake, seals or Seals())
         self.server.start()
@@ -131,7 +133,7 @@ def test_open_is_answered(producer: Producer, make_client: Callable[..., Control
     client = make_client()
     client.open("r", producer.endpoint, make_open())
     assert outcome_of(client) == OpenOutcome(
-        "r", Opened("t", 2, 2, (("127.0.0.1", 5),), "epoch", open_id=1)
+        "r", Opened("t", 2, 2, (PAGE_SERVER.admit(LeaseRef("t", 1), 3),), "epoch", open_id=1)
     )
 
 
@@ -252,7 +254,9 @@ def test_late_answer_is_not_taken_for_a_later_open(
         assert isinstance(outcome_of(client).answer, Refused)
         client.open("second", peer, make_open(hashes=(b"x", b"y")))
         assert slow.poll(int(LIMIT_S * 1000))
-        late = Opened("t", 2, 2, (("127.0.0.1", 5),), "epoch", open_id=first.open_id)
+        late = Opened(
+            "t", 2, 2, (PAGE_SERVER.admit(LeaseRef("t", 1), 3),), "epoch", open_id=first.open_id
+        )
         slow.send_multipart([identity, encode(late)])
         outcome = outcome_of(client)
     assert outcome.key == "second"
@@ -298,7 +302,7 @@ def test_client_survives_garbage_from_a_producer(
             b"",
             b"\xc1",
             encode(make_open()),
-            encode(Opened("else", 1, 0, (("h", 1),), "epoch")),
+            encode(Opened("else", 1, 0, (), "epoch")),
         ):
             liar.send_multipart([identity, frame])
         outcome = outcome_of(client)

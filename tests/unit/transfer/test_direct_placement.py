@@ -341,7 +341,8 @@ def test_write_from_pages_that_are_given_up_meanwhile_does_not_count(
     pair.grant(3)
     pair.start((0,), (7,))
     pair.wait_written(1)
-    pair.grants.discard(["t"])
+    pair.grants.discard([pair.lease()])
+    pair.generation = 2
     pair.grant(5)  # the same name, other blocks
     pair.end_delays()
     result = pair.result()
@@ -408,8 +409,9 @@ def test_pages_outside_of_what_the_consumer_registered_are_not_written(
 def ask(pair: Pair, live: LivePages) -> Fetched:
     """One fetch of one page by hand, and its answer."""
     socket = make_dealer(pair.loader.context)
-    socket.connect(f"tcp://127.0.0.1:{pair.server.endpoint.port}")
-    fetch = Fetch(1, "t", "e", 0, 1, (0,), {"fake": pair.our_engine.session}, 0, PAGE, 0, live=live)
+    socket.connect(f"tcp://127.0.0.1:{pair.server.page_server.endpoint.port}")
+    ticket, sessions = pair.admit().ticket, {"fake": pair.our_engine.session}
+    fetch = Fetch(1, "t", "e", ticket, 0, 1, (0,), sessions, 0, PAGE, 0, live=live)
     socket.send(encode(fetch))
     assert socket.poll(int(transfer.LIMIT_S * 1000))
     answer = decode_data(socket.recv())

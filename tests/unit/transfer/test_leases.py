@@ -10,10 +10,13 @@ import pytest
 
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
 from vllm_ascend_pd.transfer.session import ProducerState
-from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
+from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
 
 LEASE_S = 30.0
+PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 5), TicketKey())
+WORKERS = (PAGE_SERVER.admit(LeaseRef("t", 1), 4),)
 HASHES = (b"h0", b"h1", b"h2")
 TAIL = (7, 8, 9, 10)
 KEYS = b"(None,)"
@@ -57,7 +60,7 @@ def clock() -> Clock:
 @pytest.fixture
 def book(clock: Clock) -> LeaseBook:
     book = LeaseBook(Epoch("epoch"), "same", LEASE_S, clock)
-    book.data_endpoints = (Endpoint("127.0.0.1", 5),)
+    book.page_servers = (PAGE_SERVER,)
     return book
 
 
@@ -137,7 +140,7 @@ def test_digest_keeps_its_parts_apart() -> None:
 
 
 def test_open_answers_where_to_read(book: LeaseBook, lease: Lease) -> None:
-    assert book.open(make_open()) == Opened("t", 3, 3, (("127.0.0.1", 5),), "epoch")
+    assert book.open(make_open()) == Opened("t", 3, 3, WORKERS, "epoch")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_announced_lease_can_be_opened_and_released_before_it_is_finished(book: 
     assert book.open(early) == Waiting("t")
     lease = replace(make_lease(), announced=True)
     book.grant(lease)
-    assert book.open(early) == Opened("t", 3, 3, (("127.0.0.1", 5),), "epoch", is_computed=False)
+    assert book.open(early) == Opened("t", 3, 3, WORKERS, "epoch", is_computed=False)
     assert book.open(make_open()).is_computed is False
     assert book.release("t", "")
     assert book.take_closed() == [lease]
@@ -274,11 +277,11 @@ def test_lease_that_was_released_before_it_came_is_not_kept(book: LeaseBook, clo
 
 
 def test_open_without_an_epoch_waits_for_the_data_endpoint(book: LeaseBook) -> None:
-    book.data_endpoints = ()
+    book.page_servers = ()
     lease = replace(make_lease(), announced=True)
     book.grant(lease)
     assert book.open(msgspec.structs.replace(make_open(), epoch="")) == Waiting("t")
-    book.data_endpoints = (Endpoint("127.0.0.1", 5),)
+    book.page_servers = (PAGE_SERVER,)
     assert book.finish(lease)
     answer = book.open(msgspec.structs.replace(make_open(), epoch=""))
     assert isinstance(answer, Opened)

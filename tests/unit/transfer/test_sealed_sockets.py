@@ -309,7 +309,7 @@ def test_changed_fetch_is_not_served(
 ) -> None:
     pair = make_pair(SECRET, SECRET)
     pair.grant(*range(4))
-    relay = make_relay(pair.server.endpoint)
+    relay = make_relay(pair.server.page_server.endpoint)
     spec = pair.spec((0,), (0,), peer=relay.endpoint, timeout_s=0.5)
     pair.loader.start_load(spec)
     relay.connect()

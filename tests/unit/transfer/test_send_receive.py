@@ -36,8 +36,8 @@ from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.receive import DirectPlacement, Loader, LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
-from vllm_ascend_pd.types import Cause, Endpoint, LoadId
-from vllm_ascend_pd.wire import Fetch, Fetched, decode_data, encode
+from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
+from vllm_ascend_pd.wire import Fetch, Fetched, Worker, decode_data, encode
 
 NUM_LAYERS = 4
 NUM_BLOCKS = 32
@@ -119,15 +119,24 @@ class Pair:
         self.server.start()
         self.loader.start()
         self._load_ids = count(1)
+        self.generation = 1
+        """Of the leases that are granted and loaded from."""
 
     def _clock(self) -> float:
         return time.monotonic() + self.time_passed
 
     def grant(self, *block_ids: int, transfer_id: str = "t", epoch: str = "e") -> None:
         self.grants.begin_step(
-            [GrantSpec(transfer_id, epoch, block_ids, len(block_ids), len(block_ids))]
+            [GrantSpec(self.lease(transfer_id), epoch, block_ids, len(block_ids), len(block_ids))]
         )
         self.grants.end_step()
+
+    def lease(self, transfer_id: str = "t") -> LeaseRef:
+        return LeaseRef(transfer_id, self.generation)
+
+    def admit(self, transfer_id: str = "t", num_blocks: int = NUM_BLOCKS) -> Worker:
+        """What a consumer is told whose open is accepted."""
+        return self.server.page_server.admit(self.lease(transfer_id), num_blocks)
 
     def spec(
         self,
@@ -140,10 +149,14 @@ class Pair:
         in_step: bool = True,
         timeout_s: float = LIMIT_S,
         peer: Endpoint | None = None,
+        admitted: Worker | None = None,
     ) -> LoadSpec:
+        worker = admitted or self.admit(transfer_id)
+        if peer is not None:
+            worker = Worker(peer.host, peer.port, worker.ticket)
         return LoadSpec(
             load_id=LoadId(next(self._load_ids)),
-            peers=(peer or self.server.endpoint,),
+            peers=(worker,),
             transfer_id=transfer_id,
             epoch=epoch,
             block_indices=indices,
@@ -490,7 +503,7 @@ def test_revoked_grant_is_refused(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     pair.grant(0, 1)
     assert pair.run(pair.spec((0,), (0,))).cause == ""
-    pair.grants.discard(["t"])
+    pair.grants.discard([pair.lease()])
     assert len(pair.grants) == 0
     assert pair.run(pair.spec((1,), (1,))).cause == Cause.LEASE_EXPIRED.value
 
@@ -498,7 +511,7 @@ def test_revoked_grant_is_refused(make_pair: Callable[..., Pair]) -> None:
 def ask(pair: Pair, *frames: bytes) -> Fetched:
     """Send frames as a peer would; the server's answer to the last one."""
     with zmq.Context() as context, make_dealer(context) as dealer:
-        dealer.connect(f"tcp://{pair.server.endpoint}")
+        dealer.connect(f"tcp://{pair.server.page_server.endpoint}")
         for frame in frames:
             dealer.send(frame)
         assert dealer.poll(int(LIMIT_S * 1000)), "no answer"
@@ -512,6 +525,7 @@ def make_fetch(pair: Pair) -> Fetch:
         fetch_id=1,
         transfer_id="t",
         epoch="e",
+        ticket=pair.admit().ticket,
         first_layer=0,
         num_layers=1,
         block_indices=(0,),

@@ -17,7 +17,7 @@ from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.transfer.shares import Sharding
-from vllm_ascend_pd.types import Cause, LoadId
+from vllm_ascend_pd.types import Cause, LeaseRef, LoadId
 
 NUM_LAYERS = 3
 NUM_BLOCKS = 6
@@ -25,6 +25,7 @@ NUM_HEADS = 4
 HEAD_BYTES = 24
 SLOT_BYTES = 4 * NUM_HEADS * HEAD_BYTES
 NUM_SLOTS = 4
+LEASE = LeaseRef("t", 1)
 
 
 class Worker:
@@ -45,7 +46,7 @@ class Worker:
 
     def serve(self, block_ids: tuple[int, ...]) -> DataServer:
         grants = Grants()
-        grants.begin_step([GrantSpec("t", "e", block_ids, len(block_ids), len(block_ids))])
+        grants.begin_step([GrantSpec(LEASE, "e", block_ids, len(block_ids), len(block_ids))])
         grants.end_step()
         transports = Transports({"fake": self.engine})
         server = DataServer(
@@ -86,7 +87,8 @@ class Engines:
         for rank, peer in enumerate(self.peers):
             peer.bytes[:] = np.split(whole, num_peers, axis=2)[rank]
         self.workers = [Worker(NUM_HEADS // num_workers) for _ in range(num_workers)]
-        self.endpoints = tuple(peer.serve((4, 1, 0)).endpoint for peer in self.peers)
+        servers = [peer.serve((4, 1, 0)).page_server for peer in self.peers]
+        self.admitted = tuple(server.admit(LEASE, 3) for server in servers)
         self.loaders = [
             worker.load(Sharding(rank, num_workers, NUM_HEADS))
             for rank, worker in enumerate(self.workers)
@@ -95,7 +97,7 @@ class Engines:
     def run(self, timeout_s: float = 10.0) -> list[LoadResult]:
         """Blocks 4, 1 and 0 of the producer into 2, 3 and 5 of the consumer."""
         spec = LoadSpec(
-            LoadId(1), self.endpoints, "t", "e", (0, 1, 2), (2, 3, 5), True, True, timeout_s
+            LoadId(1), self.admitted, "t", "e", (0, 1, 2), (2, 3, 5), True, True, timeout_s
         )
         for loader in self.loaders:
             loader.start_load(spec)

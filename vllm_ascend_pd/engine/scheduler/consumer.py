@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.control import ControlClient
     from vllm_ascend_pd.transfer.receive import LoadResult
     from vllm_ascend_pd.transfer.shares import Sharding
+    from vllm_ascend_pd.wire import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class RemotePrompt:
         self.released = False
         self.provenance = Provenance(request.num_prompt_tokens)
         self._transfer = transfer
-        self._workers: tuple[Endpoint, ...] = ()
+        self._workers: tuple[Worker, ...] = ()
 
     def advance(self, event: ConsumerEvent) -> bool:
         """Whether the event had an effect."""
@@ -96,7 +97,7 @@ class RemotePrompt:
     def opened(self, answer: Opened) -> None:
         self.num_blocks = answer.num_blocks
         self.num_tail_tokens = answer.num_tail_tokens
-        self._workers = tuple(Endpoint(*worker) for worker in answer.workers)
+        self._workers = answer.workers
         self.epoch = answer.epoch
         self.is_computed = answer.is_computed
         self.place_until = time.monotonic() + self._transfer.load_timeout_s

@@ -15,7 +15,7 @@ from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
 from vllm_ascend_pd.transfer.session import ProducerState
-from vllm_ascend_pd.types import Cause, Endpoint, Epoch, TransferId
+from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import RemotePrefill, check_name
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Producer:
         self._expected: dict[str, Request] = {}
         self._leases: dict[str, Lease] = {}
         self._pins: dict[TransferId, list[KVCacheBlock]] = {}
-        self._revokes: list[str] = []
+        self._revokes: list[LeaseRef] = []
         self._held: dict[str, tuple[Request, int]] = {}
 
     @property
@@ -155,7 +155,7 @@ class Producer:
             return min(num_tokens // self._block_size, lease.num_before_tail)
 
         return GrantSpec(
-            lease.transfer_id,
+            lease.ref,
             self._epoch,
             lease.block_ids,
             num_blocks(num_tokens_before),
@@ -214,7 +214,7 @@ class Producer:
     def collect_closed(self) -> None:
         """Unpin what was released, expired or revoked."""
         for lease in self._book.take_closed():
-            self._revokes.append(lease.transfer_id)
+            self._revokes.append(lease.ref)
             self._stats.add("leases_closed", label=lease.cause)
             if blocks := self._pins.pop(lease.transfer_id, None):
                 self._manager.block_pool.free_blocks(reversed(blocks))
@@ -226,8 +226,8 @@ class Producer:
         """Whether an idle engine must step to tell its worker what it may serve."""
         return bool(self._revokes or self._held)
 
-    def take_revokes(self) -> tuple[str, ...]:
-        """Transfer ids that the worker must not serve from this step on."""
+    def take_revokes(self) -> tuple[LeaseRef, ...]:
+        """Leases that the worker must not serve from this step on."""
         if not self._revokes:
             return ()
         revokes, self._revokes = tuple(self._revokes), []

@@ -39,7 +39,7 @@ from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.session import ConsumerState
-from vllm_ascend_pd.types import Cause, Endpoint, Epoch
+from vllm_ascend_pd.types import Cause, Epoch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.transfer.receive import LoadResult
+    from vllm_ascend_pd.transfer.tickets import PageServer
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class SchedulerSide:
         self._phantoms = PhantomBlocks(self._pool, self._block_size)
         self._sharding = sharding(scheduler.vllm_config)
         self._loads = Loads(self._sharding.num_workers)
-        self._data_endpoints: dict[int, Endpoint] = {}
+        self._page_servers: dict[int, PageServer] = {}
         self._kv_pool: PoolSide | None = None  # from on_engine_started on
         self._ignored: dict[str, Provenance] = {}
         self._collect_at = 0.0
@@ -524,8 +525,8 @@ class SchedulerSide:
             return
         report = output.kv_connector_worker_meta
         if isinstance(report, StepReport):
-            if report.data_endpoints:
-                self._note_endpoints(report.data_endpoints)
+            if report.page_servers:
+                self._note_servers(report.page_servers)
             self._count_refused(report.refused_frames)
             bad_block_ids: set[int] = set()
             for result in filter(None, map(self._loads.fold, report.results)):
@@ -544,12 +545,12 @@ class SchedulerSide:
         if self._scheduler.log_stats and (values := self._stats.take()):
             output.kv_connector_stats = PDStats(data=values)
 
-    def _note_endpoints(self, endpoints: dict[int, Endpoint]) -> None:
+    def _note_servers(self, servers: dict[int, PageServer]) -> None:
         """Prompts can be opened once it is known where each worker serves its pages."""
-        self._data_endpoints |= endpoints
-        if len(self._data_endpoints) == self._sharding.num_workers:
+        self._page_servers |= servers
+        if len(self._page_servers) == self._sharding.num_workers:
             ranks = range(self._sharding.num_workers)
-            self._book.data_endpoints = tuple(self._data_endpoints[rank] for rank in ranks)
+            self._book.page_servers = tuple(self._page_servers[rank] for rank in ranks)
             if self._server is not None:
                 self._server.answer_waiting()
 

@@ -107,7 +107,7 @@ class WorkerSide:
         self._armed = False
         self._has_loads = False
         self._has_grants = False
-        self._reported_endpoint = server is None
+        self._reported_server = server is None
         self._rank = rank
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -172,14 +172,14 @@ class WorkerSide:
         # A load rests after it has ended, so what has rested is never ahead of its result.
         rested = self._loader.take_rested() if self._loader is not None else []
         results = self._loader.take_results() if self._loader is not None else []
-        endpoints = {}
-        if not self._reported_endpoint and self._server is not None:
-            self._reported_endpoint = True
-            endpoints = {self._rank: self._server.endpoint}
+        servers = {}
+        if not self._reported_server and self._server is not None:
+            self._reported_server = True
+            servers = {self._rank: self._server.page_server}
         refused = self._seals.take_refused()
-        if not results and not refused and not endpoints and not rested:
+        if not results and not refused and not servers and not rested:
             return None
-        return StepReport(tuple(results), endpoints, refused, tuple(rested))
+        return StepReport(tuple(results), servers, refused, tuple(rested))
 
     @property
     def pool_address(self) -> tuple[str, int]:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ties a fetch to an open that was accepted. Pure: no sockets, no threads.
+
+    worker of P                scheduler of P              scheduler of D         worker of D
+      key (new at each start) ──► issues a ticket  ──opened──►  ticket  ──load──►   ticket
+      accepts(ticket)  ◄──────────────────────── fetch, watch ─────────────────────────┘
+
+The worker keeps nothing of a ticket: its key says whether the scheduler has issued it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.types import Endpoint, LeaseRef
+from vllm_ascend_pd.wire import Ticket, Worker
+
+_KEY_BYTES = 32
+_MAC_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TicketKey:
+    """One worker's. Its bytes appear in no ``repr`` and on no wire between engines."""
+
+    _bytes: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)
+
+    def issue(self, lease: LeaseRef, num_blocks: int) -> Ticket:
+        """For the first ``num_blocks`` blocks of this lease."""
+        return Ticket(lease.generation, num_blocks, self._mac(lease, num_blocks))
+
+    def accepts(self, transfer_id: str, ticket: Ticket) -> bool:
+        """Whether this key has issued it, for a lease of this transfer."""
+        if min(ticket.generation, ticket.num_blocks) < 0:
+            return False
+        expected = self._mac(LeaseRef(transfer_id, ticket.generation), ticket.num_blocks)
+        return hmac.compare_digest(expected, ticket.mac)
+
+    def _mac(self, lease: LeaseRef, num_blocks: int) -> bytes:
+        said = f"{lease.generation} {num_blocks} {lease.transfer_id}".encode()
+        return hmac.digest(self._bytes, said, "sha256")[:_MAC_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class PageServer:
+    """Where one worker serves pages, and the key of the tickets that it accepts."""
+
+    endpoint: Endpoint
+    key: TicketKey
+
+    def admit(self, lease: LeaseRef, num_blocks: int) -> Worker:
+        """What a consumer is told that may read the first ``num_blocks`` blocks of this lease."""
+        return Worker(self.endpoint.host, self.endpoint.port, self.key.issue(lease, num_blocks))
