@@ -4,6 +4,8 @@
 
 ttft       time to the first token of a prompt: computed, from DRAM, from SSD
 overhead   prefill and decode throughput with write-through, against an engine without a pool
+saves      blocks packed while their step computes them, against after it: pins, time until they are
+           stored, prefill throughput
 pass       one scheduler pass with 64 waiting requests, against an engine without a pool
 tier       put and get of the DRAM tier with our checksum, against memcpy of the same bytes
 lookup     lookups of 20,000 keys
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 _QUIET_S = 1.5
-PARTS = ("ttft", "overhead", "pass", "tier", "lookup")
+PARTS = ("ttft", "overhead", "saves", "pass", "tier", "lookup")
 
 
 # --------------------------------------------------------------------------- the child: one engine
@@ -82,12 +84,15 @@ def engine_main(options: argparse.Namespace) -> None:
             pool.collect()
             time.sleep(0.001)
 
+    saves = SaveTimes(scheduler.pd._kv_pool) if options.pool else None
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         answer: dict[str, Any] = {}
         if command["do"] == "generate":
             passes.clear()
+            if saves is not None:
+                saves.begin(command["ahead"])
             prompts = [{"prompt_token_ids": prompt} for prompt in command["prompts"]]
             sampling = SamplingParams(
                 temperature=0,
@@ -104,11 +109,58 @@ def engine_main(options: argparse.Namespace) -> None:
             answer["passes_ms"] = list(passes)
             params = outputs[0].kv_transfer_params or {}
             answer["provenance"] = params.get("provenance")
+            if saves is not None and command["max_tokens"] == 1:
+                settle()
+                answer["saves"] = saves.end()
         elif command["do"] == "reset":
             settle()
             answer["done"] = llm.llm_engine.reset_prefix_cache()
         print(json.dumps(answer), flush=True)
     llm.llm_engine.engine_core.shutdown()
+
+
+class SaveTimes:
+    """When each save was sent, packed and stored; perhaps nothing is packed ahead of it."""
+
+    def __init__(self, pool: Any) -> None:
+        self._saves = pool.saves
+        self._announce = pool.saves._announce
+        self._times: dict[int, dict[str, float]] = {}
+        self._num_ahead = 0
+        send, handle = pool.saves._send, pool._link._handle
+
+        def on_send(message: Any) -> None:
+            if type(message).__name__ == "Save":
+                self._times[message.save_id] = {"sent": time.perf_counter()}
+                self._num_ahead += bool(message.ahead_id)
+            send(message)
+
+        def on_message(message: Any) -> None:
+            name = type(message).__name__
+            if name in ("Packed", "Saved"):
+                self._times.setdefault(message.save_id, {})[name] = time.perf_counter()
+            handle(message)
+
+        pool.saves._send, pool._link._handle = on_send, on_message
+
+    def begin(self, ahead: bool) -> None:
+        self._saves._announce = self._announce if ahead else lambda step: None
+        self._times.clear()
+        self._num_ahead = 0
+
+    def end(self) -> dict[str, float]:
+        """Milliseconds: of the mean pin, and from the last step's end until all is stored."""
+        times = [t for t in self._times.values() if "sent" in t]
+        if not times:
+            return {}
+        last_step = max(t["sent"] for t in times) - 0.02
+        stored = max(t["Saved"] for t in times)
+        return {
+            "pinned_ms": 1000 * sum(t["Packed"] - t["sent"] for t in times) / len(times),
+            "stored_ms": 1000 * (stored - min(t["sent"] for t in times if t["sent"] > last_step)),
+            "num_saves": len(times),
+            "num_ahead": self._num_ahead,
+        }
 
 
 class Engine:
@@ -147,10 +199,12 @@ class Engine:
         self._process.stdin.flush()
         return self._read()
 
-    def generate(self, *prompts: list[int], max_tokens: int = 1) -> dict[str, Any]:
+    def generate(
+        self, *prompts: list[int], max_tokens: int = 1, ahead: bool = True
+    ) -> dict[str, Any]:
         """Timed, once the others are quiet: an engine spins for a second after its last step."""
         time.sleep(_QUIET_S)
-        return self.call("generate", prompts=prompts, max_tokens=max_tokens)
+        return self.call("generate", prompts=prompts, max_tokens=max_tokens, ahead=ahead)
 
     def reset(self) -> None:
         assert self.call("reset")["done"]
@@ -254,6 +308,40 @@ def bench_overhead(options: argparse.Namespace) -> None:
         report(f"{what}, no pool", statistics.median(rates["off"]), "tokens/s")
         report(f"{what}, write-through", statistics.median(rates["pool"]), "tokens/s")
         report(f"{what}, median ratio of a turn", statistics.median(ratios), "")
+    for engine in engines.values():
+        engine.stop()
+
+
+def bench_saves(options: argparse.Namespace) -> None:
+    """An engine without a pool, and one with, which packs ahead or not; fresh prompts each time."""
+    engines = {"off": Engine(options, None), "pool": Engine(options, {"dram_size": 2 * GIB})}
+    ways = ("packed after", "packed ahead")
+    for num_prompts, length in ((1, 1024), (4, 1024), (8, 160)):
+        print(f"saves, {num_prompts} prompts of {length} tokens, median of {options.rounds}")
+        rates: dict[str, list[float]] = {way: [] for way in ("no pool", *ways)}
+        times: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for turn in range(options.rounds + 1):
+            for way in ways[:: 1 if turn % 2 else -1]:
+                seed = random.randrange(1 << 30)
+                prompts = [prompt_of(seed + i, length) for i in range(num_prompts)]
+                tokens = []
+                for name in ("off", "pool"):
+                    engines[name].reset()
+                    answer = engines[name].generate(*prompts, ahead=way == "packed ahead")
+                    tokens.append(answer["tokens"])
+                    if turn:
+                        rate = num_prompts * length / answer["ms"] * 1000
+                        rates[way if name == "pool" else "no pool"].append(rate)
+                assert tokens[0] == tokens[1]
+                if turn:
+                    times[way].append(answer["saves"])
+        off = statistics.median(rates["no pool"])
+        for way, values in rates.items():
+            report(f"prefill, {way}", statistics.median(values), "tokens/s", off)
+        for what in times["packed after"][0]:
+            after, ahead = (statistics.median(t[what] for t in times[way]) for way in ways)
+            report(f"{what}, packed after", after, "")
+            report(f"{what}, packed ahead", ahead, "", after)
     for engine in engines.values():
         engine.stop()
 
@@ -428,6 +516,7 @@ def main() -> None:
     run = {
         "ttft": bench_ttft,
         "overhead": bench_overhead,
+        "saves": bench_saves,
         "pass": bench_pass,
         "tier": bench_tier,
         "lookup": bench_lookup,

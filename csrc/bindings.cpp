@@ -134,6 +134,55 @@ uint64_t GatherChecked(const Region& region, const Int64Array& layer_offsets,
       [seed](const PageList& pages, uint8_t* data) { return Gather(pages, data, seed); });
 }
 
+// The values of the blocks lie value_stride apart, the pages of the first one at staging_offset;
+// this copies those of the layers from first_layer on.
+py::array_t<uint64_t> GatherLayersChecked(const Region& region, const Int64Array& layer_offsets,
+                                          const Int64Array& block_ids, int64_t block_stride,
+                                          int64_t page_bytes, const Region& staging,
+                                          int64_t staging_offset, int64_t value_stride,
+                                          int64_t first_layer) {
+  CheckPages(region, layer_offsets, block_ids, block_stride, page_bytes);
+  const auto num_layers = static_cast<uint64_t>(layer_offsets.size());
+  const auto num_blocks = static_cast<uint64_t>(block_ids.size());
+  if (page_bytes % sizeof(uint64_t) != 0) {
+    throw py::value_error("page_bytes must be a multiple of 8, not " + std::to_string(page_bytes));
+  }
+  uint64_t stop = 0;
+  uint64_t value_bytes = 0;
+  uint64_t num_bytes = 0;
+  if (first_layer < 0 || value_stride < 0 ||
+      __builtin_add_overflow(static_cast<uint64_t>(first_layer), num_layers, &stop) ||
+      __builtin_mul_overflow(stop, static_cast<uint64_t>(page_bytes), &value_bytes) ||
+      value_bytes > static_cast<uint64_t>(value_stride) ||
+      __builtin_mul_overflow(num_blocks, static_cast<uint64_t>(value_stride), &num_bytes)) {
+    throw py::value_error("layers from " + std::to_string(first_layer) +
+                          " on do not fit in a value of " + std::to_string(value_stride) +
+                          " bytes");
+  }
+  // What follows the pages of the last value is not touched.
+  if (num_blocks != 0) num_bytes -= static_cast<uint64_t>(value_stride) - value_bytes;
+  CheckRange("staging", staging, staging_offset, num_bytes);
+  if (Overlap(region, staging)) {
+    throw py::value_error("the staging region overlaps the region of the pages");
+  }
+  const PageList pages{region.data(),
+                       layer_offsets.data(),
+                       static_cast<size_t>(num_layers),
+                       block_ids.data(),
+                       static_cast<size_t>(num_blocks),
+                       static_cast<size_t>(block_stride),
+                       static_cast<size_t>(page_bytes)};
+  py::array_t<uint64_t> sums(block_ids.size());
+  uint64_t* const data = sums.mutable_data();
+  const auto first_byte = static_cast<uint64_t>(first_layer) * static_cast<uint64_t>(page_bytes);
+  {
+    py::gil_scoped_release release;
+    GatherLayers(pages, staging.data() + staging_offset + first_byte,
+                 static_cast<size_t>(value_stride), first_byte / sizeof(uint64_t), data);
+  }
+  return sums;
+}
+
 uint64_t ScatterChecked(const Region& region, const Int64Array& layer_offsets,
                         const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes,
                         const Region& staging, int64_t staging_offset, uint64_t seed) {
@@ -164,6 +213,10 @@ PYBIND11_MODULE(_C, module) {
              py::arg("layer_offsets").noconvert(), py::arg("block_ids").noconvert(),
              py::arg("block_stride"), py::arg("page_bytes"), py::arg("staging"),
              py::arg("staging_offset"), py::arg("seed"));
+  module.def("gather_layers", &vllm_ascend_pd::GatherLayersChecked, py::arg("pages"),
+             py::arg("layer_offsets").noconvert(), py::arg("block_ids").noconvert(),
+             py::arg("block_stride"), py::arg("page_bytes"), py::arg("staging"),
+             py::arg("staging_offset"), py::arg("value_stride"), py::arg("first_layer"));
   module.def("scatter", &vllm_ascend_pd::ScatterChecked, py::arg("pages"),
              py::arg("layer_offsets").noconvert(), py::arg("block_ids").noconvert(),
              py::arg("block_stride"), py::arg("page_bytes"), py::arg("staging"),

@@ -251,6 +251,23 @@ uint64_t Gather(const PageList& pages, uint8_t* staging, uint64_t seed) {
   return hasher.Finish();
 }
 
+void GatherLayers(const PageList& pages, uint8_t* staging, size_t value_stride, uint64_t first_word,
+                  uint64_t* sums) {
+  const size_t num_words = pages.page_bytes / kWordBytes;
+  std::fill_n(sums, pages.num_blocks, uint64_t{0});
+  for (size_t layer = 0; layer < pages.num_layers; ++layer) {
+    const uint8_t* const blocks = pages.base + pages.layer_offsets[layer];
+    const uint64_t counter = (first_word + layer * num_words + 1) * kGolden;
+    for (size_t i = 0; i < pages.num_blocks; ++i) {
+      // Staging is read again soon, so it goes through the caches.
+      sums[i] +=
+          CopyAndAccumulate(staging + i * value_stride + layer * pages.page_bytes,
+                            blocks + static_cast<size_t>(pages.block_ids[i]) * pages.block_stride,
+                            num_words, counter, false);
+    }
+  }
+}
+
 uint64_t Scatter(const PageList& pages, const uint8_t* staging, uint64_t seed) {
   Hasher hasher(seed);
   const bool stream = pages.num_layers * pages.num_blocks * pages.page_bytes >= kMinStreamBytes;

@@ -29,6 +29,13 @@ struct PageList {
 // Copies the pages to staging, one after the other, and returns their checksum.
 uint64_t Gather(const PageList& pages, uint8_t* staging, uint64_t seed);
 
+// Copies page_bytes of each (layer, block), a multiple of 8, to
+//   staging + b * value_stride + l * page_bytes
+// and puts into sums[b] what these layers of block b add to the checksum of a byte string in which
+// first_word words precede them there.
+void GatherLayers(const PageList& pages, uint8_t* staging, size_t value_stride, uint64_t first_word,
+                  uint64_t* sums);
+
 // Copies staging to the pages and returns the checksum of what the pages hold afterwards. A write
 // that hits staging meanwhile cannot slip in between copy and check.
 uint64_t Scatter(const PageList& pages, const uint8_t* staging, uint64_t seed);

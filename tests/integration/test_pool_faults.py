@@ -509,3 +509,31 @@ def test_preempted_consumer_comes_back_with_what_the_pool_has(
     assert delta({}, metrics, "pool_loads/ok") > 0
     settle(consumer)
     master.stop()
+
+
+@pytest.mark.parametrize("interruption", ["abort", "reset"])
+def test_step_whose_blocks_are_packed_meanwhile_is_interrupted(
+    engine: Engine, single: SingleEngine, prompt_of: PromptOf, interruption: str
+) -> None:
+    """Slow puts, so that steps run ahead of what is stored."""
+    engine.set_pool_faults("put:delay(20)*")
+    prompts = [prompt_of(20 * BLOCK_SIZE + 3, str(i)) for i in range(3)]  # two chunks each
+    for i, prompt in enumerate(prompts):
+        name = f"interrupted-{i}"
+        engine.add(name, prompt, 8)
+        engine.step_until(name, "status", "RUNNING")
+        if interruption == "abort":
+            engine.abort_in_step(name)
+        else:
+            engine.reset_prefix_cache()
+        answers = engine.run()
+        if interruption == "reset":
+            assert answers[name].token_ids == single(prompt).token_ids
+    engine.set_pool_faults("")
+    settle(engine)
+    for prompt in prompts:
+        store(engine, prompt)
+        answer = engine.ask(prompt, 8, ASK)
+        assert answer.token_ids == single(prompt).token_ids
+        assert provenance(answer) == {"dram": 20 * BLOCK_SIZE, "computed": 3}
+    settle(engine)

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from vllm_ascend_pd.backends.block_copy import (
     PageLayout,
     PythonBlockCopier,
     Region,
+    finish_checksum,
     make_block_copier,
 )
 from vllm_ascend_pd.errors import BackendError
@@ -167,6 +169,85 @@ def test_gather_equals_the_naive_one(case, seed):
         assert result == naive_checksum(case.packed, seed)
         assert not case.staging[: case.staging_offset].any()
         assert not case.staging[case.staging_offset + len(case.packed) :].any()
+
+
+value_cases = st.builds(
+    make_case,
+    page_bytes=st.sampled_from([8, 16, 72, 4096, 8200]),
+    gap=st.integers(0, 33),
+    num_layers=st.integers(0, 4),
+    num_blocks=st.just(8),
+    block_ids=st.lists(st.integers(0, 7), max_size=5, unique=True),
+    offset=st.integers(0, 17),
+    seed=st.integers(0, 99),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    case=value_cases, seed=seeds, stride_gap=st.integers(0, 70), stops=st.sets(st.integers(0, 4))
+)
+def test_values_packed_layer_by_layer_are_those_of_one_gather(case, seed, stride_gap, stops):
+    num_layers, num_blocks = len(case.layout.layer_offsets), len(case.block_ids)
+    value_bytes = case.layout.num_bytes(1)
+    stride = value_bytes + stride_gap
+    end = case.staging_offset + max(0, num_blocks * stride - stride_gap)
+    staging, expected = (np.zeros(end + 13, dtype=np.uint8) for _ in range(2))
+    checksums = []
+    for i in range(num_blocks):
+        block = case.block_ids[i : i + 1]
+        at = case.staging_offset + i * stride
+        checksums.append(
+            PythonBlockCopier().gather(case.layout, block, region_of(expected), at, seed)
+        )
+    bounds = [0, *sorted(stop for stop in stops if stop < num_layers), num_layers]
+    for copier in COPIERS:
+        staging[:] = 0
+        total = np.zeros(num_blocks, dtype=np.uint64)
+        for start, stop in pairwise(bounds):
+            total += copier.gather_layers(
+                case.layout,
+                start,
+                stop,
+                case.block_ids,
+                region_of(staging),
+                case.staging_offset,
+                stride,
+            )
+        assert np.array_equal(staging, expected)
+        assert [finish_checksum(t, value_bytes, seed) for t in total.tolist()] == checksums
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_bytes": 60}, "multiple of 8, not 60"),
+        ({"value_stride": 127}, "layers from 0 on do not fit in a value of 127 bytes"),
+        ({"start": 1, "value_stride": 127}, "layers from 1 on do not fit"),
+        ({"value_stride": -1}, "do not fit"),
+        ({"value_stride": 2**62}, "staging|do not fit"),
+        ({"staging_offset": 14}, "staging range of 384 bytes"),
+        ({"staging_offset": -1}, "staging range of 384 bytes"),
+        ({"block_ids": np.array([5, 8, 0])}, r"block_ids\[1\] = 8 lies outside"),
+        ({"layout_offset": 2**40}, r"layer_offsets\[1\]"),
+    ],
+)
+def test_values_that_leave_their_memory_are_refused(copier, change, message):
+    case = make_case(page_bytes=change.get("page_bytes", 64))
+    layout = case.layout
+    if offset := change.get("layout_offset"):
+        layout = PageLayout(layout.region, np.array([0, offset]), 64, 64)
+    with pytest.raises(ValueError, match=message):
+        copier.gather_layers(
+            layout,
+            change.get("start", 0),
+            2,
+            change.get("block_ids", case.block_ids),
+            region_of(case.staging),
+            change.get("staging_offset", 0),
+            change.get("value_stride", 128),
+        )
+    assert not case.staging.any()
 
 
 @settings(max_examples=150, deadline=None)
@@ -346,7 +427,7 @@ def test_the_extension_checks_regions_for_itself(base, size):
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["gather", "scatter", "checksum"])
+@pytest.mark.parametrize("name", ["gather", "gather_layers", "scatter", "checksum"])
 def test_other_threads_run_during_a_native_call(name):
     """With a switch interval of an hour, only a released GIL lets the other thread in."""
     case = make_case(page_bytes=1 << 20, num_layers=4, block_ids=range(8))
@@ -366,6 +447,8 @@ def test_other_threads_run_during_a_native_call(name):
         for _ in range(200):
             if name == "checksum":
                 NATIVE.checksum(staging, 0, staging.size)
+            elif name == "gather_layers":
+                NATIVE.gather_layers(case.layout, 0, 4, case.block_ids, staging, 0, 4 << 20)
             else:
                 getattr(NATIVE, name)(case.layout, case.block_ids, staging)
             if counted.is_set():

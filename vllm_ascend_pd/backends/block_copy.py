@@ -15,6 +15,9 @@ words w_i of the bytes, the last one padded with zeros, and modulo 2**64:
     acc  = mix(seed) + sum_i( rot32(w_i) + (t_i mod 2**32) * (t_i div 2**32) )
     sum  = mix(acc ^ (num_bytes * 0x9E3779B97F4A7C15))         mix = the splitmix64 finaliser
 
+`gather_layers` packs block by block instead, for values that are stored apart, and returns what the
+layers that it packed add to the sum over i; `finish_checksum` makes the checksum of the total.
+
 This is the accumulate step of XXH3 (Collet), itself the NH family of UMAC (RFC 4418), with a
 counter for the secret. It finds faults of memory and transport; it is no MAC.
 """
@@ -121,6 +124,24 @@ class BlockCopier(ABC):
         """Copies pages to staging[staging_offset:] and returns their checksum."""
 
     @abstractmethod
+    def gather_layers(
+        self,
+        layout: PageLayout,
+        start: int,
+        stop: int,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int,
+        value_stride: int,
+    ) -> NDArray[np.uint64]:
+        """Copies the pages of layers [start, stop), of a multiple of 8 bytes each.
+
+        Layer l of the b-th block goes to staging[staging_offset + b * value_stride + l *
+        page_bytes :]. Returns what these layers add to the sum of each block, uint64 [num_blocks],
+        for `finish_checksum`.
+        """
+
+    @abstractmethod
     def scatter(
         self,
         layout: PageLayout,
@@ -171,6 +192,28 @@ class NativeBlockCopier(BlockCopier):
             seed,
         )
 
+    def gather_layers(
+        self,
+        layout: PageLayout,
+        start: int,
+        stop: int,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int,
+        value_stride: int,
+    ) -> NDArray[np.uint64]:
+        return self._native.gather_layers(
+            self._native.Region(layout.region.base, layout.region.size),
+            layout.layer_offsets[start:stop],
+            block_ids,
+            layout.block_stride,
+            layout.page_bytes,
+            self._native.Region(staging.base, staging.size),
+            staging_offset,
+            value_stride,
+            start,
+        )
+
     def scatter(
         self,
         layout: PageLayout,
@@ -212,6 +255,30 @@ class PythonBlockCopier(BlockCopier):
             ctypes.memmove(start + page * layout.page_bytes, addr, layout.page_bytes)
         return _checksum(start, num_bytes, seed)
 
+    def gather_layers(
+        self,
+        layout: PageLayout,
+        start: int,
+        stop: int,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int,
+        value_stride: int,
+    ) -> NDArray[np.uint64]:
+        layers = layout.for_layers(start, stop)
+        _check_values(layers, block_ids, start, staging, staging_offset, value_stride)
+        sums = np.zeros(len(block_ids), dtype=np.uint64)
+        first_word = start * layout.page_bytes // 8
+        first = staging.base + staging_offset + start * layout.page_bytes
+        num_bytes = layers.num_bytes(1)
+        for i in range(len(block_ids)):
+            to = first + i * value_stride
+            for page, addr in enumerate(_page_addresses(layers, block_ids[i : i + 1])):
+                ctypes.memmove(to + page * layout.page_bytes, addr, layout.page_bytes)
+            if num_bytes:
+                sums[i] = _accumulate(_bytes_at(to, num_bytes).view("<u8"), first_word)
+        return sums
+
     def scatter(
         self,
         layout: PageLayout,
@@ -248,10 +315,45 @@ def make_block_copier() -> BlockCopier:
     return PythonBlockCopier()
 
 
+def finish_checksum(total: int, num_bytes: int, seed: int) -> int:
+    """The checksum of ``num_bytes`` bytes, of which ``total`` is the inner sum modulo 2**64."""
+    acc = (_mix(seed & _MASK) + total) & _MASK
+    return _mix(acc ^ (num_bytes * _GOLDEN & _MASK))
+
+
 def _check_copy(
     layout: PageLayout, block_ids: NDArray[np.int64], staging: Region, staging_offset: int
 ) -> int:
     """Refuses what would leave either region; returns the number of staging bytes."""
+    _check_pages(layout, block_ids)
+    num_bytes = layout.num_bytes(len(block_ids))
+    _check_staging(layout, staging, staging_offset, num_bytes)
+    return num_bytes
+
+
+def _check_values(
+    layers: PageLayout,
+    block_ids: NDArray[np.int64],
+    first_layer: int,
+    staging: Region,
+    staging_offset: int,
+    value_stride: int,
+) -> None:
+    """What `gather_layers` refuses; ``layers`` are those from ``first_layer`` on."""
+    _check_pages(layers, block_ids)
+    if layers.page_bytes % 8:
+        raise ValueError(f"page_bytes must be a multiple of 8, not {layers.page_bytes}")
+    value_bytes = (first_layer + len(layers.layer_offsets)) * layers.page_bytes
+    if first_layer < 0 or value_bytes > value_stride:
+        raise ValueError(
+            f"layers from {first_layer} on do not fit in a value of {value_stride} bytes"
+        )
+    # What follows the pages of the last value is not touched.
+    num_bytes = max(0, len(block_ids) * value_stride - (value_stride - value_bytes))
+    _check_staging(layers, staging, staging_offset, num_bytes if len(block_ids) else 0)
+
+
+def _check_pages(layout: PageLayout, block_ids: NDArray[np.int64]) -> None:
     region, page_bytes, stride = layout.region, layout.page_bytes, layout.block_stride
     if not 0 < page_bytes <= stride:
         raise ValueError(f"need 0 < page_bytes <= block_stride, got {page_bytes}, {stride}")
@@ -274,11 +376,15 @@ def _check_copy(
             f"block_ids[{i}] = {block_ids[i]} lies outside the region of {region.size} bytes, "
             f"which holds {max_block_id + 1} blocks"
         )
-    num_bytes = layout.num_bytes(len(block_ids))
+
+
+def _check_staging(
+    layout: PageLayout, staging: Region, staging_offset: int, num_bytes: int
+) -> None:
+    region = layout.region
     _check_range("staging", staging, staging_offset, num_bytes)
     if staging.base < region.base + region.size and region.base < staging.base + staging.size:
         raise ValueError("the staging region overlaps the region of the pages")
-    return num_bytes
 
 
 def _check_array(name: str, array: NDArray[np.int64]) -> None:
@@ -312,14 +418,14 @@ def _mix(x: int) -> int:
 
 
 def _checksum(addr: int, num_bytes: int, seed: int) -> int:
-    acc = _mix(seed & _MASK)
+    total = 0
     for start in range(0, num_bytes, _CHUNK_BYTES):
         num_chunk_bytes = min(_CHUNK_BYTES, num_bytes - start)
         chunk = _bytes_at(addr + start, num_chunk_bytes)
         if tail := num_chunk_bytes % 8:
             chunk = np.concatenate([chunk, np.zeros(8 - tail, dtype=np.uint8)])
-        acc = (acc + _accumulate(chunk.view("<u8"), start // 8)) & _MASK
-    return _mix(acc ^ (num_bytes * _GOLDEN & _MASK))
+        total += _accumulate(chunk.view("<u8"), start // 8)
+    return finish_checksum(total, num_bytes, seed)
 
 
 def _accumulate(words: NDArray[np.uint64], first_index: int) -> int:

@@ -211,6 +211,38 @@ class DeviceBlockCopier(BlockCopier):
             _one_page(lane.region, 0, num_bytes), _ONE_PAGE, staging, staging_offset, seed
         )
 
+    def gather_layers(
+        self,
+        layout: PageLayout,
+        start: int,
+        stop: int,
+        block_ids: NDArray[np.int64],
+        staging: Region,
+        staging_offset: int,
+        value_stride: int,
+    ) -> NDArray[np.uint64]:
+        layers, ids = _check_layout(layout.for_layers(start, stop), block_ids)
+        num_bytes, page_bytes = layers.num_bytes(len(ids)), layout.page_bytes
+        if not num_bytes:
+            return np.zeros(len(ids), dtype=np.uint64)
+        lane = self._lane(num_bytes)
+        self._order(lane, ids)
+        for pages, bounce in _pairs(layers, ids, lane):
+            self._device.copy(lane.stream, bounce, pages)
+        self._device.synchronize(lane.stream)
+        # Layer-major in the pinned buffer, where the layers before ``start`` would lie before it.
+        offsets = np.arange(-start, stop - start, dtype=np.int64) * (len(ids) * page_bytes)
+        packed = PageLayout(lane.region, offsets, page_bytes, page_bytes)
+        return self._host.gather_layers(
+            packed,
+            start,
+            stop,
+            np.arange(len(ids), dtype=np.int64),
+            staging,
+            staging_offset,
+            value_stride,
+        )
+
     def scatter(
         self,
         layout: PageLayout,
@@ -285,6 +317,19 @@ def _check(
     layout: PageLayout, block_ids: NDArray[np.int64], staging: Region, staging_offset: int
 ) -> tuple[DevicePageLayout, list[int], int]:
     """Refuses what would leave the pages or staging, before anything is copied."""
+    layout, ids = _check_layout(layout, block_ids)
+    num_bytes = layout.num_bytes(len(ids))
+    if staging_offset < 0 or staging_offset + num_bytes > staging.size:
+        raise ValueError(
+            f"staging range of {num_bytes} bytes at offset {staging_offset} leaves the region of "
+            f"{staging.size} bytes"
+        )
+    return layout, ids, num_bytes
+
+
+def _check_layout(
+    layout: PageLayout, block_ids: NDArray[np.int64]
+) -> tuple[DevicePageLayout, list[int]]:
     if not isinstance(layout, DevicePageLayout):
         raise TypeError(f"pages in host memory ({type(layout).__name__}) have their own copier")
     if block_ids.dtype != np.int64 or block_ids.ndim != 1:
@@ -293,10 +338,4 @@ def _check(
     if outside.any():
         i = int(outside.argmax())
         raise ValueError(f"block_ids[{i}] = {block_ids[i]}: there are {layout.num_blocks} blocks")
-    num_bytes = layout.num_bytes(len(block_ids))
-    if staging_offset < 0 or staging_offset + num_bytes > staging.size:
-        raise ValueError(
-            f"staging range of {num_bytes} bytes at offset {staging_offset} leaves the region of "
-            f"{staging.size} bytes"
-        )
-    return layout, block_ids.tolist(), num_bytes
+    return layout, block_ids.tolist()

@@ -33,6 +33,16 @@ class PoolLoadSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AheadSpec:
+    """Blocks that this step fills and a ``Save`` with this ``ahead_id`` may ask for afterwards, so
+    that they can be packed while the step still computes.
+    """
+
+    ahead_id: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepMeta:
     """``SchedulerOutput.pd_metadata``; applied in the order of the fields, before the forward."""
 
@@ -40,6 +50,7 @@ class StepMeta:
     cancels: tuple[LoadId, ...] = ()
     grants: tuple[GrantSpec, ...] = ()
     loads: tuple[LoadSpec | PoolLoadSpec, ...] = ()
+    ahead: tuple[AheadSpec, ...] = ()
 
 
 @dataclass(frozen=True)

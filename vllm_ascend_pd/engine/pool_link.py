@@ -8,6 +8,9 @@ do sleeps while its last blocks are stored. Loads go with the steps, as those of
                        ◄── Found                ◄── Packed   its blocks may be reused
                                                 ◄── Saved    how it ended
 
+Blocks may have been packed while their step computed them. The Save after the step says which of
+them are good; DropAhead ends what no Save has asked for.
+
 Each worker stores and finds its own share of a block; ``engine.scheduler.pool_answers`` folds what
 they say.
 """
@@ -48,11 +51,22 @@ class Found(msgspec.Struct, tag=True, frozen=True):
 
 
 class Save(msgspec.Struct, tag=True, frozen=True):
-    """Store these blocks. They are computed, and stay as they are until ``Packed``."""
+    """Store these blocks. They are computed, and stay as they are until ``Packed``.
+
+    With an ``ahead_id`` they are some of those that a step announced under it (``AheadSpec``), and
+    have stayed as that step left them.
+    """
 
     save_id: int
     block_ids: tuple[int, ...]
     hashes: tuple[bytes, ...]
+    ahead_id: int = 0
+
+
+class DropAhead(msgspec.Struct, tag=True, frozen=True):
+    """No further ``Save`` names what was announced up to this one."""
+
+    last_ahead_id: int
 
 
 class DropSaves(msgspec.Struct, tag=True, frozen=True):
@@ -78,11 +92,11 @@ class Saved(msgspec.Struct, tag=True, frozen=True):
 
 DROPPED = "dropped"
 
-Message: TypeAlias = Lookup | Found | Save | DropSaves | Packed | Saved
+Message: TypeAlias = Lookup | Found | Save | DropAhead | DropSaves | Packed | Saved
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Lookup | Found | Save | DropSaves | Packed | Saved
+    Lookup | Found | Save | DropAhead | DropSaves | Packed | Saved
 )
 
 

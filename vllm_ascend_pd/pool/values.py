@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ascend_pd.backends.block_copy import finish_checksum
 from vllm_ascend_pd.pool.keys import FORMAT_VERSION
 from vllm_ascend_pd.pool.tier import Status
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
     from vllm_ascend_pd.pool.keys import KeySpace
 
@@ -43,12 +46,29 @@ class BlockValues:
         """Of one value."""
         return HEADER_BYTES + self._page_bytes
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layout.layer_offsets)
+
     def pack(self, block_id: int, block_hash: bytes, staging: Region, offset: int) -> None:
         """Write the value of a block to ``staging[offset:]``."""
         ids = np.array([block_id], dtype=np.int64)
-        checksum = self._copier.gather(
-            self._layout, ids, staging, offset + HEADER_BYTES, self._seed_of(block_hash)
+        (total,) = self.pack_layers(0, self.num_layers, ids, staging, offset)
+        self.seal(int(total), block_hash, staging, offset)
+
+    def pack_layers(
+        self, start: int, stop: int, block_ids: NDArray[np.int64], staging: Region, offset: int = 0
+    ) -> NDArray[np.uint64]:
+        """Write layers [start, stop) of blocks whose values lie side by side from
+        ``staging[offset:]`` on; what they add to the sum of each value that ``seal`` wants.
+        """
+        return self._copier.gather_layers(
+            self._layout, start, stop, block_ids, staging, offset + HEADER_BYTES, self.num_bytes
         )
+
+    def seal(self, total: int, block_hash: bytes, staging: Region, offset: int) -> None:
+        """Complete the value at ``staging[offset:]``, of which all layers have been packed."""
+        checksum = finish_checksum(total, self._page_bytes, self._seed_of(block_hash))
         header = _HEADER.pack(
             _MAGIC, FORMAT_VERSION, 0, self._page_bytes, checksum, block_hash[:32].ljust(32, b"\0")
         )

@@ -17,6 +17,7 @@ from vllm_ascend_pd.backends.block_copy import (
     PageLayout,
     PythonBlockCopier,
     Region,
+    finish_checksum,
 )
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
 from vllm_ascend_pd.backends.fake_device import FakeDevice, FakeStream
@@ -116,6 +117,30 @@ def test_gather_packs_pages_in_the_order_of_staging(
     assert not staging.bytes[:64].any()
     assert not staging.bytes[64 + len(packed) :].any()
     assert checksum == host.checksum(staging.region, 64, len(packed), seed=9)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("start", "stop"), [(0, NUM_LAYERS), (1, 3), (2, 2)])
+@pytest.mark.parametrize("blocks", [(4,), (3, 4, 5, 9, 10, 0), ()])
+def test_layers_of_blocks_are_packed_apart(
+    copier: DeviceBlockCopier, shape: str, start: int, stop: int, blocks: tuple[int, ...]
+) -> None:
+    memory, staging = Memory(shape), Staging()
+    stride = 64 + NUM_LAYERS * PAGE
+    sums = copier.gather_layers(
+        memory.layout, start, stop, ids(*blocks), staging.region, 64, stride
+    )
+    expected = np.zeros_like(staging.bytes)
+    for i, block in enumerate(blocks):
+        for layer in range(start, stop):
+            at = 64 + i * stride + layer * PAGE
+            expected[at : at + PAGE] = np.frombuffer(memory.page(layer, block), np.uint8)
+    np.testing.assert_array_equal(staging.bytes, expected)
+    assert len(sums) == len(blocks)
+    if (start, stop) == (0, NUM_LAYERS):
+        for i, total in enumerate(sums.tolist()):
+            checksum = copier.checksum(staging.region, 64 + i * stride, stop * PAGE, seed=3)
+            assert finish_checksum(total, stop * PAGE, 3) == checksum
 
 
 @pytest.mark.parametrize("source", SHAPES)

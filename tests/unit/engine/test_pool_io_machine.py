@@ -17,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
-from vllm_ascend_pd.engine.metadata import PoolLoadSpec
+from vllm_ascend_pd.engine.metadata import AheadSpec, PoolLoadSpec
 from vllm_ascend_pd.engine.pool_link import (
     DROPPED,
+    DropAhead,
     DropSaves,
     Found,
     Lookup,
@@ -65,8 +66,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.memory = MemoryTier(4 * values.num_bytes)  # less than there are hashes: it evicts
         self.tier = FaultyTier(self.memory)
         # Two blocks a batch, so that loads have several.
-        self.slots = [StagingPool(NoRegistry(), 64, 2 * values.num_bytes) for _ in range(2)]
-        self.io = PoolIO(self.tier, values, space, *self.slots, num_readers=2)
+        self.slots = [StagingPool(NoRegistry(), n, 2 * values.num_bytes) for n in (64, 64, 2)]
+        read, write, ahead = self.slots
+        self.io = PoolIO(self.tier, values, space, read, write, num_readers=2, ahead_slots=ahead)
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.link = PoolLink("test", self.inbox.put)
         self.io.start()
@@ -110,6 +112,45 @@ class PoolMachine(RuleBasedStateMachine):
             # was stored after it.
             if saved.statuses[-1] == "ok" and fault != "full":
                 assert self.memory.lookup([self.space.key(part[-1])]) != [Place.NOWHERE]
+
+    @rule(
+        wanted=hashes,
+        num_layers=st.integers(0, NUM_LAYERS),
+        wants=st.sampled_from(["all", "last", "none", "none, late"]),
+        fault=st.sampled_from(["ok", "ok", "fail"]),
+    )
+    def save_ahead(self, wanted: list[bytes], num_layers: int, wants: str, fault: str) -> None:
+        """A step of up to two groups of blocks, of which layers are said to be done or not."""
+        self.tier.script = TierScript(f"put:{fault}")
+        size = self.io.blocks_per_batch
+        starts = range(0, len(wanted), size)
+        block_ids = tuple(range(len(wanted)))
+        specs = [AheadSpec(self.new_id(), block_ids[at : at + size]) for at in starts]
+        # A failed put leaves its slot in quarantine.
+        assert self.io.ahead.begin_step(specs) or not self.slots[2].num_free
+        self.pages[:] = 255
+        for layer in range(NUM_LAYERS):
+            for block_id, block_hash in enumerate(wanted):
+                self.pages[layer, block_id] = self.content(block_hash)[layer]
+            if layer < num_layers:
+                self.io.ahead.layer_done(layer)
+        if wants.startswith("none"):
+            if wants == "none":
+                self.pages[:] = 77  # another request's by now
+            self.link.send(DropAhead(specs[-1].ahead_id))
+            self.pages[:] = 77
+        for spec in specs if not wants.startswith("none") else ():
+            first = len(spec.block_ids) - 1 if wants == "last" else 0
+            good = spec.block_ids[first:]
+            named = tuple(wanted[block_id] for block_id in good)
+            self.link.send(Save(self.new_id(), good, named, spec.ahead_id))
+            assert self.inbox.get(timeout=LONG_S) == Packed(self.next_id)
+            self.pages[:, list(good)] = 77
+            saved = self.inbox.get(timeout=LONG_S)
+            assert isinstance(saved, Saved)
+            assert len(saved.statuses) == len(good)
+            if saved.statuses[-1] == "ok":
+                assert self.memory.lookup([self.space.key(named[-1])]) != [Place.NOWHERE]
 
     @rule(wanted=hashes)
     def look_up(self, wanted: list[bytes]) -> None:
@@ -195,6 +236,7 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "io"):
             assert not self.io.num_loads()
             self.settle()
+            assert not len(self.io.ahead)
 
     def teardown(self) -> None:
         if hasattr(self, "io"):

@@ -15,7 +15,15 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_pd.config import PoolConfig, PoolSave, TransferConfig
-from vllm_ascend_pd.engine.pool_link import DropSaves, Found, Lookup, Packed, Save, Saved
+from vllm_ascend_pd.engine.pool_link import (
+    DropAhead,
+    DropSaves,
+    Found,
+    Lookup,
+    Packed,
+    Save,
+    Saved,
+)
 from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
@@ -163,7 +171,7 @@ def test_step_whose_request_was_preempted_saves_nothing(world: World) -> None:
     world.run_step(request, 40, confirm=False)
     request.num_preemptions += 1
     world.saves.confirm()
-    assert world.sent == []
+    assert world.take(Save) == []
 
 
 def test_block_that_was_evicted_as_bad_is_not_saved(world: World) -> None:
@@ -233,6 +241,143 @@ def test_save_that_hangs_counts_before_it_ends(world: World) -> None:
     world.now += 2.5
     world.saves.tick()
     assert not world.saves.breaker.closed
+
+
+def test_blocks_of_the_prompt_are_announced_with_the_step_that_fills_them(world: World) -> None:
+    request = world.request(100)
+    world.run_step(request, 24, confirm=False)
+    (first,) = world.saves.take_ahead()
+    world.run_step(request, 60, confirm=False)  # before the first one is over
+    (second,) = world.saves.take_ahead()
+    table = [block.block_id for block in world.tables["r"]]
+    assert (first.block_ids, second.block_ids) == (tuple(table[:1]), tuple(table[1:5]))
+    world.saves.confirm()
+    (save,) = world.take(Save)
+    assert (save.ahead_id, save.block_ids) == (first.ahead_id, first.block_ids)
+    assert save.hashes == hashes(request, 0)
+    world.saves.confirm()
+    (save,) = world.take(Save)
+    assert (save.ahead_id, save.block_ids) == (second.ahead_id, second.block_ids)
+    assert world.sent == []
+
+
+def test_decoded_blocks_are_not_announced(world: World) -> None:
+    request = world.request(20)
+    world.run_step(request, 20)
+    world.answer()
+    request.append_output_token_ids(list(range(500, 513)))
+    world.saves.take_ahead()
+    world.run_step(request, 12)
+    assert world.saves.take_ahead() == ()
+    (save,) = world.take(Save)
+    assert (save.ahead_id, save.hashes) == (0, hashes(request, 1))
+
+
+def test_what_need_not_or_cannot_be_stored_is_not_announced(world: World) -> None:
+    first, second = world.request(name="a"), world.request(name="b")
+    world.known.note(hashes(first, 0)[0], Place.DRAM)
+    world.run_step(first, 64, confirm=False)
+    (spec,) = world.saves.take_ahead()
+    assert spec.block_ids == tuple(block.block_id for block in world.tables["a"][1:4])
+    world.saves.confirm()
+    world.run_step(second, 64, confirm=False)  # the same, and on its way
+    assert world.saves.take_ahead() == ()
+    world.saves.confirm()
+    world.answer("full")
+    world.run_step(world.request(name="c", start=1000), 64)
+    assert world.saves.take_ahead() == ()
+
+
+@pytest.mark.parametrize("options", [{"save": PoolSave.EVICTION}, {"put": False}])
+def test_without_write_through_nothing_is_announced(options: dict[str, Any]) -> None:
+    world = World(**options)
+    world.run_step(world.request(), 64)
+    assert world.saves.take_ahead() == ()
+
+
+def test_bypassed_pool_is_announced_nothing(world: World) -> None:
+    for i in range(2):
+        world.run_step(world.request(name=str(i), start=1000 * i), 16)
+        world.answer("failed")
+    world.saves.take_ahead()
+    world.run_step(world.request(name="bypassed", start=5000), 16)
+    assert world.saves.take_ahead() == ()
+
+
+def test_equal_blocks_of_a_step_are_announced_and_saved_once(world: World) -> None:
+    requests = [world.request(name=name) for name in "ab"]
+    for request in requests:
+        table = world.tables.setdefault(request.request_id, world.pool.get_new_blocks(4))
+        world.pool.cache_full_blocks(request, table, 0, 4, BLOCK_SIZE, 0)
+    output: Any = SimpleNamespace(
+        total_num_scheduled_tokens=128, num_scheduled_tokens={"a": 64, "b": 64}
+    )
+    world.saves.note_step(output, {request.request_id: request for request in requests})
+    (spec,) = world.saves.take_ahead()
+    assert spec.block_ids == tuple(block.block_id for block in world.tables["a"])
+    world.saves.confirm()
+    (save,) = world.take(Save)
+    assert (save.ahead_id, save.block_ids) == (spec.ahead_id, spec.block_ids)
+
+
+def preempt(world: World, request: Request) -> None:
+    request.num_preemptions += 1
+
+
+def abort(world: World, request: Request) -> None:
+    request.status = RequestStatus.FINISHED_ABORTED
+
+
+def bypass(world: World, request: Request) -> None:
+    for _ in range(2):
+        world.saves.breaker.record(False, 0.0)
+
+
+def learn(world: World, request: Request) -> None:
+    for block_hash in hashes(request, 0, 1, 2, 3):
+        world.known.note(block_hash, Place.DRAM)
+
+
+def reset(world: World, request: Request) -> None:
+    world.pool.evict_blocks({block.block_id for block in world.tables["r"]})
+
+
+@pytest.mark.parametrize("happens", [preempt, abort, bypass, learn, reset])
+def test_announced_blocks_that_are_not_stored_are_dropped_with_their_step(
+    world: World, happens: Callable[[World, Request], None]
+) -> None:
+    request = world.request()
+    world.run_step(request, 64, confirm=False)
+    (spec,) = world.saves.take_ahead()
+    happens(world, request)
+    world.saves.confirm()
+    assert world.take(Save) == []
+    assert world.take(DropAhead) == [DropAhead(spec.ahead_id)]
+    assert world.saves.num_pinned == 0
+
+
+def test_only_good_ones_of_the_announced_blocks_are_saved(world: World) -> None:
+    request = world.request()
+    world.run_step(request, 64, confirm=False)
+    (spec,) = world.saves.take_ahead()
+    world.pool.evict_blocks({world.tables["r"][2].block_id})
+    world.saves.confirm()
+    (save,) = world.take(Save)
+    assert (save.ahead_id, save.block_ids) == (spec.ahead_id, spec.block_ids[:2])
+    assert world.take(DropAhead) == []
+
+
+def test_block_that_is_another_one_by_now_is_packed_anew(world: World) -> None:
+    request = world.request(20)
+    world.run_step(request, 16, confirm=False)
+    (spec,) = world.saves.take_ahead()
+    world.tables["r"] = world.pool.get_new_blocks(1)
+    world.pool.cache_full_blocks(request, world.tables["r"], 0, 1, BLOCK_SIZE, 0)
+    world.saves.confirm()
+    (save,) = world.take(Save)
+    assert save.ahead_id == 0
+    assert save.block_ids != spec.block_ids
+    assert world.take(DropAhead) == [DropAhead(spec.ahead_id)]
 
 
 def take_all(world: World) -> list[Any]:

@@ -21,7 +21,7 @@ from tests.unit.engine.test_pool_scheduler import World
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
-from vllm_ascend_pd.engine.metadata import PoolLoadSpec
+from vllm_ascend_pd.engine.metadata import AheadSpec, PoolLoadSpec
 from vllm_ascend_pd.engine.pool_link import (
     DROPPED,
     DropSaves,
@@ -231,13 +231,16 @@ class Worker:
         layout = PageLayout(Region(self.pages.ctypes.data, self.pages.nbytes), offsets, PAGE, PAGE)
         values = BlockValues(make_block_copier(), layout, space)
         self.tier = FaultyTier(tier)
-        self.slots = [StagingPool(NoRegistry(), 4, 8 * values.num_bytes) for _ in range(2)]
+        self.slots = [StagingPool(NoRegistry(), 4, 8 * values.num_bytes) for _ in range(3)]
+        read, write, ahead = self.slots
         self.io = PoolIO(
             self.tier,
             values,
             space,
-            *self.slots,
+            read,
+            write,
             num_readers=1,
+            ahead_slots=ahead,
             replica=replica,
             num_replicas=num_replicas,
         )
@@ -281,8 +284,11 @@ class Workers:
             self.link.connect(worker.io.address)
         self.link.start()
 
-    def save(self, save_id: int, hashes: list[bytes]) -> list[Saved]:
-        self.link.send(Save(save_id, tuple(range(len(hashes))), tuple(hashes)))
+    def save(
+        self, save_id: int, hashes: list[bytes], first_block: int = 0, ahead_id: int = 0
+    ) -> list[Saved]:
+        block_ids = range(first_block, first_block + len(hashes))
+        self.link.send(Save(save_id, tuple(block_ids), tuple(hashes), ahead_id))
         answers = [self.inbox.get(timeout=LONG_S) for _ in range(4)]
         assert sum(isinstance(x, Packed) for x in answers) == 2
         return [x for x in answers if isinstance(x, Saved)]
@@ -303,14 +309,19 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
 HASHES = [bytes([i]) * 32 for i in range(5)]
 
 
-def test_every_worker_stores_and_loads_its_share(workers: Workers) -> None:
+@pytest.mark.parametrize("ahead_id", [0, 7])
+def test_every_worker_stores_and_loads_its_share(workers: Workers, ahead_id: int) -> None:
     rng = np.random.default_rng(1)
     first, second = workers.each
     first.pages[:] = rng.integers(0, 255, first.pages.shape)
     is_replica = first.io._num_replicas == 2
     second.pages[:] = first.pages if is_replica else rng.integers(0, 255, second.pages.shape)
     content = [worker.pages.copy() for worker in workers.each]
-    saved = fold_saved(workers.save(4, HASHES))
+    for worker in workers.each if ahead_id else ():
+        worker.io.ahead.begin_step([AheadSpec(ahead_id, tuple(range(len(HASHES))))])
+        for layer in range(NUM_LAYERS):
+            worker.io.ahead.layer_done(layer)
+    saved = fold_saved(workers.save(4, HASHES, ahead_id=ahead_id))
     assert set(saved.statuses) == {"ok"}
     # Replicas share the work: what both hold is stored once.
     size = first.io._values.num_bytes
@@ -324,11 +335,11 @@ def test_every_worker_stores_and_loads_its_share(workers: Workers) -> None:
         assert (worker.load(HASHES) == pages[:, : len(HASHES)]).all()
 
 
-def test_single_blocks_are_stored_by_each_replica_in_turn() -> None:
+def test_single_blocks_are_shared_among_replicas() -> None:
     memories = [MemoryTier(1 << 20), MemoryTier(1 << 20)]
     workers = Workers(True, memories)
     for save_id in range(1, 5):
-        answers = workers.save(save_id, [bytes([save_id]) * 32])
+        answers = workers.save(save_id, [bytes([save_id]) * 32], first_block=save_id)
         assert fold_saved(answers).statuses == ("ok",)
     assert [memory.stats().num_keys for memory in memories] == [2, 2]
     workers.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,19 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_ascend_pd import hooks
-from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
+from vllm_ascend_pd.backends.block_copy import BlockCopier, PythonBlockCopier
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
-from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
+from vllm_ascend_pd.engine.worker.packing import Packing
+from vllm_ascend_pd.engine.worker.pool_io import PoolIO
 from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.pool.fake_tier import MemoryTier
+from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.seal import Seals
@@ -60,7 +66,7 @@ def make_caches(layout: str = "LBHNC") -> tuple[KVCacheConfig, dict[str, torch.T
 class Side:
     """A worker side of both roles, and its pages as ``uint8 [layer, block, byte]``."""
 
-    def __init__(self) -> None:
+    def __init__(self, pooled: bool = False) -> None:
         config, self.caches = make_caches()
         self.located: KVCaches = locate(config, self.caches)
         self.engine = FakeTransferEngine()
@@ -82,6 +88,7 @@ class Side:
         self.loader = Loader(self.transports.sessions, copier, self.located.layout, pools[1], seals)
         self.server.start()
         self.loader.start()
+        self.pool = self.open_pool(copier, pools) if pooled else None
         self.worker = WorkerSide(
             self.located.layer_index,
             self.transports,
@@ -90,7 +97,18 @@ class Side:
             seals,
             self.server,
             self.loader,
+            self.pool,
         )
+
+    def open_pool(self, copier: BlockCopier, pools: list[StagingPool]) -> PoolIO:
+        space = KeySpace.of("steps")
+        values = BlockValues(copier, self.located.layout, space)
+        slots = [StagingPool(self.engine, 1, 2 * values.num_bytes) for _ in range(3)]
+        pools += slots
+        read, write, ahead = slots
+        pool = PoolIO(MemoryTier(1 << 20), values, space, read, write, 1, ahead_slots=ahead)
+        pool.start()
+        return pool
 
     def pages(self, name: str) -> Any:
         return self.caches[name].numpy().reshape(NUM_BLOCKS, SPEC.page_size_bytes)
@@ -130,6 +148,14 @@ def side() -> Iterator[Side]:
     assert not side.server.is_alive()
     assert not side.loader.is_alive()
     assert side.server.num_errors == side.loader.num_errors == 0
+    assert side.engine.num_regions() == 0
+
+
+@pytest.fixture
+def pooled() -> Iterator[Side]:
+    side = Side(pooled=True)
+    yield side
+    side.worker.shutdown()
     assert side.engine.num_regions() == 0
 
 
@@ -297,6 +323,50 @@ def test_tail_is_in_place_when_the_forward_begins(side: Side) -> None:
     with armed:
         for name in NAMES:
             np.testing.assert_array_equal(side.pages(name)[7], side.pages(name)[2])
+
+
+def pack_in_step(side: Side, full_graph: bool) -> Packing:
+    meta = StepMeta(ahead=(AheadSpec(7, (1, 2)),))
+    side.worker.begin_step(output_of(meta))
+    armed = side.worker.take_armed_step(wait_all=full_graph)
+    assert armed is not None
+    with side.worker.step_output(), armed:
+        for name in NAMES[::-1]:
+            if hooks.current_step is not None:
+                hooks.current_step.wait_layer(name)
+                hooks.current_step.save_layer(name)
+    assert side.pool is not None
+    packing = side.pool.ahead.take(7)
+    assert packing is not None
+    return packing
+
+
+def test_announced_blocks_are_packed_by_the_layer_hook(pooled: Side) -> None:
+    packing = pack_in_step(pooled, full_graph=False)
+    deadline = time.monotonic() + 10
+    while not packing.is_whole:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    packing.close()
+    assert pooled.worker.counts()["busy_slots"] == 0
+
+
+def test_full_graph_packs_nothing_ahead(pooled: Side) -> None:
+    packing = pack_in_step(pooled, full_graph=True)
+    assert not packing.is_whole
+    assert pooled.worker.counts()["busy_slots"] == 1
+    packing.close()
+
+
+def test_step_that_announces_nothing_packs_nothing(pooled: Side) -> None:
+    pack_in_step(pooled, full_graph=False).close()
+    pooled.worker.begin_step(output_of(StepMeta(grants=GRANT.grants)))
+    armed = pooled.worker.take_armed_step(wait_all=False)
+    assert isinstance(armed, ArmedStep)
+    with armed:
+        for name in NAMES:
+            armed.save_layer(name)
+    assert pooled.worker.counts()["busy_slots"] == 0
 
 
 def test_cancelled_parked_load_is_reported_once(side: Side) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that become full are stored in the pool, once the step that filled them is known good.
 
-    build_step N      which requests compute how far                        (note_step)
+    build_step N      which requests compute how far, and what of the new
+                      full blocks may be packed while it computes           (note_step)
     output of step N  bad blocks are evicted, their requests preempted; what is left is right:
                       pin the new full blocks, send a Save                  (confirm)
-    Packed            by all workers: unpin                                 (on_packed)
+    Packed            by all workers, perhaps during the step: unpin        (on_packed)
     Saved             by all: known to be in the pool, or why not           (on_saved)
 
 On eviction: what is right is only noted, and those that the engine would evict next are sent.
@@ -23,7 +24,15 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import PoolSave
-from vllm_ascend_pd.engine.pool_link import DROPPED, DropSaves, Packed, Save, Saved
+from vllm_ascend_pd.engine.metadata import AheadSpec
+from vllm_ascend_pd.engine.pool_link import (
+    DROPPED,
+    DropAhead,
+    DropSaves,
+    Packed,
+    Save,
+    Saved,
+)
 from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
 from vllm_ascend_pd.engine.scheduler.pool_answers import fold_saved
 from vllm_ascend_pd.pool.breaker import Breaker, BreakerState
@@ -63,15 +72,11 @@ class _Save:
     hashes: list[bytes]
     events: list[BlockStored | None]
     sent_at: float
+    ahead_id: int = 0
     is_late: bool = False
     num_packed: int = 0
     """Workers that have copied their share."""
     answers: list[Saved] = field(default_factory=list)
-
-    def add(self, block: KVCacheBlock, block_hash: bytes, event: BlockStored | None) -> None:
-        self.pinned.append(block)
-        self.hashes.append(block_hash)
-        self.events.append(event)
 
 
 @dataclass(slots=True)
@@ -80,6 +85,8 @@ class _Step:
     num_tokens: int
     requests: list[tuple[Request, int, int]]
     """Request, its number of preemptions, and how many of its tokens are computed after it."""
+    ahead: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    """Blocks that may be packed while it computes: the ``ahead_id`` by block id and hash."""
 
 
 class Saves:
@@ -124,6 +131,8 @@ class Saves:
         )
         self._ids = count(1)
         self._last_id = 0
+        self._ahead_ids = count(1)
+        self._ahead: list[AheadSpec] = []
         self._steps: deque[_Step] = deque()
         self._last_output_at = 0.0
         self._saved: dict[str, int] = {}
@@ -148,7 +157,42 @@ class Saves:
             request = requests[request_id]
             num_computed = request.num_computed_tokens + num_scheduled
             step.requests.append((request, request.num_preemptions, num_computed))
+        self._announce(step)
         self._steps.append(step)
+
+    def take_ahead(self) -> tuple[AheadSpec, ...]:
+        """What the step that was just noted may pack."""
+        ahead, self._ahead = tuple(self._ahead), []
+        return ahead
+
+    def _announce(self, step: _Step) -> None:
+        """Full blocks of prompts that the step computes, and that the pool is not known to hold.
+
+        It costs nothing if the step turns out wrong, or some of them are not stored after all.
+        """
+        may_store = self._config.put and self._clock() >= self._resume_at
+        if self._evictions is not None or not may_store or not self.breaker.closed:
+            return
+        chosen: dict[bytes, int] = {}
+        room = self._max_pinned - self._num_pinned
+        for request, _, num_computed in step.requests:
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                continue
+            num_known = min(num_computed, request.num_prompt_tokens)
+            start, end, table = self._new_full_blocks(request, num_known)
+            start = max(start, request.num_computed_tokens // self._block_size)
+            for index in range(start, end):
+                block, block_hash = table[index], bytes(request.block_hashes[index])
+                if len(chosen) == room:
+                    break
+                if not block.is_null and self._is_wanted(block_hash):
+                    chosen.setdefault(block_hash, block.block_id)
+        announced = [(block_id, block_hash) for block_hash, block_id in chosen.items()]
+        for at in range(0, len(announced), self._blocks_per_save):
+            part = announced[at : at + self._blocks_per_save]
+            ahead_id = next(self._ahead_ids)
+            self._ahead.append(AheadSpec(ahead_id, tuple(block_id for block_id, _ in part)))
+            step.ahead.update(dict.fromkeys(part, ahead_id))
 
     def confirm(self) -> None:
         """The oldest step is over and what it left is right: store what has become full."""
@@ -162,12 +206,17 @@ class Saves:
         if not self._config.put:
             return
         may_store = now >= self._resume_at
+        packed: dict[int, _Save] = {}
         for request, num_preemptions, num_computed in step.requests:
             if request.num_preemptions == num_preemptions and not request.is_finished():
                 if self._evictions is not None:
                     self._note_good(request, num_computed, self._evictions)
                 elif may_store:
-                    self._store(request, num_computed)
+                    self._store(request, num_computed, step, packed)
+        for save in packed.values():
+            self._send_save(save)
+        if len(packed) < len(set(step.ahead.values())):
+            self._send(DropAhead(max(step.ahead.values())))
         if self._evictions is not None and may_store:
             self._store_next(self._evictions)
 
@@ -192,8 +241,12 @@ class Saves:
         table = self._manager.get_blocks(request.request_id).blocks[0]
         return start, min(end, len(table)), table
 
-    def _store(self, request: Request, num_computed: int) -> None:
-        """Pin and send the request's new full blocks, as many as may be pinned now."""
+    def _store(
+        self, request: Request, num_computed: int, step: _Step, packed: dict[int, _Save]
+    ) -> None:
+        """Pin the request's new full blocks, as many as may be pinned now. Those that the step may
+        have packed go into ``packed``, the others are sent.
+        """
         start, end, table = self._new_full_blocks(request, num_computed)
         if start == end:
             return
@@ -204,10 +257,16 @@ class Saves:
             if block.is_null or block.block_hash is None:
                 break
             if self._is_wanted(block_hash):
-                if self._num_pinned + len(save.pinned) >= self._max_pinned or not self._may_send():
+                if self._num_pinned >= self._max_pinned or not self._may_send():
                     break
-                save.add(block, block_hash, self._events.make_stored(request, index))
-                save = self._send_full(save)
+                event = self._events.make_stored(request, index)
+                if ahead_id := step.ahead.get((block.block_id, block_hash)):
+                    if ahead_id not in packed:
+                        packed[ahead_id] = self._new_save(ahead_id)
+                    self._add(packed[ahead_id], block, block_hash, event)
+                else:
+                    self._add(save, block, block_hash, event)
+                    save = self._send_full(save)
             start = index + 1
         self._send_save(save)
         self._saved[request.request_id] = start
@@ -239,7 +298,7 @@ class Saves:
                 chosen.append(evictable)
         save = self._new_save()
         for evictable in chosen:
-            save.add(evictable.block, evictable.content_hash, evictable.event)
+            self._add(save, evictable.block, evictable.content_hash, evictable.event)
             save = self._send_full(save)
         self._send_save(save)
 
@@ -250,8 +309,18 @@ class Saves:
         """While it is bypassed, one save now and then is the probe."""
         return self.breaker.closed or (not self._under_way and self.breaker.take_probe())
 
-    def _new_save(self) -> _Save:
-        return _Save([], [], [], self._clock())
+    def _new_save(self, ahead_id: int = 0) -> _Save:
+        return _Save([], [], [], self._clock(), ahead_id)
+
+    def _add(
+        self, save: _Save, block: KVCacheBlock, block_hash: bytes, event: BlockStored | None
+    ) -> None:
+        self._pool.touch([block])
+        self._num_pinned += 1
+        self._pending_hashes.add(block_hash)
+        save.pinned.append(block)
+        save.hashes.append(block_hash)
+        save.events.append(event)
 
     def _send_full(self, save: _Save) -> _Save:
         """Send it if nothing more fits; the one to go on with."""
@@ -263,13 +332,10 @@ class Saves:
     def _send_save(self, save: _Save) -> None:
         if not save.pinned:
             return
-        self._pool.touch(save.pinned)
-        self._num_pinned += len(save.pinned)
         self._last_id = next(self._ids)
         self._under_way[self._last_id] = save
-        self._pending_hashes.update(save.hashes)
         block_ids = tuple(block.block_id for block in save.pinned)
-        self._send(Save(self._last_id, block_ids, tuple(save.hashes)))
+        self._send(Save(self._last_id, block_ids, tuple(save.hashes), save.ahead_id))
 
     def on_packed(self, message: Packed) -> None:
         save = self._under_way.get(message.save_id)

@@ -21,7 +21,7 @@ from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
-from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
 from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads, TailBlock
@@ -493,14 +493,16 @@ class SchedulerSide:
         self._loads.note_computed(
             lambda request: self._manager.get_blocks(request.request_id).blocks[0]
         )
+        ahead: tuple[AheadSpec, ...] = ()
         if self._kv_pool is not None:
             self._kv_pool.note_step(scheduler_output, self._origin_from_peer)
+            ahead = self._kv_pool.saves.take_ahead()
         self._keep_order()
         self._prefetch()
         loads = self._loads.take_new()
-        if not (revokes or cancels or grants or loads):
+        if not (revokes or cancels or grants or loads or ahead):
             return None
-        return StepMeta(revokes, cancels, tuple(grants), loads)
+        return StepMeta(revokes, cancels, tuple(grants), loads, ahead)
 
     def _keep_order(self) -> None:
         """First come, first served. The engine tries requests that were blocked before all others.

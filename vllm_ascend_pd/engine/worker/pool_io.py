@@ -3,6 +3,7 @@
 
     link thread ──lookups──► lookup thread ──► tier
                 ──saves────► save thread:   pages ──pack──► staging ──put──► tier
+    main thread ──layers───► pack thread:   the same packing, while a step computes
     main thread ──loads────► read threads:  tier ──get──► staging ──verify, scatter──► pages
                                             tier's memory in this process ──the same──►
 
@@ -24,6 +25,7 @@ from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.engine.pool_link import (
     DROPPED,
+    DropAhead,
     DropSaves,
     Found,
     Lookup,
@@ -34,6 +36,7 @@ from vllm_ascend_pd.engine.pool_link import (
     Saved,
     split_hashes,
 )
+from vllm_ascend_pd.engine.worker.packing import PackAhead, Packing
 from vllm_ascend_pd.pool.tier import Place, Status, SupportsView, Tier, Value
 from vllm_ascend_pd.transfer.receive import QUARANTINE_S, LoadResult
 from vllm_ascend_pd.types import Cause, LoadId
@@ -88,8 +91,19 @@ class _Batch:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A save, and what has been packed ahead of it; ``is_packed`` once that has been said."""
+
+    save: Save
+    packing: Packing | None
+    is_packed: bool
+
+
 class PoolIO:
-    """Main thread: loads. Everything else comes over the link and runs on threads of its own."""
+    """Main thread: loads, and what is packed ahead. Everything else comes over the link and runs on
+    threads of its own.
+    """
 
     def __init__(
         self,
@@ -102,11 +116,13 @@ class PoolIO:
         on_close: Callable[[], None] = lambda: None,
         replica: int = 0,
         num_replicas: int = 1,
+        ahead_slots: StagingPool | None = None,
     ) -> None:
         """``on_close`` gives the tier back, once no staging memory is registered any more.
 
         ``num_replicas`` workers hold the same share of the KV heads, and this is one of them: each
-        stores its part of the blocks.
+        stores its part of the blocks. Without ``ahead_slots``, blocks are packed only once their
+        step has been confirmed.
         """
         self._replica = replica
         self._num_replicas = num_replicas
@@ -122,13 +138,16 @@ class PoolIO:
         self._order = count()
         self._batches: queue.PriorityQueue[tuple[int, int, _Batch | None]] = queue.PriorityQueue()
         self._lookups: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._dropped_saves = 0  # written by the link thread, read by the save thread
+        self.ahead = PackAhead(values, ahead_slots, self._owns)
         self._folder = SocketFolder()
         self.address = str(self._folder.path / "pool")
         self._link = PoolLink("pd-pool-link", self._on_message)
         self._link.listen(self.address)
         targets = [("pd-pool-lookup", self._run_lookups), ("pd-pool-save", self._run_saves)]
+        if ahead_slots is not None:
+            targets.append(("pd-pool-pack", self.ahead.run))
         targets += [(f"pd-pool-read-{i}", self._run_reads) for i in range(num_readers)]
         self._num_readers = num_readers
         self._threads = [
@@ -145,6 +164,7 @@ class PoolIO:
         self._link.stop()
         self._lookups.put(None)
         self._saves.put(None)
+        self.ahead.stop()
         for _ in range(self._num_readers):
             self._batches.put((-1, next(self._order), None))
         for thread in self._threads:
@@ -340,27 +360,39 @@ class PoolIO:
         if isinstance(message, Lookup):
             self._lookups.put(message)
         elif isinstance(message, Save):
-            self._saves.put(message)
+            self._queue_save(message)
+        elif isinstance(message, DropAhead):
+            self.ahead.drop(message.last_ahead_id)
         elif isinstance(message, DropSaves):
             self._drop_saves(message.last_save_id)
+
+    def _queue_save(self, save: Save) -> None:
+        packing = self.ahead.take(save.ahead_id)
+        is_packed = packing is not None and packing.is_whole
+        if is_packed:
+            self._link.send(Packed(save.save_id))
+        self._saves.put(_Queued(save, packing, is_packed))
 
     def _drop_saves(self, last_save_id: int) -> None:
         """Also while the save thread is held by a call that does not return."""
         self._dropped_saves = max(self._dropped_saves, last_save_id)
-        kept: list[Save | None] = []
+        kept: list[_Queued | None] = []
         while True:
             try:
-                save = self._saves.get_nowait()
+                queued = self._saves.get_nowait()
             except queue.Empty:
                 break
-            if save is not None and save.save_id <= last_save_id:
-                dropped = (DROPPED,) * len(save.block_ids)
-                self._link.send(Packed(save.save_id))
-                self._link.send(Saved(save.save_id, dropped, 0, 0.0))
+            if queued is not None and queued.save.save_id <= last_save_id:
+                save = queued.save
+                if queued.packing is not None:
+                    queued.packing.close()
+                if not queued.is_packed:
+                    self._link.send(Packed(save.save_id))
+                self._link.send(Saved(save.save_id, (DROPPED,) * len(save.block_ids), 0, 0.0))
             else:
-                kept.append(save)
-        for save in kept:
-            self._saves.put(save)
+                kept.append(queued)
+        for queued in kept:
+            self._saves.put(queued)
 
     def _run_lookups(self) -> None:
         while (lookup := self._lookups.get()) is not None:
@@ -378,58 +410,72 @@ class PoolIO:
             self._link.send(Found(lookup.lookup_id, bytes(places), healthy, elapsed_ms))
 
     def _run_saves(self) -> None:
-        while (save := self._saves.get()) is not None:
-            started = time.monotonic()
+        while (queued := self._saves.get()) is not None:
+            save, started = queued.save, time.monotonic()
             statuses: list[str] = []
             try:
-                statuses = self._save(save)
+                statuses = self._save(queued)
             except Exception:
                 logger.exception("a write to the pool failed")
             statuses += [Status.FAILED.value] * (len(save.block_ids) - len(statuses))
-            num_stored = statuses[self._part_of(save)].count(Status.OK.value)
+            num_stored = sum(
+                self._owns(block_id) and status == Status.OK.value
+                for block_id, status in zip(save.block_ids, statuses, strict=True)
+            )
             num_bytes = num_stored * self._values.num_bytes
-            if DROPPED in statuses:
+            if DROPPED in statuses and not queued.is_packed:
                 self._link.send(Packed(save.save_id))
             elapsed_ms = (time.monotonic() - started) * 1000
             self._link.send(Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms))
 
-    def _part_of(self, save: Save) -> slice:
-        """The blocks that this worker stores, and no other one that holds the same KV heads."""
-        return slice((self._replica - save.save_id) % self._num_replicas, None, self._num_replicas)
+    def _owns(self, block_id: int) -> bool:
+        """Whether this worker stores it, and no other one that holds the same KV heads."""
+        return block_id % self._num_replicas == self._replica
 
-    def _save(self, save: Save) -> list[str]:
+    def _save(self, queued: _Queued) -> list[str]:
         """At most ``blocks_per_batch`` blocks."""
+        save = queued.save
+        packing = queued.packing or self._begin_packing(save)
+        if packing is None:
+            return [DROPPED] * len(save.block_ids)
+        if save.save_id <= self._dropped_saves:
+            packing.close()
+            return [DROPPED] * len(save.block_ids)
+        own = [i for i, block_id in enumerate(save.block_ids) if self._owns(block_id)]
+        statuses = [Status.FAILED]
+        try:
+            packing.pack_all()
+            if not queued.is_packed:
+                self._link.send(Packed(save.save_id))
+            statuses = self._put(
+                [
+                    Value(
+                        self._space.key(save.hashes[i]),
+                        packing.seal(save.block_ids[i], save.hashes[i]),
+                        self._values.num_bytes,
+                    )
+                    for i in own
+                ]
+            )
+        finally:
+            # A write that was given up may still read from it.
+            failed = Status.FAILED in statuses
+            packing.close(time.monotonic() + QUARANTINE_S if failed else None)
+        # Of the others' blocks they say how it ended.
+        every = [Status.OK.value] * len(save.block_ids)
+        for i, status in zip(own, statuses, strict=True):
+            every[i] = status.value
+        return every
+
+    def _begin_packing(self, save: Save) -> Packing | None:
         slot = self._wait_slot(
             self._write_slots, lambda: save.save_id <= self._dropped_saves or not self._is_running
         )
         if slot is None:
-            return [DROPPED] * len(save.block_ids)
-        if save.save_id <= self._dropped_saves:
-            self._write_slots.release(slot)
-            return [DROPPED] * len(save.block_ids)
-        size, part = self._values.num_bytes, self._part_of(save)
-        block_ids, hashes = save.block_ids[part], save.hashes[part]
-        statuses = [Status.FAILED]
-        try:
-            for i, (block_id, block_hash) in enumerate(zip(block_ids, hashes, strict=True)):
-                self._values.pack(block_id, block_hash, slot.region, i * size)
-            self._link.send(Packed(save.save_id))
-            statuses = self._put(
-                [
-                    Value(self._space.key(block_hash), slot.addr + i * size, size)
-                    for i, block_hash in enumerate(hashes)
-                ]
-            )
-        finally:
-            if Status.FAILED in statuses:
-                # A write that was given up may still read from it.
-                self._write_slots.quarantine(slot, time.monotonic() + QUARANTINE_S)
-            else:
-                self._write_slots.release(slot)
-        # Of the others' blocks they say how it ended.
-        every = [Status.OK.value] * len(save.block_ids)
-        every[part] = [status.value for status in statuses]
-        return every
+            return None
+        return Packing(
+            self._values, self._write_slots, slot, list(filter(self._owns, save.block_ids))
+        )
 
     def _put(self, values: list[Value]) -> list[Status]:
         """What finds memory full is tried again for a moment, since room is made in the background;

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ascend_pd import envs
+from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.worker.pool_io import PoolIO
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WRITE_SLOTS = 2
+_AHEAD_SLOTS = 8
+"""So many groups of blocks can be packed while their step computes them."""
 
 
 def start_pool(
@@ -66,6 +70,11 @@ def start_pool(
         for num_slots in (2 * num_readers, _WRITE_SLOTS)
     )
     pools += [read_slots, write_slots]
+    ahead_slots = None
+    # On an accelerator, launching copies layer by layer would cost the model's thread its turns.
+    if config.pool.save is PoolSave.WRITE_THROUGH and not isinstance(copier, DeviceBlockCopier):
+        ahead_slots = StagingPool(backend.store, _AHEAD_SLOTS, slot_bytes, alignment=alignment)
+        pools.append(ahead_slots)
     pool = PoolIO(
         tier,
         values,
@@ -76,6 +85,7 @@ def start_pool(
         backend.close,
         own.replica,
         own.num_replicas,
+        ahead_slots,
     )
     pool.start()
     logger.info(

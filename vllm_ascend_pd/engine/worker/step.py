@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.backends.transports import Transports
+    from vllm_ascend_pd.engine.worker.packing import PackAhead
     from vllm_ascend_pd.engine.worker.pool_io import PoolIO
     from vllm_ascend_pd.transfer.grants import Grants
     from vllm_ascend_pd.transfer.receive import Loader
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class ArmedStep:
-    """Wraps the forward of a step that loads KV, or computes KV for a consumer; implements
-    ``hooks.StepHooks`` inside it.
+    """Wraps the forward of a step that loads KV, or computes KV for a consumer or the pool;
+    implements ``hooks.StepHooks`` inside it.
     """
 
     def __init__(
@@ -42,13 +43,15 @@ class ArmedStep:
         server: DataServer | None,
         layer_index: Mapping[str, int],
         wait_all: bool,
+        ahead: PackAhead | None = None,
     ) -> None:
-        """``loader`` and ``server`` are ``None`` when the step loads, or computes, nothing."""
+        """``loader``, ``server`` and ``ahead`` are ``None`` when the step has nothing for them."""
         self._loader = loader
         self._grants = grants
         self._server = server
         self._layer_index = layer_index
         self._wait_all = wait_all
+        self._ahead = ahead
 
     def __enter__(self) -> None:
         """The loads are under way since ``begin_step``; wait for what may not overlap.
@@ -70,7 +73,11 @@ class ArmedStep:
             self._loader.wait_layer(self._layer_index[layer_name])
 
     def save_layer(self, layer_name: str) -> None:
-        """Consumers that watch may fetch the layer's new KV while the next layer is computed."""
+        """Consumers that watch may fetch the layer's new KV while the next layer is computed, and
+        blocks that the pool lacks are packed.
+        """
+        if self._ahead is not None:
+            self._ahead.layer_done(self._layer_index[layer_name])
         if self._server is not None:
             self._grants.layer_done(self._layer_index[layer_name])
             self._server.notify()
@@ -107,6 +114,7 @@ class WorkerSide:
         self._armed = False
         self._has_loads = False
         self._has_grants = False
+        self._packs_ahead = False
         self._reported_server = server is None
         self._rank = rank
 
@@ -128,7 +136,8 @@ class WorkerSide:
             for load in meta.loads:
                 self._loader.start_load(load)
             self._has_loads = any(load.in_step for load in meta.loads)
-        self._armed = self._has_loads or self._has_grants
+        self._packs_ahead = self._pool is not None and self._pool.ahead.begin_step(meta.ahead)
+        self._armed = self._has_loads or self._has_grants or self._packs_ahead
 
     def loads_under_way(self) -> bool:
         """Whether the armed step has KV that has not landed yet."""
@@ -144,6 +153,7 @@ class WorkerSide:
             self._server if self._has_grants else None,
             self._layer_index,
             wait_all,
+            self._pool.ahead if self._pool is not None and self._packs_ahead else None,
         )
 
     @contextmanager

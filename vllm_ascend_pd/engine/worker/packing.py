@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of blocks in staging memory, packed at once or layer by layer while their step computes.
+
+    main thread   begin step: a slot for each group of blocks          layer 0 …  layer n written
+    pack thread                                                        pack it  …  pack it
+    link thread   Save: these are good  ──► save thread: seal, put     DropAhead: slots go back
+
+What is packed before the scheduler has confirmed the step is a guess. It is wrong when the step
+went wrong, or when the blocks have become another request's meanwhile. Then no Save names its
+group, and what no Save names is never stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_ascend_pd.backends.staging import Slot, StagingPool
+    from vllm_ascend_pd.engine.metadata import AheadSpec
+    from vllm_ascend_pd.pool.values import BlockValues
+
+logger = logging.getLogger(__name__)
+
+
+class Packing:
+    """Values of some blocks side by side in one staging slot, which it holds until ``close``.
+
+    Any thread; one at a time copies.
+    """
+
+    def __init__(
+        self, values: BlockValues, slots: StagingPool, slot: Slot, block_ids: Sequence[int]
+    ) -> None:
+        self._values = values
+        self._slots = slots
+        self._slot = slot
+        self._index_of = {block_id: i for i, block_id in enumerate(block_ids)}
+        self._block_ids = np.array(block_ids, dtype=np.int64)
+        self._lock = threading.Lock()  # guards all below, and the copy
+        self._totals = np.zeros(len(block_ids), dtype=np.uint64)
+        self._num_layers = 0
+        self._is_open = True
+
+    def pack(self, stop: int) -> None:
+        """The layers before ``stop`` that are not packed yet."""
+        with self._lock:
+            if not self._is_open or stop <= self._num_layers:
+                return
+            self._totals += self._values.pack_layers(
+                self._num_layers, stop, self._block_ids, self._slot.region
+            )
+            self._num_layers = stop
+
+    def pack_all(self) -> None:
+        self.pack(self._values.num_layers)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pages are not read any more."""
+        return self._num_layers == self._values.num_layers
+
+    def seal(self, block_id: int, block_hash: bytes) -> int:
+        """Complete the value of a block, all of whose layers are packed; its address."""
+        index = self._index_of[block_id]
+        offset = index * self._values.num_bytes
+        self._values.seal(int(self._totals[index]), block_hash, self._slot.region, offset)
+        return self._slot.addr + offset
+
+    def close(self, quarantine_until: float | None = None) -> None:
+        """Give the slot back, once; until then a write that was given up may still read from it."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+        if quarantine_until is None:
+            self._slots.release(self._slot)
+        else:
+            self._slots.quarantine(self._slot, quarantine_until)
+
+
+class PackAhead:
+    """Packs what a step announces, as far as slots are free; it never waits for one."""
+
+    def __init__(
+        self, values: BlockValues, slots: StagingPool | None, owns: Callable[[int], bool]
+    ) -> None:
+        """Without ``slots``, nothing is packed ahead, nor are blocks that this worker does not own."""
+        self._values = values
+        self._owns = owns
+        self._slots = slots
+        self._in_step: list[Packing] = []  # main thread only
+        self._lock = threading.Lock()
+        self._packings: dict[int, Packing] = {}  # by ahead_id; under the lock
+        self._layers: queue.SimpleQueue[tuple[list[Packing], int] | None] = queue.SimpleQueue()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._packings)
+
+    # Main thread.
+
+    def begin_step(self, specs: Sequence[AheadSpec]) -> bool:
+        """Whether anything of these is packed, so that ``layer_done`` is of use."""
+        self._in_step = []
+        if self._slots is None:
+            return False
+        for spec in specs:
+            slot = self._slots.acquire()
+            if slot is None:
+                break
+            own = list(filter(self._owns, spec.block_ids))
+            packing = Packing(self._values, self._slots, slot, own)
+            with self._lock:
+                self._packings[spec.ahead_id] = packing
+            self._in_step.append(packing)
+        return bool(self._in_step)
+
+    def layer_done(self, layer: int) -> None:
+        """Layers up to and with this one are written; returns at once."""
+        self._layers.put((self._in_step, layer + 1))
+
+    # Pack thread.
+
+    def run(self) -> None:
+        while (work := self._layers.get()) is not None:
+            packings, stop = work
+            try:
+                for packing in packings:
+                    packing.pack(stop)
+            except Exception:
+                logger.exception("blocks cannot be packed ahead")
+
+    def stop(self) -> None:
+        self._layers.put(None)
+
+    # Link thread.
+
+    def take(self, ahead_id: int) -> Packing | None:
+        """It is the caller's from here on. ``None`` if nothing was packed ahead."""
+        with self._lock:
+            return self._packings.pop(ahead_id, None)
+
+    def drop(self, last_ahead_id: int) -> None:
+        """Give up what was announced up to this one and not taken; waits for a copy at most."""
+        with self._lock:
+            dropped = [ahead_id for ahead_id in self._packings if ahead_id <= last_ahead_id]
+            packings = [self._packings.pop(ahead_id) for ahead_id in dropped]
+        for packing in packings:
+            packing.close()
