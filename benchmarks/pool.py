@@ -318,26 +318,26 @@ def bench_saves(options: argparse.Namespace) -> None:
     ways = ("packed after", "packed ahead")
     for num_prompts, length in ((1, 1024), (4, 1024), (8, 160)):
         print(f"saves, {num_prompts} prompts of {length} tokens, median of {options.rounds}")
-        rates: dict[str, list[float]] = {way: [] for way in ("no pool", *ways)}
+        rates: dict[str, list[float]] = {way: [] for way in ways}
         times: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for turn in range(options.rounds + 1):
             for way in ways[:: 1 if turn % 2 else -1]:
                 seed = random.randrange(1 << 30)
                 prompts = [prompt_of(seed + i, length) for i in range(num_prompts)]
-                tokens = []
-                for name in ("off", "pool"):
+                answers = {}
+                for name in list(engines)[:: 1 if turn % 4 < 2 else -1]:
                     engines[name].reset()
-                    answer = engines[name].generate(*prompts, ahead=way == "packed ahead")
-                    tokens.append(answer["tokens"])
-                    if turn:
-                        rate = num_prompts * length / answer["ms"] * 1000
-                        rates[way if name == "pool" else "no pool"].append(rate)
-                assert tokens[0] == tokens[1]
+                    answers[name] = engines[name].generate(*prompts, ahead=way == "packed ahead")
+                off, pool = answers["off"], answers["pool"]
+                assert off["tokens"] == pool["tokens"]
                 if turn:
-                    times[way].append(answer["saves"])
-        off = statistics.median(rates["no pool"])
-        for way, values in rates.items():
-            report(f"prefill, {way}", statistics.median(values), "tokens/s", off)
+                    rates[way].append(off["ms"] / pool["ms"])
+                    times[way].append(pool["saves"])
+        for way, ratios in rates.items():
+            report(f"prefill, {way}", statistics.median(ratios), "of that without a pool")
+        ratios = [b / a for a, b in zip(*rates.values(), strict=True)]
+        quartiles = ", ".join(f"{value:.3f}" for value in statistics.quantiles(ratios))
+        print(f"  prefill, packed ahead / after, quartiles: {quartiles}", flush=True)
         for what in times["packed after"][0]:
             after, ahead = (statistics.median(t[what] for t in times[way]) for way in ways)
             report(f"{what}, packed after", after, "")

@@ -91,7 +91,7 @@ class PackAhead:
     def __init__(
         self, values: BlockValues, slots: StagingPool | None, owns: Callable[[int], bool]
     ) -> None:
-        """Without ``slots``, nothing is packed ahead, nor are blocks that this worker does not own."""
+        """Without ``slots`` nothing is packed ahead; blocks that it does not own never are."""
         self._values = values
         self._owns = owns
         self._slots = slots
