@@ -19,6 +19,17 @@ def gather(
     staging_offset: int,
     seed: int,
 ) -> int: ...
+def gather_layers(
+    pages: Region,
+    layer_offsets: NDArray[np.int64],
+    block_ids: NDArray[np.int64],
+    block_stride: int,
+    page_bytes: int,
+    staging: Region,
+    staging_offset: int,
+    value_stride: int,
+    first_layer: int,
+) -> NDArray[np.uint64]: ...
 def scatter(
     pages: Region,
     layer_offsets: NDArray[np.int64],
