@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import types
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -464,6 +465,14 @@ def test_other_threads_run_during_a_native_call(name):
 def test_the_native_copier_is_picked(caplog):
     assert isinstance(make_block_copier(), NativeBlockCopier)
     assert not caplog.records
+
+
+def test_an_extension_of_an_older_package_is_refused_by_name(monkeypatch):
+    old = types.ModuleType("vllm_ascend_pd._C")
+    monkeypatch.setitem(sys.modules, "vllm_ascend_pd._C", old)
+    monkeypatch.setattr("vllm_ascend_pd._C", old, raising=False)
+    with pytest.raises(BackendError, match="older than this package"):
+        NativeBlockCopier()
 
 
 def test_without_the_extension_one_warning_is_logged(monkeypatch, caplog):

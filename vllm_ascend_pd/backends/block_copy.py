@@ -171,6 +171,8 @@ class NativeBlockCopier(BlockCopier):
             from vllm_ascend_pd import _C
         except ImportError as error:
             raise BackendError(f"the native extension is not available: {error}") from error
+        if not hasattr(_C, "gather_layers"):
+            raise BackendError("the native extension is older than this package; build it again")
         self._native = _C
 
     def gather(
