@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -305,6 +306,28 @@ def test_a_worker_that_does_not_answer_a_lookup_holds_nobody_up(
     assert provenance(answer) == {"computed": NUM_TOKENS}
     assert delta(before, engine.metrics(), "pool_lookups/deadline") == 1
     settle(engine)
+
+
+def test_each_worker_has_its_part_of_the_disk(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, tmp_path: Path
+) -> None:
+    block_size = 2 * BLOCK_SIZE  # a worker's share of it is as large as a block of one worker
+    ssd = {"path": str(tmp_path / "ssd"), "size": "256MiB"}
+    engine = engines.own(
+        "kv_both", llm=TWO, pool={**POOL, "dram_size": "32MiB", "ssd": ssd}, block_size=block_size
+    )
+    prompt = prompt_of(6 * block_size + 9)
+    store(engine, prompt)
+    time.sleep(1.5)  # until it is on disk
+    for part in range(9):
+        # Memory holds about 120 blocks and forgets the oldest.
+        store(engine, prompt_of(30 * block_size, str(part)))
+        time.sleep(0.5)
+    answer = engine.ask(prompt, 8, ASK)
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {"ssd": 6 * block_size, "computed": 9}
+    folders = {file.relative_to(tmp_path).parts[1] for file in tmp_path.rglob("*.bucket")}
+    assert folders == {"worker-0", "worker-1"}
 
 
 def test_workers_with_the_same_kv_head_share_a_master_of_their_own(
