@@ -32,7 +32,7 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
 from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
-from vllm_ascend_pd.engine.threads import shorten_turns
+from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
@@ -65,6 +65,7 @@ def create(scheduler: Scheduler) -> SchedulerSide:
     if is_ascend(scheduler.vllm_config):
         check_roles(ascend_facts(scheduler.vllm_config), config.role)
     shorten_turns()
+    sleep_where_cores_are_few(scheduler.vllm_config.parallel_config.world_size)
     return SchedulerSide(scheduler, config)
 
 

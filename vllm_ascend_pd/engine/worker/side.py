@@ -19,7 +19,7 @@ from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transpor
 from vllm_ascend_pd.config import PDConfig, Transport, WireProtocol
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.sharding import sharding
-from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns
+from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns, sleep_where_cores_are_few
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.pool_start import start_pool
@@ -46,6 +46,7 @@ def create(
     """Open the transfer engine, register the staging memory, start the threads of the role."""
     adopt_engine_logging()
     shorten_turns()
+    sleep_where_cores_are_few(vllm_config.parallel_config.world_size)
     with on_any_core():
         return _create(vllm_config, kv_cache_config, kv_caches)
 
