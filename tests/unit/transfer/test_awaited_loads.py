@@ -190,10 +190,10 @@ def test_producer_that_computes_nothing_is_not_waited_for(
 
 def test_progress_prolongs_the_wait(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt()
-    prompt.load(timeout_s=0.4)
+    prompt.load(timeout_s=1.0)
     for num_ready in range(3):
         prompt.begin_step(num_ready, num_ready + 1)
-        time.sleep(0.25)
+        time.sleep(0.5)
         prompt.end_step()
     prompt.begin_step(3, 4)
     prompt.end_step()
