@@ -597,6 +597,58 @@ def test_probe_without_an_answer_is_followed_by_another(world: World) -> None:
     assert not world.source.breaker.closed
 
 
+def test_blocks_that_are_here_are_looked_up_too_and_nobody_waits(world: World) -> None:
+    """The pool hears that they are used; what it has evicted meanwhile is stored again."""
+    first = world.request()
+    world.run_step(first, 64)
+    world.answer()
+    world.free(first)
+    world.now += 60
+    again = world.request(name="again", num_tokens=64)
+    world.source.add(again)
+    waited, refresh = world.take(Lookup)
+    assert waited.hashes == b"".join(hashes(again, 3))
+    assert refresh.hashes == b"".join(hashes(again, 0, 1, 2))
+    assert again.status == RequestStatus.WAITING_FOR_KV
+    world.source.on_found(Found(waited.lookup_id, bytes([Place.NOWHERE]), True, 0.1))
+    places = [Place.DRAM, Place.NOWHERE, Place.SSD]
+    world.source.on_found(Found(refresh.lookup_id, bytes(places), True, 0.1))
+    prompt = world.source.get(again)
+    assert prompt is not None
+    assert not prompt.offers
+    assert [h in world.known for h in hashes(again, 0, 1, 2)] == [True, False, True]
+    world.source.add(world.request(name="soon", num_tokens=64))
+    _, refresh = world.take(Lookup)
+    assert refresh.hashes == b"".join(hashes(again, 1))
+
+
+def test_blocks_that_are_here_are_refreshed_when_nothing_is_missing(world: World) -> None:
+    first = world.request()
+    world.run_step(first, 70)
+    world.answer()
+    world.now += 60
+    again = world.request(name="again")
+    world.source.add(again)
+    assert again.status == RequestStatus.WAITING
+    (refresh,) = world.take(Lookup)
+    assert refresh.hashes == b"".join(hashes(again, 0, 1, 2, 3))
+
+
+def test_refresh_without_an_answer_is_no_failure(world: World) -> None:
+    first = world.request()
+    world.run_step(first, 70)
+    world.answer()
+    for i in range(4):
+        world.now += 60
+        world.source.add(world.request(name=f"again{i}"))
+        world.now += 0.2
+        world.source.tick()
+    assert world.source.breaker.closed
+    (*_, last) = world.take(Lookup)
+    world.source.on_found(Found(last.lookup_id, b"", False, 0.1))
+    assert all(h in world.known for h in hashes(first, 0, 1, 2, 3))
+
+
 def test_block_that_failed_is_not_tried_again_at_once(world: World) -> None:
     request = world.request()
     world.source.add(request)

@@ -38,6 +38,11 @@ class KnownKeys:
         found = self._found.get(block_hash)
         return found is not None and found[0] > self._clock()
 
+    def is_recent(self, block_hash: bytes, age_s: float) -> bool:
+        """Whether it was noted not longer ago than that."""
+        found = self._found.get(block_hash)
+        return found is not None and self._clock() < found[0] - self._ttl_s + age_s
+
     def note(self, block_hash: bytes, place: Place) -> Place:
         """It is there now (``NOWHERE``: it is gone); where it was believed to be."""
         _, before = self._found.pop(block_hash, (0.0, Place.NOWHERE))

@@ -60,6 +60,10 @@ class PoolEvents:
         if MEDIA.get(before) != MEDIA.get(place):
             self._publish(block_hash, before, place, self.make_stored(request, index))
 
+    def is_recent(self, block_hash: bytes, age_s: float) -> bool:
+        """Whether it was found or stored not longer ago than that."""
+        return self._known.is_recent(block_hash, age_s)
+
     def stored(self, block_hash: bytes, event: BlockStored | None) -> None:
         """It has just been put into memory; ``event`` is from ``make_stored``."""
         before = self._known.note(block_hash, Place.DRAM)

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _BLACKLIST_S = 30.0
 _PROBE_HASH = bytes(32)
+_REFRESH_S = 2.0
+"""Blocks that are used without the pool are looked up this often at most."""
 _POOL_FAULTS = (Cause.POOL_FAILED.value, Cause.DEADLINE.value)
 _EXPECTED_OUTCOMES = ("", Cause.CANCELLED.value)
 
@@ -159,11 +161,14 @@ class PoolPrompt:
 
 @dataclass(slots=True)
 class _Pending:
-    """A lookup on its way; of a request, or a probe."""
+    """A lookup on its way: of a prompt that waits for it, of blocks that a request has already, or
+    a probe.
+    """
 
     prompt: PoolPrompt | None
     sent_at: float
     deadline: float
+    refreshed: tuple[Request, Sequence[int]] | None = None
     answers: list[Found] = field(default_factory=list)
     """Of the workers that have answered so far."""
 
@@ -243,26 +248,43 @@ class PoolSource:
             prompt.provenance, prompt.had_peer = from_peer, True
             prompt.admitted = admitted
         self._prompts[request.request_id] = prompt
-        if start >= stop:
-            prompt.advance(PoolEvent.NOTHING)
-            return
         if not self.breaker.closed:
-            self._count_lookup("bypassed")
+            if start < stop:
+                self._count_lookup("bypassed")
             prompt.advance(PoolEvent.NOTHING)
             self._probe()
             return
-        self._look_up(prompt, [bytes(h) for h in request.block_hashes[start:stop]])
-        request.status = RequestStatus.WAITING_FOR_KV
+        if start < stop:
+            self._look_up([bytes(h) for h in request.block_hashes[start:stop]], prompt)
+            request.status = RequestStatus.WAITING_FOR_KV
+        else:
+            prompt.advance(PoolEvent.NOTHING)
+        self._refresh(request, start)
+
+    def _refresh(self, request: Request, num_blocks: int) -> None:
+        """These leading blocks are taken from the prefix cache. The pool evicts what nobody has
+        looked up for longest, and without telling: it learns that they are used, and we, what must
+        be stored again. Nobody waits for the answer.
+        """
+        hashes = [bytes(h) for h in request.block_hashes[:num_blocks]]
+        indices = [i for i, h in enumerate(hashes) if not self._events.is_recent(h, _REFRESH_S)]
+        if indices:
+            self._look_up([hashes[i] for i in indices], refreshed=(request, indices))
 
     def _probe(self) -> None:
         if self.breaker.take_probe():
-            self._look_up(None, [_PROBE_HASH])
+            self._look_up([_PROBE_HASH])
 
-    def _look_up(self, prompt: PoolPrompt | None, hashes: Sequence[bytes]) -> None:
+    def _look_up(
+        self,
+        hashes: Sequence[bytes],
+        prompt: PoolPrompt | None = None,
+        refreshed: tuple[Request, Sequence[int]] | None = None,
+    ) -> None:
         now = self._clock()
         timeout_s = self._config.lookup_timeout_ms / 1000
         lookup_id = next(self._ids)
-        self._pending[lookup_id] = _Pending(prompt, now, now + timeout_s)
+        self._pending[lookup_id] = _Pending(prompt, now, now + timeout_s, refreshed)
         joined, hash_bytes = join_hashes(hashes)
         self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s))
 
@@ -276,6 +298,9 @@ class PoolSource:
             return
         del self._pending[found.lookup_id]
         found = fold_found(pending.answers)
+        if pending.refreshed is not None:
+            self._note_refreshed(*pending.refreshed, found)
+            return
         elapsed_s = self._clock() - pending.sent_at
         self._record(found.healthy, elapsed_s)
         if not found.healthy:
@@ -299,6 +324,11 @@ class PoolSource:
         if num_found:
             self._decide(prompt)
             self._queued.append(prompt)
+
+    def _note_refreshed(self, request: Request, indices: Sequence[int], found: Found) -> None:
+        if found.healthy and len(found.places) == len(indices):
+            for index, place in zip(indices, found.places, strict=True):
+                self._events.found(request, index, Place(place))
 
     def take_queued(self) -> list[PoolPrompt]:
         """Prompts with something to load that no pass of the scheduler has come to yet."""
@@ -327,6 +357,8 @@ class PoolSource:
             if now < pending.deadline:
                 continue
             del self._pending[lookup_id]
+            if pending.refreshed is not None:
+                continue
             self._record(False)
             if pending.prompt is not None and pending.prompt.advance(PoolEvent.NOTHING):
                 self._count_lookup("deadline")
