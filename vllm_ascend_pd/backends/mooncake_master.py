@@ -42,7 +42,7 @@ _FLAGS = (
     "--client_ttl=5",
     # Room is made in the background, so it must be made before memory is full. What finds none is
     # tried again.
-    "--eviction_high_watermark_ratio=0.9",
+    "--eviction_high_watermark_ratio=0.95",
     "--eviction_ratio=0.05",
 )
 
