@@ -47,7 +47,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
-from vllm_ascend_pd.engine.scheduler.side import check_supported
+from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec

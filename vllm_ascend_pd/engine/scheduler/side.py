@@ -10,10 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.config import LoadMode, PDConfig
@@ -24,16 +22,17 @@ from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
-from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads, TailBlock
+from vllm_ascend_pd.engine.scheduler.loads import Loads
+from vllm_ascend_pd.engine.scheduler.parking import Parking
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
+from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
-from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
@@ -69,52 +68,6 @@ def create(scheduler: Scheduler) -> SchedulerSide:
     return SchedulerSide(scheduler, config)
 
 
-def check_supported(scheduler: Scheduler) -> None:
-    """Refuse by name what would be silently wrong."""
-    config = scheduler.vllm_config
-    parallel = config.parallel_config
-    speculative = config.speculative_config
-    is_cpu = config.device_config.device_type == "cpu"
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if groups else None
-    for wrong, message in (
-        (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
-        (
-            len(groups) != 1
-            or type(spec).__name__
-            not in ("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
-            (
-                f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group"
-                " of full attention is supported (sliding windows beside full attention are, unless"
-                " --no-disable-hybrid-kv-cache-manager is given)"
-            ),
-        ),
-        (
-            parallel.world_size > parallel.tensor_parallel_size,
-            "pipeline and context parallel sizes above 1 (tensor parallel works)",
-        ),
-        (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
-        (parallel.data_parallel_size > 1, "data parallel sizes above 1"),
-        (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
-        (
-            speculative is not None and speculative.method != "ngram",
-            "speculative decoding with a draft model (ngram works)",
-        ),
-        (
-            speculative is not None and not HAS_TRITON and is_cpu,
-            "speculative decoding on a CPU without Triton, with which vLLM verifies drafts",
-        ),
-        (scheduler.is_encoder_decoder, "encoder-decoder models"),
-        (
-            not config.model_config.disable_cascade_attn,
-            "cascade attention, which counts block references (leave disable_cascade_attn on)",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(f"kv_connector InEngine does not support: {message}")
-    assert isinstance(spec, FullAttentionSpec)
-
-
 class SchedulerSide:
     """Implements ``hooks.SchedulerHooks``. One thread, the scheduler's; decides, never blocks."""
 
@@ -123,13 +76,13 @@ class SchedulerSide:
         self._config = config
         self._manager = scheduler.kv_cache_manager
         self._pool = scheduler.kv_cache_manager.block_pool
-        (self._tables,) = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._block_size = scheduler.block_size
         self._stats = Stats()
         self._engine_core: Any = None
         self._phantoms = PhantomBlocks(self._pool, self._block_size)
         self._sharding = sharding(scheduler.vllm_config)
         self._loads = Loads(self._sharding.num_workers)
+        self._parking = Parking(scheduler.kv_cache_manager, self._phantoms, self._loads)
         self._page_servers: dict[int, PageServer] = {}
         self._kv_pool: PoolSide | None = None  # from on_engine_started on
         self._ignored: dict[str, Provenance] = {}
@@ -287,8 +240,9 @@ class SchedulerSide:
             if self._loads.is_parked_load_of(request, missing):
                 # Another request's load brings these blocks in; then they are ordinary hits.
                 return False
-            if self._park(source, missing):
-                source.placed = True
+            if missing and self._wants_parking(source, missing):
+                source.placed = self._parking.park(source, missing)
+            if source.placed:
                 return False
             if _is_awaited(source):
                 # Given up, it may turn to the pool.
@@ -360,37 +314,8 @@ class SchedulerSide:
             return
         for prompt in self._kv_pool.source.take_queued():
             missing = self._phantoms.find_missing(prompt.request, prompt)
-            if not self._loads.is_parked_load_of(prompt.request, missing):
-                prompt.placed = self._park(prompt, missing, while_queued=True)
-
-    def _park(
-        self,
-        source: RemotePrompt | PoolPrompt,
-        missing: list[int],
-        while_queued: bool = False,
-    ) -> bool:
-        """Load the missing blocks beside the steps, if that is worth it and memory allows."""
-        request = source.request
-        if not missing or not (while_queued or self._wants_parking(source, missing)):
-            return False
-        kept = [
-            block
-            for block_hash in request.block_hashes[: missing[-1]]
-            for block in self._pool.get_cached_block(block_hash, [0]) or ()
-        ]
-        self._pool.touch(kept)
-        # Running requests grow into the free blocks; a load that waits must not starve them.
-        margin = self._pool.num_gpu_blocks // 10
-        num_full = (request.num_tokens - 1) // self._block_size
-        has_tail = source.has_tail(num_full)
-        enough = self._pool.get_num_free_blocks() - len(missing) - has_tail >= margin
-        if enough:
-            blocks = self._pool.get_new_blocks(len(missing))
-            tail = (num_full, self._pool.get_new_blocks(1)[0]) if has_tail else None
-            self._loads.park(request, source, missing, blocks, tail)
-            source.parked = True
-        self._pool.free_blocks(reversed(kept))
-        return enough
+            if missing and not self._loads.is_parked_load_of(prompt.request, missing):
+                prompt.placed = self._parking.park(prompt, missing)
 
     def _wants_parking(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
         if isinstance(source, PoolPrompt):
@@ -439,7 +364,7 @@ class SchedulerSide:
         session = self._source_of(request)
         if isinstance(session, PoolPrompt):
             assert self._kv_pool is not None
-            num_tail = self._take_tail(session, len(hits))
+            num_tail = self._parking.take_tail(session, len(hits))
             num_peer = min(num_hit, num_peer + session.num_parked_tokens)
             claimed = [phantom.index for phantom in phantoms]
             if num_tail:
@@ -447,7 +372,7 @@ class SchedulerSide:
             self._kv_pool.source.admitted(session, num_hit - num_peer, num_peer + num_tail, claimed)
         elif session is not None and not session.admitted:
             assert self._consumer is not None
-            num_tail = self._take_tail(session, len(hits))
+            num_tail = self._parking.take_tail(session, len(hits))
             num_peer = min(num_hit, num_peer + session.num_parked_tokens)
             self._consumer.admitted(session, num_hit - num_peer, num_peer + num_tail)
         stats = request.prefill_stats
@@ -457,30 +382,6 @@ class SchedulerSide:
             else:
                 stats.num_local_cached_tokens -= num_peer + num_tail
                 stats.num_external_cached_tokens += num_peer + num_tail
-
-    def _take_tail(self, source: RemotePrompt | PoolPrompt, num_hits: int) -> int:
-        """How many tokens of its tail the request is admitted with.
-
-        A tail that is loaded already takes the place of the block that was just allocated for it;
-        else this step loads it into that one.
-        """
-        request = source.request
-        num_full = (request.num_tokens - 1) // self._block_size
-        num_tail = source.num_tail_tokens if source.offers and num_hits == num_full else 0
-        table = self._tables.req_to_blocks[request.request_id]
-        if num_tail and source.held_tail is not None:
-            table[num_full], source.held_tail = source.held_tail, table[num_full]
-        elif num_tail:
-            block_id = table[num_full].block_id
-            tail = TailBlock(request, request.num_preemptions, num_full, block_id)
-            self._loads.claim(request, source, [], tail)
-        self._drop_tail(source)
-        return num_tail
-
-    def _drop_tail(self, source: RemotePrompt | PoolPrompt) -> None:
-        if source.held_tail is not None:
-            self._pool.free_blocks([source.held_tail])
-            source.held_tail = None
 
     # The step and its output.
 
@@ -581,31 +482,10 @@ class SchedulerSide:
                 if request.status == RequestStatus.PREEMPTED and request.num_stale_output_tokens:
                     request.drop_stale_output = True
         if record.parked_for is not None:
-            self._end_parked(record, result)
+            self._parking.end(record, result)
         if isinstance(source, RemotePrompt) and self._consumer is not None:
             self._consumer.load_ended(source, result)
         return bad
-
-    def _end_parked(self, record: LoadRecord, result: LoadResult) -> None:
-        """Held blocks become cached ones, or go back unused."""
-        source, request = record.source, record.parked_for
-        assert request is not None
-        loaded = record.loaded(result)
-        if loaded and not request.is_finished():
-            self._phantoms.cache(request, *loaded)
-            source.num_parked_tokens = len(loaded[0]) * self._block_size
-        held = list(record.held)
-        if record.held_tail is not None:
-            if not result.cause and not request.is_finished():
-                source.held_tail = record.held_tail[1]
-            else:
-                held.append(record.held_tail[1])
-        if result.num_resting:
-            logger.warning("%d blocks rest: a peer may still write into them", len(held))
-            self._loads.rest(result, held)
-        else:
-            self._pool.free_blocks(reversed(held))
-        source.parked = False
 
     def _recover(self, bad_block_ids: set[int]) -> None:
         preempted, bad = recover(self._scheduler, bad_block_ids)
@@ -628,7 +508,7 @@ class SchedulerSide:
         if self._consumer is not None:
             session = self._consumer.get(request)
             if session is not None:
-                self._drop_tail(session)
+                self._parking.drop_tail(session)
                 if session.parked:
                     self._loads.cancel(request)
             provenance = self._consumer.finish(request)
@@ -636,7 +516,7 @@ class SchedulerSide:
             self._kv_pool.saves.forget(request)
             prompt = self._kv_pool.source.get(request)
             if prompt is not None:
-                self._drop_tail(prompt)
+                self._parking.drop_tail(prompt)
                 if prompt.parked:
                     self._loads.cancel(request)
             origin = self._kv_pool.source.finish(request)
@@ -679,9 +559,9 @@ class SchedulerSide:
             self._producer.revoke_all()
         self._phantoms.withdraw_all()
         for session in self._consumer.sessions() if self._consumer is not None else ():
-            self._drop_tail(session)
+            self._parking.drop_tail(session)
         for prompt in self._kv_pool.source.prompts() if self._kv_pool is not None else ():
-            self._drop_tail(prompt)
+            self._parking.drop_tail(prompt)
         if self._kv_pool is not None:
             self._kv_pool.reset()
 

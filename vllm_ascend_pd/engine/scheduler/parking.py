@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads beside the steps: they fill blocks that are held for them, and so do not hold up a batch.
+
+park ──► held blocks, and one for the tail ──► end: cached blocks, and the tail is kept
+                                                    │ admission
+                                               take_tail: it takes the place of the block that
+                                                    was allocated for it
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.engine.scheduler.loads import TailBlock
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from vllm_ascend_pd.engine.scheduler.consumer import RemotePrompt
+    from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
+    from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
+    from vllm_ascend_pd.transfer.receive import LoadResult
+
+logger = logging.getLogger(__name__)
+
+_FREE_SHARE = 10
+"""One block in so many stays free: running requests grow into the free blocks, and a load that
+waits must not starve them."""
+
+
+class Parking:
+    """Scheduler thread."""
+
+    def __init__(self, manager: KVCacheManager, phantoms: PhantomBlocks, loads: Loads) -> None:
+        self._pool = manager.block_pool
+        (self._tables,) = manager.coordinator.single_type_managers
+        self._block_size = self._tables.block_size
+        self._phantoms = phantoms
+        self._loads = loads
+
+    def park(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
+        """Load the missing blocks, at least one, beside the steps, if memory allows."""
+        request = source.request
+        kept = [
+            block
+            for block_hash in request.block_hashes[: missing[-1]]
+            for block in self._pool.get_cached_block(block_hash, [0]) or ()
+        ]
+        self._pool.touch(kept)
+        margin = self._pool.num_gpu_blocks // _FREE_SHARE
+        num_full = (request.num_tokens - 1) // self._block_size
+        has_tail = source.has_tail(num_full)
+        enough = self._pool.get_num_free_blocks() - len(missing) - has_tail >= margin
+        if enough:
+            blocks = self._pool.get_new_blocks(len(missing))
+            tail = (num_full, self._pool.get_new_blocks(1)[0]) if has_tail else None
+            self._loads.park(request, source, missing, blocks, tail)
+            source.parked = True
+        self._pool.free_blocks(reversed(kept))
+        return enough
+
+    def end(self, record: LoadRecord, result: LoadResult) -> None:
+        """Held blocks become cached ones, or go back unused."""
+        source, request = record.source, record.parked_for
+        assert request is not None
+        loaded = record.loaded(result)
+        if loaded and not request.is_finished():
+            self._phantoms.cache(request, *loaded)
+            source.num_parked_tokens = len(loaded[0]) * self._block_size
+        held = list(record.held)
+        if record.held_tail is not None:
+            if not result.cause and not request.is_finished():
+                source.held_tail = record.held_tail[1]
+            else:
+                held.append(record.held_tail[1])
+        if result.num_resting:
+            logger.warning("%d blocks rest: a peer may still write into them", len(held))
+            self._loads.rest(result, held)
+        else:
+            self._pool.free_blocks(reversed(held))
+        source.parked = False
+
+    def take_tail(self, source: RemotePrompt | PoolPrompt, num_hits: int) -> int:
+        """How many tokens of its tail the request is admitted with.
+
+        A tail that is loaded already takes the place of the block that was just allocated for it;
+        else this step loads it into that one.
+        """
+        request = source.request
+        num_full = (request.num_tokens - 1) // self._block_size
+        num_tail = source.num_tail_tokens if source.offers and num_hits == num_full else 0
+        table = self._tables.req_to_blocks[request.request_id]
+        if num_tail and source.held_tail is not None:
+            table[num_full], source.held_tail = source.held_tail, table[num_full]
+        elif num_tail:
+            block_id = table[num_full].block_id
+            tail = TailBlock(request, request.num_preemptions, num_full, block_id)
+            self._loads.claim(request, source, [], tail)
+        self.drop_tail(source)
+        return num_tail
+
+    def drop_tail(self, source: RemotePrompt | PoolPrompt) -> None:
+        if source.held_tail is not None:
+            self._pool.free_blocks([source.held_tail])
+            source.held_tail = None
