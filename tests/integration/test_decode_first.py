@@ -31,6 +31,7 @@ class Pair:
         known = producer.prefill(prompt)
         assert known["supports_concurrent"]
         consumer.ask(prompt, 1, known)
+        producer.wait_count("leases", 0)
         self._where = {
             name: known[name] for name in ("remote_engine_id", "remote_host", "remote_port")
         }
