@@ -105,23 +105,34 @@ bool Overlap(const Region& a, const Region& b) {
   return a.base < b.base + b.size && b.base < a.base + a.size;
 }
 
+// Refuses what lies outside the staging region, and one that overlaps the region of the pages.
+void CheckStaging(const Region& region, const Region& staging, int64_t staging_offset,
+                  uint64_t num_bytes) {
+  CheckRange("staging", staging, staging_offset, num_bytes);
+  if (Overlap(region, staging)) {
+    throw py::value_error("the staging region overlaps the region of the pages");
+  }
+}
+
+PageList CheckedPages(const Region& region, const Int64Array& layer_offsets,
+                      const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes) {
+  CheckPages(region, layer_offsets, block_ids, block_stride, page_bytes);
+  return PageList{region.data(),
+                  layer_offsets.data(),
+                  static_cast<size_t>(layer_offsets.size()),
+                  block_ids.data(),
+                  static_cast<size_t>(block_ids.size()),
+                  static_cast<size_t>(block_stride),
+                  static_cast<size_t>(page_bytes)};
+}
+
 // Checks, then calls copy(pages, staging_data) without the GIL.
 template <typename Copy>
 uint64_t CheckedCopy(const Region& region, const Int64Array& layer_offsets,
                      const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes,
                      const Region& staging, int64_t staging_offset, Copy copy) {
-  CheckPages(region, layer_offsets, block_ids, block_stride, page_bytes);
-  const PageList pages{region.data(),
-                       layer_offsets.data(),
-                       static_cast<size_t>(layer_offsets.size()),
-                       block_ids.data(),
-                       static_cast<size_t>(block_ids.size()),
-                       static_cast<size_t>(block_stride),
-                       static_cast<size_t>(page_bytes)};
-  CheckRange("staging", staging, staging_offset, StagingBytes(pages));
-  if (Overlap(region, staging)) {
-    throw py::value_error("the staging region overlaps the region of the pages");
-  }
+  const PageList pages = CheckedPages(region, layer_offsets, block_ids, block_stride, page_bytes);
+  CheckStaging(region, staging, staging_offset, StagingBytes(pages));
   py::gil_scoped_release release;
   return copy(pages, staging.data() + staging_offset);
 }
@@ -141,9 +152,7 @@ py::array_t<uint64_t> GatherLayersChecked(const Region& region, const Int64Array
                                           int64_t page_bytes, const Region& staging,
                                           int64_t staging_offset, int64_t value_stride,
                                           int64_t first_layer) {
-  CheckPages(region, layer_offsets, block_ids, block_stride, page_bytes);
-  const auto num_layers = static_cast<uint64_t>(layer_offsets.size());
-  const auto num_blocks = static_cast<uint64_t>(block_ids.size());
+  const PageList pages = CheckedPages(region, layer_offsets, block_ids, block_stride, page_bytes);
   if (page_bytes % sizeof(uint64_t) != 0) {
     throw py::value_error("page_bytes must be a multiple of 8, not " + std::to_string(page_bytes));
   }
@@ -151,27 +160,17 @@ py::array_t<uint64_t> GatherLayersChecked(const Region& region, const Int64Array
   uint64_t value_bytes = 0;
   uint64_t num_bytes = 0;
   if (first_layer < 0 || value_stride < 0 ||
-      __builtin_add_overflow(static_cast<uint64_t>(first_layer), num_layers, &stop) ||
+      __builtin_add_overflow(static_cast<uint64_t>(first_layer), pages.num_layers, &stop) ||
       __builtin_mul_overflow(stop, static_cast<uint64_t>(page_bytes), &value_bytes) ||
       value_bytes > static_cast<uint64_t>(value_stride) ||
-      __builtin_mul_overflow(num_blocks, static_cast<uint64_t>(value_stride), &num_bytes)) {
+      __builtin_mul_overflow(pages.num_blocks, static_cast<uint64_t>(value_stride), &num_bytes)) {
     throw py::value_error("layers from " + std::to_string(first_layer) +
                           " on do not fit in a value of " + std::to_string(value_stride) +
                           " bytes");
   }
   // What follows the pages of the last value is not touched.
-  if (num_blocks != 0) num_bytes -= static_cast<uint64_t>(value_stride) - value_bytes;
-  CheckRange("staging", staging, staging_offset, num_bytes);
-  if (Overlap(region, staging)) {
-    throw py::value_error("the staging region overlaps the region of the pages");
-  }
-  const PageList pages{region.data(),
-                       layer_offsets.data(),
-                       static_cast<size_t>(num_layers),
-                       block_ids.data(),
-                       static_cast<size_t>(num_blocks),
-                       static_cast<size_t>(block_stride),
-                       static_cast<size_t>(page_bytes)};
+  if (pages.num_blocks != 0) num_bytes -= static_cast<uint64_t>(value_stride) - value_bytes;
+  CheckStaging(region, staging, staging_offset, num_bytes);
   py::array_t<uint64_t> sums(block_ids.size());
   uint64_t* const data = sums.mutable_data();
   const auto first_byte = static_cast<uint64_t>(first_layer) * static_cast<uint64_t>(page_bytes);

@@ -37,6 +37,8 @@ from vllm_ascend_pd.errors import BackendError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from vllm_ascend_pd import _C
+
 logger = logging.getLogger(__name__)
 
 _MASK = (1 << 64) - 1
@@ -183,16 +185,8 @@ class NativeBlockCopier(BlockCopier):
         staging_offset: int = 0,
         seed: int = 0,
     ) -> int:
-        return self._native.gather(
-            self._native.Region(layout.region.base, layout.region.size),
-            layout.layer_offsets,
-            block_ids,
-            layout.block_stride,
-            layout.page_bytes,
-            self._native.Region(staging.base, staging.size),
-            staging_offset,
-            seed,
-        )
+        pages = self._pages(layout, block_ids)
+        return self._native.gather(*pages, self._region(staging), staging_offset, seed)
 
     def gather_layers(
         self,
@@ -204,16 +198,9 @@ class NativeBlockCopier(BlockCopier):
         staging_offset: int,
         value_stride: int,
     ) -> NDArray[np.uint64]:
+        pages = self._pages(layout.for_layers(start, stop), block_ids)
         return self._native.gather_layers(
-            self._native.Region(layout.region.base, layout.region.size),
-            layout.layer_offsets[start:stop],
-            block_ids,
-            layout.block_stride,
-            layout.page_bytes,
-            self._native.Region(staging.base, staging.size),
-            staging_offset,
-            value_stride,
-            start,
+            *pages, self._region(staging), staging_offset, value_stride, start
         )
 
     def scatter(
@@ -224,20 +211,26 @@ class NativeBlockCopier(BlockCopier):
         staging_offset: int = 0,
         seed: int = 0,
     ) -> int:
-        return self._native.scatter(
-            self._native.Region(layout.region.base, layout.region.size),
+        pages = self._pages(layout, block_ids)
+        return self._native.scatter(*pages, self._region(staging), staging_offset, seed)
+
+    def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
+        return self._native.checksum(self._region(region), offset, num_bytes, seed)
+
+    def _region(self, region: Region) -> _C.Region:
+        return self._native.Region(region.base, region.size)
+
+    def _pages(
+        self, layout: PageLayout, block_ids: NDArray[np.int64]
+    ) -> tuple[_C.Region, NDArray[np.int64], NDArray[np.int64], int, int]:
+        """What every copy of the extension begins with."""
+        return (
+            self._region(layout.region),
             layout.layer_offsets,
             block_ids,
             layout.block_stride,
             layout.page_bytes,
-            self._native.Region(staging.base, staging.size),
-            staging_offset,
-            seed,
         )
-
-    def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
-        native_region = self._native.Region(region.base, region.size)
-        return self._native.checksum(native_region, offset, num_bytes, seed)
 
 
 class PythonBlockCopier(BlockCopier):

@@ -202,13 +202,9 @@ class DeviceBlockCopier(BlockCopier):
         layout, ids, num_bytes = _check(layout, block_ids, staging, staging_offset)
         if not num_bytes:
             return self._host.checksum(staging, staging_offset, 0, seed)
-        lane = self._lane(num_bytes)
-        self._order(lane, ids)
-        for pages, bounce in _pairs(layout, ids, lane):
-            self._device.copy(lane.stream, bounce, pages)
-        self._device.synchronize(lane.stream)
+        fetched = self._fetch(layout, ids, num_bytes)
         return self._host.gather(
-            _one_page(lane.region, 0, num_bytes), _ONE_PAGE, staging, staging_offset, seed
+            _one_page(fetched, 0, num_bytes), _ONE_PAGE, staging, staging_offset, seed
         )
 
     def gather_layers(
@@ -225,14 +221,10 @@ class DeviceBlockCopier(BlockCopier):
         num_bytes, page_bytes = layers.num_bytes(len(ids)), layout.page_bytes
         if not num_bytes:
             return np.zeros(len(ids), dtype=np.uint64)
-        lane = self._lane(num_bytes)
-        self._order(lane, ids)
-        for pages, bounce in _pairs(layers, ids, lane):
-            self._device.copy(lane.stream, bounce, pages)
-        self._device.synchronize(lane.stream)
+        fetched = self._fetch(layers, ids, num_bytes)
         # Layer-major in the pinned buffer, where the layers before ``start`` would lie before it.
         offsets = np.arange(-start, stop - start, dtype=np.int64) * (len(ids) * page_bytes)
-        packed = PageLayout(lane.region, offsets, page_bytes, page_bytes)
+        packed = PageLayout(fetched, offsets, page_bytes, page_bytes)
         return self._host.gather_layers(
             packed,
             start,
@@ -277,6 +269,15 @@ class DeviceBlockCopier(BlockCopier):
     def bind_thread(self) -> None:
         """Make the device current for the calling thread, for a library that needs it there."""
         self._device.bind_thread()
+
+    def _fetch(self, layout: DevicePageLayout, ids: list[int], num_bytes: int) -> Region:
+        """The pages, layer-major, in this thread's pinned buffer, once they are there."""
+        lane = self._lane(num_bytes)
+        self._order(lane, ids)
+        for pages, bounce in _pairs(layout, ids, lane):
+            self._device.copy(lane.stream, bounce, pages)
+        self._device.synchronize(lane.stream)
+        return lane.region
 
     def _lane(self, num_bytes: int) -> _Lane:
         lane: _Lane | None = getattr(self._lanes, "lane", None)
