@@ -63,6 +63,13 @@ class LoadMode(str, Enum):
     PARK = "park"
 
 
+class FirstTokenMode(str, Enum):
+    """Where the token after a peer's prompt comes from."""
+
+    AUTO = "auto"
+    COMPUTE = "compute"
+
+
 class PushMode(str, Enum):
     """How much of a prompt is moved at a time while it is computed.
 
@@ -108,6 +115,9 @@ class TransferConfig:
     """``step``, ``park``, or ``auto``: by expected load time, see ``max_step_load_ms``."""
     max_step_load_ms: float = 50.0
     """With ``auto``, a load expected to take longer parks its request."""
+    first_token: FirstTokenMode = FirstTokenMode.AUTO
+    """``auto``: the producer's, where both sample in the same way. ``compute``: a consumer computes
+    it, and a producer does not give it."""
     staging_slots: int = 8
     """Number of pieces that may be on their way at once."""
     staging_slot_bytes: int = 8 * 1024 * 1024

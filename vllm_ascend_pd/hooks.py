@@ -59,6 +59,9 @@ class SchedulerHooks(Protocol):
     def on_step_output(self, model_runner_output: ModelRunnerOutput) -> None:
         """Fold the worker's report in; recover from failed loads before any token is used."""
 
+    def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
+        """Add what peers have sampled to the step's outputs, ``{client index: outputs}``."""
+
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         """The request ended; its ``kv_transfer_params`` for the response, if any."""
 

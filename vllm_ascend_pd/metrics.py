@@ -15,6 +15,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "load_bytes": ("Bytes of KV loaded from peers, by transport", "transport"),
     "load_ms": ("Milliseconds from the start to the end of loads, added up", None),
     "prompt_tokens": ("Prompt tokens by where their KV came from", "source"),
+    "first_tokens": ("First tokens of requests with a peer, by who sampled them", "source"),
     "frames_refused": ("Frames of peers that were not authentic, by what was wrong", "reason"),
     "pool_lookups": ("Lookups in the pool, by how they ended", "outcome"),
     "pool_lookup_ms": ("Milliseconds that requests waited for lookups, added up", None),
@@ -92,7 +93,10 @@ class Provenance:
     transfer_ms: float = 0.0
     transport: str = ""
     """By what the bytes came, a value of ``transfer.transport``."""
+    first_token: str = "here"
+    """Who has sampled it: ``peer`` or ``here``."""
     outcome: str = ""
-    """``loaded``, ``local`` (nothing was missing), ``computed`` (nothing was to be had), or the
-    cause why KV of a peer or of the pool was not used.
+    """``loaded``, ``local`` (nothing was missing), ``computed`` (nothing was to be had),
+    ``first_token`` (the request ended with the peer's first token), or the cause why KV of a peer
+    or of the pool was not used.
     """

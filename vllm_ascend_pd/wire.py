@@ -19,7 +19,8 @@ from vllm_ascend_pd.errors import TransferError
 #          3 - several workers a side: opened names each, a fetch names a share of the pages.
 #          4 - direct placement: a fetch may name live pages instead of staging memory.
 #          5 - opened carries tickets, and watch and fetch show them.
-WIRE_VERSION = 5
+#          6 - the first token comes from the producer.
+WIRE_VERSION = 6
 
 _MAX_PARAM_LENGTH = 256
 _NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -45,6 +46,8 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     tail_digest: bytes
     open_id: int = 0
     """Chosen by the client and echoed: several requests may ask for one transfer."""
+    sampling_key: bytes = b""
+    """How the first token is to be sampled; empty when the producer's is not wanted."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -78,6 +81,18 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """By tensor-parallel rank."""
     epoch: str
     is_computed: bool = True
+    open_id: int = 0
+    first_token_id: int | None = None
+    """What the producer has sampled after the prompt, with the consumer's ``sampling_key``."""
+    first_token_follows: bool = False
+    """``FirstToken`` will be sent when the producer has sampled it."""
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
+    """Producer: the prompt is computed, and this token was sampled after it."""
+
+    transfer_id: str
+    token_id: int
     open_id: int = 0
 
 
@@ -195,7 +210,7 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     transport: str = ""
 
 
-ControlMessage = Open | Opened | Waiting | Refused | Heartbeat | Release
+ControlMessage = Open | Opened | FirstToken | Waiting | Refused | Heartbeat | Release
 DataMessage = Watch | Progress | Fetch | Fetched
 
 _encoder = msgspec.msgpack.Encoder()

@@ -82,6 +82,8 @@ class SimulatedRequest:
     prompt: list[int]
     table: list[int]
     num_computed: int = 0
+    num_known: int = 0
+    """Tokens that the worker has been told or has sampled."""
     _contents: list[int] = field(default_factory=list)
 
     def content(self, position: int) -> int:
@@ -178,8 +180,11 @@ class SimulatedWorker:
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
+            prompt = list(new.prompt_token_ids or ())
+            tokens = new.prefill_token_ids or prompt
+            assert tokens[: len(prompt)] == prompt
             self.requests[new.req_id] = SimulatedRequest(
-                list(new.prompt_token_ids or ()), list(new.block_ids[0]), new.num_computed_tokens
+                prompt, list(new.block_ids[0]), new.num_computed_tokens, len(tokens)
             )
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -188,6 +193,7 @@ class SimulatedWorker:
             if request_id in cached.resumed_req_ids:
                 assert new_blocks is not None
                 request.table = list(new_blocks[0])
+                request.num_known = max(request.num_known, len(cached.all_token_ids.get(request_id, ())))
             elif new_blocks is not None:
                 request.table = request.table + list(new_blocks[0])
             request.num_computed = cached.num_computed_tokens[i]
@@ -195,13 +201,15 @@ class SimulatedWorker:
     def _compute(self, request_id: str, num_tokens: int, samples: bool) -> list[int]:
         request = self.requests[request_id]
         start = request.num_computed
-        right = all(self.holds(request, position) for position in range(start))
+        right = start + num_tokens <= request.num_known
+        right = right and all(self.holds(request, position) for position in range(start))
         for position in range(start, start + num_tokens):
             block_id = request.table[position // BLOCK_SIZE]
             content = request.content(position) if right else -next(self._garbage)
             self.slots[block_id, position % BLOCK_SIZE] = content
         if not samples:
             return []
+        request.num_known = start + num_tokens + 1
         return [right_token(start + num_tokens) if right else WRONG_TOKEN]
 
     def holds(self, request: SimulatedRequest, position: int) -> bool:
@@ -447,7 +455,8 @@ class Engines:
         scheduler_fields: dict[str, Any] | None = None,
         **transfer: Any,
     ) -> Engine:
-        config = self.config(role, {"load_mode": "step", **transfer}, **(scheduler_fields or {}))
+        transfer = {"load_mode": "step", "first_token": "compute", **transfer}
+        config = self.config(role, transfer, **(scheduler_fields or {}))
         scheduler = self.scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config_of(num_blocks),

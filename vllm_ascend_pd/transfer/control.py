@@ -9,7 +9,7 @@ import logging
 import queue
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -23,6 +23,7 @@ from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
     ControlMessage,
+    FirstToken,
     Heartbeat,
     Open,
     Opened,
@@ -34,9 +35,9 @@ from vllm_ascend_pd.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
-    from vllm_ascend_pd.transfer.leases import LeaseBook
+    from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
     from vllm_ascend_pd.transfer.seal import Seals
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class ControlServer(Reactor):
                 self._wake_scheduler()
 
     def _on_open(self, identity: bytes, request: Open) -> None:
-        answer = self._book.open(request)
+        answer = self._book.open(request, identity)
         if isinstance(answer, Waiting):
             if len(self._waiting) < _MAX_WAITING:
                 until = self._clock() + self._arrival_timeout_s
@@ -110,6 +111,17 @@ class ControlServer(Reactor):
             else:
                 answer = self._refuse(request, f"{_MAX_WAITING} others wait for theirs already")
         self._send(identity, request, answer)
+
+    def tell_first_token(self, lease: Lease) -> None:
+        """Its prompt is computed: tell the consumers that were promised the token. Any thread."""
+        self.submit(lambda: self._tell_first_token(lease))
+
+    def _tell_first_token(self, lease: Lease) -> None:
+        if (token_id := lease.first_token_id) is None:
+            return
+        for identity, request in self._book.take_askers(lease):
+            message = FirstToken(lease.transfer_id, token_id, request.open_id)
+            self._listener.send(identity, encode(message))
 
     def answer_waiting(self) -> None:
         """Leases were announced: look again at the opens that came too early. Any thread."""
@@ -120,7 +132,7 @@ class ControlServer(Reactor):
         waiting, self._waiting = self._waiting, []
         now = self._clock()
         for identity, request, until in waiting:
-            answer = self._book.open(request)
+            answer = self._book.open(request, identity)
             if isinstance(answer, Waiting):
                 if now < until:
                     self._waiting.append((identity, request, until))
@@ -169,7 +181,7 @@ def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    key: str
+    key: Hashable
     peer: Endpoint
     transfer_id: str
     epoch: str
@@ -178,18 +190,21 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class OpenOutcome:
-    """What became of one ``open``; ``key`` is the caller's."""
+    """What became of one ``open``; ``key`` is the caller's.
 
-    key: str
-    answer: Opened | Refused
+    Where ``Opened`` says so, ``FirstToken`` follows, unless the producer is gone.
+    """
+
+    key: Any
+    answer: Opened | Refused | FirstToken
 
 
 class ControlClient(Reactor):
     """Asks producers (consumer, EngineCore process, own thread).
 
-    ``outcomes`` is read by the scheduler thread; every ``open`` ends there exactly once, at the
-    latest after ``peer_timeout_s``, or ``arrival_timeout_s`` more when the producer waits itself
-    for the request.
+    ``outcomes`` is read by the scheduler thread; every ``open`` is answered there exactly once, at
+    the latest after ``peer_timeout_s``, or ``arrival_timeout_s`` more when the producer waits
+    itself for the request. ``FirstToken`` may come after an ``Opened``.
     """
 
     def __init__(
@@ -208,11 +223,13 @@ class ControlClient(Reactor):
         self._clock = clock
         self._peers = Dealers(self, seals, Channel.CONTROL, self._on_frame, self._on_lost)
         self._pending: dict[int, _Pending] = {}
+        # Opened prompts whose first token follows.
+        self._following: dict[int, _Pending] = {}
         self._open_ids = itertools.count(1)
         self._kept: dict[tuple[Endpoint, str], set[str]] = {}
         self._next_heartbeat = 0.0
 
-    def open(self, key: str, peer: Endpoint, request: Open) -> None:
+    def open(self, key: Hashable, peer: Endpoint, request: Open) -> None:
         """Ask; the answer comes as an ``OpenOutcome``, and an opened lease is kept alive."""
         deadline = self._clock() + self._peer_timeout_s
 
@@ -233,6 +250,9 @@ class ControlClient(Reactor):
             for open_id, pending in list(self._pending.items()):
                 if (pending.peer, pending.transfer_id, pending.epoch) == (peer, transfer_id, epoch):
                     del self._pending[open_id]
+            for open_id, opened in list(self._following.items()):
+                if (opened.peer, opened.transfer_id) == (peer, transfer_id):
+                    del self._following[open_id]
             self._send(peer, Release(transfer_id, epoch))
 
         self.submit(send)
@@ -270,6 +290,12 @@ class ControlClient(Reactor):
         except TransferError as e:
             logger.warning("dropped a frame of %s: %s", peer, e)
             return
+        if isinstance(message, FirstToken):
+            opened = self._following.get(message.open_id)
+            if opened is not None and opened.peer == peer:
+                del self._following[message.open_id]
+                self.outcomes.put(OpenOutcome(opened.key, message))
+            return
         if not isinstance(message, Opened | Waiting | Refused):
             return
         pending = self._pending.get(message.open_id)
@@ -280,11 +306,15 @@ class ControlClient(Reactor):
             self._pending[message.open_id] = dataclasses.replace(pending, deadline=later)
             return
         del self._pending[message.open_id]
+        if isinstance(message, Opened) and message.first_token_follows:
+            self._following[message.open_id] = pending
         self.outcomes.put(OpenOutcome(pending.key, message))
 
     def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:
         for open_id in [i for i, pending in self._pending.items() if pending.peer == peer]:
             self._refuse(open_id, cause, what)
+        for open_id in [i for i, opened in self._following.items() if opened.peer == peer]:
+            del self._following[open_id]
 
     def _refuse(self, open_id: int, cause: Cause, what: str) -> None:
         pending = self._pending.pop(open_id)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.transfer.session import (
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.tickets import PageServer
 
 logger = logging.getLogger(__name__)
+
+_MAX_ASKERS = 64
+"""Consumers of one prompt that are told its first token; others compute it."""
 
 
 def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int]) -> bytes:
@@ -46,7 +49,8 @@ def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int])
 @dataclass(slots=True, eq=False)
 class Lease:
     """One prompt's blocks on this engine. Immutable but for ``state``, ``expires_at``,
-    ``is_opened`` and, while it is computed, ``block_ids`` (scheduler thread only).
+    ``is_opened``, ``first_token_id``, ``askers`` and, while it is computed, ``block_ids``
+    (scheduler thread only).
 
     ``block_ids[i]`` holds the tokens ``[i * block_size, (i + 1) * block_size)`` of the prompt; the
     last one, after ``num_before_tail`` others, is the tail block, whose tokens are
@@ -69,6 +73,12 @@ class Lease:
     cause: str = ""
     generation: int = 0
     """Counted by the book."""
+    sampling_key: bytes = b""
+    """How the token after the prompt is sampled here; empty when it is not for consumers."""
+    first_token_id: int | None = None
+    """That token, once the prompt is computed."""
+    askers: list[tuple[bytes, Open]] = field(default_factory=list)
+    """Consumers that are told that token, by the identity of their connection."""
 
     @property
     def ref(self) -> LeaseRef:
@@ -136,7 +146,7 @@ class LeaseBook:
         if is_released:
             self._end(lease.transfer_id, ProducerEvent.RELEASED)
 
-    def finish(self, lease: Lease) -> bool:
+    def finish(self, lease: Lease, first_token_id: int | None = None) -> bool:
         """The prompt is computed and pinned: consumers may open it from now on."""
         with self._lock:
             state = next_producer_state(lease.state, ProducerEvent.FINISHED)
@@ -144,6 +154,7 @@ class LeaseBook:
                 return False
             lease.state = state
             lease.expires_at = self._clock() + self._lease_s
+            lease.first_token_id = first_token_id
             return True
 
     def revoke(self, lease: Lease) -> bool:
@@ -183,8 +194,11 @@ class LeaseBook:
 
     # Control thread.
 
-    def open(self, request: Open) -> Opened | Waiting | Refused:
-        """Answer a consumer; an accepted open renews the lease."""
+    def open(self, request: Open, identity: bytes = b"") -> Opened | Waiting | Refused:
+        """Answer a consumer; an accepted open renews the lease.
+
+        ``identity`` is that of its connection: see ``take_askers``.
+        """
 
         def refuse(cause: Cause, detail: str) -> Refused:
             logger.warning("refused transfer %s: %s", request.transfer_id, detail)
@@ -218,6 +232,9 @@ class LeaseBook:
         if not num_blocks and not num_tail_tokens:
             return refuse(Cause.HASH_MISMATCH, "the lease holds another prompt's KV")
         num_readable = num_blocks + bool(num_tail_tokens)
+        first_token_id, first_token_follows = None, False
+        if num_tail_tokens == len(lease.tail_token_ids):  # the same prompt to its end
+            first_token_id, first_token_follows = self._first_token(lease, request, identity)
         return Opened(
             request.transfer_id,
             num_blocks,
@@ -225,7 +242,27 @@ class LeaseBook:
             tuple(server.admit(lease.ref, num_readable) for server in servers),
             self._epoch,
             is_computed,
+            first_token_id=first_token_id,
+            first_token_follows=first_token_follows,
         )
+
+    def _first_token(self, lease: Lease, request: Open, identity: bytes) -> tuple[int | None, bool]:
+        """The token, or whether it follows: neither where it would be sampled in another way."""
+        if not lease.sampling_key or request.sampling_key != lease.sampling_key:
+            return None, False
+        with self._lock:
+            if lease.state is not ProducerState.OPEN:
+                return lease.first_token_id, False
+            if len(lease.askers) == _MAX_ASKERS:
+                return None, False
+            lease.askers.append((identity, request))
+            return None, True
+
+    def take_askers(self, lease: Lease) -> list[tuple[bytes, Open]]:
+        """Whoever was promised the first token of this prompt and has not been told it."""
+        with self._lock:
+            askers, lease.askers = lease.askers, []
+            return askers
 
     def heartbeat(self, transfer_ids: Sequence[str], epoch: str) -> None:
         if epoch != self._epoch:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -19,7 +20,7 @@ from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState, next_consumer_state
 from vllm_ascend_pd.transfer.shares import Source
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
-from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, RemotePrefill
+from vllm_ascend_pd.wire import WIRE_VERSION, FirstToken, Open, Opened, Refused, RemotePrefill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,21 +37,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_BYTES_PER_MS = 300_000.0
+_FIRST_TOKEN_S = 0.05
+"""Longest wait for a first token that was promised, once all KV is in place: about as long as
+computing it takes a large model."""
 _SMOOTHING = 0.3
 
 
 class RemotePrompt:
     """One request's session with its producer; a ``BlockSource`` once it is opened."""
 
-    def __init__(self, request: Request, remote: RemotePrefill, transfer: TransferConfig) -> None:
+    def __init__(
+        self,
+        request: Request,
+        remote: RemotePrefill,
+        transfer: TransferConfig,
+        block_size: int,
+        number: int,
+    ) -> None:
         self.request = request
+        self.key = request.request_id, number
+        """Unlike the request's id it is not used again."""
         self.remote = remote
         self.control = Endpoint(remote.remote_host, remote.remote_port)
         self.state = ConsumerState.OPENING
         self.queued_status = request.status
         """The status to return to when nothing is pending any more."""
-        self.num_blocks = 0
-        self.num_tail_tokens = 0
         self.num_loads = 0
         self.placed = False
         """Whether it has been decided to load in a step or parked."""
@@ -65,11 +76,19 @@ class RemotePrompt:
         """Whether the producer had the whole prompt when it was opened."""
         self.place_until = math.inf
         """When it is given up to find memory for a prompt that is still computed."""
+        self.first_token_id: int | None = None
+        """What the producer has sampled after the prompt."""
         self.admitted = False
         self.released = False
         self.provenance = Provenance(request.num_prompt_tokens)
         self._transfer = transfer
+        self._block_size = block_size
         self._workers: tuple[Worker, ...] = ()
+        self._num_blocks = 0
+        self._num_tail_tokens = 0
+        """Of the block that holds the prompt's last token, perhaps with it, perhaps all."""
+        self._first_token_follows = False
+        self._first_token_until = math.inf
 
     def advance(self, event: ConsumerEvent) -> bool:
         """Whether the event had an effect."""
@@ -94,16 +113,55 @@ class RemotePrompt:
         """Whether the lookup of the waiting request may count on this source."""
         return self.state in (ConsumerState.READY, ConsumerState.LOADING) and not self.parked
 
+    @property
+    def is_tail_cacheable(self) -> bool:
+        """Whether the block of the prompt's last token is full, and no token of it is computed."""
+        return self._num_tail_tokens == self._block_size and self.request.num_output_tokens > 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks + self.is_tail_cacheable
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """The last token is computed in any case: that is the prompt's or the first after it."""
+        return min(self._num_tail_tokens, (self.request.num_tokens - 1) % self._block_size)
+
+    @property
+    def has_first_token(self) -> bool:
+        """Whether the first token is there and has not been delivered yet."""
+        return (
+            self.first_token_id is not None
+            and not self.admitted
+            and not self.state.final
+            and not self.request.num_output_tokens
+        )
+
+    @property
+    def has_delivered(self) -> bool:
+        """Whether the request has an output token before it is scheduled."""
+        return self.request.num_output_tokens > 0 and not self.admitted
+
+    def waits_for_first_token(self) -> bool:
+        """Whether the request, whose KV is in place, should wait a little more."""
+        if not self._first_token_follows or self.first_token_id is not None or self.state.final:
+            return False
+        now = time.monotonic()
+        self._first_token_until = min(self._first_token_until, now + _FIRST_TOKEN_S)
+        return now < self._first_token_until
+
     def opened(self, answer: Opened) -> None:
-        self.num_blocks = answer.num_blocks
-        self.num_tail_tokens = answer.num_tail_tokens
+        self._num_blocks = answer.num_blocks
+        self._num_tail_tokens = answer.num_tail_tokens
+        self._first_token_follows = answer.first_token_follows
         self._workers = answer.workers
         self.epoch = answer.epoch
         self.is_computed = answer.is_computed
         self.place_until = time.monotonic() + self._transfer.load_timeout_s
 
     def has_tail(self, index: int) -> bool:
-        return self.num_tail_tokens > 0 and self.num_blocks == index
+        num_tokens = self._num_tail_tokens if self._first_token_follows else self.num_tail_tokens
+        return num_tokens > 0 and self.num_blocks == index
 
     def make_load(
         self,
@@ -120,7 +178,7 @@ class RemotePrompt:
             timeout_s = self._transfer.load_timeout_s
             if not self.is_computed:
                 timeout_s = self._transfer.prefill_timeout_s
-                num_awaited = self.num_blocks + bool(self.num_tail_tokens)
+                num_awaited = self._num_blocks + has_tail
         return LoadSpec(
             load_id=load_id,
             peers=self._workers,
@@ -171,7 +229,11 @@ class Consumer:
         others_wait: Callable[[], bool],
         sharding: Sharding,
         divides_pages: bool,
+        sampling_key: Callable[[Request], bytes],
+        vocab_size: int,
     ) -> None:
+        self._sampling_key = sampling_key
+        self._vocab_size = vocab_size
         self._sharding = sharding
         self._divides_pages = divides_pages
         self._client = client
@@ -184,6 +246,8 @@ class Consumer:
         self._stats = stats
         self._others_wait = others_wait
         self._sessions: dict[str, RemotePrompt] = {}
+        self._numbers = itertools.count()
+        self._first_tokens: list[RemotePrompt] = []
         self._users: dict[tuple[Endpoint, str, str], int] = {}
         self._kept_epochs: dict[tuple[Endpoint, str, str], str] = {}
         """Under which the client keeps a lease: the last user may never have been answered."""
@@ -212,7 +276,8 @@ class Consumer:
                 f"kv_transfer_params.remote_host {remote.remote_host!r} is neither a loopback"
                 " address nor in security.allowed_peers"
             )
-        session = RemotePrompt(request, remote, self._transfer)
+        number = next(self._numbers)
+        session = RemotePrompt(request, remote, self._transfer, self._block_size, number)
         self._sessions[request.request_id] = session
         self._users[session.lease] = self._users.get(session.lease, 0) + 1
         if request.num_tokens < 2 or request.skip_reading_prefix_cache:
@@ -223,12 +288,13 @@ class Consumer:
             return None
         num_full = (request.num_tokens - 1) // self._block_size
         tail_start = num_full * self._block_size
-        num_tail = request.num_tokens - 1 - tail_start
+        sampling_key = self._sampling_key(request)
+        num_tail = request.num_tokens - tail_start - (not sampling_key)
         parent = request.block_hashes[num_full - 1] if num_full else b""
         tokens = request.all_token_ids[tail_start : tail_start + num_tail]
         extra_keys = tail_extra_keys(request, tail_start, request.num_tokens)
         self._client.open(
-            request.request_id,
+            session.key,
             session.control,
             Open(
                 version=WIRE_VERSION,
@@ -238,6 +304,7 @@ class Consumer:
                 block_hashes=tuple(request.block_hashes[:num_full]),
                 num_tail_tokens=num_tail,
                 tail_digest=tail_digest(parent, extra_keys, tokens),
+                sampling_key=sampling_key,
             ),
         )
         request.status = RequestStatus.WAITING_FOR_KV
@@ -247,8 +314,14 @@ class Consumer:
         """Fold in what producers have answered."""
         while not self._client.outcomes.empty():
             outcome = self._client.outcomes.get_nowait()
-            session = self._sessions.get(outcome.key)
-            if session is None or session.state is not ConsumerState.OPENING:
+            request_id = outcome.key[0]
+            session = self._sessions.get(request_id)
+            if session is None or session.key != outcome.key:
+                continue
+            if isinstance(outcome.answer, FirstToken):
+                self._note_first_token(session, outcome.answer.token_id)
+                continue
+            if session.state is not ConsumerState.OPENING:
                 continue
             answer = self._check_workers(outcome.answer)
             if isinstance(answer, Refused):
@@ -256,7 +329,7 @@ class Consumer:
                 session.provenance.outcome = answer.cause
                 logger.warning(
                     "request %s: its prompt will be computed here: %s (%s)",
-                    outcome.key,
+                    request_id,
                     answer.cause,
                     answer.detail,
                 )
@@ -266,6 +339,31 @@ class Consumer:
             session.advance(ConsumerEvent.OPENED)
             self._kept_epochs[session.lease] = session.epoch
             self._client.keep(session.control, session.remote.transfer_id, session.epoch)
+            if answer.first_token_id is not None:
+                self._note_first_token(session, answer.first_token_id)
+
+    def _note_first_token(self, session: RemotePrompt, token_id: int) -> None:
+        if not 0 <= token_id < self._vocab_size:
+            logger.error(
+                "request %s: %s sent a first token that is none: %d",
+                session.request.request_id,
+                session.control,
+                token_id,
+            )
+            return
+        session.first_token_id = token_id
+        self._first_tokens.append(session)
+
+    def take_first_tokens(self) -> list[RemotePrompt]:
+        """Requests whose first token is to be delivered now."""
+        if not self._first_tokens:
+            return []
+        sessions, self._first_tokens = self._first_tokens, []
+        return [
+            session
+            for session in sessions
+            if session.has_first_token and not session.request.is_finished()
+        ]
 
     def _check_workers(self, answer: Opened | Refused) -> Opened | Refused:
         """Refuse a producer whose workers divide pages in a way that this engine cannot load."""
@@ -348,7 +446,9 @@ class Consumer:
         if session is None:
             return None
         if session.advance(ConsumerEvent.ABORT):
-            session.provenance.outcome = session.provenance.outcome or Cause.CANCELLED.value
+            is_answered = session.has_delivered and request.status != RequestStatus.FINISHED_ABORTED
+            outcome = "first_token" if is_answered else Cause.CANCELLED.value
+            session.provenance.outcome = session.provenance.outcome or outcome
             if not session.num_loads:
                 self._release(session)
         self._phantoms.withdraw(session)
@@ -376,6 +476,7 @@ class Consumer:
     def _count(self, session: RemotePrompt) -> None:
         prompt = session.provenance
         self._stats.add("requests", label=prompt.outcome or "unknown")
+        self._stats.add("first_tokens", label=prompt.first_token)
         for source, count in (
             ("local", prompt.num_local_tokens),
             ("peer", prompt.num_peer_tokens),

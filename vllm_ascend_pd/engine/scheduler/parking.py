@@ -101,6 +101,14 @@ class Parking:
         self.drop_tail(source)
         return num_tail
 
+    def cache_full_tail(self, session: RemotePrompt) -> None:
+        """Once it has the first token, a tail block that is full is a block like the others."""
+        if session.held_tail is not None and session.is_tail_cacheable:
+            index = (session.request.num_prompt_tokens - 1) // self._block_size
+            self._phantoms.cache(session.request, [index], [session.held_tail])
+            session.num_parked_tokens += self._block_size
+            self.drop_tail(session)
+
     def drop_tail(self, source: RemotePrompt | PoolPrompt) -> None:
         if source.held_tail is not None:
             self._pool.free_blocks([source.held_tail])

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
@@ -37,7 +37,6 @@ _COMPLETE = (
 )
 _SHORT_OF_MEMORY = 20
 """Fewer than one free block of so many."""
-_CHILD_ID = re.compile(r"\d+_(.+)")
 
 
 class Producer:
@@ -62,14 +61,19 @@ class Producer:
         block_size: int,
         announce: Callable[[], None],
         waits_for_loads: Callable[[Request], bool],
+        tell_first_token: Callable[[Lease], None],
+        sampling_key: Callable[[Request], bytes],
         num_workers: int = 1,
     ) -> None:
         """``announce``: leases can be opened that could not before. ``waits_for_loads``: whether
-        KV that a request is computed on may still fail to load.
+        KV that a request is computed on may still fail to load. ``tell_first_token``: the token
+        after an announced prompt is known. ``sampling_key``: see ``first_token``.
         """
         self._num_workers = num_workers
         self._announce = announce
         self._waits_for_loads = waits_for_loads
+        self._tell_first_token = tell_first_token
+        self._sampling_key = sampling_key
         self._manager = manager
         self._book = book
         self._engine_id = engine_id
@@ -197,7 +201,8 @@ class Producer:
             # A sibling may hold other blocks of the same prompt; the one whose blocks the lease
             # names pins them when it ends, which siblings do in the same step.
             if tuple(block.block_id for block in pinned) == lease.block_ids:
-                self._book.finish(lease)
+                self._book.finish(lease, _first_token(request, lease))
+                self._tell_first_token(lease)
                 self._manager.block_pool.touch(pinned)
                 self._pins[lease.transfer_id] = pinned
         return RemotePrefill(
@@ -263,6 +268,7 @@ class Producer:
             num_tokens=num_tokens,
             num_before_tail=num_full_before_tail,
             announced=announced,
+            sampling_key=self._sampling_key(request),
         )
 
 
@@ -283,5 +289,9 @@ def _chosen_id(request: Request) -> Any:
 
 def _prompt_key(request_id: str) -> str:
     """The samples of one ``n > 1`` request (``0_id``, ``1_id``, …) share one lease."""
-    child = _CHILD_ID.fullmatch(request_id)
-    return child.group(1) if child else request_id
+    return parent_id(request_id) or request_id
+
+
+def _first_token(request: Request, lease: Lease) -> int | None:
+    """What was sampled after the prompt, if a consumer may take it."""
+    return request.output_token_ids[0] if lease.sampling_key and request.num_output_tokens else None

@@ -22,6 +22,7 @@ from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
+from vllm_ascend_pd.engine.scheduler.first_token import deliver, make_sampling_key
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.parking import Parking
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
@@ -92,6 +93,7 @@ class SchedulerSide:
         transfer = config.transfer
         self._seals = Seals.load(config.security.secret_file)
         self._book = LeaseBook(epoch, identity, transfer.lease_s, time.monotonic)
+        sampling_key = make_sampling_key(scheduler.vllm_config, transfer.first_token)
         self._server: ControlServer | None = None
         self._producer: Producer | None = None
         self._client: ControlClient | None = None
@@ -115,6 +117,8 @@ class SchedulerSide:
                 self._block_size,
                 self._server.answer_waiting,
                 self._loads.is_under,
+                self._server.tell_first_token,
+                sampling_key,
                 self._sharding.num_workers,
             )
             self._server.start()
@@ -142,6 +146,8 @@ class SchedulerSide:
                 others_wait=self._others_wait,
                 sharding=self._sharding,
                 divides_pages=can_divide_pages(scheduler.vllm_config, scheduler.kv_cache_config),
+                sampling_key=sampling_key,
+                vocab_size=scheduler.vllm_config.model_config.get_vocab_size(),
             )
             self._client.start()
         # A parked load is not ordered against a step that is still writing freed blocks.
@@ -235,6 +241,8 @@ class SchedulerSide:
             return True
         if source.pending or source.parked:
             return False
+        if isinstance(source, RemotePrompt) and source.has_first_token:
+            return False
         if source.offers and not source.placed:
             missing = self._phantoms.find_missing(request, source)
             if self._loads.is_parked_load_of(request, missing):
@@ -248,6 +256,8 @@ class SchedulerSide:
                 # Given up, it may turn to the pool.
                 return self._place_elsewhere(source, missing) and self.try_promote(request)
             source.placed = True
+        if isinstance(source, RemotePrompt) and source.waits_for_first_token():
+            return False
         request.status = source.queued_status
         return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -449,6 +459,22 @@ class SchedulerSide:
         if self._scheduler.log_stats and (values := self._stats.take()):
             output.kv_connector_stats = PDStats(data=values)
 
+    def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
+        if self._consumer is None:
+            return
+        self._consumer.collect_outcomes()
+        for session in self._consumer.take_first_tokens():
+            request = session.request
+            num_cached = self._phantoms.num_leading_hits(
+                request, request.num_prompt_tokens // self._block_size
+            )
+            num_local = max(0, num_cached * self._block_size - session.num_parked_tokens)
+            assert session.first_token_id is not None
+            session.provenance.first_token = "peer"
+            output = deliver(self._scheduler, request, session.first_token_id, num_local)
+            outputs[request.client_index].append(output)
+            self._parking.cache_full_tail(session)
+
     def _note_servers(self, servers: dict[int, PageServer]) -> None:
         """Prompts can be opened once it is known where each worker serves its pages."""
         self._page_servers |= servers
@@ -484,6 +510,7 @@ class SchedulerSide:
         if record.parked_for is not None:
             self._parking.end(record, result)
         if isinstance(source, RemotePrompt) and self._consumer is not None:
+            self._parking.cache_full_tail(source)
             self._consumer.load_ended(source, result)
         return bad
 

@@ -22,12 +22,6 @@ class BlockSource(Protocol):
 
     request: Request
 
-    num_blocks: int
-    """Full blocks from the first that can be had to the last, counted from the start."""
-
-    num_tail_tokens: int
-    """Tokens that can be had of the block after the prompt's last cacheable one."""
-
     held_tail: KVCacheBlock | None
     """That block, loaded by a parked load; the request's own from admission on."""
 
@@ -36,6 +30,14 @@ class BlockSource(Protocol):
 
     num_parked_tokens: int
     """Tokens that a parked load has brought into the prefix cache."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks from the first that can be had to the last, counted from the start."""
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """Tokens that can be had of the block after the prompt's last cacheable one."""
 
     @property
     def offers(self) -> bool:
