@@ -40,7 +40,14 @@ def serve(pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
-    extra = {"transfer": {"load_mode": options.load_mode, "transport": options.transport}}
+    extra = {
+        "transfer": {
+            "load_mode": options.load_mode,
+            "transport": options.transport,
+            # What is measured is how soon D can compute on P's KV.
+            "first_token": "compute",
+        }
+    }
     llm = LLM(
         model=options.model,
         dtype=options.dtype,

@@ -107,7 +107,9 @@ def serve(
             continue
         token_ids, params = job
         extra_args = {"kv_transfer_params": params} if params else None
-        sampling = SamplingParams(temperature=0, max_tokens=2, extra_args=extra_args)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=2, ignore_eos=True, extra_args=extra_args
+        )
         [output] = llm.generate([{"prompt_token_ids": token_ids}], sampling, use_tqdm=False)
         pipe.send(output.kv_transfer_params)
     llm.llm_engine.engine_core.shutdown()
@@ -145,7 +147,7 @@ def hand_over(producer: Engine, consumer: Engine, single: Engine, prompt: list[i
     answer = consumer.ask((prompt, {**params, "return_provenance": True}))
     origin = answer["provenance"]
     assert origin["outcome"] == "loaded", origin
-    assert origin["num_peer_tokens"] == len(prompt) - 1, origin
+    assert origin["num_peer_tokens"] == len(prompt), origin
     single.ask((prompt, None))
 
 

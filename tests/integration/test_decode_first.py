@@ -62,10 +62,11 @@ class Pair:
         self.producer.run()
         return self.consumer.join_run()
 
-    def ask(self, prompt: list[int], **more: Any) -> Answer:
+    def ask(self, prompt: list[int], prefill: dict[str, Any] | None = None, **more: Any) -> Answer:
+        """``prefill`` are options of the producer's request, ``more`` of the consumer's."""
         transfer_id = self.new_id()
         self.add_decode("both", prompt, transfer_id, **more)
-        self.add_prefill("both", prompt, transfer_id)
+        self.add_prefill("both", prompt, transfer_id, **(prefill or {}))
         return self.run()["both"]
 
 
@@ -82,13 +83,13 @@ def pair(engines: Engines, prompt_of: Callable[..., list[int]]) -> Pair:
     "num_tokens",
     [BLOCK_SIZE + 1, BLOCK_SIZE + 2, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, 256, 257, CHUNKED],
 )
-def test_consumer_computes_only_the_last_token(
+def test_consumer_computes_nothing_of_the_prompt(
     pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]], num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     answer = pair.ask(prompt)
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (0, num_tokens - 1, 1)
+    assert answer.sources == (0, num_tokens, 0)
     assert answer.outcome == "loaded"
 
 
@@ -112,7 +113,7 @@ def test_every_push_mode_moves_the_same(
     prompt = prompt_of(CHUNKED)
     answer = pair.ask(prompt)
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (0, CHUNKED - 1, 1)
+    assert answer.sources == (0, CHUNKED, 0)
 
 
 def test_blocks_come_before_the_prompt_is_computed(
@@ -152,7 +153,7 @@ def test_what_the_consumer_has_is_not_sent(
     prompt = prefix + prompt_of(2 * BLOCK_SIZE + 6, "second")
     answer = pair.ask(prompt)
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (3 * BLOCK_SIZE, 2 * BLOCK_SIZE + 5, 1)
+    assert answer.sources == (3 * BLOCK_SIZE, 2 * BLOCK_SIZE + 6, 0)
 
 
 def test_what_the_producer_has_comes_first(
@@ -162,7 +163,7 @@ def test_what_the_producer_has_comes_first(
     pair.producer.ask(prompt, 1)
     answer = pair.ask(prompt)
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (0, CHUNKED - 1, 1)
+    assert answer.sources == (0, CHUNKED, 0)
 
 
 def test_consumer_that_comes_after_the_prompt_loads_it_as_ever(
@@ -175,7 +176,7 @@ def test_consumer_that_comes_after_the_prompt_loads_it_as_ever(
     pair.add_decode("both", prompt, transfer_id)
     answer = pair.consumer.run()["both"]
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (0, CHUNKED - 1, 1)
+    assert answer.sources == (0, CHUNKED, 0)
 
 
 def test_two_samples_share_one_transfer(

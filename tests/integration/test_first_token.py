@@ -88,9 +88,7 @@ def test_nothing_of_the_prompt_is_computed(
     assert provenance["num_computed_tokens"] == 0
 
 
-def test_prompt_that_is_cached_here_takes_the_token_too(
-    producer: Engine, consumer: Engine
-) -> None:
+def test_prompt_that_is_cached_here_takes_the_token_too(producer: Engine, consumer: Engine) -> None:
     consumer.warm("w", prompt_of(96))
     params = producer.prefill("p", prompt_of(96))
     request = consumer.add("c", prompt_of(96), params, max_tokens=4)

@@ -28,18 +28,28 @@ class Three:
         self.single, self.producer, self.consumer = fleet.engines(*configs)
         self.pair = Pair(self.producer, self.consumer, prompt)
 
-    def assert_equal(self, prompt: list[int], other: list[int], **sampling: Any) -> list[Answer]:
-        """Both orders; what the consumer answered."""
+    def assert_equal(
+        self,
+        prompt: list[int],
+        other: list[int],
+        prefill: dict[str, Any] | None = None,
+        first_token: str = "peer",
+        **sampling: Any,
+    ) -> list[Answer]:
+        """Both orders; what the consumer answered. ``prefill`` is how the producer samples."""
         answers = []
         for order in ("prefill first", "decode first"):
             asked = prompt if order == "prefill first" else other
             expected = self.single.ask(asked, 24, **sampling)
             if order == "prefill first":
-                answer = self.consumer.ask(asked, 24, self.producer.prefill(asked), **sampling)
+                known = self.producer.prefill(asked, **(prefill or {}))
+                answer = self.consumer.ask(asked, 24, known, **sampling)
             else:
-                answer = self.pair.ask(asked, max_tokens=24, **sampling)
+                answer = self.pair.ask(asked, prefill, max_tokens=24, **sampling)
             assert answer.samples == expected.samples, order
-            assert answer.sources == (0, len(asked) - 1, 1), order
+            num_computed = int(first_token == "here")
+            assert answer.sources == (0, len(asked) - num_computed, num_computed), order
+            assert answer.provenance["first_token"] == first_token
             answers.append(answer)
         return answers
 
@@ -98,28 +108,45 @@ def test_prefix_caching_off_is_refused_by_name(fleet: Fleet, base_config: Engine
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "prefill", "first_token"),
     [
-        {"logprobs": 3},
-        {"stop_token_ids": list(range(0, 2000, 7)), "ignore_eos": False},
-        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"logit_bias": {5: 40.0, 9: 30.0}},
-        {"min_tokens": 6, "stop_token_ids": list(range(0, 2000, 2))},
-        {"bad_words": [" the", "a"]},
+        ({"logprobs": 3}, {}, "here"),
+        ({"stop_token_ids": list(range(0, 2000, 7)), "ignore_eos": False}, {}, "peer"),
+        ({"repetition_penalty": 1.3, "presence_penalty": 0.5}, {}, "here"),
+        ({"repetition_penalty": 1.3, "presence_penalty": 0.5}, None, "peer"),
+        ({"frequency_penalty": 1.9}, None, "peer"),
+        ({"logit_bias": {5: 40.0, 9: 30.0}}, {}, "here"),
+        ({"logit_bias": {5: 40.0, 9: 30.0}}, None, "peer"),
+        ({"min_tokens": 6, "stop_token_ids": list(range(0, 2000, 2))}, {}, "here"),
+        (
+            {"min_tokens": 6, "stop_token_ids": list(range(0, 2000, 2))},
+            {"min_tokens": 1, "stop_token_ids": list(range(0, 2000, 2))},
+            "peer",
+        ),
+        ({"bad_words": [" the", "a"]}, None, "peer"),
     ],
-    ids=lambda sampling: next(iter(sampling)),
+    ids=lambda value: next(iter(value), "") if isinstance(value, dict) else str(value),
 )
 def test_sampling_options(
-    three: Callable[..., Three], prompt_of: Callable[..., list[int]], sampling: dict[str, Any]
+    three: Callable[..., Three],
+    prompt_of: Callable[..., list[int]],
+    sampling: dict[str, Any],
+    prefill: dict[str, Any] | None,
+    first_token: str,
 ) -> None:
+    """The producer is sent the same options (``None``) or others."""
     engines = three()
-    engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"), **sampling)
+    prompts = prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b")
+    prefill = sampling if prefill is None else prefill
+    engines.assert_equal(*prompts, prefill, first_token, **sampling)
 
 
 def test_seeded_sampling(three: Callable[..., Three], prompt_of: Callable[..., list[int]]) -> None:
     # In one chunk: vLLM's CPU runner cannot take back a seeded sample of a partial prompt.
     engines = three()
-    engines.assert_equal(prompt_of(200, "a"), prompt_of(200, "b"), temperature=0.9, seed=11)
+    sampling = {"temperature": 0.9, "seed": 11}
+    prompts = prompt_of(200, "a"), prompt_of(200, "b")
+    engines.assert_equal(*prompts, sampling, first_token="here", **sampling)
 
 
 def test_prompt_logprobs_compute_the_prompt(

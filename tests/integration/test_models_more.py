@@ -36,9 +36,9 @@ def ask(engines: Three, order: str, prompt: Prompt, lora: str | None = None, **m
     return pair.run()["both"]
 
 
-def loaded(prompt: Prompt) -> tuple[int, int, int]:
-    """All but the last token came from the peer."""
-    return (0, len(prompt) - 1, 1)
+def loaded(prompt: Prompt, num_computed: int = 0) -> tuple[int, int, int]:
+    """``num_computed`` is 1 where the consumer must sample the first token itself."""
+    return (0, len(prompt) - num_computed, num_computed)
 
 
 # LoRA.
@@ -134,7 +134,7 @@ def test_structured_output(
     expected = engines.single.ask(prompt, 24, **options)
     answer = ask(engines, order, prompt, **options)
     assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
-    assert answer.sources == loaded(prompt)
+    assert answer.sources == loaded(prompt, num_computed=1)
     if kind == "regex":
         assert re.fullmatch(PATTERN, answer.text)
     elif kind == "choice":
@@ -159,7 +159,7 @@ def test_stop_strings(
     assert (answer.text, answer.finish_reason) == (expected.text, "stop")
     assert len(answer.text) < len(whole)
     # The front end finds the string and aborts, so the engine has no answer to put more into.
-    assert engines.consumer.metrics()["prompt_tokens/peer"] - before == len(prompt) - 1
+    assert engines.consumer.metrics()["prompt_tokens/peer"] - before == len(prompt)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -172,7 +172,7 @@ def test_logprobs(
     prompt = prompt_of(NUM_TOKENS)
     expected = engines.single.ask(prompt, 24, logprobs=5)
     answer = ask(engines, order, prompt, logprobs=5)
-    assert answer.sources == loaded(prompt)
+    assert answer.sources == loaded(prompt, num_computed=1)
     assert len(answer.logprobs) == 24
     for ours, theirs in zip(answer.logprobs, expected.logprobs, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)

@@ -30,7 +30,7 @@ def moved(metrics: dict[str, float]) -> float:
     "num_tokens",
     [2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, CHUNKED],
 )
-def test_consumer_computes_only_the_last_token(
+def test_consumer_computes_nothing_of_the_prompt(
     producer: Engine,
     consumer: Engine,
     single: SingleEngine,
@@ -40,7 +40,7 @@ def test_consumer_computes_only_the_last_token(
     prompt = prompt_of(num_tokens)
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (0, num_tokens - 1, 1)
+    assert answer.sources == (0, num_tokens, 0)
 
 
 def test_engines_whose_worker_is_no_process_of_its_own(
@@ -51,7 +51,7 @@ def test_engines_whose_worker_is_no_process_of_its_own(
     prompt = prompt_of(CHUNKED)
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (0, CHUNKED - 1, 1)
+    assert answer.sources == (0, CHUNKED, 0)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "mooncake"])
@@ -66,7 +66,7 @@ def test_every_transport_moves_the_same(
     prompt = prompt_of(CHUNKED)
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (0, CHUNKED - 1, 1)
+    assert answer.sources == (0, CHUNKED, 0)
     assert answer.provenance["transport"] == transport
 
 
@@ -110,7 +110,7 @@ def test_concurrent_requests_each_get_their_own_kv(
     answers = consumer.run()
     for name, prompt in prompts.items():
         assert answers[name].token_ids == single(prompt, 16).token_ids, name
-        assert answers[name].sources == (0, len(prompt) - 1, 1), name
+        assert answers[name].sources == (0, len(prompt), 0), name
 
 
 def test_prefix_shared_in_one_step_is_loaded_once(
@@ -145,7 +145,7 @@ def test_blocks_held_already_are_not_moved_again(
     prompt = prefix + prompt_of(2 * BLOCK_SIZE + 6, "second")
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (3 * BLOCK_SIZE, 2 * BLOCK_SIZE + 5, 1)
+    assert answer.sources == (3 * BLOCK_SIZE, 2 * BLOCK_SIZE + 6, 0)
     assert answer.provenance["num_peer_bytes"] == 3 * BLOCK_BYTES
 
 
@@ -159,7 +159,7 @@ def test_of_a_prompt_seen_before_only_the_tail_is_moved(
     consumer.ask(prompt, 16, producer.prefill(prompt))
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (3 * BLOCK_SIZE, 5, 1)
+    assert answer.sources == (3 * BLOCK_SIZE, 6, 0)
     assert answer.provenance["num_peer_bytes"] == BLOCK_BYTES
 
 
@@ -177,7 +177,7 @@ def test_hole_before_cached_blocks_is_filled(
     consumer.evict_blocks([hole])
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (4 * BLOCK_SIZE, BLOCK_SIZE + 5, 1)
+    assert answer.sources == (4 * BLOCK_SIZE, BLOCK_SIZE + 6, 0)
 
 
 @pytest.mark.parametrize("num_samples_of_prefill", [1, 3])
@@ -267,7 +267,7 @@ def test_prefill_whose_first_token_stops_is_still_handed_over(
     params = producer.prefill(prompt, stop_token_ids=expected[:1])
     answer = consumer.ask(prompt, 16, params)
     assert answer.token_ids == expected
-    assert answer.sources == (0, len(prompt) - 1, 1)
+    assert answer.sources == (0, len(prompt), 0)
 
 
 def test_two_engines_that_do_both_serve_each_other(
@@ -279,7 +279,7 @@ def test_two_engines_that_do_both_serve_each_other(
         prompt = prompt_of(3 * BLOCK_SIZE + 7, source.name)
         answer = target.ask(prompt, 16, source.prefill(prompt))
         assert answer.token_ids == single(prompt, 16).token_ids
-        assert answer.sources == (0, len(prompt) - 1, 1)
+        assert answer.sources == (0, len(prompt), 0)
 
 
 def test_engine_serves_itself(
@@ -289,7 +289,7 @@ def test_engine_serves_itself(
     prompt = prompt_of(3 * BLOCK_SIZE + 7)
     answer = engine.ask(prompt, 16, engine.prefill(prompt))
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (3 * BLOCK_SIZE, 6, 1)
+    assert answer.sources == (3 * BLOCK_SIZE, 7, 0)
 
 
 @pytest.mark.parametrize("num_tokens", [20, 3 * BLOCK_SIZE + 7])
@@ -319,4 +319,4 @@ def test_kv_under_the_same_cache_salt_is_used(
     params = producer.prefill(prompt, cache_salt="tenant a")
     answer = consumer.ask(prompt, 16, params, cache_salt="tenant a")
     assert answer.token_ids == single(prompt, 16, cache_salt="tenant a").token_ids
-    assert answer.sources == (0, num_tokens - 1, 1)
+    assert answer.sources == (0, num_tokens, 0)

@@ -193,7 +193,9 @@ class SimulatedWorker:
             if request_id in cached.resumed_req_ids:
                 assert new_blocks is not None
                 request.table = list(new_blocks[0])
-                request.num_known = max(request.num_known, len(cached.all_token_ids.get(request_id, ())))
+                request.num_known = max(
+                    request.num_known, len(cached.all_token_ids.get(request_id, ()))
+                )
             elif new_blocks is not None:
                 request.table = request.table + list(new_blocks[0])
             request.num_computed = cached.num_computed_tokens[i]

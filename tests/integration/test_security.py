@@ -45,7 +45,7 @@ def test_engines_with_one_secret_transfer(
         prompt = prompt_of(NUM_TOKENS, part)
         answer = consumer.ask(prompt, 16, producer.prefill(prompt))
         assert answer.token_ids == single(prompt, 16).token_ids
-        assert (answer.outcome, answer.sources) == ("loaded", (0, NUM_TOKENS - 1, 1))
+        assert (answer.outcome, answer.sources) == ("loaded", (0, NUM_TOKENS, 0))
     for engine in (producer, consumer):
         assert "the secret is" not in engine._log_path.read_text()
         assert not [name for name in engine.metrics() if name.startswith("frames_refused")]

@@ -43,11 +43,11 @@ def test_tokens_are_those_of_one_worker(
         prompt = prompt_of(num_tokens, f"prefill first {num_tokens}")
         answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
         assert answer.token_ids == single(prompt, 16).token_ids
-        assert answer.sources == (0, num_tokens - 1, 1)
+        assert answer.sources == (0, num_tokens, 0)
         prompt = prompt_of(num_tokens, f"decode first {num_tokens}")
         answer = pair.ask(prompt)
         assert answer.token_ids == single(prompt, 16).token_ids
-        assert answer.sources == (0, num_tokens - 1, 1)
+        assert answer.sources == (0, num_tokens, 0)
 
 
 @pytest.mark.parametrize("mode", ["step", "park"])
@@ -123,7 +123,7 @@ def test_one_kv_head_is_held_by_every_worker(
     prompt = prompt_of(300)
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
     assert answer.token_ids == single.ask(prompt, 16).token_ids
-    assert answer.sources == (0, 299, 1)
+    assert answer.sources == (0, 300, 0)
 
 
 @pytest.mark.parametrize(

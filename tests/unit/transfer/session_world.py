@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import itertools
 import queue
+import zlib
 from collections import deque
+from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +42,11 @@ from vllm_ascend_pd.transfer.seal import Channel, Seals, Secret
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LoadId
+from vllm_ascend_pd.wire import FirstToken
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
+VOCAB_SIZE = 1000
 LEASE_S = 30.0
 PEER_TIMEOUT_S = 2.0
 HEARTBEAT_S = 10.0
@@ -60,6 +64,11 @@ def make_request(tokens: list[int], params: dict[str, Any]) -> Request:
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
     )
+
+
+def first_token_of(prompt: Sequence[int]) -> int:
+    """What every engine samples after ``prompt``."""
+    return zlib.crc32(repr(list(prompt)).encode()) % VOCAB_SIZE
 
 
 class Clock:
@@ -237,6 +246,8 @@ class ProducerProcess:
             BLOCK_SIZE,
             announce=self.server.answer_waiting,
             waits_for_loads=lambda request: False,
+            tell_first_token=self.server.tell_first_token,
+            sampling_key=lambda request: b"alike",
         )
         self.grants = Grants()
         self.arrived: list[Request] = []
@@ -273,6 +284,8 @@ class ProducerProcess:
     def end_prefill(self, request: Request, status: RequestStatus) -> dict[str, Any] | None:
         (self.running if request in self.running else self.arrived).remove(request)
         request.status = status
+        if status is not RequestStatus.FINISHED_ABORTED:
+            request.append_output_token_ids(first_token_of(request.prompt_token_ids or ()))
         params = self.producer.finish(request)
         self.manager.free(request)
         return params
@@ -309,14 +322,15 @@ class ProducerProcess:
 
 
 class _Outcomes(queue.SimpleQueue[OpenOutcome]):
-    """Every open ends once."""
+    """Every open is answered once, and told one first token at most."""
 
     def __init__(self) -> None:
-        self._keys: set[str] = set()
+        self._seen: set[tuple[Hashable, bool]] = set()
 
     def put(self, item: OpenOutcome, block: bool = True, timeout: float | None = None) -> None:
-        assert item.key not in self._keys, "an open ended twice"
-        self._keys.add(item.key)
+        seen = item.key, isinstance(item.answer, FirstToken)
+        assert seen not in self._seen, "an open was answered twice"
+        self._seen.add(seen)
         super().put(item)
 
 
@@ -345,6 +359,8 @@ class ConsumerProcess:
             others_wait=lambda: False,
             sharding=Sharding(),
             divides_pages=True,
+            sampling_key=lambda request: b"alike",
+            vocab_size=VOCAB_SIZE,
         )
         self.requests: list[Request] = []
         self.ended: list[tuple[Request, RemotePrompt, Provenance]] = []
@@ -367,6 +383,9 @@ class ConsumerProcess:
         while not self.client._commands.empty():
             self.client._commands.get_nowait()()
         self.consumer.collect_outcomes()
+        for session in self.consumer.take_first_tokens():
+            assert session.first_token_id is not None
+            session.request.append_output_token_ids(session.first_token_id)
 
     def tick(self) -> None:
         self.turn()

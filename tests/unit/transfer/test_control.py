@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import zmq
 
@@ -20,7 +21,7 @@ from vllm_ascend_pd.transfer.control import (
     OpenOutcome,
 )
 from vllm_ascend_pd.transfer.dealers import make_dealer
-from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
+from vllm_ascend_pd.transfer.leases import _MAX_ASKERS, Lease, LeaseBook, tail_digest
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
@@ -377,6 +378,114 @@ def test_stop_sends_what_was_asked_for(
 
 
 # Being idle.
+
+
+# The first token.
+
+
+def announced(producer: Producer, sampling_key: bytes = b"alike") -> Lease:
+    lease = Lease(TransferId("t"), (), (b"h0", b"h1"), (1, 2, 3), b"", 35, 2, announced=True)
+    lease.sampling_key = sampling_key
+    producer.book.grant(lease)
+    return lease
+
+
+def ask_for_token(sampling_key: bytes = b"alike", num_tail_tokens: int = 3) -> Open:
+    digest = tail_digest(b"h1", b"", [1, 2, 3][:num_tail_tokens])
+    return msgspec.structs.replace(
+        make_open(),
+        num_tail_tokens=num_tail_tokens,
+        tail_digest=digest,
+        sampling_key=sampling_key,
+    )
+
+
+def opened(client: ControlClient) -> Opened:
+    answer = outcome_of(client).answer
+    assert isinstance(answer, Opened)
+    return answer
+
+
+def test_token_of_a_computed_prompt_comes_with_the_answer(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    producer.book.finish(announced(producer), 77)
+    client = make_client()
+    client.open("a", producer.endpoint, ask_for_token())
+    answer = opened(client)
+    assert (answer.first_token_id, answer.first_token_follows) == (77, False)
+
+
+def test_everybody_who_asked_is_told_once(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    lease = announced(producer)
+    clients = [make_client(), make_client()]
+    for client in clients:
+        for key in ("a", "b"):
+            client.open(key, producer.endpoint, ask_for_token())
+        for _ in "ab":
+            answer = opened(client)
+            assert (answer.first_token_id, answer.first_token_follows) == (None, True)
+    producer.book.finish(lease, 77)
+    producer.server.tell_first_token(lease)
+    producer.server.tell_first_token(lease)
+    for client in clients:
+        told = [outcome_of(client) for _ in "ab"]
+        assert sorted(str(outcome.key) for outcome in told) == ["a", "b"]
+        assert [outcome.answer.token_id for outcome in told] == [77, 77]
+        client.open("last", producer.endpoint, ask_for_token())
+        assert opened(client).first_token_id == 77, "nothing comes between"
+
+
+@pytest.mark.parametrize(
+    ("lease_key", "request_"),
+    [
+        pytest.param(b"alike", ask_for_token(b"other"), id="sampled otherwise"),
+        pytest.param(b"alike", ask_for_token(b""), id="not wanted"),
+        pytest.param(b"", ask_for_token(b""), id="not given"),
+        pytest.param(b"alike", ask_for_token(num_tail_tokens=2), id="a shorter prompt"),
+    ],
+)
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_token_that_is_not_the_consumers_is_not_promised(
+    producer: Producer,
+    make_client: Callable[..., ControlClient],
+    lease_key: bytes,
+    request_: Open,
+    is_computed: bool,
+) -> None:
+    lease = announced(producer, lease_key)
+    if is_computed:
+        producer.book.finish(lease, 77)
+    client = make_client()
+    client.open("a", producer.endpoint, request_)
+    answer = opened(client)
+    assert (answer.first_token_id, answer.first_token_follows) == (None, False)
+    assert not lease.askers
+
+
+def test_released_consumer_is_not_told(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    lease = announced(producer)
+    client = make_client()
+    client.open("a", producer.endpoint, ask_for_token())
+    assert opened(client).first_token_follows
+    client.release(producer.endpoint, "t", "epoch")
+    producer.wait_for_wake()
+    lease.first_token_id = 77
+    producer.server.tell_first_token(lease)
+    producer.lease("u")
+    client.open("b", producer.endpoint, make_open("u"))
+    assert outcome_of(client).key == "b"
+
+
+def test_lease_promises_its_token_to_so_many_only(producer: Producer) -> None:
+    announced(producer)
+    answers = [producer.book.open(ask_for_token(), b"x") for _ in range(_MAX_ASKERS + 1)]
+    follows = [isinstance(a, Opened) and a.first_token_follows for a in answers]
+    assert follows == [True] * _MAX_ASKERS + [False]
 
 
 def test_idle_client_asks_for_no_turn() -> None:

@@ -35,6 +35,7 @@ from tests.unit.transfer.session_world import (
     ConsumerProcess,
     Network,
     ProducerProcess,
+    first_token_of,
 )
 from vllm_ascend_pd.engine.scheduler.consumer import RemotePrompt
 from vllm_ascend_pd.transfer.seal import Secret
@@ -51,7 +52,7 @@ PROMPTS = [
 ]
 SECRETS = {"one": Secret(b"1" * 32), "two": Secret(b"2" * 32), "none": None}
 PAIRS = [("none", "none"), ("one", "one")] * 3 + [("one", "two"), ("none", "one")]
-OUTCOMES = {cause.value for cause in Cause} | {"loaded", "local", "not_needed"}
+OUTCOMES = {cause.value for cause in Cause} | {"loaded", "local", "not_needed", "first_token"}
 pick = st.integers(0, 999)
 few = st.integers(0, 4)
 
@@ -353,6 +354,13 @@ class Transfers(RuleBasedStateMachine):
             num_read = session.num_blocks * BLOCK_SIZE + session.num_tail_tokens
             assert ours[:num_read] == theirs[:num_read]
             assert not num_read or session.remote.remote_epoch != "another"
+
+    @invariant()
+    def nobody_takes_the_token_of_another_prompt(self) -> None:
+        for request, session in self.sessions:
+            token = first_token_of(request.prompt_token_ids or ())
+            assert session.first_token_id in (None, token)
+            assert list(request.output_token_ids) in ([], [token])
 
     @invariant()
     def what_is_pinned_is_leased(self) -> None:

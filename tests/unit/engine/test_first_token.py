@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests may take the first token of another engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.request import Request
+
+from vllm_ascend_pd.engine.scheduler.first_token import RULED_OUT, SHAPING, sampling_key
+
+NOT_SHAPING = {
+    *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "flat_logprobs"),
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
+    *("include_stop_str_in_output", "stream_interval", "skip_clone", "output_text_buffer_length"),
+    *("_eos_token_id", "_all_stop_token_ids", "bad_words", "skip_reading_prefix_cache"),
+    *("repetition_detection", "routed_experts_prompt_start"),
+}
+"""What happens to tokens afterwards, or what stands in another field too."""
+
+
+def key(request_id: str = "r", **sampling: Any) -> bytes:
+    request = Request(
+        request_id=request_id,
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(**sampling),
+        pooling_params=None,
+    )
+    return sampling_key(request)
+
+
+def test_every_field_of_the_pinned_vllm_is_known() -> None:
+    known = {*SHAPING, *RULED_OUT, *NOT_SHAPING, "logit_bias", "min_tokens"}
+    assert known == set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"max_tokens": 1},
+        {"stop": ["x"]},
+        {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}},
+        {"skip_special_tokens": False},
+    ],
+    ids=str,
+)
+def test_what_does_not_matter(sampling: dict[str, Any]) -> None:
+    assert key() == key(**sampling) != b""
+
+
+def test_a_seed_does_not_matter_where_nothing_is_drawn() -> None:
+    assert key(temperature=0, seed=1) == key(temperature=0, seed=2) != b""
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_p": 0.5},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"logit_bias": {3: 2.0}},
+        {"allowed_token_ids": [1, 2]},
+        {"min_tokens": 1},
+        {"min_tokens": 1, "stop_token_ids": [5]},
+        {"thinking_token_budget": 5},
+    ],
+    ids=str,
+)
+def test_what_shapes_it(sampling: dict[str, Any]) -> None:
+    assert b"" != key(**sampling) != key()
+    assert key(**sampling) == key(**sampling, max_tokens=1)
+
+
+def test_how_many_tokens_come_before_a_stop_does_not_matter() -> None:
+    assert key(min_tokens=1, stop_token_ids=[5]) == key(min_tokens=7, stop_token_ids=[5])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"seed": 5},
+        {"logprobs": 0},
+        {"prompt_logprobs": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+        {"extra_args": {"of a plugin": 1}},
+        {"request_id": "0_r"},
+    ],
+    ids=str,
+)
+def test_what_rules_it_out(sampling: dict[str, Any]) -> None:
+    assert key(**sampling) == b""
