@@ -135,6 +135,7 @@ def test_failed_load_does_not_disturb_the_requests_of_its_step(
     consumer.step_until("other", "num_output_tokens", 3)
     consumer.add("failing", prompt, 16, params)
     consumer.wait_for("failing", "session", "READY")
+    assert sorted(consumer.step()) == ["failing", "other"], "its first token comes from the peer"
     assert list(consumer.step()) == ["other"]
     answers = consumer.run()
     assert answers["other"].token_ids == single(other, 40).token_ids
@@ -153,6 +154,7 @@ def test_requests_that_share_the_failed_blocks_are_recomputed_too(
     faulty.set_faults("ok*2,corrupt")
     consumer.add("with kv", with_kv, 16, params)
     consumer.wait_for("with kv", "session", "READY")
+    assert list(consumer.step()) == ["with kv"], "its first token comes from the peer"
     consumer.add("without", without, 16)
     before = consumer.metrics()
     answers = consumer.run()
@@ -172,7 +174,8 @@ def test_later_request_does_not_meet_the_failed_blocks(
     faulty.set_faults("ok,corrupt")
     consumer.add("failing", prompt, 16, params)
     consumer.wait_for("failing", "session", "READY")
-    consumer.step()
+    assert list(consumer.step()) == ["failing"], "its first token comes from the peer"
+    assert list(consumer.step()) == []
     consumer.abort("failing")
     assert consumer.ask(prompt, 16).token_ids == single(prompt, 16).token_ids
 
