@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.pool_link import Message
     from vllm_ascend_pd.transfer.grants import GrantSpec
     from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
     from vllm_ascend_pd.transfer.tickets import PageServer
@@ -50,6 +51,8 @@ class StepMeta:
     cancels: tuple[LoadId, ...] = ()
     grants: tuple[GrantSpec, ...] = ()
     loads: tuple[LoadSpec | PoolLoadSpec, ...] = ()
+    saves: tuple[Message, ...] = ()
+    """Of blocks that earlier steps have filled, and what goes with them (``PoolIO.handle``)."""
     ahead: tuple[AheadSpec, ...] = ()
 
 

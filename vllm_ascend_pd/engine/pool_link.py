@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between the scheduler and its workers' pool: lookups, saves, and what became of them.
 
-They go beside the steps, so that a lookup leaves while a step runs, and an engine with nothing to
-do sleeps while its last blocks are stored. Loads go with the steps, as those of a peer do.
+Lookups and answers go beside the steps, so that a lookup leaves while a step runs. Saves go with
+the next step, as loads do, or beside them when there is none: an engine with nothing to do sleeps
+while its last blocks are stored.
 
     scheduler:  Lookup ──► each worker     Save ──► each worker
                        ◄── Found                ◄── Packed   its blocks may be reused
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import msgspec
 import zmq
@@ -109,24 +111,41 @@ def split_hashes(joined: bytes, hash_bytes: int) -> list[bytes]:
     return [joined[i : i + hash_bytes] for i in range(0, len(joined), hash_bytes)]
 
 
-class PoolLink(Reactor):
-    """One end; ``handle`` is called on its thread with each message that arrives.
+_listening: WeakValueDictionary[str, PoolLink] = WeakValueDictionary()
+"""The ends of this process, by path."""
 
-    A worker listens; the scheduler connects to every worker, and what it sends goes to all.
+
+class PoolLink(Reactor):
+    """One end; ``handle`` is called with each message that arrives, on its thread.
+
+    A worker listens; the scheduler connects to every worker, and what it sends goes to all. Where
+    scheduler and worker are one process, ``handle`` is called by whoever sends, so that a message
+    costs no thread its turn; it must be quick and any thread may call it.
     """
 
     def __init__(self, name: str, handle: Callable[[Message], None]) -> None:
         super().__init__(name)
         self._handle = handle
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._neighbours: list[PoolLink] = []
 
     def listen(self, path: str) -> None:
         """At a Unix socket in a folder that only this user can enter. Before ``start``."""
         self._open().bind(f"ipc://{path}")
+        _listening[path] = self
 
     def connect(self, path: str) -> None:
         """Before ``start``."""
-        self._open().connect(f"ipc://{path}")
+        if (other := _listening.get(path)) is not None:
+            self._neighbours.append(other)
+            other._neighbours.append(self)
+        else:
+            self._open().connect(f"ipc://{path}")
+
+    def start(self) -> None:
+        """Without a socket there is nothing to do for a thread."""
+        if self._sockets:
+            super().start()
 
     def _open(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self.context.socket(zmq.PAIR)
@@ -138,6 +157,10 @@ class PoolLink(Reactor):
 
     def send(self, message: Message) -> None:
         """Any thread; never blocks."""
+        if self._neighbours:
+            for other in self._neighbours:
+                other._handle(message)
+            return
         frame = _encoder.encode(message)
         self.submit(lambda: self._send(frame))
 

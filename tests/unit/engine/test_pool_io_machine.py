@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.engine import pool_link
 from vllm_ascend_pd.engine.metadata import AheadSpec, PoolLoadSpec
 from vllm_ascend_pd.engine.pool_link import (
     DROPPED,
@@ -54,8 +55,9 @@ class NoRegistry:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize()
-    def open(self) -> None:
+    @initialize(is_near=st.booleans())
+    def open(self, is_near: bool) -> None:
+        """``is_near``: as in one process with the scheduler."""
         self.pages = np.zeros((NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
         offsets = np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE
         region = Region(self.pages.ctypes.data, self.pages.nbytes)
@@ -72,6 +74,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.link = PoolLink("test", self.inbox.put)
         self.io.start()
+        if not is_near:
+            pool_link._listening.clear()
         self.link.connect(self.io.address)
         self.link.start()
         self.next_id = 0

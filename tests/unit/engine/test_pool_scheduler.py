@@ -52,13 +52,15 @@ class World:
         config = PoolConfig(breaker_failures=2, **options)
         self.known = KnownKeys(self.clock)
         pool_events = PoolEvents(self.pool, self.known, BLOCK_SIZE)
-        manager: Any = SimpleNamespace(
+        self.manager: Any = SimpleNamespace(
             block_pool=self.pool,
-            get_blocks=lambda request_id: SimpleNamespace(blocks=(self.tables[request_id],)),
+            coordinator=SimpleNamespace(
+                single_type_managers=(SimpleNamespace(req_to_blocks=self.tables),)
+            ),
         )
         self.saves = Saves(
             self.sent.append,
-            manager,
+            self.manager,
             self.known,
             pool_events,
             Speeds(),
@@ -562,6 +564,30 @@ def test_lookup_without_an_answer_ends_at_its_deadline(world: World) -> None:
     assert prompt.state is PoolState.OVER
     world.find([Place.DRAM] * 4)  # too late
     assert not prompt.offers
+
+
+@pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.PREEMPTED])
+@pytest.mark.parametrize("end", ["nothing found", "bypassed pool", "deadline"])
+def test_request_that_gets_nothing_waits_for_the_engine_alone(
+    world: World, status: RequestStatus, end: str
+) -> None:
+    request = world.request()
+    request.status = status
+    world.source.add(request)
+    assert request.status == RequestStatus.WAITING_FOR_KV
+    world.now += 0.2
+    if end == "deadline":
+        world.source.tick()
+    else:
+        world.find([Place.NOWHERE] * 4, healthy=end == "nothing found")
+    assert request.status == status
+
+
+def test_request_that_has_a_peer_waits_on(world: World) -> None:
+    request = world.request()
+    world.source.add(request, Provenance(70))
+    world.find([Place.NOWHERE] * 4)
+    assert request.status == RequestStatus.WAITING_FOR_KV
 
 
 def open_get_breaker(world: World) -> None:

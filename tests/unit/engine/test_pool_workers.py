@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.engine.test_pool_io_machine import NoRegistry
@@ -21,6 +21,7 @@ from tests.unit.engine.test_pool_scheduler import World
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
+from vllm_ascend_pd.engine import pool_link
 from vllm_ascend_pd.engine.metadata import AheadSpec, PoolLoadSpec
 from vllm_ascend_pd.engine.pool_link import (
     DROPPED,
@@ -59,6 +60,7 @@ def test_a_block_is_where_its_slowest_share_is() -> None:
         assert fold_found(order) == found(DRAM, REMOTE, SSD, NOWHERE, elapsed_ms=3.0)
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 20))
 def test_places_fold_as_one_by_one(data: Any, num_workers: int, num_blocks: int) -> None:
     row = st.lists(st.sampled_from(list(Place)), min_size=num_blocks, max_size=num_blocks)
@@ -279,6 +281,7 @@ class Workers:
             for rank, space in enumerate(spaces)
         ]
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        pool_link._listening.clear()  # as if they were other processes
         self.link = PoolLink("test", self.inbox.put)
         for worker in self.each:
             self.link.connect(worker.io.address)
@@ -367,3 +370,19 @@ def test_saves_that_are_given_up_are_not_read_any_more(workers: Workers) -> None
     for save_id in (1, 2, 3):
         kinds = [type(x) for x in answers if x.save_id == save_id]
         assert kinds.count(Packed) == kinds.count(Saved) == 2
+
+
+def test_lookups_that_wait_are_asked_at_once(workers: Workers) -> None:
+    """While the tier is busy with one, others come; each gets its own answer."""
+    fold_saved(workers.save(1, HASHES[1:3]))
+    for worker in workers.each:
+        worker.tier.script = TierScript("lookup:delay(200)")
+    deadline = time.monotonic() + LONG_S
+    for lookup_id, block_hash in enumerate(HASHES):
+        workers.link.send(Lookup(lookup_id, block_hash, 32, deadline))
+    answers = [workers.inbox.get(timeout=LONG_S) for _ in range(2 * len(HASHES))]
+    for lookup_id in range(len(HASHES)):
+        places = fold_found([a for a in answers if a.lookup_id == lookup_id]).places
+        assert [bool(place) for place in places] == [lookup_id in (1, 2)]
+    # As long as their call took: the first one, and all others together.
+    assert len({answer.elapsed_ms for answer in answers}) <= 2 * 2

@@ -25,6 +25,7 @@ from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
+from vllm_ascend_pd.engine.pool_link import DropAhead, Save
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
 from vllm_ascend_pd.engine.worker.packing import Packing
 from vllm_ascend_pd.engine.worker.pool_io import PoolIO
@@ -106,7 +107,8 @@ class Side:
         slots = [StagingPool(self.engine, 1, 2 * values.num_bytes) for _ in range(3)]
         pools += slots
         read, write, ahead = slots
-        pool = PoolIO(MemoryTier(1 << 20), values, space, read, write, 1, ahead_slots=ahead)
+        self.memory = MemoryTier(1 << 20)
+        pool = PoolIO(self.memory, values, space, read, write, 1, ahead_slots=ahead)
         pool.start()
         return pool
 
@@ -349,6 +351,19 @@ def test_announced_blocks_are_packed_by_the_layer_hook(pooled: Side) -> None:
         time.sleep(0.001)
     packing.close()
     assert pooled.worker.counts()["busy_slots"] == 0
+
+
+def test_a_step_brings_the_saves_of_those_before(pooled: Side) -> None:
+    """Before it packs: what has been dropped makes room for what it announces."""
+    pack_in_step(pooled, full_graph=False).close()
+    first = StepMeta(ahead=(AheadSpec(8, (1, 2)),))
+    pooled.worker.begin_step(output_of(first))
+    second = StepMeta(saves=(Save(1, (1, 2), (b"1" * 32, b"2" * 32), 8), DropAhead(8)))
+    pooled.worker.begin_step(output_of(second))
+    deadline = time.monotonic() + 10
+    while pooled.memory.stats().num_keys < 2 or pooled.worker.counts()["busy_slots"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_full_graph_packs_nothing_ahead(pooled: Side) -> None:

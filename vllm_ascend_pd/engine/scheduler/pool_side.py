@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine.pool_link import (
+    DropSaves,
     Found,
     Message,
     Packed,
@@ -89,7 +90,7 @@ class PoolSide:
             num_workers=len(workers),
         )
         self.saves = Saves(
-            send=self._link.send,
+            send=self._hold,
             manager=scheduler.kv_cache_manager,
             known=known,
             events=events,
@@ -102,6 +103,7 @@ class PoolSide:
             num_workers=len(workers),
         )
         self._has_news = False
+        self._held: list[Message] = []
         self._next_tick_at = 0.0
         self._gauges: dict[tuple[str, str], float] = {}
         self._link.start()
@@ -113,6 +115,35 @@ class PoolSide:
             # A request that waits for a lookup keeps the engine stepping; a save may be the last
             # thing that goes on.
             self._wake()
+
+    def _hold(self, message: Message) -> None:
+        """Until the next step takes it along. A pass of the scheduler follows right after the step
+        whose blocks are to be stored, and the threads that store them would take turns with it.
+        """
+        self._held.append(message)
+        if isinstance(message, DropSaves):
+            self._send_held()
+
+    def take_held(self) -> tuple[Message, ...]:
+        """What the step that goes out now tells the workers."""
+        if not self._held:
+            return ()
+        held, self._held = tuple(self._held), []
+        return held
+
+    def _send_held(self) -> None:
+        for message in self.take_held():
+            self._link.send(message)
+
+    def send_held_if_idle(self) -> None:
+        """When no step will take it along."""
+        scheduler = self._scheduler
+        if self._held and not (
+            scheduler.waiting
+            or scheduler.skipped_waiting
+            or any(not request.is_finished() for request in scheduler.running)
+        ):
+            self._send_held()
 
     def collect(self) -> None:
         """Fold in what the workers have said."""

@@ -311,19 +311,31 @@ class PoolSource:
         places = bytearray(found.places)
         if not found.healthy or len(places) + prompt.start > len(prompt.request.block_hashes):
             self._count_lookup("failed")
-            prompt.advance(PoolEvent.NOTHING)
+            self._give_up(prompt)
             return
         self._stats.add("pool_lookup_ms", elapsed_s * 1000)
         self._learn(prompt, places)
-        num_found = len(places) - places.count(0)
-        self._count_lookup("hit" if num_found else "miss")
+        if not any(places):
+            self._count_lookup("miss")
+            self._give_up(prompt)
+            return
+        self._count_lookup("hit")
         prompt.found(bytes(places))
         if prompt.has_block((prompt.request.num_tokens - 1) // self._block_size):
             prompt.num_tail_tokens = self._block_size - 1
-        prompt.advance(PoolEvent.FOUND if num_found else PoolEvent.NOTHING)
-        if num_found:
-            self._decide(prompt)
-            self._queued.append(prompt)
+        prompt.advance(PoolEvent.FOUND)
+        self._decide(prompt)
+        self._queued.append(prompt)
+
+    def _give_up(self, prompt: PoolPrompt) -> bool:
+        """The pool has nothing for it; whether it was waiting for that. Without a peer, nothing
+        holds the request any more, and the engine need not ask us about it.
+        """
+        if not prompt.advance(PoolEvent.NOTHING):
+            return False
+        if not prompt.had_peer:
+            prompt.request.status = prompt.queued_status
+        return True
 
     def _note_refreshed(self, request: Request, indices: Sequence[int], found: Found) -> None:
         if found.healthy and len(found.places) == len(indices):
@@ -360,7 +372,7 @@ class PoolSource:
             if pending.refreshed is not None:
                 continue
             self._record(False)
-            if pending.prompt is not None and pending.prompt.advance(PoolEvent.NOTHING):
+            if pending.prompt is not None and self._give_up(pending.prompt):
                 self._count_lookup("deadline")
 
     def _count_lookup(self, outcome: str) -> None:
@@ -451,6 +463,8 @@ class PoolSource:
         """Split the pool's tokens by tier, as the lookup saw it. ``indices`` are the blocks that it
         has brought in, or is about to.
         """
+        if not num_pool and not indices:
+            return
         origin = prompt.provenance
         by_place = {Place.DRAM: 0, Place.REMOTE: 0, Place.SSD: 0}
         tail = (origin.num_prompt_tokens - 1) // self._block_size

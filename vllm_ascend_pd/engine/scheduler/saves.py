@@ -110,8 +110,8 @@ class Saves:
         """``blocks_per_step`` is how many blocks one step may take."""
         self._num_workers = num_workers
         self._send = send
-        self._manager = manager
         self._pool = manager.block_pool
+        (self._tables,) = manager.coordinator.single_type_managers
         self._known = known
         self._events = events
         self._speeds = speeds
@@ -153,11 +153,14 @@ class Saves:
     def note_step(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
         """A step is about to go out; ``num_computed_tokens`` are still those before it."""
         step = _Step(self._clock(), output.total_num_scheduled_tokens, [])
+        computes_prompt = False
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests[request_id]
-            num_computed = request.num_computed_tokens + num_scheduled
-            step.requests.append((request, request.num_preemptions, num_computed))
-        self._announce(step)
+            num_before = request.num_computed_tokens
+            step.requests.append((request, request.num_preemptions, num_before + num_scheduled))
+            computes_prompt = computes_prompt or num_before < request.num_prompt_tokens
+        if computes_prompt:
+            self._announce(step)
         self._steps.append(step)
 
     def take_ahead(self) -> tuple[AheadSpec, ...]:
@@ -170,28 +173,27 @@ class Saves:
 
         It costs nothing if the step turns out wrong, or some of them are not stored after all.
         """
-        may_store = self._config.put and self._clock() >= self._resume_at
+        may_store = self._config.put and step.started >= self._resume_at
         if self._evictions is not None or not may_store or not self.breaker.closed:
             return
         chosen: dict[bytes, int] = {}
         room = self._max_pinned - self._num_pinned
         for request, _, num_computed in step.requests:
-            if request.num_computed_tokens >= request.num_prompt_tokens:
+            num_before, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
+            if num_before >= num_prompt:
                 continue
-            num_known = min(num_computed, request.num_prompt_tokens)
-            start, end, table = self._new_full_blocks(request, num_known)
-            start = max(start, request.num_computed_tokens // self._block_size)
-            for index in range(start, end):
-                block, block_hash = table[index], bytes(request.block_hashes[index])
+            start, end, table = self._new_full_blocks(request, min(num_computed, num_prompt))
+            for index in range(max(start, num_before // self._block_size), end):
                 if len(chosen) == room:
                     break
+                block, block_hash = table[index], request.block_hashes[index]
                 if not block.is_null and self._is_wanted(block_hash):
                     chosen.setdefault(block_hash, block.block_id)
         announced = [(block_id, block_hash) for block_hash, block_id in chosen.items()]
         for at in range(0, len(announced), self._blocks_per_save):
             part = announced[at : at + self._blocks_per_save]
             ahead_id = next(self._ahead_ids)
-            self._ahead.append(AheadSpec(ahead_id, tuple(block_id for block_id, _ in part)))
+            self._ahead.append(AheadSpec(ahead_id, tuple([block_id for block_id, _ in part])))
             step.ahead.update(dict.fromkeys(part, ahead_id))
 
     def confirm(self) -> None:
@@ -238,7 +240,7 @@ class Saves:
         end = min(end, len(request.block_hashes))
         if start >= end:
             return start, start, ()
-        table = self._manager.get_blocks(request.request_id).blocks[0]
+        table = self._tables.req_to_blocks[request.request_id]
         return start, min(end, len(table)), table
 
     def _store(

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
+    from vllm_ascend_pd.engine.pool_link import Message
     from vllm_ascend_pd.transfer.receive import LoadResult
     from vllm_ascend_pd.transfer.tickets import PageServer
 
@@ -406,15 +407,17 @@ class SchedulerSide:
             lambda request: self._manager.get_blocks(request.request_id).blocks[0]
         )
         ahead: tuple[AheadSpec, ...] = ()
+        saves: tuple[Message, ...] = ()
         if self._kv_pool is not None:
             self._kv_pool.note_step(scheduler_output, self._origin_from_peer)
+            saves = self._kv_pool.take_held()
             ahead = self._kv_pool.saves.take_ahead()
         self._keep_order()
         self._prefetch()
         loads = self._loads.take_new()
-        if not (revokes or cancels or grants or loads or ahead):
+        if not (revokes or cancels or grants or loads or saves or ahead):
             return None
-        return StepMeta(revokes, cancels, tuple(grants), loads, ahead)
+        return StepMeta(revokes, cancels, tuple(grants), loads, saves, ahead)
 
     def _keep_order(self) -> None:
         """First come, first served. The engine tries requests that were blocked before all others.
@@ -541,6 +544,7 @@ class SchedulerSide:
             provenance = self._consumer.finish(request)
         if self._kv_pool is not None:
             self._kv_pool.saves.forget(request)
+            self._kv_pool.send_held_if_idle()
             prompt = self._kv_pool.source.get(request)
             if prompt is not None:
                 self._parking.drop_tail(prompt)
@@ -555,6 +559,8 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         self._collect()
+        if self._kv_pool is not None:
+            self._kv_pool.send_held_if_idle()
         if self._producer is not None:
             self._producer.collect_closed()
         # A step tells the worker what it may no longer serve, and carries the counters out.

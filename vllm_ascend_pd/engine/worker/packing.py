@@ -3,7 +3,7 @@
 
     main thread   begin step: a slot for each group of blocks          layer 0 …  layer n written
     pack thread                                                        pack it  …  pack it
-    link thread   Save: these are good  ──► save thread: seal, put     DropAhead: slots go back
+    next step     Save: these are good  ──► save thread: seal, put     DropAhead: slots go back
 
 What is packed before the scheduler has confirmed the step is a guess. It is wrong when the step
 went wrong, or when the blocks have become another request's meanwhile. Then no Save names its
@@ -98,7 +98,8 @@ class PackAhead:
         self._in_step: list[Packing] = []  # main thread only
         self._lock = threading.Lock()
         self._packings: dict[int, Packing] = {}  # by ahead_id; under the lock
-        self._layers: queue.SimpleQueue[tuple[list[Packing], int] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[list[Packing], int | None] | None]
+        self._work = queue.SimpleQueue()
 
     def __len__(self) -> int:
         with self._lock:
@@ -124,23 +125,26 @@ class PackAhead:
 
     def layer_done(self, layer: int) -> None:
         """Layers up to and with this one are written; returns at once."""
-        self._layers.put((self._in_step, layer + 1))
+        self._work.put((self._in_step, layer + 1))
 
     # Pack thread.
 
     def run(self) -> None:
-        while (work := self._layers.get()) is not None:
+        while (work := self._work.get()) is not None:
             packings, stop = work
             try:
                 for packing in packings:
-                    packing.pack(stop)
+                    if stop is None:
+                        packing.close()
+                    else:
+                        packing.pack(stop)
             except Exception:
                 logger.exception("blocks cannot be packed ahead")
 
     def stop(self) -> None:
-        self._layers.put(None)
+        self._work.put(None)
 
-    # Link thread.
+    # Any thread.
 
     def take(self, ahead_id: int) -> Packing | None:
         """It is the caller's from here on. ``None`` if nothing was packed ahead."""
@@ -148,9 +152,9 @@ class PackAhead:
             return self._packings.pop(ahead_id, None)
 
     def drop(self, last_ahead_id: int) -> None:
-        """Give up what was announced up to this one and not taken; waits for a copy at most."""
+        """Give up what was announced up to this one and not taken; returns at once."""
         with self._lock:
             dropped = [ahead_id for ahead_id in self._packings if ahead_id <= last_ahead_id]
             packings = [self._packings.pop(ahead_id) for ahead_id in dropped]
-        for packing in packings:
-            packing.close()
+        if packings:
+            self._work.put((packings, None))

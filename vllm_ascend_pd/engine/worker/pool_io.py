@@ -37,7 +37,7 @@ from vllm_ascend_pd.engine.pool_link import (
     split_hashes,
 )
 from vllm_ascend_pd.engine.worker.packing import PackAhead, Packing
-from vllm_ascend_pd.pool.tier import Place, Status, SupportsView, Tier, Value
+from vllm_ascend_pd.pool.tier import Status, SupportsView, Tier, Value
 from vllm_ascend_pd.transfer.receive import QUARANTINE_S, LoadResult
 from vllm_ascend_pd.types import Cause, LoadId
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLOT_POLL_S = 0.002
+_LOOKUP_BATCH_BYTES = 512 * 32
+"""Lookups of so many hashes together are asked for at once, if they wait."""
 _RETRY_FULL_S = (0.02, 0.04, 0.08)
 _MAX_SLOTS_PER_BATCH = 4
 """The tier is asked once for so many staging slots' worth of blocks, to read them in place."""
@@ -143,7 +145,7 @@ class PoolIO:
         self.ahead = PackAhead(values, ahead_slots, self._owns)
         self._folder = SocketFolder()
         self.address = str(self._folder.path / "pool")
-        self._link = PoolLink("pd-pool-link", self._on_message)
+        self._link = PoolLink("pd-pool-link", self.handle)
         self._link.listen(self.address)
         targets = [("pd-pool-lookup", self._run_lookups), ("pd-pool-save", self._run_saves)]
         if ahead_slots is not None:
@@ -354,9 +356,12 @@ class PoolIO:
             time.sleep(_SLOT_POLL_S)
         return None
 
-    # What comes over the link.
+    # What the scheduler wants, besides loads.
 
-    def _on_message(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
+        """On the link's thread, that of whoever sends it in this process, or the main thread, when
+        a step brings it.
+        """
         if isinstance(message, Lookup):
             self._lookups.put(message)
         elif isinstance(message, Save):
@@ -395,19 +400,43 @@ class PoolIO:
             self._saves.put(queued)
 
     def _run_lookups(self) -> None:
-        while (lookup := self._lookups.get()) is not None:
+        while lookups := self._next_lookups():
             started = time.monotonic()
-            if started >= lookup.before:
+            lookups = [lookup for lookup in lookups if started < lookup.before]
+            keys = [
+                self._space.key(block_hash)
+                for lookup in lookups
+                for block_hash in split_hashes(lookup.hashes, lookup.hash_bytes)
+            ]
+            if not keys:
                 continue
             try:
-                keys = [self._space.key(h) for h in split_hashes(lookup.hashes, lookup.hash_bytes)]
-                places = self._tier.lookup(keys)
+                places = bytes(self._tier.lookup(keys))
                 healthy = self._tier.is_healthy()
             except Exception:
                 logger.exception("a lookup in the pool failed")
-                places, healthy = [Place.NOWHERE], False
+                places, healthy = bytes(len(keys)), False
             elapsed_ms = (time.monotonic() - started) * 1000
-            self._link.send(Found(lookup.lookup_id, bytes(places), healthy, elapsed_ms))
+            for lookup in lookups:
+                num_keys = len(lookup.hashes) // lookup.hash_bytes
+                self._link.send(Found(lookup.lookup_id, places[:num_keys], healthy, elapsed_ms))
+                places = places[num_keys:]
+
+    def _next_lookups(self) -> list[Lookup]:
+        """The next one and, to ask the tier once for all of them, those that wait behind it;
+        empty at the end.
+        """
+        lookup = self._lookups.get()
+        lookups: list[Lookup] = []
+        num_bytes = 0
+        while lookup is not None:
+            lookups.append(lookup)
+            num_bytes += len(lookup.hashes)
+            if num_bytes >= _LOOKUP_BATCH_BYTES or self._lookups.empty():
+                return lookups
+            lookup = self._lookups.get()
+        self._lookups.put(None)
+        return lookups
 
     def _run_saves(self) -> None:
         while (queued := self._saves.get()) is not None:

@@ -136,6 +136,9 @@ class WorkerSide:
             for load in meta.loads:
                 self._loader.start_load(load)
             self._has_loads = any(load.in_step for load in meta.loads)
+        if self._pool is not None:
+            for message in meta.saves:
+                self._pool.handle(message)
         self._packs_ahead = self._pool is not None and self._pool.ahead.begin_step(meta.ahead)
         self._armed = self._has_loads or self._has_grants or self._packs_ahead
 

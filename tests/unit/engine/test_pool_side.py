@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of the pool: what goes with a step, and what beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.unit.engine.test_pool_scheduler import BLOCK_SIZE, World
+from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
+from vllm_ascend_pd.engine.pool_link import DropAhead, DropSaves, PoolLink, Save
+from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+
+
+class Engine(World):
+    """A scheduler of which the pool's side sees the queues, and a worker that only listens."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        address = folder / "pool"
+        address.touch()
+        self.arrived: list[Any] = []
+        self.worker = PoolLink("worker", self.arrived.append)
+        self.worker.listen(str(address))
+        self.worker.start()
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=100))
+        self.scheduler: Any = SimpleNamespace(
+            kv_cache_config=SimpleNamespace(
+                kv_cache_groups=[group], kv_cache_tensors=[SimpleNamespace(layers=["a", "b"])]
+            ),
+            kv_cache_manager=self.manager,
+            block_size=BLOCK_SIZE,
+            scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
+            requests={},
+            waiting=[],
+            skipped_waiting=[],
+            running=[],
+        )
+        executor = SimpleNamespace(collective_rpc=lambda method: [(str(address), 4)])
+        self.side = PoolSide(
+            scheduler=self.scheduler,
+            engine_core=SimpleNamespace(model_executor=executor),
+            config=PDConfig(Role.BOTH, "e", "127.0.0.1", 0, pool=PoolConfig()),
+            phantoms=self.phantoms,
+            stats=self.stats,
+            others_wait=lambda: False,
+            wake=lambda: None,
+        )
+        self.saves = self.side.saves
+
+    def close(self) -> None:
+        self.side.stop()
+        self.worker.stop()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path)
+    yield engine
+    engine.close()
+
+
+def test_a_save_waits_for_the_next_step(engine: Engine) -> None:
+    request = engine.request()
+    engine.scheduler.running.append(request)
+    engine.run_step(request, 40)
+    engine.side.send_held_if_idle()
+    assert engine.arrived == []
+    (save,) = engine.side.take_held()
+    assert isinstance(save, Save)
+    assert engine.side.take_held() == ()
+
+
+def finish(engine: Engine) -> None:
+    engine.scheduler.running[0].status = RequestStatus.FINISHED_STOPPED
+
+
+def leave(engine: Engine) -> None:
+    engine.scheduler.running.clear()
+
+
+@pytest.mark.parametrize("end", [finish, leave])
+@pytest.mark.parametrize("queue", ["waiting", "skipped_waiting", "running", None])
+def test_without_a_next_step_it_goes_at_once(
+    engine: Engine, end: Callable[[Engine], None], queue: str | None
+) -> None:
+    """Another request makes the engine go on."""
+    request = engine.request()
+    engine.scheduler.running.append(request)
+    engine.run_step(request, 40)
+    end(engine)
+    if queue is not None:
+        getattr(engine.scheduler, queue).append(engine.request(name="other"))
+    engine.side.send_held_if_idle()
+    assert len(engine.arrived) == (queue is None)
+    assert len(engine.side.take_held()) == (queue is not None)
+
+
+def test_what_is_given_up_reaches_the_worker_after_its_save(engine: Engine) -> None:
+    request = engine.request()
+    engine.scheduler.running.append(request)
+    engine.run_step(request, 40, confirm=False)
+    request.num_preemptions += 1
+    engine.saves.confirm()
+    engine.run_step(request, 16)
+    assert engine.arrived == []
+    engine.saves.drop()
+    assert [type(message) for message in engine.arrived] == [*(DropAhead, Save, Save, DropSaves)]
