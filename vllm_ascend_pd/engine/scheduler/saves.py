@@ -182,14 +182,16 @@ class Saves:
             num_before, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
             if num_before >= num_prompt:
                 continue
-            start, end, table = self._new_full_blocks(request, min(num_computed, num_prompt))
-            for index in range(max(start, num_before // self._block_size), end):
+            hashes = request.block_hashes
+            table = self._tables.req_to_blocks[request.request_id]
+            start = max(self._saved.get(request.request_id, 0), num_before // self._block_size)
+            end = min(num_computed, num_prompt) // self._block_size
+            for block, block_hash in zip(table[start:end], hashes[start:end], strict=False):
                 if len(chosen) == room:
                     break
-                block, block_hash = table[index], request.block_hashes[index]
                 if not block.is_null and self._is_wanted(block_hash):
                     chosen.setdefault(block_hash, block.block_id)
-        announced = [(block_id, block_hash) for block_hash, block_id in chosen.items()]
+        announced = list(zip(chosen.values(), chosen, strict=True))
         for at in range(0, len(announced), self._blocks_per_save):
             part = announced[at : at + self._blocks_per_save]
             ahead_id = next(self._ahead_ids)
@@ -305,7 +307,7 @@ class Saves:
         self._send_save(save)
 
     def _is_wanted(self, block_hash: bytes) -> bool:
-        return block_hash not in self._known and block_hash not in self._pending_hashes
+        return block_hash not in self._pending_hashes and block_hash not in self._known
 
     def _may_send(self) -> bool:
         """While it is bypassed, one save now and then is the probe."""
