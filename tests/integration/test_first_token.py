@@ -20,8 +20,8 @@ from tests.integration.test_scheduler_hooks import (  # noqa: F401
     prompt_of,
     right_token,
 )
-from vllm_ascend_pd.engine.scheduler import consumer as consumer_module
-from vllm_ascend_pd.engine.scheduler.consumer import RemotePrompt
+from vllm_ascend_pd.engine.scheduler import remote_prompt
+from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.types import Cause
 
 LENGTHS = [2, 15, 16, 17, 33, 96, 97, 100]
@@ -240,7 +240,7 @@ def silent(producer: Engine) -> Iterator[None]:
 def test_token_that_does_not_come_is_computed(
     producer: Engine, consumer: Engine, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer_module, "_FIRST_TOKEN_S", 0.2)
+    monkeypatch.setattr(remote_prompt, "_FIRST_TOKEN_S", 0.2)
     both = Concurrent(producer, consumer, num_tokens, max_tokens=4)
     both.park()
     both.compute_prompt()
@@ -261,7 +261,7 @@ def test_token_that_does_not_come_is_computed(
 def test_token_that_comes_after_admission_is_not_used(
     producer: Engine, consumer: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer_module, "_FIRST_TOKEN_S", 0.0)
+    monkeypatch.setattr(remote_prompt, "_FIRST_TOKEN_S", 0.0)
     both = Concurrent(producer, consumer, 100, max_tokens=4)
     both.park()
     both.compute_prompt()

@@ -29,9 +29,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_pd.config import SecurityConfig, TransferConfig
-from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer, OpenOutcome
 from vllm_ascend_pd.transfer.dealers import Dealers, _Connection

@@ -37,7 +37,7 @@ from tests.unit.transfer.session_world import (
     ProducerProcess,
     first_token_of,
 )
-from vllm_ascend_pd.engine.scheduler.consumer import RemotePrompt
+from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.transfer.seal import Secret
 from vllm_ascend_pd.transfer.session import ConsumerState
 from vllm_ascend_pd.types import Cause, Endpoint

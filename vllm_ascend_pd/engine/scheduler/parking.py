@@ -17,10 +17,10 @@ from vllm_ascend_pd.engine.scheduler.loads import TailBlock
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    from vllm_ascend_pd.engine.scheduler.consumer import RemotePrompt
     from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
+    from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
     from vllm_ascend_pd.transfer.receive import LoadResult
 
 logger = logging.getLogger(__name__)

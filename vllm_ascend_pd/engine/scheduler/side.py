@@ -21,7 +21,7 @@ from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
-from vllm_ascend_pd.engine.scheduler.consumer import Consumer, RemotePrompt
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.first_token import deliver, make_sampling_key
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.parking import Parking
@@ -30,6 +30,7 @@ from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
+from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
