@@ -3,10 +3,12 @@
 """The transfer alone, without engines: pages of one process into pages of another.
 
 A data server and a loader, as the workers of a producer and a consumer run them, in two processes:
-packed with a checksum, written by Mooncake piece by piece, verified, put in place. In the same
-run, in turns: Mooncake's own write of the same bytes in one piece, a TCP socket, a memcpy.
+packed with a checksum, written piece by piece or through a ring of shared memory, verified, put in
+place. In the same run, in turns: Mooncake's own write of the same bytes in one piece, a TCP
+socket, a memcpy.
 
     python benchmarks/data_path.py
+    python benchmarks/data_path.py --transport shared_memory
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
 from vllm_ascend_pd.config import TransferConfig
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
-from vllm_ascend_pd.transfer.receive import Loader, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
+from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.seal import Seals, Secret
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import LeaseRef, LoadId
@@ -93,6 +96,7 @@ def main() -> None:
     parser.add_argument("--slot-bytes", type=int, default=defaults.staging_slot_bytes)
     parser.add_argument("--transport", choices=(MOONCAKE, SHARED_MEMORY), default=MOONCAKE)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tail", action="store_true", help="the last block travels first")
     parser.add_argument("--sealed", action="store_true", help="with security.secret_file")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -110,7 +114,17 @@ def main() -> None:
     times: dict[str, list[float]] = {}
     for number in range(options.rounds + 3):
         memory[:] = 0
-        spec = LoadSpec(LoadId(number), (admitted,), "prompt", "epoch", ids, ids, True, True, 10.0)
+        spec = LoadSpec(
+            load_id=LoadId(number),
+            peers=(admitted,),
+            transfer_id="prompt",
+            epoch="epoch",
+            block_indices=ids,
+            block_ids=ids,
+            has_tail=options.tail,
+            in_step=True,
+            timeout_s=10.0,
+        )
         started = time.perf_counter()
         loader.start_load(spec)
         loader.wait_all()

@@ -9,9 +9,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 
 #include "block_copy.h"
+#include "checksum.h"
+#include "page_ring.h"
 
 namespace py = pybind11;
 
@@ -197,6 +200,32 @@ uint64_t ChecksumChecked(const Region& region, int64_t offset, int64_t num_bytes
   return Checksum(region.data() + offset, static_cast<size_t>(num_bytes), seed);
 }
 
+// One end of a ring, made of checked arguments.
+template <typename End>
+std::unique_ptr<End> MakeEnd(const Region& region, const Int64Array& layer_offsets,
+                             const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes,
+                             const Region& ring, uint64_t key) {
+  const PageList pages = CheckedPages(region, layer_offsets, block_ids, block_stride, page_bytes);
+  StagingBytes(pages);
+  if (Overlap(region, ring)) throw py::value_error("the ring overlaps the region of the pages");
+  if (key == 0) throw py::value_error("a ring's key is not 0");
+  if (ring.base % alignof(RingHeader) != 0 || ring.size < kRingHeaderBytes + 2 * kRingChunkBytes) {
+    throw py::value_error("not a ring: base=" + std::to_string(ring.base) +
+                          ", size=" + std::to_string(ring.size));
+  }
+  return std::make_unique<End>(pages, ring.data(), static_cast<size_t>(ring.size), key);
+}
+
+template <typename End>
+void DefineEnd(py::class_<End>& end) {
+  end.def(py::init(&MakeEnd<End>), py::arg("pages"), py::arg("layer_offsets").noconvert(),
+          py::arg("block_ids").noconvert(), py::arg("block_stride"), py::arg("page_bytes"),
+          py::arg("ring"), py::arg("key"))
+      .def("run", &End::Run, py::arg("patience_us"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("num_bytes_left", &End::num_bytes_left)
+      .def_property_readonly("checksum", &End::checksum);
+}
+
 }  // namespace
 }  // namespace vllm_ascend_pd
 
@@ -222,4 +251,26 @@ PYBIND11_MODULE(_C, module) {
              py::arg("staging_offset"), py::arg("seed"));
   module.def("checksum", &vllm_ascend_pd::ChecksumChecked, py::arg("region"), py::arg("offset"),
              py::arg("num_bytes"), py::arg("seed"));
+
+  using vllm_ascend_pd::PackStatus;
+  using vllm_ascend_pd::RingPacker;
+  using vllm_ascend_pd::RingPlacer;
+  py::enum_<PackStatus>(module, "PackStatus")
+      .value("DONE", PackStatus::kDone)
+      .value("WAITING", PackStatus::kWaiting)
+      .value("ENDED", PackStatus::kEnded);
+  py::class_<RingPacker> packer(module, "RingPacker");
+  vllm_ascend_pd::DefineEnd(packer);
+  packer.def("confirm", &RingPacker::Confirm);
+  py::class_<RingPlacer> placer(module, "RingPlacer");
+  vllm_ascend_pd::DefineEnd(placer);
+  placer
+      .def("wait", &RingPlacer::Wait, py::arg("patience_us"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("is_confirmed", &RingPlacer::IsConfirmed, py::arg("patience_us"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("end", &RingPlacer::End);
+  module.attr("RING_ALIGNMENT") = alignof(vllm_ascend_pd::RingHeader);
+  module.attr("RING_MIN_BYTES") =
+      vllm_ascend_pd::kRingHeaderBytes + 2 * vllm_ascend_pd::kRingChunkBytes;
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Copies between scattered KV pages and one contiguous staging buffer, with a checksum of exactly
-// the bytes that were stored. The layout and the checksum are defined in
-// vllm_ascend_pd/backends/block_copy.py, whose Python copier must agree bit for bit.
+// the bytes that were stored. The layout is defined in vllm_ascend_pd/backends/block_copy.py, whose
+// Python copier must agree bit for bit.
 //
 // Nothing here checks bounds, takes a lock or knows Python: bindings.cpp does.
 
@@ -39,8 +39,6 @@ void GatherLayers(const PageList& pages, uint8_t* staging, size_t value_stride, 
 // Copies staging to the pages and returns the checksum of what the pages hold afterwards. A write
 // that hits staging meanwhile cannot slip in between copy and check.
 uint64_t Scatter(const PageList& pages, const uint8_t* staging, uint64_t seed);
-
-uint64_t Checksum(const uint8_t* data, size_t num_bytes, uint64_t seed);
 
 }  // namespace vllm_ascend_pd
 

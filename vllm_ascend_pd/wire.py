@@ -19,7 +19,8 @@ from vllm_ascend_pd.errors import TransferError
 #          3 - several workers a side: opened names each, a fetch names a share of the pages.
 #          4 - direct placement: a fetch may name live pages instead of staging memory.
 #          5 - opened carries tickets, and watch and fetch show them.
-#          6 - the first token comes from the producer.
+#          6 - the first token comes from the producer; a fetch may offer a ring, fetched says
+#              whether it was used, packing that it is full.
 WIRE_VERSION = 6
 
 _MAX_PARAM_LENGTH = 256
@@ -183,6 +184,9 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
 
     With ``live`` whole pages go right into those of the consumer instead, and ``seed`` is 0 unless
     it wants a checksum to compare them with.
+
+    A producer that maps that memory may instead use ``ring_bytes`` of it, unless 0, as a ring with
+    the key ``seed``: see ``backends.page_ring``.
     """
 
     fetch_id: int
@@ -199,6 +203,13 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     share: int = 0
     num_shares: int = 1
     live: LivePages | None = None
+    ring_bytes: int = 0
+
+
+class Packing(msgspec.Struct, frozen=True, tag="packing"):
+    """Producer: the ring of this fetch is full. Said once, until its consumer makes room."""
+
+    fetch_id: int
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
@@ -208,10 +219,12 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     checksum: int
     cause: str = ""
     transport: str = ""
+    by_ring: bool = False
+    """Whether the pages went through the ring; then nothing of it is written any more."""
 
 
 ControlMessage = Open | Opened | FirstToken | Waiting | Refused | Heartbeat | Release
-DataMessage = Watch | Progress | Fetch | Fetched
+DataMessage = Watch | Progress | Fetch | Packing | Fetched
 
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)

@@ -13,7 +13,7 @@ from tests.integration.test_scheduler_hooks import (  # noqa: F401
     producer,
     prompt_of,
 )
-from vllm_ascend_pd.transfer.receive import LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause
 
 NUM_TOKENS = 100

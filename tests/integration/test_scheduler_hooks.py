@@ -50,7 +50,7 @@ from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
-from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
 

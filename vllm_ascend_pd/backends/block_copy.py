@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ascend_pd.backends.page_ring import RingPacker, RingPlacer
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
@@ -166,14 +167,14 @@ class BlockCopier(ABC):
 
 
 class NativeBlockCopier(BlockCopier):
-    """The extension `_C`: one pass over memory, without the GIL."""
+    """The extension `_C`: one pass over memory, without the GIL. Also `SupportsRing`."""
 
     def __init__(self) -> None:
         try:
             from vllm_ascend_pd import _C
         except ImportError as error:
             raise BackendError(f"the native extension is not available: {error}") from error
-        if not hasattr(_C, "gather_layers"):
+        if not hasattr(_C, "RingPacker"):
             raise BackendError("the native extension is older than this package; build it again")
         self._native = _C
 
@@ -216,6 +217,22 @@ class NativeBlockCopier(BlockCopier):
 
     def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
         return self._native.checksum(self._region(region), offset, num_bytes, seed)
+
+    def fits_ring(self, memory: Region) -> bool:
+        native = self._native
+        return memory.size >= native.RING_MIN_BYTES and not memory.base % native.RING_ALIGNMENT
+
+    def pack_ring(
+        self, layout: PageLayout, block_ids: NDArray[np.int64], ring: Region, key: int
+    ) -> RingPacker:
+        pages = self._pages(layout, block_ids)
+        return RingPacker(self._native.RingPacker(*pages, self._region(ring), key))
+
+    def place_ring(
+        self, layout: PageLayout, block_ids: NDArray[np.int64], ring: Region, key: int
+    ) -> RingPlacer:
+        pages = self._pages(layout, block_ids)
+        return RingPlacer(self._native.RingPlacer(*pages, self._region(ring), key))
 
     def _region(self, region: Region) -> _C.Region:
         return self._native.Region(region.base, region.size)

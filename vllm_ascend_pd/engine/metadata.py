@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.pool_link import Message
     from vllm_ascend_pd.transfer.grants import GrantSpec
-    from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
     from vllm_ascend_pd.transfer.tickets import PageServer
     from vllm_ascend_pd.types import LeaseRef, LoadId
 

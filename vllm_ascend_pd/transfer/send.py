@@ -22,11 +22,13 @@ from vllm_ascend_pd.backends.transfer_engine import (
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.listener import Listener
+from vllm_ascend_pd.transfer.packing import RingPackers
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.seal import Channel, Reason
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.transfer.watchers import Watchers
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef
-from vllm_ascend_pd.wire import Fetch, Fetched, Progress, Watch, decode_data, encode
+from vllm_ascend_pd.wire import Fetch, Fetched, Packing, Progress, Watch, decode_data, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,10 +43,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_WRITES_PER_PEER = 4
-_MAX_WATCHED = 4096
 _POLL_S = 100e-6
 _SLOW_POLL_S = 1e-3
 _SLOW_AFTER_S = 0.02
+_MAX_RING_BYTES = 1 << 30
 _CAUSES = {
     TransferStatus.DONE: "",
     TransferStatus.FAILED: Cause.TRANSFER_FAILED.value,
@@ -65,21 +67,11 @@ class _Write:
     """Of a write from live pages: it counts only if they are still those of this lease."""
 
 
-@dataclass(slots=True)
-class _Watcher:
-    """A consumer that wants to know how far a prompt is; ``told`` is the last thing it was told."""
-
-    identity: bytes
-    epoch: str
-    each_layer: bool
-    told: Progress | None = None
-
-
 class DataServer(Reactor):
     """Serves ``Fetch`` and ``Watch`` (worker process, own thread). Gathers and writes hold no GIL.
 
     While one piece is on the wire the next is packed. A peer whose memory is mapped here has its
-    pieces packed right into it.
+    pieces packed right into it, through rings where both sides can.
     """
 
     def __init__(
@@ -105,7 +97,8 @@ class DataServer(Reactor):
         self._write_timeout_s = write_timeout_s
         self._queue: deque[tuple[bytes, Fetch]] = deque()
         self._writes: deque[_Write] = deque()
-        self._watchers: dict[LeaseRef, list[_Watcher]] = {}
+        self._rings = RingPackers(copier, grants, write_timeout_s, self._reply)
+        self._watchers = Watchers(grants, self._reply)
         self._seals = seals
         self._listener = Listener(self.context, seals, Channel.DATA)
         if ":" in host:
@@ -131,7 +124,7 @@ class DataServer(Reactor):
             elif isinstance(message, Fetch):
                 self._queue.append((identity, message))
             else:
-                self._watch(identity, message)
+                self._watchers.add(identity, message)
 
     def _is_entitled(self, message: Fetch | Watch) -> bool:
         """Whether an open was accepted for what it asks for."""
@@ -149,55 +142,16 @@ class DataServer(Reactor):
             answer = Fetched(message.fetch_id, 0, cause)
         else:
             answer = Progress(message.transfer_id, 0, 0, 0, cause)
-        self._listener.send(identity, encode(answer))
+        self._reply(identity, answer)
 
     def notify(self) -> None:
         """Grants have changed. Main thread; cheap when nobody watches."""
         if self._watchers:
-            self.submit(self._tell_watchers)
-
-    def _watch(self, identity: bytes, message: Watch) -> None:
-        lease = _lease_of(message)
-        watchers = self._watchers.setdefault(lease, [])
-        known = next((w for w in watchers if w.identity == identity), None)
-        if known is None:
-            known = _Watcher(identity, message.epoch, message.each_layer)
-            watchers.append(known)
-        self._tell(lease, known, always=True)
-        self._forget_ended(lease)
-        while len(self._watchers) > _MAX_WATCHED:
-            del self._watchers[next(iter(self._watchers))]
-
-    def _tell_watchers(self) -> None:
-        for lease, watchers in list(self._watchers.items()):
-            for watcher in watchers:
-                self._tell(lease, watcher, always=False)
-            self._forget_ended(lease)
-
-    def _tell(self, lease: LeaseRef, watcher: _Watcher, always: bool) -> None:
-        transfer_id = lease.transfer_id
-        grant, num_layers_done, is_gone = self._grants.look(lease)
-        progress = Progress(transfer_id, 0, 0, 0)
-        if is_gone:
-            progress = Progress(transfer_id, 0, 0, 0, Cause.LEASE_EXPIRED.value)
-        elif grant is not None and grant.epoch != watcher.epoch:
-            progress = Progress(transfer_id, 0, 0, 0, Cause.WRONG_EPOCH.value)
-        elif grant is not None:
-            done = num_layers_done if watcher.each_layer else 0
-            progress = Progress(transfer_id, grant.num_ready, grant.num_coming, done)
-        if always or progress != watcher.told:
-            watcher.told = progress
-            self._listener.send(watcher.identity, encode(progress))
-
-    def _forget_ended(self, lease: LeaseRef) -> None:
-        """Who was told the cause of an end is told nothing more."""
-        watchers = self._watchers[lease]
-        watchers[:] = [w for w in watchers if w.told is None or not w.told.cause]
-        if not watchers:
-            del self._watchers[lease]
+            self.submit(self._watchers.tell)
 
     def on_tick(self) -> float | None:
-        progress = self._poll_writes()
+        is_idle = not self._queue and not self._writes
+        progress = self._poll_writes() | self._rings.go_on(may_wait=is_idle)
         while (ready := self._next_ready()) is not None:
             slot = self._pool.acquire()
             if slot is None:
@@ -210,9 +164,9 @@ class DataServer(Reactor):
         now = time.monotonic()
         if progress:
             self._progress_at = now
-        if self._writes:
-            if not progress:
-                slow = now - self._progress_at > _SLOW_AFTER_S
+        if self._writes or self._rings:
+            slow = now - self._progress_at > _SLOW_AFTER_S
+            if not progress and (slow or self._writes):
                 time.sleep(_SLOW_POLL_S if slow else _POLL_S)
             return 0.0
         return 0.001 if self._queue else None
@@ -220,6 +174,7 @@ class DataServer(Reactor):
     def _next_ready(self) -> int | None:
         """Place in the queue of the first fetch whose peer has not too many writes under way."""
         busy = Counter(write.identity for write in self._writes)
+        busy.update(self._rings.identities())
         for place, (identity, _) in enumerate(self._queue):
             if busy[identity] < _MAX_WRITES_PER_PEER:
                 return place
@@ -244,12 +199,19 @@ class DataServer(Reactor):
             self._serve_direct(identity, fetch, slot, grant, route)
             return
         engine = route.engine
-        window = None
-        if isinstance(engine, SupportsWindow):
-            window = engine.window(route.session, fetch.address, fetch.num_bytes)
         layers = self._layout.for_layers(fetch.first_layer, fetch.first_layer + fetch.num_layers)
         layers = layers.share(fetch.share, fetch.num_shares)
         ids = np.array([grant.block_ids[index] for index in fetch.block_indices], dtype=np.int64)
+        if self._rings.start(identity, fetch, route, layers, ids):
+            self._pool.release(slot)
+            return
+        if fetch.num_bytes > self._pool.slot_bytes:
+            self._pool.release(slot)
+            self._reply(identity, Fetched(fetch.fetch_id, 0, Cause.BAD_PARAMS.value, route.name))
+            return
+        window = None
+        if isinstance(engine, SupportsWindow):
+            window = engine.window(route.session, fetch.address, fetch.num_bytes)
         checksum = self._copier.gather(layers, ids, window or slot.region, 0, fetch.seed)
         cause = ""
         if _lease_of(fetch) not in self._grants:
@@ -330,7 +292,7 @@ class DataServer(Reactor):
             not 0 <= fetch.first_layer < stop_layer <= num_layers
             or not all(0 <= index < len(grant.block_ids) for index in fetch.block_indices)
             or num_bytes != fetch.num_bytes
-            or not 0 < num_bytes <= self._pool.slot_bytes
+            or not 0 < num_bytes <= self._max_bytes(fetch)
             or min(fetch.seed, fetch.address) < 0
             or max(fetch.seed, fetch.address) >= 1 << 63
             or not all(self._may_write_to(*session) for session in fetch.sessions.items())
@@ -340,6 +302,10 @@ class DataServer(Reactor):
         if max(fetch.block_indices) >= num_computed:
             return Cause.NOT_COMPUTED
         return None
+
+    def _max_bytes(self, fetch: Fetch) -> int:
+        """Of one piece. Through a ring goes what any number of pages have."""
+        return _MAX_RING_BYTES if fetch.ring_bytes and not fetch.live else self._pool.slot_bytes
 
     def _may_write_to(self, transport: str, session: str) -> bool:
         """A session of a network transport is ``host:port``; others do not leave this host."""
@@ -378,7 +344,7 @@ class DataServer(Reactor):
             )
         return ended
 
-    def _reply(self, identity: bytes, message: Fetched) -> None:
+    def _reply(self, identity: bytes, message: Fetched | Packing | Progress) -> None:
         self._listener.send(identity, encode(message))
 
 

@@ -32,7 +32,7 @@ from vllm_ascend_pd.engine.scheduler.saves import Saves
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.policy import Speeds
 from vllm_ascend_pd.pool.tier import Place
-from vllm_ascend_pd.transfer.receive import LoadResult
+from vllm_ascend_pd.transfer.load import LoadResult
 from vllm_ascend_pd.types import LoadId
 
 BLOCK_SIZE = 16

@@ -35,7 +35,8 @@ from vllm_ascend_pd.pool.fake_tier import MemoryTier
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
-from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey

@@ -38,7 +38,7 @@ from vllm_ascend_pd.transfer.control import ControlClient, ControlServer, OpenOu
 from vllm_ascend_pd.transfer.dealers import Dealers, _Connection
 from vllm_ascend_pd.transfer.grants import Grants
 from vllm_ascend_pd.transfer.leases import LeaseBook
-from vllm_ascend_pd.transfer.receive import LoadResult
+from vllm_ascend_pd.transfer.load import LoadResult
 from vllm_ascend_pd.transfer.seal import Channel, Seals, Secret
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey

@@ -13,8 +13,8 @@ from tests.unit.transfer.test_send_receive import NUM_LAYERS, NUM_SLOTS, PAGE, P
 from vllm_ascend_pd.backends.fake_engine import Fault, FaultKind, FaultScript
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.plan import Piece, plan_ready
-from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
 from vllm_ascend_pd.types import Cause
 
 BLOCKS = (20, 21, 22, 23)
@@ -214,7 +214,7 @@ def test_producer_that_computes_no_further_is_not_waited_for(
 def test_silent_producer_is_given_up(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt()
     prompt.pair.loader._answer_timeout_s = 0.1
-    prompt.pair.server._watch = lambda identity, message: None  # type: ignore[method-assign]
+    prompt.pair.server._watchers.add = lambda identity, message: None  # type: ignore[method-assign]
     prompt.load()
     assert prompt.result().cause == Cause.PEER_UNREACHABLE.value
 
@@ -228,7 +228,7 @@ def test_producer_that_falls_silent_at_the_end_is_given_up(
     prompt.end_step()
     prompt.load()
     wait_until(lambda: prompt.pair.engine.num_writes > 0)
-    prompt.pair.server._watch = lambda identity, message: None  # type: ignore[method-assign]
+    prompt.pair.server._watchers.add = lambda identity, message: None  # type: ignore[method-assign]
     assert prompt.result().cause == Cause.PEER_UNREACHABLE.value
 
 

@@ -26,7 +26,8 @@ from vllm_ascend_pd.backends.fake_engine import Fault, FaultKind, FaultScript, W
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.transfer.dealers import make_dealer
-from vllm_ascend_pd.transfer.receive import DirectPlacement, LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.live_pages import DirectPlacement
+from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import Fetch, Fetched, LivePages, PageRun, decode_data, encode
 
@@ -292,7 +293,7 @@ def test_load_that_ends_before_its_fetch_leaves_is_written_by_nobody(
     spec = pair.spec((0,), (7,), in_step=False)
     before = pair.ours.bytes.copy()
     copier = pair.loader._copier
-    pair.loader._copier = _Cancelling(copier, lambda: pair.loader.cancel(spec.load_id))
+    pair.loader._live_pages._copier = _Cancelling(copier, lambda: pair.loader.cancel(spec.load_id))
     pair.loader.start_load(spec)
     result = pair.result()
     assert (result.cause, result.num_resting) == (Cause.CANCELLED.value, 0)

@@ -33,7 +33,9 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
-from vllm_ascend_pd.transfer.receive import DirectPlacement, Loader, LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.live_pages import DirectPlacement
+from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId

@@ -13,7 +13,8 @@ from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine, FaultScript
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
-from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.transfer.shares import Sharding

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.metrics import Provenance, Stats
     from vllm_ascend_pd.transfer.control import ControlClient
-    from vllm_ascend_pd.transfer.receive import LoadResult
+    from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.transfer.shares import Sharding
 
 logger = logging.getLogger(__name__)

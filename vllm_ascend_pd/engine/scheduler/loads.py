@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom
-from vllm_ascend_pd.transfer.receive import merge_results
+from vllm_ascend_pd.transfer.load import merge_results
 from vllm_ascend_pd.types import LoadId
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.engine.metadata import PoolLoadSpec
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
-    from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

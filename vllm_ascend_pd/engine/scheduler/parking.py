@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
     from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
-    from vllm_ascend_pd.transfer.receive import LoadResult
+    from vllm_ascend_pd.transfer.load import LoadResult
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.pool_link import Message
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
-    from vllm_ascend_pd.transfer.receive import LoadResult
+    from vllm_ascend_pd.transfer.load import LoadResult
 
 logger = logging.getLogger(__name__)
 

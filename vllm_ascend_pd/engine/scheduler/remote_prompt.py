@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.metrics import Provenance
-from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState, next_consumer_state
 from vllm_ascend_pd.types import Endpoint, LoadId
 

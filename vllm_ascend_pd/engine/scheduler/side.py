@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.pool_link import Message
-    from vllm_ascend_pd.transfer.receive import LoadResult
+    from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.transfer.tickets import PageServer
 
 logger = logging.getLogger(__name__)

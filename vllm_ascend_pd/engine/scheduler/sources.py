@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.metadata import PoolLoadSpec
-    from vllm_ascend_pd.transfer.receive import LoadResult, LoadSpec
+    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
     from vllm_ascend_pd.types import LoadId
 
 

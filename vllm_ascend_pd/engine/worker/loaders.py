@@ -9,7 +9,8 @@ from vllm_ascend_pd.engine.metadata import PoolLoadSpec
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.worker.pool_io import PoolIO
-    from vllm_ascend_pd.transfer.receive import Loader, LoadResult, LoadSpec
+    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+    from vllm_ascend_pd.transfer.receive import Loader
     from vllm_ascend_pd.types import LoadId
 
 

@@ -38,7 +38,7 @@ from vllm_ascend_pd.engine.pool_link import (
 )
 from vllm_ascend_pd.engine.worker.packing import PackAhead, Packing
 from vllm_ascend_pd.pool.tier import Status, SupportsView, Tier, Value
-from vllm_ascend_pd.transfer.receive import QUARANTINE_S, LoadResult
+from vllm_ascend_pd.transfer.load import QUARANTINE_S, LoadResult
 from vllm_ascend_pd.types import Cause, LoadId
 
 if TYPE_CHECKING:

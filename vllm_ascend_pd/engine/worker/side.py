@@ -26,7 +26,8 @@ from vllm_ascend_pd.engine.worker.pool_start import start_pool
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transfer.grants import Grants
-from vllm_ascend_pd.transfer.receive import DirectPlacement, Loader
+from vllm_ascend_pd.transfer.live_pages import DirectPlacement
+from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of a consumer that producers write into themselves, and when that is over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_ascend_pd.backends.direct_placement import page_runs
+from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+from vllm_ascend_pd.types import Cause
+from vllm_ascend_pd.wire import LivePages
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from vllm_ascend_pd.transfer.load import InFlight, Load
+    from vllm_ascend_pd.transfer.plan import Piece
+    from vllm_ascend_pd.types import Endpoint, LoadId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPlacement:
+    """Parked loads are written by their producers right into this worker's pages."""
+
+    verify: bool = False
+    """Read them back and compare checksums, through host memory."""
+
+
+class LivePageWrites:
+    """Which pages are open to producers. The loader's thread; `take_rested` from the main one.
+
+    A load may end while a write goes on. Then its blocks rest until the producer has answered for
+    each write, or is gone for ``LATE_WRITE_S``.
+    """
+
+    def __init__(self, copier: BlockCopier, layout: PageLayout) -> None:
+        self._copier = copier
+        self._runs = page_runs(layout)
+        # Writes that nobody waits for any more: by fetch until they are answered, or until a time,
+        # of peers that are gone.
+        self._given_up: dict[int, InFlight] = {}
+        self._resting: list[tuple[float, Load]] = []
+        self._rested: deque[LoadId] = deque()
+
+    def open(self, load: Load, piece: Piece) -> LivePages | None:
+        """Where a producer may write, from now on; ``None`` when the load has ended meanwhile.
+
+        Waits for what the engine has launched on these blocks in their former life.
+        """
+        block_ids = load.spec.block_ids[piece.start : piece.stop]
+        self._copier.settle(np.array(block_ids, dtype=np.int64))
+        with load.lock:
+            if load.ended is not None:
+                return None
+            load.num_unsettled += 1
+        runs = self._runs[piece.first_layer : piece.first_layer + piece.num_layers]
+        return LivePages(block_ids, runs)
+
+    def give_up(self, fetch_id: int, flight: InFlight) -> None:
+        """Nobody waits for this answer any more, but the write may still come."""
+        self._given_up[fetch_id] = flight
+
+    def on_late_answer(self, fetch_id: int, cause: str) -> None:
+        """Of a write that was given up, if it was."""
+        late = self._given_up.pop(fetch_id, None)
+        if late is not None:
+            self.settle_answered(late.load, cause)
+
+    def settle_answered(self, load: Load, cause: str) -> None:
+        """A write that failed is over, by what the transport declares; it rests all the same."""
+        if cause == Cause.TRANSFER_FAILED.value:
+            self._resting.append((time.monotonic() + TransferEngine.LATE_WRITE_S, load))
+        else:
+            self.settle(load)
+
+    def settle(self, load: Load) -> None:
+        """One write is over; after the last one the blocks may be used again."""
+        with load.lock:
+            load.num_unsettled -= 1
+            ended = load.ended
+            is_over = ended is not None and ended.num_resting and not load.num_unsettled
+        if is_over:
+            logger.info(
+                "nothing writes into the blocks of load %d any more: %.1f s after its end",
+                load.spec.load_id,
+                time.monotonic() - load.started - ended.elapsed_ms / 1000 if ended else 0,
+            )
+            self._rested.append(load.spec.load_id)
+
+    def on_lost(self, peer: Endpoint) -> None:
+        """It will answer nothing any more."""
+        until = time.monotonic() + TransferEngine.LATE_WRITE_S
+        for fetch_id, flight in list(self._given_up.items()):
+            if flight.load.peer == peer:
+                del self._given_up[fetch_id]
+                self._resting.append((until, flight.load))
+
+    def awaited_peers(self) -> set[Endpoint]:
+        """Those that still have to answer for a write that was given up."""
+        return {flight.load.peer for flight in self._given_up.values()}
+
+    def wake(self, now: float) -> float | None:
+        """Settle what has rested long enough; when the next one has."""
+        over = [load for until, load in self._resting if until <= now]
+        if over:
+            self._resting = [entry for entry in self._resting if entry[0] > now]
+            for load in over:
+                self.settle(load)
+        return min((until for until, _ in self._resting), default=None)
+
+    def take_rested(self) -> list[LoadId]:
+        """The loads in whose blocks nothing is written any more, since the last call."""
+        return [self._rested.popleft() for _ in range(len(self._rested))]
