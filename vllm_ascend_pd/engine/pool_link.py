@@ -2,8 +2,8 @@
 """Between the scheduler and its workers' pool: lookups, saves, and what became of them.
 
 Lookups and answers go beside the steps, so that a lookup leaves while a step runs. Saves go with
-the next step, as loads do, or beside them when there is none: an engine with nothing to do sleeps
-while its last blocks are stored.
+the next step, as loads do, or beside them when none follows (an engine with nothing to do sleeps
+while its last blocks are stored) or several are under way at a time.
 
     scheduler:  Lookup ──► each worker     Save ──► each worker
                        ◄── Found                ◄── Packed   its blocks may be reused

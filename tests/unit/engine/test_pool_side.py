@@ -20,7 +20,7 @@ from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 class Engine(World):
     """A scheduler of which the pool's side sees the queues, and a worker that only listens."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_batches: int = 1) -> None:
         super().__init__()
         address = folder / "pool"
         address.touch()
@@ -35,6 +35,7 @@ class Engine(World):
             ),
             kv_cache_manager=self.manager,
             block_size=BLOCK_SIZE,
+            vllm_config=SimpleNamespace(max_concurrent_batches=num_batches),
             scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
             requests={},
             waiting=[],
@@ -74,6 +75,17 @@ def test_a_save_waits_for_the_next_step(engine: Engine) -> None:
     (save,) = engine.side.take_held()
     assert isinstance(save, Save)
     assert engine.side.take_held() == ()
+
+
+def test_a_save_goes_at_once_while_another_step_is_under_way(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, num_batches=2)
+    request = engine.request()
+    engine.scheduler.running.append(request)
+    engine.run_step(request, 40)
+    (save,) = engine.arrived
+    assert isinstance(save, Save)
+    assert engine.side.take_held() == ()
+    engine.close()
 
 
 def finish(engine: Engine) -> None:

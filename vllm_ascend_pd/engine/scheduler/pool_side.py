@@ -104,6 +104,8 @@ class PoolSide:
         )
         self._has_news = False
         self._held: list[Message] = []
+        # With another step under way already, the next one would begin too late.
+        self._holds = scheduler.vllm_config.max_concurrent_batches == 1
         self._next_tick_at = 0.0
         self._gauges: dict[tuple[str, str], float] = {}
         self._link.start()
@@ -121,7 +123,7 @@ class PoolSide:
         whose blocks are to be stored, and the threads that store them would take turns with it.
         """
         self._held.append(message)
-        if isinstance(message, DropSaves):
+        if not self._holds or isinstance(message, DropSaves):
             self._send_held()
 
     def take_held(self) -> tuple[Message, ...]:
