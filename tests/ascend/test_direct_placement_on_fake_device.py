@@ -29,11 +29,13 @@ def launch_write(npu: Any, pages: torch.Tensor, block: int, value: int) -> None:
     npu.launch(kernel)
 
 
-def own_device(side: Any) -> tuple[FakeDevice, DeviceBlockCopier]:
+def own_device(*parts: Any) -> tuple[FakeDevice, DeviceBlockCopier]:
     """Gives one of the two sides a device of its own: else what one waits for, the other has."""
     npu = FakeDevice()
-    side._copier = DeviceBlockCopier(npu, PythonBlockCopier())
-    return npu, side._copier
+    copier = DeviceBlockCopier(npu, PythonBlockCopier())
+    for part in parts:
+        part._copier = copier
+    return npu, copier
 
 
 def test_producer_writes_what_its_device_has_computed(
@@ -56,7 +58,7 @@ def test_consumers_blocks_are_written_after_the_kernels_of_their_former_life(
     make_pair: Callable[..., DirectPair],
 ) -> None:
     pair = make_pair()
-    npu, copier = own_device(pair.loader)
+    npu, copier = own_device(pair.loader, pair.loader._live_pages)
     for part in pair.ours._parts:
         for block in (7, 8):
             launch_write(npu, part, block, 9)

@@ -136,12 +136,14 @@ def test_provenance_adds_up_after_a_failed_parked_load(
     assert consumer.run()["parked"].sources == (0, 0, NUM_TOKENS)
 
 
-def test_tail_that_fails_after_a_parked_load_is_recomputed(
+def test_parked_load_whose_second_piece_fails_is_recomputed(
     producer: Engine,
-    consumer: Engine,
+    engines: Engines,
     single: SingleEngine,
     prompt_of: Callable[..., list[int]],
 ) -> None:
+    pieces = {"staging_slot_bytes": 64 * 1024, "staging_slots": 16}
+    consumer = engines.shared("kv_consumer", transfer={**PARK, **pieces})
     prompt = prompt_of(NUM_TOKENS)
     add_parked(producer, consumer, prompt, "ok,fail")
     answer = consumer.run()["parked"]
