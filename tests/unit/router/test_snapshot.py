@@ -6,7 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
+from vllm_ascend_pd.router.http_client import EngineClient
+from vllm_ascend_pd.router.instances import Instance, InstanceSpec
+from vllm_ascend_pd.router.prefix.index import PrefixIndex
 from vllm_ascend_pd.router.snapshot import (
     NUM_RECENT_ERRORS,
     SECONDS,
@@ -43,6 +47,17 @@ def instance(name: str, **changes: Any) -> InstanceSnapshot:
         **changes,
     }
     return InstanceSnapshot(**fields)
+
+
+@pytest.mark.parametrize(("index", "shown"), [(None, None), (PrefixIndex(), "fallback")])
+def test_index_that_knows_no_block_is_an_index(
+    index: PrefixIndex | None, shown: str | None
+) -> None:
+    spec = InstanceSpec("d", "http://127.0.0.1:1", "decode", "static")
+    real = Instance(spec, EngineClient(spec.url, connect_timeout_s=1), 3)
+    real.prefix_index = index
+    snapshot = InstanceSnapshot.of(real)
+    assert (snapshot.prefix_index, snapshot.num_prefix_blocks) == (shown, 0)
 
 
 def counted(**counts: float) -> Snapshot:
