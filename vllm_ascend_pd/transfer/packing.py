@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.backends.page_ring import SupportsRing
 from vllm_ascend_pd.backends.transfer_engine import SupportsWindow, TransferStatus
-from vllm_ascend_pd.types import Cause, LeaseRef
+from vllm_ascend_pd.transfer.tickets import lease_of
+from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import Fetched, Packing
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class RingPackers:
         fetch = piece.fetch
         if cause:
             logger.warning("a piece for a peer ended with %s", cause)
-        elif LeaseRef(fetch.transfer_id, fetch.ticket.generation) not in self._grants:
+        elif lease_of(fetch) not in self._grants:
             cause = Cause.LEASE_EXPIRED.value
         else:
             piece.packer.confirm()

@@ -25,7 +25,7 @@ from vllm_ascend_pd.transfer.listener import Listener
 from vllm_ascend_pd.transfer.packing import RingPackers
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.seal import Channel, Reason
-from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey, lease_of
 from vllm_ascend_pd.transfer.watchers import Watchers
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef
 from vllm_ascend_pd.wire import Fetch, Fetched, Packing, Progress, Watch, decode_data, encode
@@ -182,7 +182,7 @@ class DataServer(Reactor):
 
     def _serve(self, identity: bytes, fetch: Fetch, slot: Slot) -> None:
         """Pack, and submit or answer; ``slot`` goes back unless a write of it is under way."""
-        grant, num_layers_done, _ = self._grants.look(_lease_of(fetch))
+        grant, num_layers_done, _ = self._grants.look(lease_of(fetch))
         refused = self._check(fetch, grant, num_layers_done)
         if refused is None:
             route = self._transports.route(fetch.sessions)
@@ -214,7 +214,7 @@ class DataServer(Reactor):
             window = engine.window(route.session, fetch.address, fetch.num_bytes)
         checksum = self._copier.gather(layers, ids, window or slot.region, 0, fetch.seed)
         cause = ""
-        if _lease_of(fetch) not in self._grants:
+        if lease_of(fetch) not in self._grants:
             cause = Cause.LEASE_EXPIRED.value
         elif window is None:
             handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
@@ -272,7 +272,7 @@ class DataServer(Reactor):
                 handle,
                 checksum,
                 time.monotonic() + self._write_timeout_s,
-                _lease_of(fetch),
+                lease_of(fetch),
             )
         )
 
@@ -346,7 +346,3 @@ class DataServer(Reactor):
 
     def _reply(self, identity: bytes, message: Fetched | Packing | Progress) -> None:
         self._listener.send(identity, encode(message))
-
-
-def _lease_of(message: Fetch | Watch) -> LeaseRef:
-    return LeaseRef(message.transfer_id, message.ticket.generation)

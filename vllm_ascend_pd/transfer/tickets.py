@@ -15,7 +15,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.types import Endpoint, LeaseRef
-from vllm_ascend_pd.wire import Ticket, Worker
+from vllm_ascend_pd.wire import Fetch, Ticket, Watch, Worker
 
 _KEY_BYTES = 32
 _MAC_BYTES = 16
@@ -53,3 +53,8 @@ class PageServer:
     def admit(self, lease: LeaseRef, num_blocks: int) -> Worker:
         """What a consumer is told that may read the first ``num_blocks`` blocks of this lease."""
         return Worker(self.endpoint.host, self.endpoint.port, self.key.issue(lease, num_blocks))
+
+
+def lease_of(message: Fetch | Watch) -> LeaseRef:
+    """The lease that its ticket is for."""
+    return LeaseRef(message.transfer_id, message.ticket.generation)

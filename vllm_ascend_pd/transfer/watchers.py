@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.transfer.tickets import lease_of
 from vllm_ascend_pd.types import Cause, LeaseRef
 from vllm_ascend_pd.wire import Progress
 
@@ -41,7 +42,7 @@ class Watchers:
 
     def add(self, identity: bytes, message: Watch) -> None:
         """Tell it now, and whenever that changes."""
-        lease = LeaseRef(message.transfer_id, message.ticket.generation)
+        lease = lease_of(message)
         watchers = self._watchers.setdefault(lease, [])
         known = next((w for w in watchers if w.identity == identity), None)
         if known is None:
