@@ -258,6 +258,27 @@ def test_token_that_does_not_come_is_computed(
 
 
 @pytest.mark.usefixtures("silent")
+def test_token_of_a_producer_that_is_gone_is_not_waited_for(
+    producer: Engine, consumer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_prompt, "_FIRST_TOKEN_S", 3600.0)
+    both = Concurrent(producer, consumer, 100, max_tokens=4)
+    both.park()
+    both.compute_prompt()
+    both.end_load()
+    session = session_of(consumer, both.request)
+    consumer.run(lambda: not session.parked)
+    consumer.step()
+    assert both.request.status is RequestStatus.WAITING_FOR_KV
+    producer.scheduler.pd._server.stop()
+    step = consumer.schedule_until_admitted(both.request)
+    assert step.output.num_scheduled_tokens == {"c": 1}
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 4)
+    producer.scheduler.pd._book.revoke_all()
+
+
+@pytest.mark.usefixtures("silent")
 def test_token_that_comes_after_admission_is_not_used(
     producer: Engine, consumer: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,7 +192,7 @@ class _Pending:
 class OpenOutcome:
     """What became of one ``open``; ``key`` is the caller's.
 
-    Where ``Opened`` says so, ``FirstToken`` follows, unless the producer is gone.
+    Where ``Opened`` says so, ``FirstToken`` follows, or ``Refused`` if the producer is lost before.
     """
 
     key: Any
@@ -314,7 +314,10 @@ class ControlClient(Reactor):
         for open_id in [i for i, pending in self._pending.items() if pending.peer == peer]:
             self._refuse(open_id, cause, what)
         for open_id in [i for i, opened in self._following.items() if opened.peer == peer]:
-            del self._following[open_id]
+            opened = self._following.pop(open_id)
+            self.outcomes.put(
+                OpenOutcome(opened.key, Refused(opened.transfer_id, cause.value, what))
+            )
 
     def _refuse(self, open_id: int, cause: Cause, what: str) -> None:
         pending = self._pending.pop(open_id)

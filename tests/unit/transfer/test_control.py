@@ -481,6 +481,20 @@ def test_released_consumer_is_not_told(
     assert outcome_of(client).key == "b"
 
 
+def test_producer_that_goes_away_takes_its_promise_back(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    announced(producer)
+    client = make_client()
+    client.open("a", producer.endpoint, ask_for_token())
+    assert opened(client).first_token_follows
+    producer.server.stop()
+    lost = outcome_of(client)
+    assert lost.key == "a"
+    assert isinstance(lost.answer, Refused)
+    assert lost.answer.cause == Cause.PEER_UNREACHABLE.value
+
+
 def test_lease_promises_its_token_to_so_many_only(producer: Producer) -> None:
     announced(producer)
     answers = [producer.book.open(ask_for_token(), b"x") for _ in range(_MAX_ASKERS + 1)]

@@ -145,6 +145,7 @@ class Consumer:
                 self._note_first_token(session, outcome.answer.token_id)
                 continue
             if session.state is not ConsumerState.OPENING:
+                session.lose_first_token()
                 continue
             answer = self._check_workers(outcome.answer)
             if isinstance(answer, Refused):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.config import TransferConfig
     from vllm_ascend_pd.wire import Opened, RemotePrefill, Worker
 
-_FIRST_TOKEN_S = 0.05
-"""Longest wait for a first token that was promised, once all KV is in place: about as long as
-computing it takes a large model."""
+logger = logging.getLogger(__name__)
+
+_FIRST_TOKEN_S = 1.0
+"""Longest wait for a first token that was promised, once all KV is in place. It comes right behind
+the KV unless the producer has stopped; one that has gone is noticed at once."""
 
 
 class RemotePrompt:
@@ -129,7 +132,18 @@ class RemotePrompt:
             return False
         now = time.monotonic()
         self._first_token_until = min(self._first_token_until, now + _FIRST_TOKEN_S)
-        return now < self._first_token_until
+        waits = now < self._first_token_until
+        if not waits:
+            logger.warning(
+                "request %s: the first token, promised by %s, did not come; it is computed here",
+                self.request.request_id,
+                self.control,
+            )
+        return waits
+
+    def lose_first_token(self) -> None:
+        """The producer is gone: if it has not come yet, it does not come any more."""
+        self._first_token_until = -math.inf
 
     def opened(self, answer: Opened) -> None:
         self._num_blocks = answer.num_blocks
