@@ -53,6 +53,14 @@ def _config(name: str) -> Any:
             n_shared_experts=1,
             moe_intermediate_size=32,
             num_experts_per_tok=1,
+            # DeepSeek's own scaling. vLLM's CPU kernel turns the wrong rows of MLA without one.
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
         )
     if name == "tied":
         # The last two of four layers read the KV of the second.

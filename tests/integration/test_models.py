@@ -83,13 +83,33 @@ def test_sliding_windows_beside_full_attention(
     assert answers[0].token_ids != answers[1].token_ids
 
 
-def test_mla_on_a_cpu_is_refused_by_name(
-    fleet: Fleet, base_config: EngineConfig, models: Callable
+def test_mla(
+    three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]]
 ) -> None:
-    """vLLM's CPU backend has no prefix caching for it."""
-    config = replace(base_config, executor="uni", role="kv_both", model=models("mla"))
-    with pytest.raises(EngineError, match="prefix caching is off"):
-        fleet.start(config)
+    """The single engine caches nothing and computes every prompt in one piece."""
+    engines = three(model=models("mla"))
+    first, second = prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b")
+    answers = engines.assert_equal(first, second)
+    assert answers[0].token_ids != answers[1].token_ids
+    # All but the last blocks are cached on both sides now.
+    longer = [*first[:200], *prompt_of(130, "c")]
+    expected = engines.single.ask(longer, 24)
+    answer = engines.consumer.ask(longer, 24, engines.producer.prefill(longer))
+    assert answer.token_ids == expected.token_ids
+    assert answer.sources == (192, 138, 0)
+
+
+@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok,ok,fail"])
+def test_mla_goes_on_from_what_came(
+    three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]], script: str
+) -> None:
+    engines = three(model=models("mla"), faults="ok*")
+    prompt = prompt_of(NUM_TOKENS, script)
+    known = engines.producer.prefill(prompt)
+    engines.producer.set_faults(script)
+    answer = engines.consumer.ask(prompt, 24, known)
+    engines.producer.set_faults("ok*")
+    assert answer.token_ids == engines.single.ask(prompt, 24).token_ids
 
 
 def test_hybrid_groups_are_refused_by_name(

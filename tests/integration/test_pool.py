@@ -306,6 +306,23 @@ def test_kv_of_another_lora_or_tenant_never_hits(
         assert (answer.token_ids, provenance(answer)) == (token_ids, origin), kind
 
 
+def test_mla(
+    fleet: Fleet,
+    engines: Engines,
+    base_config: EngineConfig,
+    models: Callable[[str], str],
+    prompt_of: PromptOf,
+) -> None:
+    reference = fleet.engine(replace(base_config, executor="uni", model=models("mla")))
+    engine = engines.shared("kv_both", pool=POOL, model=models("mla"))
+    prompt = prompt_of(NUM_TOKENS)
+    store(engine, prompt, 24)
+    answer = engine.ask(prompt, 24, ASK)
+    assert answer.token_ids == reference.ask(prompt, 24).token_ids
+    assert provenance(answer) == {"dram": FULL, "computed": 9}
+    settle(engine)
+
+
 def test_engines_of_other_dtype_share_no_block(
     engines: Engines, prompt_of: PromptOf, master: EmbeddedMaster
 ) -> None:

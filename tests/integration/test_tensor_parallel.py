@@ -108,22 +108,34 @@ def test_a_load_is_aborted_on_every_worker(
     assert pair.ask(again).token_ids == single(again, 16).token_ids
 
 
-def test_one_kv_head_is_held_by_every_worker(
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("mqa", (2, 1)), ("mla", (2, 1)), ("mla", (1, 2))],
+    ids=lambda v: v if isinstance(v, str) else f"p{v[0]}-d{v[1]}",
+)
+def test_kv_that_every_worker_holds(
     fleet: Fleet,
     base_config: EngineConfig,
     models: Callable[[str], str],
     prompt_of: Callable[..., list[int]],
+    model: str,
+    sizes: tuple[int, int],
 ) -> None:
-    base = replace(base_config, model=models("mqa"))
-    single, producer, consumer = fleet.engines(
-        base,
-        replace(base, role="kv_producer", llm=TWO),
-        replace(base, role="kv_consumer"),
-    )
-    prompt = prompt_of(300)
-    answer = consumer.ask(prompt, 16, producer.prefill(prompt))
-    assert answer.token_ids == single.ask(prompt, 16).token_ids
-    assert answer.sources == (0, 300, 0)
+    """One KV head, or MLA's latent: the workers do not divide it."""
+    base = replace(base_config, model=models(model))
+    llms = [TWO if size == 2 else ONE for size in sizes]
+    consumer = replace(base, role="kv_consumer", llm=llms[1]).with_transfer(**EVERY_LAYER)
+    configs = (base, replace(base, role="kv_producer", llm=llms[0]), consumer)
+    engines = fleet.engines(*configs)
+    pair = Pair(engines[1], engines[2], prompt_of(5, "where"))
+    for order in ("prefill first", "decode first"):
+        prompt = prompt_of(300, order)
+        if order == "prefill first":
+            answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
+        else:
+            answer = pair.ask(prompt)
+        assert answer.token_ids == engines[0].ask(prompt, 16).token_ids, order
+        assert answer.sources == (0, 300, 0), order
 
 
 @pytest.mark.parametrize(
