@@ -192,11 +192,11 @@ class _Pending:
 class OpenOutcome:
     """What became of one ``open``; ``key`` is the caller's.
 
-    Where ``Opened`` says so, ``FirstToken`` follows, or ``Refused`` if the producer is lost before.
+    Where ``Opened`` says so, ``FirstToken`` follows, or ``None`` if the producer is lost before.
     """
 
     key: Any
-    answer: Opened | Refused | FirstToken
+    answer: Opened | Refused | FirstToken | None
 
 
 class ControlClient(Reactor):
@@ -314,10 +314,7 @@ class ControlClient(Reactor):
         for open_id in [i for i, pending in self._pending.items() if pending.peer == peer]:
             self._refuse(open_id, cause, what)
         for open_id in [i for i, opened in self._following.items() if opened.peer == peer]:
-            opened = self._following.pop(open_id)
-            self.outcomes.put(
-                OpenOutcome(opened.key, Refused(opened.transfer_id, cause.value, what))
-            )
+            self.outcomes.put(OpenOutcome(self._following.pop(open_id).key, None))
 
     def _refuse(self, open_id: int, cause: Cause, what: str) -> None:
         pending = self._pending.pop(open_id)

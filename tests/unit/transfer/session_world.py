@@ -329,7 +329,7 @@ class _Outcomes(queue.SimpleQueue[OpenOutcome]):
         self._seen: set[tuple[Hashable, bool]] = set()
 
     def put(self, item: OpenOutcome, block: bool = True, timeout: float | None = None) -> None:
-        seen = item.key, isinstance(item.answer, FirstToken)
+        seen = item.key, isinstance(item.answer, FirstToken | None)
         assert seen not in self._seen, "an open was answered twice"
         self._seen.add(seen)
         super().put(item)

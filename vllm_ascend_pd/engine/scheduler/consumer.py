@@ -144,8 +144,10 @@ class Consumer:
             if isinstance(outcome.answer, FirstToken):
                 self._note_first_token(session, outcome.answer.token_id)
                 continue
-            if session.state is not ConsumerState.OPENING:
+            if outcome.answer is None:
                 session.lose_first_token()
+                continue
+            if session.state is not ConsumerState.OPENING:
                 continue
             answer = self._check_workers(outcome.answer)
             if isinstance(answer, Refused):
