@@ -39,6 +39,13 @@ _IMPORTS = (
     "vllm_ascend_pd.engine.worker.side",
 )
 
+_VLLM_METRICS = {
+    "vllm:num_preemptions": "preemptions",
+    "vllm:spec_decode_num_draft_tokens": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+}
+"""Counters of vLLM's own, and their names here."""
+
 _IDLE_STEP_S = 0.002
 _CLONE_NEWNET = 0x40000000  # of <sched.h>
 
@@ -282,8 +289,8 @@ class EngineServer:
         """``{name or name/label: total}`` of the exposed counters, and what waits to be exposed."""
         totals: dict[str, float] = {}
         for metric in self._llm.get_metrics():
-            if metric.name == "vllm:num_preemptions":
-                totals["preemptions"] = metric.value
+            if name := _VLLM_METRICS.get(metric.name):
+                totals[name] = metric.value
             if not metric.name.startswith("vllm:pd_"):
                 continue
             labels = [

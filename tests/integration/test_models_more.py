@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.engines import Answer, EngineConfig, EngineError, Fleet
+from tests.integration.engines import Answer, EngineConfig
 from tests.integration.test_models import NUM_TOKENS, Three, three  # noqa: F401
 from vllm_ascend_pd.testing.tiny_lora import RANK, make_tiny_lora
 
@@ -243,13 +242,3 @@ def test_tied_kv_layers(
     answer = ask(engines, order, prompt)
     assert answer.token_ids == expected.token_ids
     assert answer.sources == loaded(prompt)
-
-
-def test_ngram_speculation_on_a_cpu_is_refused_by_name(
-    fleet: Fleet, base_config: EngineConfig
-) -> None:
-    """Where vLLM has no Triton, its engine ends with the first draft that it verifies."""
-    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    llm = json.dumps({"speculative_config": speculative})
-    with pytest.raises(EngineError, match="on a CPU without Triton"):
-        fleet.start(replace(base_config, executor="uni", role="kv_both", llm=llm))

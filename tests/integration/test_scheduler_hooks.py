@@ -1345,8 +1345,7 @@ _WINDOW = SlidingWindowSpec(
         ({"vllm_config__parallel_config__world_size": 2}, "pipeline and context parallel"),
         ({"vllm_config__parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"hash_block_size": 8}, "hash blocks smaller"),
-        ({"vllm_config__speculative_config": _Speculative("eagle")}, "with a draft model"),
-        ({"vllm_config__speculative_config": _Speculative("ngram")}, "on a CPU without Triton"),
+        ({"vllm_config__speculative_config": _Speculative("eagle")}, "with the method eagle"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"vllm_config__model_config__disable_cascade_attn": False}, "cascade attention"),
     ],
@@ -1361,4 +1360,5 @@ def test_unsupported_engine_is_refused_by_name(
 
 def test_supported_engine_is_accepted(engines: Engines) -> None:
     check(engines)
+    check(engines, vllm_config__speculative_config=_Speculative("ngram"))
     assert engines.made == []

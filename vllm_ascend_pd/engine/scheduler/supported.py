@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_ascend_pd.errors import ConfigError
@@ -19,7 +18,7 @@ def check_supported(scheduler: Scheduler) -> None:
     config = scheduler.vllm_config
     parallel = config.parallel_config
     speculative = config.speculative_config
-    is_cpu = config.device_config.device_type == "cpu"
+    method = "ngram" if speculative is None else speculative.method
     groups = scheduler.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if groups else None
     for wrong, message in (
@@ -41,14 +40,7 @@ def check_supported(scheduler: Scheduler) -> None:
         (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
         (parallel.data_parallel_size > 1, "data parallel sizes above 1"),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
-        (
-            speculative is not None and speculative.method != "ngram",
-            "speculative decoding with a draft model (ngram works)",
-        ),
-        (
-            speculative is not None and not HAS_TRITON and is_cpu,
-            "speculative decoding on a CPU without Triton, with which vLLM verifies drafts",
-        ),
+        (method != "ngram", f"speculative decoding with the method {method} (ngram works)"),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),
         (
             not config.model_config.disable_cascade_attn,

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's verification of drafts, with the kernels that its CPU runner installs without Triton."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens, rejection_sample
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+pytestmark = pytest.mark.skipif(HAS_TRITON, reason="with Triton its own kernels are used")
+
+VOCAB_SIZE = 8
+LAST = VOCAB_SIZE - 1
+BONUS = 5
+NONE = -1
+"""Of a draft: padding. Of an output: nothing sampled there."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels() -> None:
+    """What every CPU engine does at its start."""
+    current_platform.import_kernels()
+    CPUModelRunner._postprocess_triton(SimpleNamespace())  # type: ignore[arg-type]
+
+
+def verify(
+    drafts: list[list[int]], likely: list[list[int]], temperatures: list[float]
+) -> list[list[int]]:
+    """What is sampled for each request; ``likely`` are the model's tokens, certain ones, at the
+    positions of the drafts. After them, it is ``BONUS``.
+    """
+    num_drafts = [len(of_request) for of_request in drafts]
+    flat = torch.tensor([token for of_request in likely for token in of_request])
+    logits = torch.full((len(flat), VOCAB_SIZE), -1e4)
+    logits[torch.arange(len(flat)), flat] = 1e4
+    all_greedy = not any(temperatures)
+    sampling: Any = SimpleNamespace(
+        all_greedy=all_greedy,
+        all_random=all(temperatures),
+        temperature=None if all_greedy else torch.tensor(temperatures),
+        generators={},
+    )
+    sampled = rejection_sample(
+        torch.tensor([token for of_request in drafts for token in of_request], dtype=torch.int32),
+        num_drafts,
+        max(num_drafts),
+        torch.tensor(num_drafts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        None,
+        logits,
+        torch.full((len(drafts), 1), BONUS),
+        sampling,
+    )
+    return sampled.tolist()
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.7, 1.0, 2.0), (0.0, 1.0, 0.0)])
+def test_drafts_count_up_to_the_first_wrong_one(temperatures: tuple[float, ...]) -> None:
+    sampled = verify(
+        drafts=[[1, 2, 3], [1, 2], [4]],
+        likely=[[1, 2, 3], [1, 3], [6]],
+        temperatures=list(temperatures),
+    )
+    assert sampled == [[1, 2, 3, BONUS], [1, 3, NONE, NONE], [6, NONE, NONE, NONE]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padded_drafts_are_never_accepted(temperature: float) -> None:
+    """The number before a position's probabilities belongs to the position before it."""
+    sampled = verify([[LAST, NONE]], [[LAST, 3]], [temperature])
+    assert sampled == [[LAST, 3, NONE]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_parameters_of_requests_become_those_of_their_drafts(dtype: torch.dtype) -> None:
+    given = torch.tensor([0.75, 0.0, 3.25], dtype=torch.float32).to(dtype)
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    expanded = expand_batch_to_tokens(given, ends, 5, replace_from=0, replace_to=1)
+    expected = given.where(given != 0, 1)[[0, 0, 2, 2, 2]]
+    assert expanded.dtype is dtype
+    assert expanded.equal(expected)
+
+
+def test_a_greedy_request_between_others_keeps_its_temperature() -> None:
+    """Its zero becomes a one, by which its logits may be divided."""
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    given = torch.tensor([0.5, 0.0])
+    assert expand_batch_to_tokens(given, ends, 3, 0, 1).tolist() == [0.5, 1.0, 1.0]
