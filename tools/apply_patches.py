@@ -34,6 +34,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -701,7 +702,18 @@ def main(argv: list[str] | None = None) -> int:
         return REFUSED
     except ToolError as error:
         print(error, file=sys.stderr)
+        if error.code == NO_PACKAGE and args.python is None and args.source_tree is None:
+            _point_to_venv(argv)
         return error.code
+
+
+def _point_to_venv(argv: list[str]) -> None:
+    """Where the bootstrap has installed the package, if another Python was asked."""
+    venv = REPO_ROOT / ".venv"
+    if (venv / "bin" / "python").is_file() and Path(sys.prefix) != venv:
+        paths = venv / "bin" / "python", REPO_ROOT / "tools" / "apply_patches.py"
+        command = shlex.join([*map(os.path.relpath, paths), *argv])
+        print(f"the Python with the pinned engine is that of .venv: {command}", file=sys.stderr)
 
 
 if __name__ == "__main__":

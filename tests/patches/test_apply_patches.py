@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -487,6 +488,26 @@ def test_absent_package_is_reported(site: Site, tmp_path: Path) -> None:
     done = run_tool([], "apply", "--patches-dir", str(site.patches))
     assert done.returncode == NO_PACKAGE
     assert "toy: not found" in done.stderr
+
+
+def test_python_of_the_bootstrap_is_named_where_another_was_asked(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(apply_patches, "REPO_ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["status", "--patches-dir", str(site.patches)]
+    hint = shlex.join([".venv/bin/python", "tools/apply_patches.py", *command])
+    assert apply_patches.main(command) == NO_PACKAGE
+    assert hint not in capsys.readouterr().err  # there is none
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    assert apply_patches.main(command) == NO_PACKAGE
+    assert hint in capsys.readouterr().err
+    assert apply_patches.main([*command, "--source-tree", str(tmp_path)]) == NO_PACKAGE
+    assert ".venv" not in capsys.readouterr().err  # another place was asked for
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    assert apply_patches.main(command) == NO_PACKAGE
+    assert hint not in capsys.readouterr().err  # it has none either
 
 
 def test_bare_directory_of_the_same_name_is_no_package(site: Site, tmp_path: Path) -> None:
