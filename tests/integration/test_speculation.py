@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -89,8 +89,46 @@ def test_tokens_are_those_of_one_engine(
                 answer = pair.ask(prompt, max_tokens=60)
             assert answer.token_ids == single(prompt, 60).token_ids
             assert answer.token_ids == speculating_single(prompt, 60).token_ids
-            assert answer.sources == (0, num_tokens - 1, 1)
+            assert answer.sources == (0, num_tokens, 0)
+            assert answer.provenance["first_token"] == "peer"
             assert answer.outcome == "loaded"
+
+
+OPTIONS = (
+    {"repetition_penalty": 1.02, "presence_penalty": 0.01},
+    {"frequency_penalty": 0.02},
+    {"allowed_token_ids": list(range(300, 320))},
+    {"bad_words": [" the", "a"]},
+    {"min_tokens": 6, "stop_token_ids": list(range(0, 2000, 3))},
+    {"structured_outputs": {"regex": "(abc|abd){20}-[0-9]{4}"}, "ignore_eos": False},
+    {"logprobs": 3},
+)
+"""Each looks at the tokens before, and in a step with drafts those are drafts."""
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_sampling_options(
+    engines: Engines,
+    speculating: Engine,
+    single: SingleEngine,
+    prompt_of: Callable[..., Prompt],
+    phrases: Callable[..., Prompt],
+    options: dict[str, Any],
+) -> None:
+    producer = engines.shared("kv_producer", llm=LLM)
+    pair = Pair(producer, speculating, prompt_of(5, "where"))
+    before = speculating.metrics()
+    for order in ("prefill first", "decode first"):
+        prompt = phrases(200, order)
+        expected = single(prompt, 50, **options)
+        if order == "prefill first":
+            answer = speculating.ask(prompt, 50, producer.prefill(prompt), **options)
+        else:
+            answer = pair.ask(prompt, max_tokens=50, **options)
+        assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
+        for ours, theirs in zip(answer.logprobs, expected.logprobs, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-3)
+    assert delta(before, speculating.metrics(), "draft_tokens")
 
 
 def test_many_at_once_greedy_and_not(

@@ -74,7 +74,6 @@ def make_sampling_key(config: VllmConfig, mode: FirstTokenMode) -> Callable[[Req
     model = config.model_config
     if (
         mode is FirstTokenMode.COMPUTE
-        or config.speculative_config is not None
         or model.enable_return_routed_experts
         or model.return_sampling_mask
     ):
