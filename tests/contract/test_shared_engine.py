@@ -44,7 +44,7 @@ def backend(engine: MooncakeTransferEngine) -> Iterator[PoolBackend]:
 
 @pytest.fixture(scope="module")
 def store(backend: PoolBackend) -> MooncakeStore:
-    assert backend.store.wait_connected(10)
+    assert backend.store.wait_connected(60)
     return backend.store
 
 
@@ -91,7 +91,7 @@ def test_transfers_and_the_store_do_not_disturb_each_other(
 def test_engine_outlives_the_store() -> None:
     engine, peer = MooncakeTransferEngine("127.0.0.1"), MooncakeTransferEngine("127.0.0.1")
     backend = PoolBackend(PoolConfig(dram_size=16 << 20), "127.0.0.1", engine.share())
-    assert backend.store.wait_connected(10)
+    assert backend.store.wait_connected(60)
     backend.close()
     ours, theirs = Buffer(3), Buffer(0)
     engine.register(ours.addr, SIZE)

@@ -117,7 +117,7 @@ def _open(config: PoolConfig) -> Iterator[Subject]:
     backend = PoolBackend(config, "127.0.0.1")
     buffers = Buffers()
     backend.store.register(buffers.addr, len(buffers.memory))
-    assert backend.store.wait_connected(10)
+    assert backend.store.wait_connected(60)
     yield (OnSsd if config.ssd else Subject)(backend.tier, buffers)
     backend.close()
 
@@ -141,7 +141,7 @@ def remote(dram: Subject) -> Iterator[Subject]:
 
     owner: MooncakeStore = dram.tier._store  # type: ignore[attr-defined]
     store = MooncakeStore(StoreOptions("127.0.0.1", owner._options.master, 0))
-    assert store.wait_connected(10)
+    assert store.wait_connected(60)
     buffers = Buffers()
     store.register(buffers.addr, len(buffers.memory))
     tier = MooncakeTier(store, 0)

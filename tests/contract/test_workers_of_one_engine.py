@@ -29,7 +29,7 @@ def backends() -> Iterator[list[PoolBackend]]:
         PoolBackend(config, "127.0.0.1", workers=Workers(0, 2, first)),
         PoolBackend(config, "127.0.0.1", workers=Workers(1, 2, lambda value: said[0])),
     ]
-    assert all(backend.store.wait_connected(10) for backend in backends)
+    assert all(backend.store.wait_connected(60) for backend in backends)
     yield backends
     for backend in reversed(backends):
         backend.close()
