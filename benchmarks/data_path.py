@@ -90,7 +90,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=32, help="of 128 tokens of the bench model")
     parser.add_argument("--page-bytes", type=int, default=196608, help="of a block in a layer")
     parser.add_argument("--slots", type=int, default=defaults.staging_slots)
     parser.add_argument("--slot-bytes", type=int, default=defaults.staging_slot_bytes)
