@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.pool_link import Found, Lookup, PoolLink
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
@@ -455,10 +457,13 @@ class Engines:
         role: str,
         num_blocks: int = NUM_BLOCKS,
         scheduler_fields: dict[str, Any] | None = None,
+        pool: dict[str, Any] | None = None,
         **transfer: Any,
     ) -> Engine:
         transfer = {"load_mode": "step", "first_token": "compute", **transfer}
         config = self.config(role, transfer, **(scheduler_fields or {}))
+        if pool is not None:
+            config.kv_transfer_config.kv_connector_extra_config["pool"] = pool
         scheduler = self.scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config_of(num_blocks),
@@ -1362,3 +1367,43 @@ def test_supported_engine_is_accepted(engines: Engines) -> None:
     check(engines)
     check(engines, vllm_config__speculative_config=_Speculative("ngram"))
     assert engines.made == []
+
+
+# The pool.
+
+
+def test_preempted_request_that_the_pool_has_nothing_for_is_resumed(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """Also when the answer is folded in by the very pass that comes to it."""
+    engine = engines.make("kv_both", pool={"put": False})
+    address = tmp_path / "pool"
+    address.touch()
+    lookups: list[Any] = []
+    worker = PoolLink("worker", lookups.append)
+    worker.listen(str(address))
+    worker.start()
+    executor = SimpleNamespace(collective_rpc=lambda method: [(str(address), 4)])
+    pd = engine.scheduler.pd
+    pd.on_engine_started(SimpleNamespace(model_executor=executor))
+
+    def answer() -> None:
+        (lookup,) = lookups
+        assert isinstance(lookup, Lookup)
+        lookups.clear()
+        num_blocks = len(lookup.hashes) // lookup.hash_bytes
+        worker.send(Found(lookup.lookup_id, bytes(num_blocks), True, 0.1))
+
+    request = engine.add("p", prompt_of(100), max_tokens=3)
+    answer()
+    engine.schedule()
+    engine.scheduler._preempt_request(engine.scheduler.running.pop(), time.monotonic())
+    engine.finish_step()
+    pd._kv_pool.source.add(request, admitted=True)
+    assert request.status is RequestStatus.WAITING_FOR_KV
+    answer()
+    step = engine.schedule()
+    assert step.output.scheduled_cached_reqs.resumed_req_ids == {"p"}
+    engine.run_to_end()
+    engine.expect_tokens("p", 3)
+    worker.stop()

@@ -10,14 +10,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
+from vllm_ascend_pd.engine.pool_link import Message
+from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
+from vllm_ascend_pd.types import LeaseRef, LoadId
+
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.pool_link import Message
-    from vllm_ascend_pd.transfer.grants import GrantSpec
-    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+    from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.transfer.tickets import PageServer
-    from vllm_ascend_pd.types import LeaseRef, LoadId
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,7 @@ class PoolLoadSpec:
     """Whether the forward writes into the last of them, so that it must be in place before."""
 
 
-@dataclass(frozen=True, slots=True)
-class AheadSpec:
+class AheadSpec(msgspec.Struct, frozen=True):
     """Blocks that this step fills and a ``Save`` with this ``ahead_id`` may ask for afterwards, so
     that they can be packed while the step still computes.
     """
@@ -43,8 +45,7 @@ class AheadSpec:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepMeta:
+class StepMeta(msgspec.Struct, frozen=True):
     """``SchedulerOutput.pd_metadata``; applied in the order of the fields, before the forward."""
 
     revokes: tuple[LeaseRef, ...] = ()

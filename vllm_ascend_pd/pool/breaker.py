@@ -55,13 +55,11 @@ class Breaker:
         self._probe_interval_s = probe_interval_s
         self._clock = clock
         self.state = BreakerState.CLOSED
+        self.closed = True
+        """That it is in that state: what every pass of the scheduler asks."""
         self.num_opened = 0
         self._num_failures = 0
         self._next_probe_at = 0.0
-
-    @property
-    def closed(self) -> bool:
-        return self.state is BreakerState.CLOSED
 
     def record(self, ok: bool, elapsed_s: float = 0.0) -> bool:
         """One call has ended; whether that changed the state."""
@@ -85,6 +83,7 @@ class Breaker:
         if state is None:
             return False
         self.state = state
+        self.closed = state is BreakerState.CLOSED
         if state is BreakerState.OPEN:
             self.num_opened += 1
             self._next_probe_at = self._clock() + self._probe_interval_s

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_pd.config import PoolConfig, PoolSave, TransferConfig
+from vllm_ascend_pd.engine.metadata import AheadSpec
 from vllm_ascend_pd.engine.pool_link import (
     DropAhead,
     DropSaves,
@@ -27,7 +28,8 @@ from vllm_ascend_pd.engine.pool_link import (
 from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
-from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource, PoolState
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolState
+from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import Saves
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.policy import Speeds
@@ -45,6 +47,7 @@ class World:
     def __init__(self, events: bool = False, num_workers: int = 1, **options: Any) -> None:
         self.now = 1000.0
         self.sent: list[Any] = []
+        self.ahead: tuple[AheadSpec, ...] = ()
         self.stats = Stats()
         self.pool = BlockPool(64, True, BLOCK_SIZE, enable_kv_cache_events=events)
         self.phantoms = PhantomBlocks(self.pool, BLOCK_SIZE)
@@ -58,20 +61,6 @@ class World:
                 single_type_managers=(SimpleNamespace(req_to_blocks=self.tables),)
             ),
         )
-        self.saves = Saves(
-            self.sent.append,
-            self.manager,
-            self.known,
-            pool_events,
-            Speeds(),
-            config,
-            self.stats,
-            BLOCK_SIZE,
-            blocks_per_save=4,
-            blocks_per_step=6,
-            clock=self.clock,
-            num_workers=num_workers,
-        )
         self.source = PoolSource(
             self.sent.append,
             self.phantoms,
@@ -84,6 +73,21 @@ class World:
             lambda: False,
             self.clock,
             num_workers,
+        )
+        self.saves = Saves(
+            self.sent.append,
+            self.manager,
+            self.known,
+            pool_events,
+            Speeds(),
+            config,
+            self.stats,
+            BLOCK_SIZE,
+            blocks_per_save=4,
+            blocks_per_step=6,
+            not_found=self.source.closed,
+            clock=self.clock,
+            num_workers=num_workers,
         )
 
     def clock(self) -> float:
@@ -112,7 +116,7 @@ class World:
             total_num_scheduled_tokens=num_tokens,
             num_scheduled_tokens={request.request_id: num_tokens},
         )
-        self.saves.note_step(output, {request.request_id: request})
+        self.ahead = self.saves.note_step(output, {request.request_id: request})
         request.num_computed_tokens = total
         if confirm:
             self.saves.confirm()
@@ -132,7 +136,7 @@ class World:
 
     def find(self, places: list[Place], healthy: bool = True) -> None:
         for lookup in self.take(Lookup):
-            self.source.on_found(Found(lookup.lookup_id, bytes(places), healthy, 0.1))
+            self.source.on_found(Found(lookup.lookup_id, bytes(places), healthy, 0.1), self.now)
 
 
 @pytest.fixture
@@ -248,9 +252,9 @@ def test_save_that_hangs_counts_before_it_ends(world: World) -> None:
 def test_blocks_of_the_prompt_are_announced_with_the_step_that_fills_them(world: World) -> None:
     request = world.request(100)
     world.run_step(request, 24, confirm=False)
-    (first,) = world.saves.take_ahead()
+    (first,) = world.ahead
     world.run_step(request, 60, confirm=False)  # before the first one is over
-    (second,) = world.saves.take_ahead()
+    (second,) = world.ahead
     table = [block.block_id for block in world.tables["r"]]
     assert (first.block_ids, second.block_ids) == (tuple(table[:1]), tuple(table[1:5]))
     world.saves.confirm()
@@ -268,9 +272,8 @@ def test_decoded_blocks_are_not_announced(world: World) -> None:
     world.run_step(request, 20)
     world.answer()
     request.append_output_token_ids(list(range(500, 513)))
-    world.saves.take_ahead()
     world.run_step(request, 12)
-    assert world.saves.take_ahead() == ()
+    assert world.ahead == ()
     (save,) = world.take(Save)
     assert (save.ahead_id, save.hashes) == (0, hashes(request, 1))
 
@@ -279,34 +282,33 @@ def test_what_need_not_or_cannot_be_stored_is_not_announced(world: World) -> Non
     first, second = world.request(name="a"), world.request(name="b")
     world.known.note(hashes(first, 0)[0], Place.DRAM)
     world.run_step(first, 64, confirm=False)
-    (spec,) = world.saves.take_ahead()
+    (spec,) = world.ahead
     assert spec.block_ids == tuple(block.block_id for block in world.tables["a"][1:4])
     world.saves.confirm()
     world.run_step(second, 64, confirm=False)  # the same, and on its way
-    assert world.saves.take_ahead() == ()
+    assert world.ahead == ()
     world.saves.confirm()
     world.answer("full")
     world.run_step(world.request(name="c", start=1000), 64)
-    assert world.saves.take_ahead() == ()
+    assert world.ahead == ()
 
 
 @pytest.mark.parametrize("options", [{"save": PoolSave.EVICTION}, {"put": False}])
 def test_without_write_through_nothing_is_announced(options: dict[str, Any]) -> None:
     world = World(**options)
     world.run_step(world.request(), 64)
-    assert world.saves.take_ahead() == ()
+    assert world.ahead == ()
 
 
 def test_bypassed_pool_is_announced_nothing(world: World) -> None:
     for i in range(2):
         world.run_step(world.request(name=str(i), start=1000 * i), 16)
         world.answer("failed")
-    world.saves.take_ahead()
     world.run_step(world.request(name="bypassed", start=5000), 16)
-    assert world.saves.take_ahead() == ()
+    assert world.ahead == ()
 
 
-def test_equal_blocks_of_a_step_are_announced_and_saved_once(world: World) -> None:
+def test_equal_blocks_of_a_step_are_saved_once(world: World) -> None:
     requests = [world.request(name=name) for name in "ab"]
     for request in requests:
         table = world.tables.setdefault(request.request_id, world.pool.get_new_blocks(4))
@@ -314,12 +316,15 @@ def test_equal_blocks_of_a_step_are_announced_and_saved_once(world: World) -> No
     output: Any = SimpleNamespace(
         total_num_scheduled_tokens=128, num_scheduled_tokens={"a": 64, "b": 64}
     )
-    world.saves.note_step(output, {request.request_id: request for request in requests})
-    (spec,) = world.saves.take_ahead()
-    assert spec.block_ids == tuple(block.block_id for block in world.tables["a"])
+    world.ahead = world.saves.note_step(
+        output, {request.request_id: request for request in requests}
+    )
+    first, second = world.ahead
+    assert first.block_ids == tuple(block.block_id for block in world.tables["a"])
     world.saves.confirm()
     (save,) = world.take(Save)
-    assert (save.ahead_id, save.block_ids) == (spec.ahead_id, spec.block_ids)
+    assert (save.ahead_id, save.block_ids) == (first.ahead_id, first.block_ids)
+    assert world.sent == [DropAhead(second.ahead_id)]
 
 
 def preempt(world: World, request: Request) -> None:
@@ -350,7 +355,7 @@ def test_announced_blocks_that_are_not_stored_are_dropped_with_their_step(
 ) -> None:
     request = world.request()
     world.run_step(request, 64, confirm=False)
-    (spec,) = world.saves.take_ahead()
+    (spec,) = world.ahead
     happens(world, request)
     world.saves.confirm()
     assert world.take(Save) == []
@@ -361,7 +366,7 @@ def test_announced_blocks_that_are_not_stored_are_dropped_with_their_step(
 def test_only_good_ones_of_the_announced_blocks_are_saved(world: World) -> None:
     request = world.request()
     world.run_step(request, 64, confirm=False)
-    (spec,) = world.saves.take_ahead()
+    (spec,) = world.ahead
     world.pool.evict_blocks({world.tables["r"][2].block_id})
     world.saves.confirm()
     (save,) = world.take(Save)
@@ -372,7 +377,7 @@ def test_only_good_ones_of_the_announced_blocks_are_saved(world: World) -> None:
 def test_block_that_is_another_one_by_now_is_packed_anew(world: World) -> None:
     request = world.request(20)
     world.run_step(request, 16, confirm=False)
-    (spec,) = world.saves.take_ahead()
+    (spec,) = world.ahead
     world.tables["r"] = world.pool.get_new_blocks(1)
     world.pool.cache_full_blocks(request, world.tables["r"], 0, 1, BLOCK_SIZE, 0)
     world.saves.confirm()
@@ -536,7 +541,7 @@ def test_request_waits_for_its_lookup_and_offers_what_was_found(world: World) ->
     request = world.request()
     world.source.add(request)
     assert request.status == RequestStatus.WAITING_FOR_KV
-    prompt = world.source.get(request)
+    prompt = world.source.find(request)
     assert prompt is not None
     assert prompt.pending
     world.find([Place.DRAM, Place.NOWHERE, Place.SSD, Place.NOWHERE])
@@ -549,7 +554,7 @@ def test_nothing_found_or_a_wrong_answer_offers_nothing(world: World, places: li
     request = world.request()
     world.source.add(request)
     world.find(places)
-    prompt = world.source.get(request)
+    prompt = world.source.find(request)
     assert prompt is not None
     assert prompt.state is PoolState.OVER
 
@@ -559,7 +564,7 @@ def test_lookup_without_an_answer_ends_at_its_deadline(world: World) -> None:
     world.source.add(request)
     world.now += 0.2
     world.source.tick()
-    prompt = world.source.get(request)
+    prompt = world.source.find(request)
     assert prompt is not None
     assert prompt.state is PoolState.OVER
     world.find([Place.DRAM] * 4)  # too late
@@ -636,10 +641,10 @@ def test_blocks_that_are_here_are_looked_up_too_and_nobody_waits(world: World) -
     assert waited.hashes == b"".join(hashes(again, 3))
     assert refresh.hashes == b"".join(hashes(again, 0, 1, 2))
     assert again.status == RequestStatus.WAITING_FOR_KV
-    world.source.on_found(Found(waited.lookup_id, bytes([Place.NOWHERE]), True, 0.1))
+    world.source.on_found(Found(waited.lookup_id, bytes([Place.NOWHERE]), True, 0.1), world.now)
     places = [Place.DRAM, Place.NOWHERE, Place.SSD]
-    world.source.on_found(Found(refresh.lookup_id, bytes(places), True, 0.1))
-    prompt = world.source.get(again)
+    world.source.on_found(Found(refresh.lookup_id, bytes(places), True, 0.1), world.now)
+    prompt = world.source.find(again)
     assert prompt is not None
     assert not prompt.offers
     assert [h in world.known for h in hashes(again, 0, 1, 2)] == [True, False, True]
@@ -671,7 +676,7 @@ def test_refresh_without_an_answer_is_no_failure(world: World) -> None:
         world.source.tick()
     assert world.source.breaker.closed
     (*_, last) = world.take(Lookup)
-    world.source.on_found(Found(last.lookup_id, b"", False, 0.1))
+    world.source.on_found(Found(last.lookup_id, b"", False, 0.1), world.now)
     assert all(h in world.known for h in hashes(first, 0, 1, 2, 3))
 
 
@@ -679,7 +684,7 @@ def test_block_that_failed_is_not_tried_again_at_once(world: World) -> None:
     request = world.request()
     world.source.add(request)
     world.find([Place.DRAM] * 4)
-    prompt = world.source.get(request)
+    prompt = world.source.find(request)
     assert prompt is not None
     prompt.load_started()
     result = LoadResult(LoadId(1), "checksum", 10, 1.0, failed=(7,))
@@ -688,14 +693,14 @@ def test_block_that_failed_is_not_tried_again_at_once(world: World) -> None:
     again = world.request(name="again")
     world.source.add(again)
     world.find([Place.DRAM] * 4)
-    second = world.source.get(again)
+    second = world.source.find(again)
     assert second is not None
     assert [second.has_block(i) for i in range(3)] == [True, False, True]
     world.now += 31
     third = world.request(name="third")
     world.source.add(third)
     world.find([Place.DRAM] * 4)
-    prompt = world.source.get(third)
+    prompt = world.source.find(third)
     assert prompt is not None
     assert prompt.has_block(1)
 
@@ -717,7 +722,7 @@ def test_prompt_whose_peer_failed_is_counted_once(world: World) -> None:
     request = world.request()
     world.source.add(request, origin)
     world.find([Place.REMOTE] * 4)
-    prompt = world.source.get(request)
+    prompt = world.source.find(request)
     assert prompt is not None
     world.source.admitted(prompt, 16, 48, [1, 2, 3])
     assert world.source.finish(request) is origin
@@ -732,7 +737,7 @@ def test_parked_load_is_attributed_to_the_tier_it_came_from(world: World) -> Non
     request = world.request()
     world.source.add(request)
     world.find([Place.SSD, Place.SSD, Place.REMOTE, Place.NOWHERE])
-    prompt = world.source.get(request)
+    prompt = world.source.find(request)
     assert prompt is not None
     world.source.load_ended(prompt, LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2})
     world.source.admitted(prompt, 0, 48, [])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.unit.engine.test_pool_scheduler import BLOCK_SIZE, World
 from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
-from vllm_ascend_pd.engine.pool_link import DropAhead, DropSaves, PoolLink, Save
+from vllm_ascend_pd.engine.pool_link import DropAhead, DropSaves, Found, Lookup, PoolLink, Save
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 
 
@@ -123,3 +124,44 @@ def test_what_is_given_up_reaches_the_worker_after_its_save(engine: Engine) -> N
     assert engine.arrived == []
     engine.saves.drop()
     assert [type(message) for message in engine.arrived] == [*(DropAhead, Save, Save, DropSaves)]
+
+
+def test_of_many_answers_a_few_are_folded_in_at_a_time(engine: Engine) -> None:
+    requests = [engine.request(name=str(i), start=100 * i) for i in range(30)]
+
+    def waiting() -> list[Any]:
+        return [r for r in requests if r.status == RequestStatus.WAITING_FOR_KV]
+
+    for request in requests:
+        engine.side.source.add(request)
+    for lookup in engine.arrived[:-1]:
+        assert isinstance(lookup, Lookup)
+        engine.side.on_message(Found(lookup.lookup_id, bytes(4), True, 0.1))
+    engine.side.collect()
+    assert waiting() == requests[8:]
+    prompt = engine.side.source.find(requests[17])
+    assert prompt is not None
+    assert engine.side.has_answer(prompt)
+    assert waiting() == requests[24:]
+    prompt = engine.side.source.find(requests[-1])
+    assert prompt is not None
+    assert not engine.side.has_answer(prompt)
+    assert waiting() == requests[-1:]
+
+
+def test_an_answer_that_is_here_is_not_too_late(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [engine.request(name=str(i), start=100 * i) for i in range(20)]
+    for request in requests:
+        engine.side.source.add(request)
+    for lookup in engine.arrived:
+        engine.side.on_message(Found(lookup.lookup_id, bytes([1] * 4), True, 0.1))
+    now = time.monotonic() + 3600
+    monkeypatch.setattr(engine.side.source, "_clock", lambda: now)
+    for _ in range(3):
+        engine.side._next_tick_at = 0.0
+        engine.side.collect()
+    prompts = [engine.side.source.find(request) for request in requests]
+    assert all(prompt is not None and prompt.offers for prompt in prompts)
+    assert engine.side.source.breaker.closed

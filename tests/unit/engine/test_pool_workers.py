@@ -35,8 +35,8 @@ from vllm_ascend_pd.engine.pool_link import (
     join_hashes,
 )
 from vllm_ascend_pd.engine.scheduler.pool_answers import fold_found, fold_saved
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolState
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
-from vllm_ascend_pd.engine.scheduler.pool_source import PoolState
 from vllm_ascend_pd.engine.worker.pool_io import PoolIO
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
@@ -98,7 +98,7 @@ def look_up(world: World) -> tuple[Any, int]:
     request = world.request()
     world.source.add(request)
     (lookup,) = world.take(Lookup)
-    return world.source.get(request), lookup.lookup_id
+    return world.source.find(request), lookup.lookup_id
 
 
 def answer(lookup_id: int, *places: Place) -> Found:
@@ -107,27 +107,27 @@ def answer(lookup_id: int, *places: Place) -> Found:
 
 def test_a_lookup_is_over_when_every_worker_has_answered(world: World) -> None:
     prompt, lookup_id = look_up(world)
-    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM))
+    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM), world.now)
     assert prompt.state is PoolState.LOOKING
-    world.source.on_found(answer(lookup_id, DRAM, REMOTE, NOWHERE, DRAM))
+    world.source.on_found(answer(lookup_id, DRAM, REMOTE, NOWHERE, DRAM), world.now)
     assert prompt.state is PoolState.READY
     assert [prompt.place_of(i) for i in range(4)] == [DRAM, REMOTE, NOWHERE, DRAM]
 
 
 def test_a_worker_that_does_not_answer_ends_the_lookup_at_its_deadline(world: World) -> None:
     prompt, lookup_id = look_up(world)
-    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM))
+    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM), world.now)
     world.now += 1.0
     world.source.tick()
     assert prompt.state is PoolState.OVER
     assert world.stats.take()["pool_lookups/deadline"] == 1
     # The other one's answer comes late, and is not taken for half of another lookup's.
-    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM))
+    world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM), world.now)
     assert world.source._pending == {}
     other, other_id = look_up(world)
-    world.source.on_found(answer(other_id, DRAM, DRAM, DRAM, DRAM))
+    world.source.on_found(answer(other_id, DRAM, DRAM, DRAM, DRAM), world.now)
     assert other.state is PoolState.LOOKING
-    world.source.on_found(answer(other_id, NOWHERE, NOWHERE, NOWHERE, NOWHERE))
+    world.source.on_found(answer(other_id, NOWHERE, NOWHERE, NOWHERE, NOWHERE), world.now)
     assert other.state is PoolState.OVER
 
 

@@ -20,7 +20,7 @@ from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import WIRE_VERSION, FirstToken, Open, Opened, Refused, RemotePrefill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from vllm.v1.request import Request
 
@@ -68,7 +68,8 @@ class Consumer:
         self._security = security
         self._stats = stats
         self._others_wait = others_wait
-        self._sessions: dict[str, RemotePrompt] = {}
+        self.sessions: dict[str, RemotePrompt] = {}
+        """By request id; only this class changes it."""
         self._numbers = itertools.count()
         self._first_tokens: list[RemotePrompt] = []
         self._users: dict[tuple[Endpoint, str, str], int] = {}
@@ -77,13 +78,10 @@ class Consumer:
         self._bytes_per_ms = _FIRST_BYTES_PER_MS
 
     def __len__(self) -> int:
-        return len(self._sessions)
-
-    def sessions(self) -> Iterable[RemotePrompt]:
-        return self._sessions.values()
+        return len(self.sessions)
 
     def get(self, request: Request) -> RemotePrompt | None:
-        return self._sessions.get(request.request_id)
+        return self.sessions.get(request.request_id)
 
     def add(self, request: Request, params: dict[str, Any]) -> tuple[Cause, str] | None:
         """Check what the client sent and ask the producer; the request waits for the answer.
@@ -101,7 +99,7 @@ class Consumer:
             )
         number = next(self._numbers)
         session = RemotePrompt(request, remote, self._transfer, self._block_size, number)
-        self._sessions[request.request_id] = session
+        self.sessions[request.request_id] = session
         self._users[session.lease] = self._users.get(session.lease, 0) + 1
         if request.num_tokens < 2 or request.skip_reading_prefix_cache:
             # One token is computed in any case; prompt logprobs need the whole prompt computed.
@@ -138,7 +136,7 @@ class Consumer:
         while not self._client.outcomes.empty():
             outcome = self._client.outcomes.get_nowait()
             request_id = outcome.key[0]
-            session = self._sessions.get(request_id)
+            session = self.sessions.get(request_id)
             if session is None or session.key != outcome.key:
                 continue
             if isinstance(outcome.answer, FirstToken):
@@ -268,7 +266,7 @@ class Consumer:
 
     def finish(self, request: Request) -> Provenance | None:
         """The request ended, by whatever cause."""
-        session = self._sessions.pop(request.request_id, None)
+        session = self.sessions.pop(request.request_id, None)
         if session is None:
             return None
         if session.advance(ConsumerEvent.ABORT):

@@ -125,8 +125,9 @@ class Loads:
         self._reported: dict[LoadId, list[LoadResult]] = {}
         self._ids = count(1)
         self._by_source: dict[int, LoadRecord] = {}
-        self._new: list[LoadRecord] = []
-        self._running: dict[LoadId, LoadRecord] = {}
+        self.new: list[LoadRecord] = []
+        """The next step takes them along."""
+        self.running: dict[LoadId, LoadRecord] = {}
         self._in_step_blocks: dict[int, LoadRecord] = {}
         self._cancels: list[LoadId] = []
         self._resting: dict[LoadId, list[KVCacheBlock]] = {}
@@ -136,7 +137,7 @@ class Loads:
         """
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._new) + len(self._resting)
+        return len(self.running) + len(self.new) + len(self._resting)
 
     @property
     def num_resting(self) -> int:
@@ -161,7 +162,7 @@ class Loads:
 
     @property
     def num_parked(self) -> int:
-        records = [*self._new, *self._running.values()]
+        records = [*self.new, *self.running.values()]
         return sum(record.parked_for is not None for record in records)
 
     def claim(
@@ -176,7 +177,7 @@ class Loads:
         if record is None:
             record = LoadRecord(LoadId(next(self._ids)), source)
             self._by_source[id(source)] = record
-            self._new.append(record)
+            self.new.append(record)
             source.load_started()
         record.phantoms.extend(phantoms)
         record.tail = tail or record.tail
@@ -201,7 +202,7 @@ class Loads:
             held_indices=indices,
             held_tail=tail,
         )
-        self._new.append(record)
+        self.new.append(record)
         source.load_started()
 
     def is_parked_load_of(self, request: Request, indices: Sequence[int]) -> bool:
@@ -210,7 +211,7 @@ class Loads:
             return False
         loading = {
             record.parked_for.block_hashes[index]
-            for record in [*self._new, *self._running.values()]
+            for record in [*self.new, *self.running.values()]
             if record.parked_for is not None
             for index in record.held_indices
         }
@@ -225,12 +226,12 @@ class Loads:
 
     def is_under(self, request: Request) -> bool:
         """Whether ``request`` is computed on KV of a load whose end is not known yet."""
-        records = [*self._new, *self._running.values()]
+        records = [*self.new, *self.running.values()]
         return any(request in record.users for record in records)
 
     def note_computed(self, get_blocks: Callable[[Request], Sequence[KVCacheBlock]]) -> None:
         """Remember what this step caches on top of loads whose end is not known yet."""
-        for record in [*self._new, *self._running.values()]:
+        for record in [*self.new, *self.running.values()]:
             if record.parked_for is not None:
                 continue
             loaded = {phantom.block.block_id for phantom in record.phantoms}
@@ -248,25 +249,25 @@ class Loads:
 
     def cancel(self, request: Request) -> None:
         """Give up the parked load of this request; its blocks come back when it has ended."""
-        for record in [*self._new, *self._running.values()]:
+        for record in [*self.new, *self.running.values()]:
             if record.parked_for is request:
                 self._cancels.append(record.load_id)
 
     def take_new(self) -> tuple[LoadSpec | PoolLoadSpec, ...]:
         """The loads that the worker starts in this step."""
-        if not self._new:
+        if not self.new:
             return ()
-        new, self._new = self._new, []
+        new, self.new = self.new, []
         self._by_source.clear()
-        self._running.update((record.load_id, record) for record in new)
+        self.running.update((record.load_id, record) for record in new)
         return tuple(record.spec() for record in new)
 
     def take_cancels(self) -> tuple[LoadId, ...]:
         """Loads that the worker gives up in this step."""
         if not self._cancels:
             return ()
-        new = {record.load_id for record in self._new}
-        cancels = tuple(i for i in self._cancels if i in self._running)
+        new = {record.load_id for record in self.new}
+        cancels = tuple(i for i in self._cancels if i in self.running)
         self._cancels = [i for i in self._cancels if i in new]
         return cancels
 
@@ -284,7 +285,7 @@ class Loads:
         return merge_results(self._reported.pop(result.load_id))
 
     def end(self, load_id: LoadId) -> LoadRecord:
-        record = self._running.pop(load_id)
+        record = self.running.pop(load_id)
         for phantom in record.phantoms:
             if self._in_step_blocks.get(phantom.block.block_id) is record:
                 del self._in_step_blocks[phantom.block.block_id]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-    from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
+    from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
     from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
     from vllm_ascend_pd.transfer.load import LoadResult
 
@@ -91,13 +91,14 @@ class Parking:
         request = source.request
         num_full = (request.num_tokens - 1) // self._block_size
         num_tail = source.num_tail_tokens if source.offers and num_hits == num_full else 0
-        table = self._tables.req_to_blocks[request.request_id]
-        if num_tail and source.held_tail is not None:
-            table[num_full], source.held_tail = source.held_tail, table[num_full]
-        elif num_tail:
-            block_id = table[num_full].block_id
-            tail = TailBlock(request, request.num_preemptions, num_full, block_id)
-            self._loads.claim(request, source, [], tail)
+        if num_tail:
+            table = self._tables.req_to_blocks[request.request_id]
+            if source.held_tail is not None:
+                table[num_full], source.held_tail = source.held_tail, table[num_full]
+            else:
+                block_id = table[num_full].block_id
+                tail = TailBlock(request, request.num_preemptions, num_full, block_id)
+                self._loads.claim(request, source, [], tail)
         self.drop_tail(source)
         return num_tail
 

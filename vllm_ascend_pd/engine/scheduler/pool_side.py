@@ -24,21 +24,23 @@ from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import Saves
+from vllm_ascend_pd.engine.sharding import bytes_per_block
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
     from vllm_ascend_pd.metrics import Provenance, Stats
 
 _DROP_TIMEOUT_S = 1.0
 _TICK_S = 0.001
+_LOOKUPS_AT_A_TIME = 8
 
 
 class PoolSide:
@@ -57,7 +59,9 @@ class PoolSide:
         assert config.pool is not None
         self._scheduler = scheduler
         self._wake = wake
+        # Filled by the link's thread. Answers to lookups with the time of their arrival.
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[Found, float]] = queue.SimpleQueue()
         workers = engine_core.model_executor.collective_rpc(pool_address)
         for rank, (address, _) in enumerate(workers):
             if not Path(address).exists():
@@ -68,8 +72,6 @@ class PoolSide:
         self._link = PoolLink("pd-pool-client", self.on_message)
         for address, _ in workers:
             self._link.connect(address)
-        spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
         known = KnownKeys()
         events = PoolEvents(scheduler.kv_cache_manager.block_pool, known, scheduler.block_size)
         options = scheduler.scheduler_config
@@ -85,7 +87,7 @@ class PoolSide:
             transfer=config.transfer,
             stats=stats,
             block_size=scheduler.block_size,
-            bytes_per_block=spec.page_size_bytes * num_layers * len(workers),
+            bytes_per_block=bytes_per_block(scheduler.kv_cache_config) * len(workers),
             others_wait=others_wait,
             num_workers=len(workers),
         )
@@ -100,10 +102,13 @@ class PoolSide:
             block_size=scheduler.block_size,
             blocks_per_save=min(num_blocks for _, num_blocks in workers),
             blocks_per_step=blocks_per_step,
+            not_found=self.source.closed,
             num_workers=len(workers),
         )
-        self._has_news = False
-        self._held: list[Message] = []
+        self.has_saved = False
+        """Whether a save has ended since the last step went out."""
+        self.held: list[Message] = []
+        """The next step takes them along, see ``take_held``."""
         # With another step under way already, the next one would begin too late.
         self._holds = scheduler.vllm_config.max_concurrent_batches == 1
         self._next_tick_at = 0.0
@@ -112,25 +117,25 @@ class PoolSide:
 
     def on_message(self, message: Message) -> None:
         """Link thread."""
-        self._inbox.put(message)
-        if not isinstance(message, Found):
+        if isinstance(message, Found):
+            self._found.put((message, time.monotonic()))
+        else:
             # A request that waits for a lookup keeps the engine stepping; a save may be the last
             # thing that goes on.
+            self._inbox.put(message)
             self._wake()
 
     def _hold(self, message: Message) -> None:
         """Until the next step takes it along. A pass of the scheduler follows right after the step
         whose blocks are to be stored, and the threads that store them would take turns with it.
         """
-        self._held.append(message)
+        self.held.append(message)
         if not self._holds or isinstance(message, DropSaves):
             self._send_held()
 
     def take_held(self) -> tuple[Message, ...]:
         """What the step that goes out now tells the workers."""
-        if not self._held:
-            return ()
-        held, self._held = tuple(self._held), []
+        held, self.held = tuple(self.held), []
         return held
 
     def _send_held(self) -> None:
@@ -140,7 +145,7 @@ class PoolSide:
     def send_held_if_idle(self) -> None:
         """When no step will take it along."""
         scheduler = self._scheduler
-        if self._held and not (
+        if self.held and not (
             scheduler.waiting
             or scheduler.skipped_waiting
             or any(not request.is_finished() for request in scheduler.running)
@@ -148,37 +153,51 @@ class PoolSide:
             self._send_held()
 
     def collect(self) -> None:
-        """Fold in what the workers have said."""
+        """Fold in what the workers have said: of lookups a few, so that no pass pays for many."""
         while not self._inbox.empty():
             message = self._inbox.get_nowait()
-            if isinstance(message, Found):
-                self.source.on_found(message)
-            elif isinstance(message, Packed):
+            if isinstance(message, Packed):
                 self.saves.on_packed(message)
             elif isinstance(message, Saved):
                 self.saves.on_saved(message)
-                self._has_news = True
+                self.has_saved = True
+        self._fold_some()
         # Called for every waiting request of a pass.
         now = time.monotonic()
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
-            self.source.tick()
+            if self._found.empty():  # else it might be too late for what is here already
+                self.source.tick()
             self.saves.tick()
+
+    def _fold_some(self) -> None:
+        for _ in range(_LOOKUPS_AT_A_TIME):
+            if self._found.empty():
+                return
+            self.source.on_found(*self._found.get_nowait())
+
+    def has_answer(self, prompt: PoolPrompt) -> bool:
+        """Whether the lookup of a prompt that could be scheduled now is over; its answer may have
+        come after those of others.
+        """
+        while not self._found.empty():
+            self._fold_some()
+            if not prompt.pending:
+                return True
+        return False
 
     @property
     def has_news(self) -> bool:
         """Whether a step should carry counters out, though there is nothing to compute."""
-        return self._has_news and not self.saves.num_under_way
+        return self.has_saved and not self.saves.num_under_way
 
-    def note_step(
-        self, output: SchedulerOutput, origin_of: Callable[[Request], Provenance | None]
+    def look_up_again(
+        self, preempted: Iterable[str], origin_of: Callable[[Request], Provenance | None]
     ) -> None:
-        """The step is about to go out. Preempted requests are looked up again; ``origin_of`` is
-        what the consumer says of one that had a peer.
+        """Requests that have been preempted; ``origin_of`` is what the consumer says of one that
+        had a peer.
         """
-        self._has_news = False
-        self.saves.note_step(output, self._scheduler.requests)
-        for request_id in output.preempted_req_ids or ():
+        for request_id in preempted:
             request = self._scheduler.requests.get(request_id)
             if request is not None and request.status == RequestStatus.PREEMPTED:
                 self.saves.forget(request)

@@ -6,31 +6,29 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.config import LoadMode, PoolConfig, PoolLoad, TransferConfig
-from vllm_ascend_pd.engine.metadata import PoolLoadSpec
 from vllm_ascend_pd.engine.pool_link import Found, Lookup, join_hashes
 from vllm_ascend_pd.engine.scheduler.pool_answers import fold_found
-from vllm_ascend_pd.metrics import Provenance, Stats
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolEvent, PoolPrompt, PoolState
 from vllm_ascend_pd.pool.breaker import Breaker
 from vllm_ascend_pd.pool.policy import Speeds, num_blocks_to_use
 from vllm_ascend_pd.pool.tier import Place
-from vllm_ascend_pd.types import Cause, LoadId
+from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.pool_link import Message
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
+    from vllm_ascend_pd.metrics import Provenance, Stats
     from vllm_ascend_pd.transfer.load import LoadResult
 
 logger = logging.getLogger(__name__)
@@ -41,122 +39,6 @@ _REFRESH_S = 2.0
 """Blocks that are used without the pool are looked up this often at most."""
 _POOL_FAULTS = (Cause.POOL_FAILED.value, Cause.DEADLINE.value)
 _EXPECTED_OUTCOMES = ("", Cause.CANCELLED.value)
-
-
-class PoolState(Enum):
-    LOOKING = "looking"
-    """The lookup is on its way; the request waits for it."""
-    READY = "ready"
-    """The pool's blocks count as hits."""
-    OVER = "over"
-    """Nothing (more) is taken from the pool for this request."""
-
-
-class PoolEvent(Enum):
-    FOUND = "found"
-    NOTHING = "nothing"
-    """Not found, not answered in time, or the pool is bypassed."""
-    LOAD_FAILED = "load failed"
-    ADMITTED = "admitted"
-    ENDED = "ended"
-
-
-TRANSITIONS = {
-    PoolState.LOOKING: {
-        PoolEvent.FOUND: PoolState.READY,
-        PoolEvent.NOTHING: PoolState.OVER,
-        PoolEvent.ENDED: PoolState.OVER,
-    },
-    PoolState.READY: {
-        PoolEvent.LOAD_FAILED: PoolState.OVER,
-        PoolEvent.ADMITTED: PoolState.OVER,
-        PoolEvent.ENDED: PoolState.OVER,
-    },
-    PoolState.OVER: {},
-}
-
-
-class PoolPrompt:
-    """What the pool has of one request's blocks; a ``BlockSource``."""
-
-    def __init__(self, request: Request, start: int, transfer: TransferConfig) -> None:
-        self.request = request
-        self.state = PoolState.LOOKING
-        self.queued_status = request.status
-        """The status to return to when nothing is pending any more."""
-        self.start = start
-        """Blocks before this one were in the prefix cache at arrival and were not asked for."""
-        self.num_blocks = 0
-        self.num_tail_tokens = 0
-        """All but the last token of a prompt of full blocks: vLLM computes that one, and would
-        compute its whole block."""
-        self.held_tail: KVCacheBlock | None = None
-        self.placed = False
-        self.parked = False
-        self.num_parked_tokens = 0
-        self.num_loads = 0
-        self.loaded: set[int] = set()
-        """Blocks that loads have brought in."""
-        self.provenance = Provenance(request.num_prompt_tokens)
-        self.had_peer = False
-        """``provenance`` is that of its session with a peer, which the consumer counts."""
-        self.admitted = False
-        self._places: bytes = b""
-        self._transfer = transfer
-
-    def advance(self, event: PoolEvent) -> bool:
-        """Whether the event had an effect."""
-        state = TRANSITIONS[self.state].get(event)
-        if state is None:
-            return False
-        self.state = state
-        return True
-
-    @property
-    def pending(self) -> bool:
-        """Whether the pool has not answered yet."""
-        return self.state is PoolState.LOOKING
-
-    @property
-    def offers(self) -> bool:
-        return self.state is PoolState.READY and not self.parked
-
-    def found(self, places: bytes) -> None:
-        """``places[i]`` is that of block ``start + i``."""
-        self._places = places
-        self.num_blocks = self.start + len(places.rstrip(b"\0"))
-
-    def has_tail(self, index: int) -> bool:
-        return self.num_tail_tokens > 0 and self.has_block(index)
-
-    def has_block(self, index: int) -> bool:
-        return self.place_of(index) is not Place.NOWHERE
-
-    def place_of(self, index: int) -> Place:
-        if not self.start <= index < self.num_blocks:
-            return Place.NOWHERE
-        return Place(self._places[index - self.start])
-
-    def make_load(
-        self,
-        load_id: LoadId,
-        block_indices: tuple[int, ...],
-        block_ids: tuple[int, ...],
-        has_tail: bool,
-        in_step: bool,
-    ) -> PoolLoadSpec:
-        hashes = tuple(bytes(self.request.block_hashes[i]) for i in block_indices)
-        transfer = self._transfer
-        timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
-        return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s, has_tail)
-
-    def load_started(self) -> None:
-        self.num_loads += 1
-
-    def load_ended(self, result: LoadResult) -> None:
-        self.num_loads -= 1
-        if result.cause:
-            self.advance(PoolEvent.LOAD_FAILED)
 
 
 @dataclass(slots=True)
@@ -208,18 +90,20 @@ class PoolSource:
         )
         self._ids = count(1)
         self._pending: dict[int, _Pending] = {}
-        self._prompts: dict[str, PoolPrompt] = {}
+        self.open: dict[str, PoolPrompt] = {}
+        """By request id: prompts that the pool may have something of, and those that had a peer."""
+        self.closed: dict[str, PoolPrompt] = {}
+        """The others. A pass of the scheduler has nothing to do for them."""
         self._blacklist: dict[bytes, float] = {}
-        self._queued: list[PoolPrompt] = []
+        self.queued: list[PoolPrompt] = []
+        """Found, and perhaps to be loaded before a pass comes to them, see ``take_queued``."""
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self.open) + len(self.closed)
 
-    def prompts(self) -> Iterable[PoolPrompt]:
-        return self._prompts.values()
-
-    def get(self, request: Request) -> PoolPrompt | None:
-        return self._prompts.get(request.request_id)
+    def find(self, request: Request) -> PoolPrompt | None:
+        """Open or closed."""
+        return self.open.get(request.request_id) or self.closed.get(request.request_id)
 
     # Lookups.
 
@@ -235,7 +119,7 @@ class PoolSource:
             return
         end = (request.num_tokens - 1) // self._block_size
         stop = min(end + 1, len(request.block_hashes))
-        previous = self._prompts.get(request.request_id)
+        previous = self.find(request)
         # The blocks of a preempted request are still cached, and about to be taken by others.
         was_preempted = previous is not None or admitted
         start = 0 if was_preempted else self._phantoms.num_leading_hits(request, end)
@@ -243,22 +127,23 @@ class PoolSource:
         if previous is not None:
             prompt.provenance = previous.provenance
             prompt.had_peer = previous.had_peer
-            prompt.admitted = previous.admitted
+            prompt.admitted = previous.count_computed(admitted)
         elif from_peer is not None:
             prompt.provenance, prompt.had_peer = from_peer, True
             prompt.admitted = admitted
-        self._prompts[request.request_id] = prompt
+        self.closed.pop(request.request_id, None)
+        self.open[request.request_id] = prompt
         if not self.breaker.closed:
             if start < stop:
                 self._count_lookup("bypassed")
-            prompt.advance(PoolEvent.NOTHING)
+            self._give_up(prompt)
             self._probe()
             return
         if start < stop:
             self._look_up([bytes(h) for h in request.block_hashes[start:stop]], prompt)
             request.status = RequestStatus.WAITING_FOR_KV
         else:
-            prompt.advance(PoolEvent.NOTHING)
+            self._give_up(prompt)
         self._refresh(request, start)
 
     def _refresh(self, request: Request, num_blocks: int) -> None:
@@ -288,7 +173,7 @@ class PoolSource:
         joined, hash_bytes = join_hashes(hashes)
         self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s))
 
-    def on_found(self, found: Found) -> None:
+    def on_found(self, found: Found, arrived_at: float) -> None:
         """A worker has answered a lookup; with the last one's answer it is over."""
         pending = self._pending.get(found.lookup_id)
         if pending is None:
@@ -301,7 +186,7 @@ class PoolSource:
         if pending.refreshed is not None:
             self._note_refreshed(*pending.refreshed, found)
             return
-        elapsed_s = self._clock() - pending.sent_at
+        elapsed_s = arrived_at - pending.sent_at
         self._record(found.healthy, elapsed_s)
         if not found.healthy:
             self._events.all_gone()
@@ -325,7 +210,7 @@ class PoolSource:
             prompt.num_tail_tokens = self._block_size - 1
         prompt.advance(PoolEvent.FOUND)
         self._decide(prompt)
-        self._queued.append(prompt)
+        self.queued.append(prompt)
 
     def _give_up(self, prompt: PoolPrompt) -> bool:
         """The pool has nothing for it; whether it was waiting for that. Without a peer, nothing
@@ -335,6 +220,7 @@ class PoolSource:
             return False
         if not prompt.had_peer:
             prompt.request.status = prompt.queued_status
+            self.closed[prompt.request.request_id] = self.open.pop(prompt.request.request_id)
         return True
 
     def _note_refreshed(self, request: Request, indices: Sequence[int], found: Found) -> None:
@@ -344,9 +230,8 @@ class PoolSource:
 
     def take_queued(self) -> list[PoolPrompt]:
         """Prompts with something to load that no pass of the scheduler has come to yet."""
-        if self._queued:
-            self._queued = [p for p in self._queued if p.offers and not p.placed]
-        return list(self._queued)
+        self.queued = [p for p in self.queued if p.offers and not p.placed]
+        return list(self.queued)
 
     def _learn(self, prompt: PoolPrompt, places: bytearray) -> None:
         """What is there need not be stored again; what failed a moment ago is not tried again."""
@@ -524,11 +409,14 @@ class PoolSource:
 
     def finish(self, request: Request) -> Provenance | None:
         """The request ended, by whatever cause."""
-        prompt = self._prompts.pop(request.request_id, None)
+        prompt = self.find(request)
         if prompt is None:
             return None
-        prompt.advance(PoolEvent.ENDED)
-        self._phantoms.withdraw(prompt)
+        if self.closed.pop(request.request_id, None) is None:
+            del self.open[request.request_id]
+            prompt.advance(PoolEvent.ENDED)
+            self._phantoms.withdraw(prompt)
+        prompt.count_computed(request.num_computed_tokens > 0)
         origin = prompt.provenance
         origin.outcome = origin.outcome or ("local" if origin.num_local_tokens else "computed")
         sources = ("dram", "remote", "ssd")

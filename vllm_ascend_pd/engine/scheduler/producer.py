@@ -81,6 +81,8 @@ class Producer:
         self._endpoint = endpoint
         self._stats = stats
         self._block_size = block_size
+        self.busy = False
+        """Whether there may be something to tell the worker with a step."""
         self._expected: dict[str, Request] = {}
         self._leases: dict[str, Lease] = {}
         self._pins: dict[TransferId, list[KVCacheBlock]] = {}
@@ -105,7 +107,20 @@ class Producer:
                 self._grant(key, self._make_lease(request, TransferId(transfer_id), True))
                 self._announce()
         self._expected[request.request_id] = request
+        self.busy = True
         return None
+
+    def begin_step(
+        self, output: SchedulerOutput
+    ) -> tuple[tuple[LeaseRef, ...], tuple[GrantSpec, ...]]:
+        """What the worker must not serve from this step on, and what it may, which this step
+        computes.
+        """
+        self._relieve()
+        grants = tuple(self.build_grants(output))
+        revokes = self.take_revokes()
+        self.busy = bool(self._expected or self._leases)
+        return revokes, grants
 
     def build_grants(self, output: SchedulerOutput) -> list[GrantSpec]:
         """Grants of the prompts that this step computes."""
@@ -175,7 +190,7 @@ class Producer:
         num_blocks = (request.num_prompt_tokens - 1) // self._block_size + 1
         return tuple(self._manager.get_block_ids(request.request_id)[0][:num_blocks])
 
-    def relieve(self) -> None:
+    def _relieve(self) -> None:
         """When few blocks are free, do not keep prompts long for consumers that may never come."""
         pool = self._manager.block_pool
         if not self._pins or pool.get_num_free_blocks() * _SHORT_OF_MEMORY > pool.num_gpu_blocks:

@@ -21,7 +21,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.v1.request import Request
 
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.metadata import AheadSpec
@@ -39,13 +43,12 @@ from vllm_ascend_pd.pool.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.tier import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
     from vllm_ascend_pd.config import PoolConfig
     from vllm_ascend_pd.engine.pool_link import Message
@@ -60,6 +63,7 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _PINNED_SHARE = 8
 """At most one block in so many is pinned for saves."""
+_BLOCK_ID = attrgetter("block_id")
 _EVICTED = "evicted"
 """Outcome of a block that was evicted before it could be stored."""
 
@@ -79,14 +83,17 @@ class _Save:
     answers: list[Saved] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Step:
+class _Step(msgspec.Struct):
     started: float
     num_tokens: int
     requests: list[tuple[Request, int, int]]
     """Request, its number of preemptions, and how many of its tokens are computed after it."""
-    ahead: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    """Blocks that may be packed while it computes: the ``ahead_id`` by block id and hash."""
+    ahead: tuple[AheadSpec, ...] = ()
+    """Blocks of prompts that may be packed while it computes them."""
+
+    def ahead_ids(self) -> dict[int, int]:
+        """By block id."""
+        return {block_id: spec.ahead_id for spec in self.ahead for block_id in spec.block_ids}
 
 
 class Saves:
@@ -104,10 +111,14 @@ class Saves:
         block_size: int,
         blocks_per_save: int,
         blocks_per_step: int,
+        not_found: Container[str],
         clock: Callable[[], float] = time.monotonic,
         num_workers: int = 1,
     ) -> None:
-        """``blocks_per_step`` is how many blocks one step may take."""
+        """``blocks_per_step`` is how many blocks one step may take; ``not_found`` are the ids of
+        requests of which the pool had nothing when they came.
+        """
+        self._not_found = not_found
         self._num_workers = num_workers
         self._send = send
         self._pool = manager.block_pool
@@ -132,7 +143,7 @@ class Saves:
         self._ids = count(1)
         self._last_id = 0
         self._ahead_ids = count(1)
-        self._ahead: list[AheadSpec] = []
+        self._packs_ahead = config.put and self._evictions is None
         self._steps: deque[_Step] = deque()
         self._last_output_at = 0.0
         self._saved: dict[str, int] = {}
@@ -150,53 +161,49 @@ class Saves:
     def num_under_way(self) -> int:
         return len(self._under_way)
 
-    def note_step(self, output: SchedulerOutput, requests: dict[str, Request]) -> None:
-        """A step is about to go out; ``num_computed_tokens`` are still those before it."""
-        step = _Step(self._clock(), output.total_num_scheduled_tokens, [])
-        computes_prompt = False
+    def note_step(
+        self, output: SchedulerOutput, requests: dict[str, Request]
+    ) -> tuple[AheadSpec, ...]:
+        """A step is about to go out; ``num_computed_tokens`` are still those before it. What it may
+        pack while it computes.
+        """
+        now = self._clock()
+        announces = self._packs_ahead and now >= self._resume_at and self.breaker.closed
+        step = _Step(now, output.total_num_scheduled_tokens, [])
+        self._steps.append(step)
+        block_ids: list[int] = []
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests[request_id]
             num_before = request.num_computed_tokens
-            step.requests.append((request, request.num_preemptions, num_before + num_scheduled))
-            computes_prompt = computes_prompt or num_before < request.num_prompt_tokens
-        if computes_prompt:
-            self._announce(step)
-        self._steps.append(step)
+            num_after = num_before + num_scheduled
+            step.requests.append((request, request.num_preemptions, num_after))
+            if announces and num_before < request.num_prompt_tokens:
+                start = num_before // self._block_size
+                stop = min(num_after, request.num_prompt_tokens) // self._block_size
+                if request_id not in self._not_found:
+                    start = self._first_wanted(request, start, stop)
+                blocks = self._tables.req_to_blocks[request_id][start:stop]
+                block_ids.extend(map(_BLOCK_ID, blocks))
+        if block_ids:
+            step.ahead = self._announce(block_ids)
+        return step.ahead
 
-    def take_ahead(self) -> tuple[AheadSpec, ...]:
-        """What the step that was just noted may pack."""
-        ahead, self._ahead = tuple(self._ahead), []
-        return ahead
+    def _announce(self, block_ids: list[int]) -> tuple[AheadSpec, ...]:
+        """Nothing is lost if the step turns out wrong, or some of them are not stored after all."""
+        specs = []
+        while block_ids:
+            part = tuple(block_ids[: self._blocks_per_save])
+            del block_ids[: self._blocks_per_save]
+            specs.append(AheadSpec(next(self._ahead_ids), part))
+        return tuple(specs)
 
-    def _announce(self, step: _Step) -> None:
-        """Full blocks of prompts that the step computes, and that the pool is not known to hold.
-
-        It costs nothing if the step turns out wrong, or some of them are not stored after all.
-        """
-        may_store = self._config.put and step.started >= self._resume_at
-        if self._evictions is not None or not may_store or not self.breaker.closed:
-            return
-        chosen: dict[bytes, int] = {}
-        room = self._max_pinned - self._num_pinned
-        for request, _, num_computed in step.requests:
-            num_before, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
-            if num_before >= num_prompt:
-                continue
-            hashes = request.block_hashes
-            table = self._tables.req_to_blocks[request.request_id]
-            start = max(self._saved.get(request.request_id, 0), num_before // self._block_size)
-            end = min(num_computed, num_prompt) // self._block_size
-            for block, block_hash in zip(table[start:end], hashes[start:end], strict=False):
-                if len(chosen) == room:
-                    break
-                if not block.is_null and self._is_wanted(block_hash):
-                    chosen.setdefault(block_hash, block.block_id)
-        announced = list(zip(chosen.values(), chosen, strict=True))
-        for at in range(0, len(announced), self._blocks_per_save):
-            part = announced[at : at + self._blocks_per_save]
-            ahead_id = next(self._ahead_ids)
-            self._ahead.append(AheadSpec(ahead_id, tuple([block_id for block_id, _ in part])))
-            step.ahead.update(dict.fromkeys(part, ahead_id))
+    def _first_wanted(self, request: Request, start: int, stop: int) -> int:
+        """The first of these blocks that is not somebody else's to store, or known to be stored."""
+        hashes = request.block_hashes
+        start = max(start, self._saved.get(request.request_id, 0))
+        while start < stop and not self._is_wanted(hashes[start]):
+            start += 1
+        return start
 
     def confirm(self) -> None:
         """The oldest step is over and what it left is right: store what has become full."""
@@ -211,16 +218,17 @@ class Saves:
             return
         may_store = now >= self._resume_at
         packed: dict[int, _Save] = {}
+        ahead_ids = step.ahead_ids()
         for request, num_preemptions, num_computed in step.requests:
             if request.num_preemptions == num_preemptions and not request.is_finished():
                 if self._evictions is not None:
                     self._note_good(request, num_computed, self._evictions)
                 elif may_store:
-                    self._store(request, num_computed, step, packed)
+                    self._store(request, num_computed, ahead_ids, packed)
         for save in packed.values():
             self._send_save(save)
-        if len(packed) < len(set(step.ahead.values())):
-            self._send(DropAhead(max(step.ahead.values())))
+        if len(packed) < len(step.ahead):
+            self._send(DropAhead(step.ahead[-1].ahead_id))
         if self._evictions is not None and may_store:
             self._store_next(self._evictions)
 
@@ -246,10 +254,14 @@ class Saves:
         return start, min(end, len(table)), table
 
     def _store(
-        self, request: Request, num_computed: int, step: _Step, packed: dict[int, _Save]
+        self,
+        request: Request,
+        num_computed: int,
+        ahead_ids: dict[int, int],
+        packed: dict[int, _Save],
     ) -> None:
         """Pin the request's new full blocks, as many as may be pinned now. Those that the step may
-        have packed go into ``packed``, the others are sent.
+        have packed, under ``ahead_ids``, go into ``packed``, the others are sent.
         """
         start, end, table = self._new_full_blocks(request, num_computed)
         if start == end:
@@ -264,7 +276,7 @@ class Saves:
                 if self._num_pinned >= self._max_pinned or not self._may_send():
                     break
                 event = self._events.make_stored(request, index)
-                if ahead_id := step.ahead.get((block.block_id, block_hash)):
+                if ahead_id := ahead_ids.get(block.block_id):
                     if ahead_id not in packed:
                         packed[ahead_id] = self._new_save(ahead_id)
                     self._add(packed[ahead_id], block, block_hash, event)

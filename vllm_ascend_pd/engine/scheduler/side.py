@@ -26,31 +26,35 @@ from vllm_ascend_pd.engine.scheduler.first_token import deliver, make_sampling_k
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.parking import Parking
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
-from vllm_ascend_pd.engine.scheduler.pool_source import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
-from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
+from vllm_ascend_pd.engine.sharding import bytes_per_block, can_divide_pages, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.session import ConsumerState
-from vllm_ascend_pd.types import Cause, Epoch
+from vllm_ascend_pd.types import Cause, Epoch, LeaseRef, LoadId
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
+    from vllm_ascend_pd.engine.metadata import PoolLoadSpec
     from vllm_ascend_pd.engine.pool_link import Message
-    from vllm_ascend_pd.transfer.load import LoadResult
+    from vllm_ascend_pd.transfer.grants import GrantSpec
+    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
     from vllm_ascend_pd.transfer.tickets import PageServer
 
 logger = logging.getLogger(__name__)
@@ -88,6 +92,9 @@ class SchedulerSide:
         self._parking = Parking(scheduler.kv_cache_manager, self._phantoms, self._loads)
         self._page_servers: dict[int, PageServer] = {}
         self._kv_pool: PoolSide | None = None  # from on_engine_started on
+        # By request id: what may come from peers, and from the pool.
+        self._sessions: Mapping[str, RemotePrompt] = {}
+        self._prompts: Mapping[str, PoolPrompt] = {}
         self._ignored: dict[str, Provenance] = {}
         self._collect_at = 0.0
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
@@ -134,14 +141,13 @@ class SchedulerSide:
                 self._seals,
                 transfer.arrival_timeout_s,
             )
-            spec = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-            num_layers = sum(len(t.layers) for t in scheduler.kv_cache_config.kv_cache_tensors)
             self._consumer = Consumer(
                 client=self._client,
                 phantoms=self._phantoms,
                 fingerprint=identity,
                 block_size=self._block_size,
-                bytes_per_block=spec.page_size_bytes * num_layers * self._sharding.num_workers,
+                bytes_per_block=bytes_per_block(scheduler.kv_cache_config)
+                * self._sharding.num_workers,
                 transfer=transfer,
                 security=config.security,
                 stats=self._stats,
@@ -151,6 +157,7 @@ class SchedulerSide:
                 sampling_key=sampling_key,
                 vocab_size=scheduler.vllm_config.model_config.get_vocab_size(),
             )
+            self._sessions = self._consumer.sessions
             self._client.start()
         # A parked load is not ordered against a step that is still writing freed blocks.
         has_loads = config.role.consumes or config.pool is not None
@@ -234,12 +241,13 @@ class SchedulerSide:
             self._collect_at = now + _COLLECT_S
             self._collect()
         source = self._source_of(request)
-        if source is not None and source.pending:
+        if source is not None and source.pending and not self._has_answer(source):
             return False
         self._turn_to_pool(request)
         source = self._source_of(request)
         if source is None:
-            request.status = RequestStatus.WAITING
+            if request.status == RequestStatus.WAITING_FOR_KV:
+                request.status = RequestStatus.WAITING
             return True
         if source.pending or source.parked:
             return False
@@ -269,10 +277,17 @@ class SchedulerSide:
         if self._kv_pool is not None:
             self._kv_pool.collect()
 
+    def _has_answer(self, source: RemotePrompt | PoolPrompt) -> bool:
+        return (
+            isinstance(source, PoolPrompt)
+            and self._kv_pool is not None
+            and self._kv_pool.has_answer(source)
+        )
+
     def _source_of(self, request: Request) -> RemotePrompt | PoolPrompt | None:
         """Where this request's missing blocks may come from: its peer, and after that the pool."""
-        session = self._consumer.get(request) if self._consumer is not None else None
-        prompt = self._kv_pool.source.get(request) if self._kv_pool is not None else None
+        session = self._sessions.get(request.request_id)
+        prompt = self._prompts.get(request.request_id)
         if session is not None and (prompt is None or not session.state.final):
             return session
         return prompt
@@ -289,7 +304,7 @@ class SchedulerSide:
             or session.parked
             or session.state is not ConsumerState.FAILED
             or session.provenance.outcome == Cause.NOT_NEEDED.value
-            or self._kv_pool.source.get(request) is not None
+            or self._kv_pool.source.find(request) is not None
         ):
             return
         if request.status == RequestStatus.WAITING_FOR_KV:
@@ -320,11 +335,11 @@ class SchedulerSide:
         self._consumer.give_up(session, Cause.DEADLINE)
         return True
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, queued: Sequence[PoolPrompt]) -> None:
         """What the pool has for requests to which no pass has come: load it while they queue."""
-        if self._kv_pool is None or self._config.transfer.load_mode is LoadMode.STEP:
+        if self._config.transfer.load_mode is LoadMode.STEP:
             return
-        for prompt in self._kv_pool.source.take_queued():
+        for prompt in queued:
             missing = self._phantoms.find_missing(prompt.request, prompt)
             if missing and not self._loads.is_parked_load_of(prompt.request, missing):
                 prompt.placed = self._parking.park(prompt, missing)
@@ -362,7 +377,10 @@ class SchedulerSide:
     ) -> None:
         if new_computed_blocks is None:
             return
-        hits = list(new_computed_blocks.blocks[0])
+        hits = new_computed_blocks.blocks[0]
+        source = self._source_of(request)
+        if not hits and source is None:
+            return
         if ignored := self._ignored.get(request.request_id):
             ignored.num_local_tokens = len(hits) * self._block_size
             ignored.num_computed_tokens = ignored.num_prompt_tokens - ignored.num_local_tokens
@@ -373,20 +391,21 @@ class SchedulerSide:
         num_hit = len(hits) * self._block_size
         num_peer = len(phantoms) * self._block_size
         num_tail = 0
-        session = self._source_of(request)
-        if isinstance(session, PoolPrompt):
+        if source is None and self._kv_pool is not None:
+            source = self._kv_pool.source.find(request)
+        if isinstance(source, PoolPrompt):
             assert self._kv_pool is not None
-            num_tail = self._parking.take_tail(session, len(hits))
-            num_peer = min(num_hit, num_peer + session.num_parked_tokens)
+            num_tail = self._parking.take_tail(source, len(hits))
+            num_peer = min(num_hit, num_peer + source.num_parked_tokens)
             claimed = [phantom.index for phantom in phantoms]
             if num_tail:
                 claimed.append(len(hits))
-            self._kv_pool.source.admitted(session, num_hit - num_peer, num_peer + num_tail, claimed)
-        elif session is not None and not session.admitted:
+            self._kv_pool.source.admitted(source, num_hit - num_peer, num_peer + num_tail, claimed)
+        elif source is not None and not source.admitted:
             assert self._consumer is not None
-            num_tail = self._parking.take_tail(session, len(hits))
-            num_peer = min(num_hit, num_peer + session.num_parked_tokens)
-            self._consumer.admitted(session, num_hit - num_peer, num_peer + num_tail)
+            num_tail = self._parking.take_tail(source, len(hits))
+            num_peer = min(num_hit, num_peer + source.num_parked_tokens)
+            self._consumer.admitted(source, num_hit - num_peer, num_peer + num_tail)
         stats = request.prefill_stats
         if stats is not None and num_peer + num_tail:
             if request.num_preemptions:  # of which the engine counts nothing anew
@@ -398,27 +417,38 @@ class SchedulerSide:
     # The step and its output.
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
-        self._gauges_due = False
-        if self._producer is not None:
-            self._producer.relieve()
-        grants = self._producer.build_grants(scheduler_output) if self._producer else ()
-        revokes = self._producer.take_revokes() if self._producer else ()
-        cancels = self._loads.take_cancels()
-        self._loads.note_computed(
-            lambda request: self._manager.get_blocks(request.request_id).blocks[0]
-        )
-        ahead: tuple[AheadSpec, ...] = ()
+        # Called in every pass of the scheduler: who has nothing to say is not even asked.
+        revokes: tuple[LeaseRef, ...] = ()
+        grants: tuple[GrantSpec, ...] = ()
+        cancels: tuple[LoadId, ...] = ()
+        loads: tuple[LoadSpec | PoolLoadSpec, ...] = ()
         saves: tuple[Message, ...] = ()
-        if self._kv_pool is not None:
-            self._kv_pool.note_step(scheduler_output, self._origin_from_peer)
-            saves = self._kv_pool.take_held()
-            ahead = self._kv_pool.saves.take_ahead()
-        self._keep_order()
-        self._prefetch()
-        loads = self._loads.take_new()
+        ahead: tuple[AheadSpec, ...] = ()
+        self._gauges_due = False
+        scheduler, pool = self._scheduler, self._kv_pool
+        if self._producer is not None and self._producer.busy:
+            revokes, grants = self._producer.begin_step(scheduler_output)
+        if self._loads.new or self._loads.running:
+            cancels = self._loads.take_cancels()
+            self._loads.note_computed(
+                lambda request: self._manager.get_blocks(request.request_id).blocks[0]
+            )
+        if pool is not None:
+            pool.has_saved = False
+            ahead = pool.saves.note_step(scheduler_output, scheduler.requests)
+            if scheduler_output.preempted_req_ids:
+                pool.look_up_again(scheduler_output.preempted_req_ids, self._origin_from_peer)
+            if pool.held:
+                saves = pool.take_held()
+            if pool.source.queued:
+                self._prefetch(pool.source.take_queued())
+        if scheduler.waiting and scheduler.skipped_waiting:
+            self._keep_order()
+        if self._loads.new:
+            loads = self._loads.take_new()
         if not (revokes or cancels or grants or loads or saves or ahead):
             return None
-        return StepMeta(revokes, cancels, tuple(grants), loads, saves, ahead)
+        return StepMeta(revokes, cancels, grants, loads, saves, ahead)
 
     def _keep_order(self) -> None:
         """First come, first served. The engine tries requests that were blocked before all others.
@@ -428,8 +458,6 @@ class SchedulerSide:
         scheduler = self._scheduler
         waiting, skipped = scheduler.waiting, scheduler.skipped_waiting
         if isinstance(waiting, FCFSRequestQueue) and isinstance(skipped, FCFSRequestQueue):
-            if not waiting or not skipped:
-                return
             ordered = sorted((*skipped, *waiting), key=lambda request: request.arrival_time)
             waiting.clear()
             skipped.clear()
@@ -546,7 +574,7 @@ class SchedulerSide:
         if self._kv_pool is not None:
             self._kv_pool.saves.forget(request)
             self._kv_pool.send_held_if_idle()
-            prompt = self._kv_pool.source.get(request)
+            prompt = self._prompts.get(request.request_id)
             if prompt is not None:
                 self._parking.drop_tail(prompt)
                 if prompt.parked:
@@ -587,14 +615,15 @@ class SchedulerSide:
                 self._others_wait,
                 self._wake,
             )
+            self._prompts = self._kv_pool.source.open
 
     def reset(self) -> None:
         if self._producer is not None:
             self._producer.revoke_all()
         self._phantoms.withdraw_all()
-        for session in self._consumer.sessions() if self._consumer is not None else ():
+        for session in self._sessions.values():
             self._parking.drop_tail(session)
-        for prompt in self._kv_pool.source.prompts() if self._kv_pool is not None else ():
+        for prompt in self._prompts.values():
             self._parking.drop_tail(prompt)
         if self._kv_pool is not None:
             self._kv_pool.reset()
