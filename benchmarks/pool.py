@@ -124,7 +124,6 @@ class SaveTimes:
 
     def __init__(self, pool: Any) -> None:
         self._saves = pool.saves
-        self._announce = pool.saves._announce
         self._times: dict[int, dict[str, float]] = {}
         self._num_ahead = 0
         send, handle = pool.saves._send, pool._link._handle
@@ -144,7 +143,7 @@ class SaveTimes:
         pool.saves._send, pool._link._handle = on_send, on_message
 
     def begin(self, ahead: bool) -> None:
-        self._saves._announce = self._announce if ahead else lambda step: None
+        self._saves._packs_ahead = ahead
         self._times.clear()
         self._num_ahead = 0
 
@@ -200,10 +199,14 @@ class Engine:
         return self._read()
 
     def generate(
-        self, *prompts: list[int], max_tokens: int = 1, ahead: bool = True
+        self,
+        *prompts: list[int],
+        max_tokens: int = 1,
+        ahead: bool = True,
+        quiet_s: float = _QUIET_S,
     ) -> dict[str, Any]:
         """Timed, once the others are quiet: an engine spins for a second after its last step."""
-        time.sleep(_QUIET_S)
+        time.sleep(quiet_s)
         return self.call("generate", prompts=prompts, max_tokens=max_tokens, ahead=ahead)
 
     def reset(self) -> None:
@@ -347,27 +350,43 @@ def bench_saves(options: argparse.Namespace) -> None:
 
 
 def bench_pass(options: argparse.Namespace) -> None:
-    """64 requests, of which two run: the others wait, each with a lookup behind it. Two engines
-    without a pool say how far two of the same kind differ.
+    """64 requests, of which two run: the others wait, each with a lookup behind it.
+
+    A quantile of one turn depends on what else the machine did in it, so each turn gives one ratio
+    and the ratios are what is reported. A second engine without a pool says how far two engines of
+    the same kind are apart by the same measure.
     """
-    print("one scheduler pass, 64 waiting requests", flush=True)
+    num_turns = options.rounds + 3
+    print(f"one scheduler pass, 64 waiting requests, {num_turns} turns: median (quartiles)")
     engines = {
-        "off": Engine(options, None, max_num_seqs=2),
-        "off again": Engine(options, None, max_num_seqs=2),
+        "no pool": Engine(options, None, max_num_seqs=2),
+        "no pool again": Engine(options, None, max_num_seqs=2),
         "pool": Engine(options, {"dram_size": GIB}, max_num_seqs=2),
     }
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(options.rounds):
+    names = list(engines)
+    passes: dict[str, list[list[float]]] = {name: [] for name in names}
+    for turn in range(-1, num_turns):  # the first one warms up
         prompts = [prompt_of(90_000 + 100 * turn + i, 160) for i in range(64)]
-        for name in list(engines)[:: 1 if turn % 2 else -1]:
-            passes = engines[name].generate(*prompts, max_tokens=8)["passes_ms"]
-            times[name] += passes
-            engines[name].reset()
+        order = names[turn % 3 :] + names[: turn % 3]
+        for name in order[:: 1 if turn % 2 else -1]:
+            engine = engines[name]
+            answer = engine.generate(*prompts, max_tokens=8, quiet_s=0.3)
+            engine.reset()
+            if turn >= 0:
+                passes[name].append(sorted(answer["passes_ms"]))
     for quantile in (0.5, 0.9, 0.99):
-        values = {n: sorted(v)[int(len(v) * quantile)] for n, v in times.items()}
-        report(f"p{round(quantile * 100)}, no pool", values["off"], "ms")
-        report(f"p{round(quantile * 100)}, no pool again", values["off again"], "ms", values["off"])
-        report(f"p{round(quantile * 100)}, pool", values["pool"], "ms", values["off"])
+        ms = {n: [turn[int(len(turn) * quantile)] for turn in passes[n]] for n in names}
+        what = f"p{round(quantile * 100)}"
+        report(f"{what}, no pool", statistics.median(ms["no pool"]), "ms")
+        for name in names[1:]:
+            ratios = [b / a for a, b in zip(ms["no pool"], ms[name], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, method="inclusive")
+            median_ms = statistics.median(ms[name])
+            print(
+                f"  {what + ', ' + name:<44} {median_ms:10.2f} ms"
+                f"   ratio {middle:.3f} ({low:.3f} to {high:.3f})",
+                flush=True,
+            )
     for engine in engines.values():
         engine.stop()
 
