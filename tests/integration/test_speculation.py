@@ -94,6 +94,27 @@ def test_tokens_are_those_of_one_engine(
             assert answer.outcome == "loaded"
 
 
+def test_two_workers_draft_the_same(
+    engines: Engines,
+    producer: Engine,
+    single: SingleEngine,
+    prompt_of: Callable[..., Prompt],
+    phrases: Callable[..., Prompt],
+) -> None:
+    """Each has its own n-grams, and the scheduler hears of one worker's drafts only."""
+    llm = json.dumps({"speculative_config": NGRAM, "tensor_parallel_size": 2})
+    consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, llm=llm)
+    pair = Pair(producer, consumer, prompt_of(5, "where"))
+    with some_drafts_accepted(consumer):
+        prompt = phrases(97, "prefill first")
+        answer = consumer.ask(prompt, 60, producer.prefill(prompt))
+        assert answer.token_ids == single(prompt, 60).token_ids
+        prompt = phrases(CHUNKED, "decode first")
+        answer = pair.ask(prompt, max_tokens=60)
+        assert answer.token_ids == single(prompt, 60).token_ids
+        assert answer.sources == (0, CHUNKED, 0)
+
+
 OPTIONS = (
     {"repetition_penalty": 1.02, "presence_penalty": 0.01},
     {"frequency_penalty": 0.02},
