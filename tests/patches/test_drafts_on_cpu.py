@@ -10,7 +10,11 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens, rejection_sample
+from vllm.v1.sample.rejection_sampler import (
+    apply_sampling_constraints,
+    expand_batch_to_tokens,
+    rejection_sample,
+)
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 pytestmark = pytest.mark.skipif(HAS_TRITON, reason="with Triton its own kernels are used")
@@ -91,3 +95,35 @@ def test_a_greedy_request_between_others_keeps_its_temperature() -> None:
     ends = torch.tensor([1, 3], dtype=torch.int32)
     given = torch.tensor([0.5, 0.0])
     assert expand_batch_to_tokens(given, ends, 3, 0, 1).tolist() == [0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("draft", [0, 1, 2, NONE])
+def test_what_is_sampled_instead_of_a_draft_follows_the_model(draft: int) -> None:
+    """Whatever was drafted: the squares of these, since the temperature is a half."""
+    num_requests = 4000
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().repeat(num_requests, 1)
+    ends = torch.arange(1, num_requests + 1, dtype=torch.int32)
+    temperature = torch.full((num_requests,), 0.5)
+    sampling: Any = SimpleNamespace(
+        all_greedy=False,
+        all_random=True,
+        temperature=temperature,
+        top_k=None,
+        top_p=None,
+        generators={},
+    )
+    torch.manual_seed(0)
+    sampled = rejection_sample(
+        torch.full((num_requests,), draft, dtype=torch.int32),
+        [1] * num_requests,
+        1,
+        ends,
+        None,
+        apply_sampling_constraints(logits, ends, sampling),
+        torch.full((num_requests, 1), BONUS),
+        sampling,
+    )
+    shares = sampled[:, 0].bincount(minlength=3) / num_requests
+    expected = torch.tensor([0.25, 0.09, 0.04]) / 0.38
+    assert shares.tolist() == pytest.approx(expected.tolist(), abs=0.03)
+    assert sampled[:, 1].eq(BONUS).equal(sampled[:, 0].eq(draft))
