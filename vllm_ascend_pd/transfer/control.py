@@ -249,7 +249,7 @@ class ControlClient(Reactor):
                 kept.discard(transfer_id)
             for open_id, pending in list(self._pending.items()):
                 if (pending.peer, pending.transfer_id, pending.epoch) == (peer, transfer_id, epoch):
-                    del self._pending[open_id]
+                    self._refuse(open_id, Cause.CANCELLED, "was given the prompt back")
             for open_id, opened in list(self._following.items()):
                 if (opened.peer, opened.transfer_id) == (peer, transfer_id):
                     del self._following[open_id]

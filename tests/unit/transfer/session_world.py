@@ -306,6 +306,7 @@ class ProducerProcess:
             self._step({})
 
     def _step(self, num_scheduled: dict[str, int], preempted: set[str] | None = None) -> None:
+        self.producer.collect_closed()  # the engine does so before each step
         output: Any = SimpleNamespace(
             num_scheduled_tokens=num_scheduled, preempted_req_ids=preempted
         )

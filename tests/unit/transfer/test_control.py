@@ -348,6 +348,18 @@ def test_release_closes_the_lease_and_wakes_the_scheduler(
     assert lease.cause == "released"
 
 
+def test_open_of_a_prompt_that_another_request_gives_back_is_answered(
+    silent: Endpoint, make_client: Callable[..., ControlClient]
+) -> None:
+    client = make_client()
+    client.open("r", silent, make_open())
+    client.release(silent, "t", "epoch")
+    outcome = outcome_of(client)
+    assert outcome.key == "r"
+    assert isinstance(outcome.answer, Refused)
+    assert outcome.answer.cause == Cause.CANCELLED.value
+
+
 def test_released_lease_is_not_renewed(
     producer: Producer, make_client: Callable[..., ControlClient]
 ) -> None:
