@@ -453,8 +453,10 @@ def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
         staging = stagings[thread]
         region = Region(staging.addr, len(staging.map))
         for start in range(thread * batch, num_blocks, num_threads * batch):
-            for i in range(batch):
-                values.pack(start + i, hashes[start + i], region, i * size)
+            ids = np.arange(start, start + batch, dtype=np.int64)
+            totals = values.pack_layers(0, num_layers, ids, region)
+            for i, total in enumerate(totals):
+                values.seal(int(total), hashes[start + i], region, i * size)
             part = [
                 Value(space.key(h), staging.addr + i * size, size)
                 for i, h in enumerate(hashes[start : start + batch])

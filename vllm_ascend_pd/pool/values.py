@@ -50,12 +50,6 @@ class BlockValues:
     def num_layers(self) -> int:
         return len(self._layout.layer_offsets)
 
-    def pack(self, block_id: int, block_hash: bytes, staging: Region, offset: int) -> None:
-        """Write the value of a block to ``staging[offset:]``."""
-        ids = np.array([block_id], dtype=np.int64)
-        (total,) = self.pack_layers(0, self.num_layers, ids, staging, offset)
-        self.seal(int(total), block_hash, staging, offset)
-
     def pack_layers(
         self, start: int, stop: int, block_ids: NDArray[np.int64], staging: Region, offset: int = 0
     ) -> NDArray[np.uint64]:

@@ -36,6 +36,12 @@ class Memory:
     def values(self, space: KeySpace = SPACE) -> BlockValues:
         return BlockValues(PythonBlockCopier(), self.layout, space)
 
+    def pack(self, values: BlockValues, offset: int = 0) -> None:
+        """The value of block 1."""
+        ids = np.array([1], dtype=np.int64)
+        (total,) = values.pack_layers(0, NUM_LAYERS, ids, self.staging, offset)
+        values.seal(int(total), HASH, self.staging, offset)
+
 
 @pytest.fixture
 def memory() -> Iterator[Memory]:
@@ -44,7 +50,7 @@ def memory() -> Iterator[Memory]:
 
 def test_value_fills_another_block_with_the_same_bytes(memory: Memory) -> None:
     values = memory.values()
-    values.pack(1, HASH, memory.staging, 128)
+    memory.pack(values, 128)
     assert values.unpack(3, HASH, memory.staging, 128) is Status.OK
     assert (memory.pages[:, 3] == memory.pages[:, 1]).all()
 
@@ -56,26 +62,26 @@ def test_value_is_a_header_and_the_pages(memory: Memory) -> None:
 @pytest.mark.parametrize("position", [0, 9, 20, 40, HEADER_BYTES, HEADER_BYTES + 700, -1])
 def test_every_flipped_bit_is_found(memory: Memory, position: int) -> None:
     values = memory.values()
-    values.pack(1, HASH, memory.staging, 0)
+    memory.pack(values)
     memory.map[position % values.num_bytes] ^= 4
     assert values.unpack(3, HASH, memory.staging, 0) is Status.DAMAGED
 
 
 def test_value_of_another_block_is_not_taken(memory: Memory) -> None:
     values = memory.values()
-    values.pack(1, HASH, memory.staging, 0)
+    memory.pack(values)
     assert values.unpack(3, bytes(32), memory.staging, 0) is Status.DAMAGED
 
 
 def test_value_of_another_key_space_is_not_taken(memory: Memory) -> None:
-    memory.values().pack(1, HASH, memory.staging, 0)
+    memory.pack(memory.values())
     other = memory.values(KeySpace.of("model=b dtype=float32"))
     assert other.unpack(3, HASH, memory.staging, 0) is Status.DAMAGED
 
 
 def test_damaged_header_leaves_the_pages_alone(memory: Memory) -> None:
     values = memory.values()
-    values.pack(1, HASH, memory.staging, 0)
+    memory.pack(values)
     before = memory.pages.copy()
     memory.map[0] ^= 1
     values.unpack(3, HASH, memory.staging, 0)
