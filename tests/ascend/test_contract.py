@@ -193,6 +193,7 @@ OWN_COPIES = {
     ),
     ("NPUModelRunner310", "_prepare_inputs"): "the step is armed in _update_states",
     ("NPUModelRunner310V2", "initialize_kv_cache"): "310P is refused at start",
+    ("NPUPlatform", "check_and_update_config"): "the patch is to that of the CPU's platform",
     ("NPUWorker", "execute_model"): "the worker's method, not the runner's",
     ("AscendExtractHiddenStatesProposer", "_determine_batch_execution_and_padding"): (
         "a drafter's method; drafters are refused at start"
