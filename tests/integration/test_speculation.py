@@ -121,7 +121,7 @@ OPTIONS = (
     {"allowed_token_ids": list(range(300, 320))},
     {"bad_words": [" the", "a"]},
     {"min_tokens": 6, "stop_token_ids": list(range(0, 2000, 3))},
-    {"structured_outputs": {"regex": "(abc|abd){20}-[0-9]{4}"}, "ignore_eos": False},
+    {"structured_outputs": {"regex": "(abc|abx){20}-[0-9]{4}"}, "ignore_eos": False},
     {"logprobs": 3},
 )
 """Each looks at the tokens before, and in a step with drafts those are drafts."""
