@@ -22,9 +22,13 @@ NUM_TOKENS = 300
 class Three:
     """One engine, and a producer and a consumer like it."""
 
-    def __init__(self, fleet: Fleet, config: EngineConfig, prompt: list[int]) -> None:
+    def __init__(
+        self, fleet: Fleet, config: EngineConfig, prompt: list[int], transfer: dict[str, Any]
+    ) -> None:
+        """``transfer`` are the producer's options."""
+        producer = replace(config, role="kv_producer").with_transfer(**transfer)
         consumer = replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER)
-        configs = (config, replace(config, role="kv_producer"), consumer)
+        configs = (config, producer, consumer)
         self.single, self.producer, self.consumer = fleet.engines(*configs)
         self.pair = Pair(self.producer, self.consumer, prompt)
 
@@ -58,9 +62,11 @@ class Three:
 def three(
     fleet: Fleet, base_config: EngineConfig, prompt_of: Callable[..., list[int]]
 ) -> Callable[..., Three]:
-    def make(llm: dict[str, Any] | None = None, **options: Any) -> Three:
+    def make(
+        llm: dict[str, Any] | None = None, transfer: dict[str, Any] | None = None, **options: Any
+    ) -> Three:
         config = replace(base_config, executor="uni", llm=json.dumps(llm or {}), **options)
-        return Three(fleet, config, prompt_of(5, "where"))
+        return Three(fleet, config, prompt_of(5, "where"), transfer or {})
 
     return make
 
@@ -110,6 +116,30 @@ def test_mla_goes_on_from_what_came(
     answer = engines.consumer.ask(prompt, 24, known)
     engines.producer.set_faults("ok*")
     assert answer.token_ids == engines.single.ask(prompt, 24).token_ids
+
+
+@pytest.mark.parametrize(
+    ("architecture", "llm"),
+    [
+        pytest.param("mqa", {"kv_cache_dtype": "fp8"}, id="fp8"),
+        pytest.param("mqa", {}, id="mqa"),
+        pytest.param("sliding", {}, id="sliding"),
+        pytest.param("mla", {}, id="mla"),
+        pytest.param("tied", {}, id="tied"),
+    ],
+)
+def test_pages_of_every_kind_by_mooncake(
+    three: Callable[..., Three],
+    models: Callable,
+    prompt_of: Callable[..., list[int]],
+    architecture: str,
+    llm: dict[str, Any],
+) -> None:
+    """The other tests take what ``auto`` does on one host: shared memory."""
+    dtype = {"dtype": "bfloat16"} if llm else {}
+    engines = three(llm, {"transport": "mooncake"}, model=models(architecture), **dtype)
+    for answer in engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b")):
+        assert answer.provenance["transport"] == "mooncake"
 
 
 def test_hybrid_groups_are_refused_by_name(
