@@ -378,12 +378,12 @@ class SchedulerSide:
         if new_computed_blocks is None:
             return
         hits = new_computed_blocks.blocks[0]
-        source = self._source_of(request)
-        if not hits and source is None:
-            return
         if ignored := self._ignored.get(request.request_id):
             ignored.num_local_tokens = len(hits) * self._block_size
             ignored.num_computed_tokens = ignored.num_prompt_tokens - ignored.num_local_tokens
+        source = self._source_of(request)
+        if not hits and source is None:
+            return
         phantoms = self._phantoms.claim(hits)
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom], None)
