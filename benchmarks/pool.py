@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
 
@@ -226,8 +226,14 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [rng.randrange(300, 2000) for _ in range(length)]
 
 
-def report(name: str, value: float, unit: str, against: float | None = None) -> None:
+def report(
+    name: str, value: float, unit: str, against: float | None = None, ratios: Sequence[float] = ()
+) -> None:
+    """With the ratio to ``against``, or the median and the quartiles of those of the turns."""
     ratio = f"   ratio {value / against:.3f}" if against else ""
+    if ratios:
+        low, middle, high = statistics.quantiles(ratios, method="inclusive")
+        ratio = f"   ratio {middle:.3f} ({low:.3f} to {high:.3f})"
     print(f"  {name:<44} {value:10.2f} {unit}{ratio}", flush=True)
 
 
@@ -380,13 +386,7 @@ def bench_pass(options: argparse.Namespace) -> None:
         report(f"{what}, no pool", statistics.median(ms["no pool"]), "ms")
         for name in names[1:]:
             ratios = [b / a for a, b in zip(ms["no pool"], ms[name], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, method="inclusive")
-            median_ms = statistics.median(ms[name])
-            print(
-                f"  {what + ', ' + name:<44} {median_ms:10.2f} ms"
-                f"   ratio {middle:.3f} ({low:.3f} to {high:.3f})",
-                flush=True,
-            )
+            report(f"{what}, {name}", statistics.median(ms[name]), "ms", ratios=ratios)
     for engine in engines.values():
         engine.stop()
 

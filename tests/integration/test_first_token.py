@@ -196,6 +196,23 @@ class Concurrent:
     def compute_prompt(self) -> None:
         self.producer.run(lambda: "p" in self.producer.params)
 
+    def wait_for_token(self) -> None:
+        """All KV is in place, and the promised token has not come."""
+        self.park()
+        self.compute_prompt()
+        self.end_load()
+        session = session_of(self.consumer, self.request)
+        self.consumer.run(lambda: not session.parked)
+        self.consumer.step()
+        assert self.request.status is RequestStatus.WAITING_FOR_KV, "it waits a little"
+
+    def compute_token(self) -> None:
+        """The consumer does, and ends with the right tokens."""
+        step = self.consumer.schedule_until_admitted(self.request)
+        assert step.output.num_scheduled_tokens == {"c": 1}
+        self.consumer.run_to_end()
+        self.consumer.expect_tokens("c", 4)
+
 
 @pytest.mark.parametrize("num_tokens", [17, 33, 96, 97, 100])
 @pytest.mark.parametrize("token_first", [True, False])
@@ -242,17 +259,8 @@ def test_token_that_does_not_come_is_computed(
 ) -> None:
     monkeypatch.setattr(remote_prompt, "_FIRST_TOKEN_S", 0.2)
     both = Concurrent(producer, consumer, num_tokens, max_tokens=4)
-    both.park()
-    both.compute_prompt()
-    both.end_load()
-    session = session_of(consumer, both.request)
-    consumer.run(lambda: not session.parked)
-    consumer.step()
-    assert both.request.status is RequestStatus.WAITING_FOR_KV, "it waits a little"
-    step = consumer.schedule_until_admitted(both.request)
-    assert step.output.num_scheduled_tokens == {"c": 1}
-    consumer.run_to_end()
-    consumer.expect_tokens("c", 4)
+    both.wait_for_token()
+    both.compute_token()
     assert ends_as(consumer)["first_token"] == "here"
     assert ends_as(consumer)["num_computed_tokens"] == 1
 
@@ -263,18 +271,9 @@ def test_token_of_a_producer_that_is_gone_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(remote_prompt, "_FIRST_TOKEN_S", 3600.0)
     both = Concurrent(producer, consumer, 100, max_tokens=4)
-    both.park()
-    both.compute_prompt()
-    both.end_load()
-    session = session_of(consumer, both.request)
-    consumer.run(lambda: not session.parked)
-    consumer.step()
-    assert both.request.status is RequestStatus.WAITING_FOR_KV
+    both.wait_for_token()
     producer.scheduler.pd._server.stop()
-    step = consumer.schedule_until_admitted(both.request)
-    assert step.output.num_scheduled_tokens == {"c": 1}
-    consumer.run_to_end()
-    consumer.expect_tokens("c", 4)
+    both.compute_token()
     producer.scheduler.pd._book.revoke_all()
 
 
