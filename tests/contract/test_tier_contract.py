@@ -8,10 +8,12 @@ import itertools
 import mmap
 import random
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.disk import wait_on_disk
 from vllm_ascend_pd.backends.mooncake_store import MooncakeStore, StoreOptions
 from vllm_ascend_pd.config import PoolConfig, SsdConfig
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier
@@ -19,7 +21,6 @@ from vllm_ascend_pd.pool.tier import Place, Status, SupportsView, Tier, Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
@@ -81,14 +82,15 @@ class OnSsd(Subject):
 
     place = Place.SSD
 
-    def __init__(self, tier: MooncakeTier, buffers: Buffers) -> None:
+    def __init__(self, tier: MooncakeTier, buffers: Buffers, folder: Path) -> None:
         super().__init__(tier, buffers)
         self._stock = super().store(16)
-        time.sleep(1.5)  # what is evicted before it has been written to disk is lost
-        deadline = time.monotonic() + 30
+        wait_on_disk(folder, len(self._stock))
+        deadline = time.monotonic() + 60
         while True:
-            # No lookups meanwhile: they protect what they find from eviction.
-            for _ in range(8):
+            # No lookups meanwhile: they protect what they find from eviction, for 5 s, as the put
+            # did, and bring it back to memory.
+            for _ in range(20):
                 keys = [f"filler/{next(_numbers)}" for _ in range(4)]
                 tier.put([Value(key, buffers.addr + 2 * MIB, MIB) for key in keys])
                 time.sleep(0.5)
@@ -118,7 +120,10 @@ def _open(config: PoolConfig) -> Iterator[Subject]:
     buffers = Buffers()
     backend.store.register(buffers.addr, len(buffers.memory))
     assert backend.store.wait_connected(60)
-    yield (OnSsd if config.ssd else Subject)(backend.tier, buffers)
+    if (ssd := config.ssd) is None:
+        yield Subject(backend.tier, buffers)
+    else:
+        yield OnSsd(backend.tier, buffers, Path(ssd.path))
     backend.close()
 
 

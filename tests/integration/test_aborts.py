@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 4 * BLOCK_SIZE + 9
-SHORT_LEASE = {"lease_s": 0.4}
+SHORT_LEASE = {"lease_s": 2.0}
 
 
 def abort_while_opening(consumer: Engine) -> None:
@@ -141,7 +141,7 @@ def test_lease_of_a_consumer_killed_while_it_loads_expires(
     before, closed = producer.counts(), producer.metrics()
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
-    producer.set_faults("delay(1500)")  # a write that takes longer than a second
+    producer.set_faults("delay(4000)")  # longer than the lease
     killed.add("loading", prompt, 16, params)
     killed.step_until("loading", "session", "LOADING")
     assert producer.counts()["pinned_blocks"] == 5
@@ -161,7 +161,7 @@ def test_leases_nobody_opened_are_shortened_when_memory_is_short(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
     producer = engines.shared(
-        "kv_producer", transfer={"lease_s": 1.0}, num_blocks=16, max_model_len=256
+        "kv_producer", transfer={"lease_s": 4.0}, num_blocks=16, max_model_len=256
     )
     before = producer.metrics()
     producer.prefill(prompt_of(240, "first"))

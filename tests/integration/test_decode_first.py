@@ -287,7 +287,7 @@ def test_producer_dies_while_it_computes(
     number: signal.Signals,
 ) -> None:
     producer = engines.own("kv_producer")
-    consumer = engines.shared("kv_consumer", transfer={**EVERY_LAYER, "peer_timeout_s": 1.0})
+    consumer = engines.shared("kv_consumer", transfer={**EVERY_LAYER, "peer_timeout_s": 2.0})
     pair = Pair(producer, consumer, prompt_of(5, "where"))
     before = consumer.counts()
     prompt = prompt_of(CHUNKED)
@@ -307,7 +307,7 @@ def test_producer_dies_while_it_computes(
 def test_consumer_dies_while_the_prompt_is_computed(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
-    producer = engines.shared("kv_producer", transfer={"lease_s": 2.0})
+    producer = engines.shared("kv_producer", transfer={"lease_s": 4.0})
     consumer = engines.own("kv_consumer", transfer=EVERY_LAYER)
     pair = Pair(producer, consumer, prompt_of(5, "where"))
     before = producer.counts()

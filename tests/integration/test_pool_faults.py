@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.disk import wait_on_disk
 from tests.integration.engines import BLOCK_SIZE, Engine
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from vllm_ascend_pd.backends.mooncake_master import (
@@ -384,7 +385,7 @@ def test_harmed_file_is_found(
     engine = engines.own("kv_both", pool={**POOL, "dram_size": "16MiB", "ssd": ssd})
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)
-    time.sleep(1.5)  # until it is on disk
+    wait_on_disk(folder, FULL // BLOCK_SIZE)
     for part in range(9):
         # More than the disk may hold, too: the oldest goes, and nothing is held back.
         store(engine, prompt_of(40 * BLOCK_SIZE, str(part)))

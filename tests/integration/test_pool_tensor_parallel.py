@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.disk import wait_on_disk
 from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet
-from tests.integration.pool_steps import POOL, delta, provenance, settle, store
+from tests.integration.pool_steps import (
+    MAX_TRIES,
+    POOL,
+    delta,
+    provenance,
+    settle,
+    store,
+    until_hit,
+)
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 
 if TYPE_CHECKING:
@@ -30,9 +39,6 @@ TWO = json.dumps({"tensor_parallel_size": 2})
 FULL = 6 * BLOCK_SIZE
 NUM_TOKENS = FULL + 9
 ASK = {"return_provenance": True}
-MAX_TRIES = 5
-"""More busy workers than cores: one or another load or lookup comes late. Tokens are right always;
-hits come in one of so many tries."""
 PromptOf = Callable[..., list[int]]
 
 
@@ -67,14 +73,6 @@ def other(engines: Engines, master: EmbeddedMaster) -> Engine:
         pool={**POOL, "master": master.address, "probe_interval_s": 0.2},
         transfer={"load_mode": "park"},
     )
-
-
-def until_hit(attempt: Callable[[str], dict[str, int]], expected: dict[str, int]) -> None:
-    """``attempt(part)`` checks its tokens and says where its prompt came from."""
-    origins = []
-    while expected not in origins:
-        assert len(origins) < MAX_TRIES, origins
-        origins.append(attempt(str(len(origins))))
 
 
 @pytest.mark.parametrize("name", ["engine", "other"])
@@ -316,7 +314,7 @@ def test_each_worker_has_its_part_of_the_disk(
     prompts = [prompt_of(6 * block_size + 9, f"kept {part}") for part in range(MAX_TRIES)]
     for prompt in prompts:
         store(engine, prompt)
-    time.sleep(1.5)  # until they are on disk
+    wait_on_disk(tmp_path, 2 * len(prompts) * 6)
     for part in range(9):
         # Memory holds about 120 blocks and forgets the oldest.
         store(engine, prompt_of(30 * block_size, str(part)))

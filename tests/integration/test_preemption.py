@@ -103,7 +103,7 @@ def test_prefills_preempted_on_the_producer_are_handed_over(
 def test_producer_full_of_leases_serves_again_when_they_end(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
-    producer = engines.shared("kv_producer", transfer={"lease_s": 0.5}, **SMALL)
+    producer = engines.shared("kv_producer", transfer={"lease_s": 2.0}, **SMALL)
     for index in range(4):
         producer.prefill(prompt_of(NUM_TOKENS, f"{index}"))
     assert producer.counts()["free_blocks"] == 0

@@ -576,7 +576,7 @@ def test_finishing_pins_the_prompts_blocks_until_they_are_released(
 
 
 def test_expired_lease_frees_its_blocks_without_a_request(engines: Engines) -> None:
-    producer = engines.make("kv_producer", lease_s=0.2)
+    producer = engines.make("kv_producer", lease_s=1.0)
     producer.prefill("p", prompt_of(100))
     assert producer.counts()["pinned_blocks"] == 7
     producer.poll(lambda: producer.counts() == producer.counts_at_start)
@@ -680,7 +680,7 @@ def test_remote_prompt_is_loaded_and_one_token_computed(
 
 
 def test_request_waits_without_holding_up_others(producer: Engine, engines: Engines) -> None:
-    consumer = engines.make("kv_consumer", peer_timeout_s=0.3)
+    consumer = engines.make("kv_consumer", peer_timeout_s=1.0)
     params = producer.prefill("p", prompt_of(100))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]

@@ -190,10 +190,10 @@ def test_producer_that_computes_nothing_is_not_waited_for(
 
 def test_progress_prolongs_the_wait(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt()
-    prompt.load(timeout_s=1.0)
+    prompt.load(timeout_s=2.0)
     for num_ready in range(3):
         prompt.begin_step(num_ready, num_ready + 1)
-        time.sleep(0.5)
+        time.sleep(0.75)
         prompt.end_step()
     prompt.begin_step(3, 4)
     prompt.end_step()
@@ -204,10 +204,10 @@ def test_producer_that_computes_no_further_is_not_waited_for(
     make_prompt: Callable[..., Prompt],
 ) -> None:
     prompt = make_prompt()
-    prompt.pair.loader._answer_timeout_s = 0.2  # it answers all the time
+    prompt.pair.loader._answer_timeout_s = 1.0  # it answers all the time
     prompt.begin_step(0, 2)
     prompt.end_step()
-    prompt.load(timeout_s=0.6)
+    prompt.load(timeout_s=2.0)
     assert prompt.result().cause == Cause.DEADLINE.value
 
 
@@ -223,7 +223,7 @@ def test_producer_that_falls_silent_at_the_end_is_given_up(
     make_prompt: Callable[..., Prompt],
 ) -> None:
     prompt = make_prompt(script=FaultScript(then=Fault(FaultKind.NEVER)))
-    prompt.pair.loader._answer_timeout_s = 0.2
+    prompt.pair.loader._answer_timeout_s = 0.5
     prompt.begin_step(0, 4)
     prompt.end_step()
     prompt.load()

@@ -221,7 +221,7 @@ def test_silent_peer_does_not_hold_up_another(
     producer: Producer, silent: Endpoint, make_client: Callable[..., ControlClient]
 ) -> None:
     producer.lease()
-    client = make_client(peer_timeout_s=0.5)
+    client = make_client(peer_timeout_s=2.0)
     client.open("lost", silent, make_open())
     client.open("found", producer.endpoint, make_open())
     assert outcome_of(client).key == "found"
@@ -293,7 +293,7 @@ def test_client_survives_garbage_from_a_producer(
     producer: Producer, make_client: Callable[..., ControlClient]
 ) -> None:
     producer.lease()
-    client = make_client(peer_timeout_s=0.5)
+    client = make_client(peer_timeout_s=2.0)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
         port = liar.bind_to_random_port("tcp://127.0.0.1")
         client.open("lied to", Endpoint("127.0.0.1", port), make_open())

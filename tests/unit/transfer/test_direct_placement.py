@@ -247,7 +247,7 @@ def test_blocks_rest_while_a_peer_that_is_not_gone_says_nothing(
     """As when its process is stopped: nobody knows what it writes when it goes on."""
     pair = make_pair(FOREVER)
     pair.grant(3)
-    spec = pair.start((0,), (7,), timeout_s=0.2)
+    spec = pair.start((0,), (7,), timeout_s=1.0)
     result = pair.result()
     assert (result.cause, result.num_resting) == (Cause.DEADLINE.value, 1)
     assert pair.receive_pool.num_free == NUM_SLOTS
@@ -257,7 +257,7 @@ def test_blocks_rest_while_a_peer_that_is_not_gone_says_nothing(
     pair.wait_rested(spec)
 
 
-@pytest.mark.parametrize("timeout_s", [0.2, 10.0])
+@pytest.mark.parametrize("timeout_s", [1.0, 10.0])
 def test_blocks_rest_a_while_after_a_peer_has_gone(
     make_pair: Callable[..., DirectPair], timeout_s: float
 ) -> None:
@@ -266,11 +266,11 @@ def test_blocks_rest_a_while_after_a_peer_has_gone(
     pair.grant(3)
     spec = pair.start((0,), (7,), timeout_s=timeout_s)
     pair.wait_written(1)
-    if timeout_s < 1:
+    if timeout_s < 10:
         pair.result()
     pair.server.stop()
     began = time.monotonic()
-    if timeout_s > 1:
+    if timeout_s == 10:
         result = pair.result()
         assert (result.cause, result.num_resting) == (Cause.PEER_UNREACHABLE.value, 1)
     pair.wait_rested(spec)
@@ -319,9 +319,9 @@ def test_write_that_does_not_end_holds_up_no_other_peer(
     make_pair: Callable[..., DirectPair],
 ) -> None:
     pair = make_pair(FOREVER)
-    pair.server._write_timeout_s = 0.1
+    pair.server._write_timeout_s = 1.0
     pair.grant(3)
-    spec = pair.start((0,), (7,), timeout_s=0.3)
+    spec = pair.start((0,), (7,), timeout_s=2.0)
     pair.wait_written(1)
     assert pair.send_pool.num_free == NUM_SLOTS - 1
     wait_until(lambda: pair.send_pool.num_free == NUM_SLOTS)

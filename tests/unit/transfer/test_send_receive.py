@@ -268,7 +268,7 @@ def test_slow_writes_only_take_longer(make_pair: Callable[..., Pair]) -> None:
 
 
 def test_layer_is_in_place_before_later_layers(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(FaultScript([Fault(FaultKind.OK)] * 2, then=NEVER), write_timeout_s=0.5)
+    pair = make_pair(FaultScript([Fault(FaultKind.OK)] * 2, then=NEVER), write_timeout_s=2.0)
     pair.grant(*range(4))
     spec = pair.spec((0, 1, 2, 3), (4, 5, 6, 7))
     pair.loader.start_load(spec)
@@ -281,7 +281,7 @@ def test_layer_is_in_place_before_later_layers(make_pair: Callable[..., Pair]) -
 
 
 def test_tail_is_in_place_before_the_blocks(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(FaultScript([Fault(FaultKind.OK)], then=NEVER), write_timeout_s=0.5)
+    pair = make_pair(FaultScript([Fault(FaultKind.OK)], then=NEVER), write_timeout_s=2.0)
     pair.grant(*range(5))
     spec = pair.spec((0, 1, 2, 3, 4), (10, 11, 12, 13, 14), has_tail=True)
     pair.loader.start_load(spec)
@@ -293,7 +293,7 @@ def test_tail_is_in_place_before_the_blocks(make_pair: Callable[..., Pair]) -> N
 
 
 def test_parked_load_is_not_waited_for(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(FaultScript(then=NEVER), write_timeout_s=0.5)
+    pair = make_pair(FaultScript(then=NEVER), write_timeout_s=2.0)
     pair.grant(*range(4))
     spec = pair.spec((0, 1), (0, 1), in_step=False)
     pair.loader.start_load(spec)
@@ -334,7 +334,7 @@ def test_fault_ends_the_load_with_its_cause(
     make_pair: Callable[..., Pair], kind: FaultKind, cause: Cause, num_good: int
 ) -> None:
     pair = make_pair(
-        FaultScript([Fault(FaultKind.OK)] * num_good, then=Fault(kind)), write_timeout_s=0.3
+        FaultScript([Fault(FaultKind.OK)] * num_good, then=Fault(kind)), write_timeout_s=1.0
     )
     pair.grant(*range(8))
     result = pair.run(pair.spec(tuple(range(8)), tuple(range(8))))
@@ -466,7 +466,7 @@ def test_silent_peer_leaves_slots_for_another(
     stuck = pair.spec(tuple(range(8)), tuple(range(8)), peer=silent, timeout_s=60.0, in_step=False)
     pair.loader.start_load(stuck)
     wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
-    result = pair.run(pair.spec(tuple(range(8)), tuple(range(8, 16)), timeout_s=1.5))
+    result = pair.run(pair.spec(tuple(range(8)), tuple(range(8, 16)), timeout_s=10.0))
     assert result.cause == ""
     pair.loader.cancel(stuck.load_id)
     assert len(pair.loader.take_results()) == 1
