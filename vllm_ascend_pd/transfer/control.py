@@ -192,7 +192,8 @@ class _Pending:
 class OpenOutcome:
     """What became of one ``open``; ``key`` is the caller's.
 
-    Where ``Opened`` says so, ``FirstToken`` follows, or ``None`` if the producer is lost before.
+    Where ``Opened`` says so, ``FirstToken`` follows, or ``None`` when before that the producer is
+    lost or given the prompt back.
     """
 
     key: Any
@@ -252,7 +253,7 @@ class ControlClient(Reactor):
                     self._refuse(open_id, Cause.CANCELLED, "was given the prompt back")
             for open_id, opened in list(self._following.items()):
                 if (opened.peer, opened.transfer_id) == (peer, transfer_id):
-                    del self._following[open_id]
+                    self.outcomes.put(OpenOutcome(self._following.pop(open_id).key, None))
             self._send(peer, Release(transfer_id, epoch))
 
         self.submit(send)

@@ -477,20 +477,22 @@ def test_token_that_is_not_the_consumers_is_not_promised(
     assert not lease.askers
 
 
-def test_released_consumer_is_not_told(
+def test_released_consumer_is_told_that_no_token_comes(
     producer: Producer, make_client: Callable[..., ControlClient]
 ) -> None:
     lease = announced(producer)
     client = make_client()
-    client.open("a", producer.endpoint, ask_for_token())
-    assert opened(client).first_token_follows
+    for key in ("a", "b"):
+        client.open(key, producer.endpoint, ask_for_token())
+        assert opened(client).first_token_follows
     client.release(producer.endpoint, "t", "epoch")
     producer.wait_for_wake()
+    assert [outcome_of(client) for _ in "ab"] == [OpenOutcome("a", None), OpenOutcome("b", None)]
     lease.first_token_id = 77
     producer.server.tell_first_token(lease)
     producer.lease("u")
-    client.open("b", producer.endpoint, make_open("u"))
-    assert outcome_of(client).key == "b"
+    client.open("c", producer.endpoint, make_open("u"))
+    assert outcome_of(client).key == "c"
 
 
 def test_producer_that_goes_away_takes_its_promise_back(

@@ -142,7 +142,7 @@ class RemotePrompt:
         return waits
 
     def lose_first_token(self) -> None:
-        """The producer is gone: if it has not come yet, it does not come any more."""
+        """If it has not come yet, it does not come any more."""
         self._first_token_until = -math.inf
 
     def opened(self, answer: Opened) -> None:
