@@ -31,6 +31,9 @@ class Reactor(threading.Thread):
         self.num_errors = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Under the lock, because the number of a closed descriptor may be another one's at once.
+        self._wake_lock = threading.Lock()
+        self._can_wake = True
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
@@ -39,8 +42,9 @@ class Reactor(threading.Thread):
     def submit(self, command: Callable[[], None]) -> None:
         """Run ``command`` on the reactor's thread, soon. Any thread; never blocks."""
         self._commands.put(command)
-        if not self._stopping:
-            os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if self._can_wake:
+                os.eventfd_write(self._wake, 1)
 
     def watch(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
         """Call ``handler`` whenever ``socket`` can be read. Reactor thread, or before start."""
@@ -90,7 +94,9 @@ class Reactor(threading.Thread):
         for socket in list(self._handlers):
             self.unwatch(socket, linger_ms=200)
         self.context.term()
-        os.close(self._wake)
+        with self._wake_lock:
+            self._can_wake = False
+            os.close(self._wake)
 
     def _guard(self, call: Callable[[], float | None] | Callable[[], None]) -> float | None:
         try:

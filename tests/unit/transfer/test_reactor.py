@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from vllm_ascend_pd.transfer.reactor import Reactor
+
+
+class Ticking(Reactor):
+    """Comes to its commands without being woken."""
+
+    def on_tick(self) -> float | None:
+        return 0.01
+
+
+def test_descriptor_that_wakes_it_stays_open_while_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once closed, its number may be that of a connection."""
+    reactor = Ticking("reactor")
+    reactor.start()
+    write = os.eventfd_write
+
+    def write_late(fd: int, value: int) -> None:
+        reactor.join(0.3)
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    reactor.stop()
+    assert not reactor.is_alive()
+    reactor.submit(lambda: None)  # comes to nothing
+
+
+def test_thread_that_was_never_started_stops() -> None:
+    reactor = Reactor("reactor")
+    reactor.stop()
+    reactor.stop()
+    reactor.submit(lambda: None)
