@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import mmap
 import os
 import random
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
 
 GIB = 1 << 30
-NUM_PAIRS = 5
+NUM_PAIRS = 3
 _QUIET_S = 1.5
 PARTS = ("ttft", "overhead", "saves", "pass", "tier", "lookup")
 
@@ -93,7 +94,7 @@ def engine_main(options: argparse.Namespace) -> None:
         if command["do"] == "generate":
             passes.clear()
             if saves is not None:
-                saves.begin(command["ahead"])
+                saves.begin(command["ahead"], command["stores"])
             prompts = [{"prompt_token_ids": prompt} for prompt in command["prompts"]]
             sampling = SamplingParams(
                 temperature=0,
@@ -121,7 +122,7 @@ def engine_main(options: argparse.Namespace) -> None:
 
 
 class SaveTimes:
-    """When each save was sent, packed and stored; perhaps nothing is packed ahead of it."""
+    """When each save was sent, packed and stored; perhaps nothing is packed ahead, or stored."""
 
     def __init__(self, pool: Any) -> None:
         self._saves = pool.saves
@@ -143,8 +144,9 @@ class SaveTimes:
 
         pool.saves._send, pool._link._handle = on_send, on_message
 
-    def begin(self, ahead: bool) -> None:
+    def begin(self, ahead: bool, stores: bool) -> None:
         self._saves._packs_ahead = ahead
+        self._saves._resume_at = 0.0 if stores else math.inf
         self._times.clear()
         self._num_ahead = 0
 
@@ -204,11 +206,14 @@ class Engine:
         *prompts: list[int],
         max_tokens: int = 1,
         ahead: bool = True,
+        stores: bool = True,
         quiet_s: float = _QUIET_S,
     ) -> dict[str, Any]:
         """Timed, once the others are quiet: an engine spins for a second after its last step."""
         time.sleep(quiet_s)
-        return self.call("generate", prompts=prompts, max_tokens=max_tokens, ahead=ahead)
+        return self.call(
+            "generate", prompts=prompts, max_tokens=max_tokens, ahead=ahead, stores=stores
+        )
 
     def reset(self) -> None:
         assert self.call("reset")["done"]
@@ -295,47 +300,43 @@ def bench_ttft(options: argparse.Namespace) -> None:
 
 
 def bench_overhead(options: argparse.Namespace) -> None:
-    """Fresh prompts for each turn; the engines take turns in rotating order.
+    """Fresh prompts each time; the ways take turns in rotating order.
 
-    Two processes of one kind of engine differ by more than what is asked for here, all turns long,
-    so there are several pairs of them.
+    Two processes of one kind of engine differ by more than what is asked for here, all turns long.
+    So there are several pairs of them, and the engine with a pool runs every turn twice: when it
+    stores nothing, all that is missing is the writing.
     """
     print(f"write-through, {NUM_PAIRS} pairs of engines, {options.rounds} turns each", flush=True)
+    ways = ("no pool", "nothing stored", "write-through")
     rates: dict[str, dict[str, list[float]]] = {
-        what: {"off": [], "pool": []} for what in ("prefill", "decode")
+        what: {way: [] for way in ways} for what in ("prefill", "decode")
     }
-    for pair in range(NUM_PAIRS):
-        pools: dict[str, Any] = {"off": None, "pool": {"dram_size": 2 * GIB}}
-        started = list(pools)[:: 1 if pair % 2 else -1]
-        engines = {name: Engine(options, pools[name]) for name in started}
+    for _pair in range(NUM_PAIRS):
+        pools: tuple[dict[str, Any] | None, ...] = (None, {"dram_size": 2 * GIB})
+        plain, pooled = (Engine(options, pool) for pool in pools)
         for turn in range(options.rounds + 1):
-            seed = 50_000 + 100 * (pair * (options.rounds + 1) + turn)
-            long = [prompt_of(seed + i, 1024) for i in range(4)]
-            short = [prompt_of(seed + 50 + i, 64) for i in range(8)]
-            for name in list(engines)[:: 1 if turn % 2 else -1]:
-                engines[name].reset()
-                ms = engines[name].generate(*long)["ms"]
-                engines[name].reset()
-                decode_ms = engines[name].generate(*short, max_tokens=160)["ms"]
+            for way in ways[turn % 3 :] + ways[: turn % 3]:
+                engine = plain if way == "no pool" else pooled
+                stores = way == "write-through"
+                seed = random.randrange(1 << 30)
+                long = [prompt_of(seed + i, 1024) for i in range(4)]
+                short = [prompt_of(seed + 50 + i, 64) for i in range(8)]
+                engine.reset()
+                ms = engine.generate(*long, stores=stores)["ms"]
+                engine.reset()
+                decode_ms = engine.generate(*short, max_tokens=160, stores=stores)["ms"]
                 if turn:  # the first one warms up
-                    rates["prefill"][name].append(4 * 1024 / ms * 1000)
-                    rates["decode"][name].append(8 * 160 / decode_ms * 1000)
-        for engine in engines.values():
+                    rates["prefill"][way].append(4 * 1024 / ms * 1000)
+                    rates["decode"][way].append(8 * 160 / decode_ms * 1000)
+        for engine in (plain, pooled):
             engine.stop()
-    for what, by_engine in rates.items():
-        ratios = [b / a for a, b in zip(by_engine["off"], by_engine["pool"], strict=True)]
-        of_pairs = [
-            statistics.median(ratios[i : i + options.rounds])
-            for i in range(0, len(ratios), options.rounds)
-        ]
-        report(f"{what}, no pool", statistics.median(by_engine["off"]), "tokens/s")
-        report(
-            f"{what}, write-through",
-            statistics.median(by_engine["pool"]),
-            "tokens/s",
-            ratios=ratios,
-        )
-        print(f"    medians of the pairs: {', '.join(f'{ratio:.3f}' for ratio in of_pairs)}")
+    for what, by_way in rates.items():
+        report(f"{what}, no pool", statistics.median(by_way["no pool"]), "tokens/s")
+        stored = by_way["write-through"]
+        for against in ("no pool", "nothing stored"):
+            ratios = [b / a for a, b in zip(by_way[against], stored, strict=True)]
+            name = f"{what}, write-through / {against}"
+            report(name, statistics.median(stored), "tokens/s", ratios=ratios)
 
 
 def bench_saves(options: argparse.Namespace) -> None:
