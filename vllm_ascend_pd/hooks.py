@@ -155,9 +155,9 @@ def overlaps_loads(cudagraph_mode: Any) -> bool:
     True for a step whose KV is still on its way, if the engine has PIECEWISE graphs to run instead.
     ``cudagraph_mode`` is that of the engine's configuration.
     """
-    if _worker is None or not cudagraph_mode.has_piecewise_cudagraphs():
+    if _worker is None or not _worker.loads_under_way():
         return False
-    return _worker.loads_under_way()
+    return bool(cudagraph_mode.has_piecewise_cudagraphs())
 
 
 def armed_step(attn_metadata: object | None, cudagraph_mode: Any) -> AbstractContextManager[object]:

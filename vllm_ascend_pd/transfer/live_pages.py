@@ -115,6 +115,11 @@ class LivePageWrites:
                 self.settle(load)
         return min((until for until, _ in self._resting), default=None)
 
+    @property
+    def has_rested(self) -> bool:
+        """Whether ``take_rested`` has something to say."""
+        return bool(self._rested)
+
     def take_rested(self) -> list[LoadId]:
         """The loads in whose blocks nothing is written any more, since the last call."""
         return [self._rested.popleft() for _ in range(len(self._rested))]

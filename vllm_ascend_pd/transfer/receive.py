@@ -211,6 +211,11 @@ class Loader(Reactor):
         """
         return self._live_pages.take_rested()
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, and there is nothing to take."""
+        return not self._loads and not self._live_pages.has_rested
+
     def num_loads(self) -> int:
         return len(self._loads)
 

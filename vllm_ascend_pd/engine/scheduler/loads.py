@@ -162,6 +162,8 @@ class Loads:
 
     @property
     def num_parked(self) -> int:
+        if not self.new and not self.running:
+            return 0
         records = [*self.new, *self.running.values()]
         return sum(record.parked_for is not None for record in records)
 

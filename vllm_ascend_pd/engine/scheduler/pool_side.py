@@ -113,6 +113,7 @@ class PoolSide:
         self._holds = scheduler.vllm_config.max_concurrent_batches == 1
         self._next_tick_at = 0.0
         self._gauges: dict[tuple[str, str], float] = {}
+        self._gauges_of: tuple[object, ...] = ()
         self._link.start()
 
     def on_message(self, message: Message) -> None:
@@ -145,7 +146,7 @@ class PoolSide:
     def send_held_if_idle(self) -> None:
         """When no step will take it along."""
         scheduler = self._scheduler
-        if self.held and not (
+        if not (
             scheduler.waiting
             or scheduler.skipped_waiting
             or any(not request.is_finished() for request in scheduler.running)
@@ -161,7 +162,8 @@ class PoolSide:
             elif isinstance(message, Saved):
                 self.saves.on_saved(message)
                 self.has_saved = True
-        self._fold_some()
+        if not self._found.empty():
+            self._fold_some()
         # Called for every waiting request of a pass.
         now = time.monotonic()
         if now >= self._next_tick_at:
@@ -206,6 +208,17 @@ class PoolSide:
     def set_gauges(self) -> None:
         """Those that have changed."""
         speeds = self.source.speeds
+        made_of = (
+            self.source.breaker.closed,
+            self.saves.breaker.closed,
+            self.saves.num_pinned,
+            self.saves.num_under_way,
+            speeds.tokens_per_ms,
+            *speeds.bytes_per_ms.values(),
+        )
+        if made_of == self._gauges_of:
+            return
+        self._gauges_of = made_of
         now: dict[tuple[str, str], float] = {
             ("pool_bypassed", "get"): int(not self.source.breaker.closed),
             ("pool_bypassed", "put"): int(not self.saves.breaker.closed),

@@ -87,7 +87,9 @@ class _Step(msgspec.Struct):
     started: float
     num_tokens: int
     requests: list[tuple[Request, int, int]]
-    """Request, its number of preemptions, and how many of its tokens are computed after it."""
+    """Those that may have full blocks to store after it: request, its number of preemptions, how
+    many of its tokens are computed then.
+    """
     ahead: tuple[AheadSpec, ...] = ()
     """Blocks of prompts that may be packed while it computes them."""
 
@@ -176,7 +178,8 @@ class Saves:
             request = requests[request_id]
             num_before = request.num_computed_tokens
             num_after = num_before + num_scheduled
-            step.requests.append((request, request.num_preemptions, num_after))
+            if num_after // self._block_size > self._saved.get(request_id, 0):
+                step.requests.append((request, request.num_preemptions, num_after))
             if announces and num_before < request.num_prompt_tokens:
                 start = num_before // self._block_size
                 stop = min(num_after, request.num_prompt_tokens) // self._block_size
@@ -218,7 +221,7 @@ class Saves:
             return
         may_store = now >= self._resume_at
         packed: dict[int, _Save] = {}
-        ahead_ids = step.ahead_ids()
+        ahead_ids = step.ahead_ids() if step.ahead else {}
         for request, num_preemptions, num_computed in step.requests:
             if request.num_preemptions == num_preemptions and not request.is_finished():
                 if self._evictions is not None:

@@ -588,7 +588,7 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         self._collect()
-        if self._kv_pool is not None:
+        if self._kv_pool is not None and self._kv_pool.held:
             self._kv_pool.send_held_if_idle()
         if self._producer is not None:
             self._producer.collect_closed()

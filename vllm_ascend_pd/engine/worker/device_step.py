@@ -11,19 +11,16 @@ ahead of the device by up to a step, so "launched" is not yet "done".
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
 
     from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, Fence
+    from vllm_ascend_pd.engine.metadata import StepReport
     from vllm_ascend_pd.engine.worker.step import ArmedStep
 
 
@@ -77,12 +74,10 @@ class DeviceWorkerSide(WorkerSide):
         assert self._fence is not None, "a step is armed by its message, which made a fence"
         return FencedStep(step, self._fence)
 
-    @contextmanager
-    def step_output(self) -> Iterator[KVConnectorOutput]:
-        with super().step_output() as output:
-            yield output
-            # The forward is launched; what follows here lets peers fetch what it computed. Later
-            # steps do not concern these blocks until a message names them again.
-            if self._fence is not None:
-                self._fence.mark()
-                self._fence = None
+    def end_step(self) -> StepReport | None:
+        # The forward is launched; what follows here lets peers fetch what it computed. Later steps
+        # do not concern these blocks until a message names them again.
+        if self._fence is not None:
+            self._fence.mark()
+            self._fence = None
+        return super().end_step()

@@ -55,6 +55,14 @@ class Loaders:
     def take_rested(self) -> list[LoadId]:
         return self._peers.take_rested() if self._peers is not None else []
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, and there is nothing to take."""
+        for loader in self._all:  # noqa: SIM110 - every step pays for a generator's frames
+            if not loader.is_idle:
+                return False
+        return True
+
     def num_loads(self) -> int:
         return sum(loader.num_loads() for loader in self._all)
 

@@ -238,6 +238,11 @@ class PoolIO:
             del self._loads[result.load_id]
         return results
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, and there is nothing to take."""
+        return not self._loads
+
     def num_loads(self) -> int:
         return len(self._loads)
 

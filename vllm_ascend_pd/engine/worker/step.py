@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.worker.loaders import Loaders
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -24,9 +23,11 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.worker.packing import PackAhead
     from vllm_ascend_pd.engine.worker.pool_io import PoolIO
     from vllm_ascend_pd.transfer.grants import Grants
+    from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.transfer.receive import Loader
     from vllm_ascend_pd.transfer.seal import Seals
     from vllm_ascend_pd.transfer.send import DataServer
+    from vllm_ascend_pd.types import LoadId
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,21 @@ class ArmedStep:
 
     def __exit__(self, *exc: object) -> None:
         hooks.current_step = None
+
+
+class StepOutput:
+    """Around the forward; a class, because every step pays for a generator's frames."""
+
+    def __init__(self, side: WorkerSide) -> None:
+        self._side = side
+        self._output = KVConnectorOutput()
+
+    def __enter__(self) -> KVConnectorOutput:
+        return self._output
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is None:
+            self._output.kv_connector_worker_meta = self._side.end_step()
 
 
 class WorkerSide:
@@ -159,20 +175,27 @@ class WorkerSide:
             self._pool.ahead if self._pool is not None and self._packs_ahead else None,
         )
 
-    @contextmanager
-    def step_output(self) -> Iterator[KVConnectorOutput]:
-        output = KVConnectorOutput()
-        yield output
-        if self._loader is not None:
-            self._loader.wait_all()
+    def step_output(self) -> StepOutput:
+        return StepOutput(self)
+
+    def end_step(self) -> StepReport | None:
+        """The forward is over: wait for what it loads, and say what has become of it."""
+        loader = self._busy_loader()
+        if loader is not None:
+            loader.wait_all()
         self._end_grants()
-        output.kv_connector_worker_meta = self._report()
+        return self._report(loader)
 
     def no_forward(self) -> ModelRunnerOutput:
         self._end_grants()
         output = copy(EMPTY_MODEL_RUNNER_OUTPUT)
-        output.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=self._report())
+        output.kv_connector_output = KVConnectorOutput(
+            kv_connector_worker_meta=self._report(self._busy_loader())
+        )
         return output
+
+    def _busy_loader(self) -> Loaders | None:
+        return None if self._loader is None or self._loader.is_idle else self._loader
 
     def _end_grants(self) -> None:
         if self._has_grants:
@@ -181,10 +204,13 @@ class WorkerSide:
             if self._server is not None:
                 self._server.notify()
 
-    def _report(self) -> StepReport | None:
-        # A load rests after it has ended, so what has rested is never ahead of its result.
-        rested = self._loader.take_rested() if self._loader is not None else []
-        results = self._loader.take_results() if self._loader is not None else []
+    def _report(self, loader: Loaders | None) -> StepReport | None:
+        rested: list[LoadId] = []
+        results: list[LoadResult] = []
+        if loader is not None:
+            # A load rests after it has ended, so what has rested is never ahead of its result.
+            rested = loader.take_rested()
+            results = loader.take_results()
         servers = {}
         if not self._reported_server and self._server is not None:
             self._reported_server = True
