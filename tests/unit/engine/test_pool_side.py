@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from tests.unit.engine.test_pool_scheduler import BLOCK_SIZE, World
 from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
 from vllm_ascend_pd.engine.pool_link import DropAhead, DropSaves, Found, Lookup, PoolLink, Save
+from vllm_ascend_pd.engine.scheduler import pool_side
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 
 
@@ -147,6 +149,55 @@ def test_of_many_answers_a_few_are_folded_in_at_a_time(engine: Engine) -> None:
     assert prompt is not None
     assert not engine.side.has_answer(prompt)
     assert waiting() == requests[-1:]
+
+
+def answer_late(engine: Engine, lookups: list[Any]) -> threading.Thread:
+    def answer() -> None:
+        time.sleep(0.02)
+        for lookup in lookups:
+            engine.side.on_message(Found(lookup.lookup_id, bytes(4), True, 0.1))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 20])
+def test_first_answers_are_waited_for_when_there_is_nothing_else_to_do(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_requests: int
+) -> None:
+    monkeypatch.setattr(pool_side, "_TICK_S", 10.0)
+    requests = [engine.request(name=str(i), start=100 * i) for i in range(num_requests)]
+    for request in requests:
+        engine.side.source.add(request)
+    engine.scheduler.skipped_waiting.extend(requests)
+    thread = answer_late(engine, engine.arrived)
+    engine.side.wait_if_nothing_else()
+    thread.join()
+    assert engine.side.source.num_looking == max(0, num_requests - 8)
+
+
+@pytest.mark.parametrize("queue", ["waiting", "running"])
+def test_nothing_is_waited_for_while_another_request_could_be_scheduled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, queue: str
+) -> None:
+    monkeypatch.setattr(pool_side, "_TICK_S", 10.0)
+    request = engine.request()
+    engine.side.source.add(request)
+    engine.scheduler.skipped_waiting.append(request)
+    getattr(engine.scheduler, queue).append(engine.request(name="other", start=500))
+    thread = answer_late(engine, engine.arrived)
+    engine.side.wait_if_nothing_else()
+    assert engine.side.source.num_looking == 1
+    thread.join()
+
+
+def test_a_lookup_that_takes_long_is_waited_for_a_moment_only(engine: Engine) -> None:
+    request = engine.request()
+    engine.side.source.add(request)
+    engine.scheduler.skipped_waiting.append(request)
+    engine.side.wait_if_nothing_else()
+    assert engine.side.source.num_looking == 1
 
 
 def test_an_answer_that_is_here_is_not_too_late(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import queue
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,23 @@ class PoolSide:
             if self._found.empty():  # else it might be too late for what is here already
                 self.source.tick()
             self.saves.tick()
+
+    def wait_if_nothing_else(self) -> None:
+        """Where every request waits for its lookup, a pass could only take turns with the thread
+        that looks up, so a few answers are waited for, for a moment.
+        """
+        scheduler = self._scheduler
+        num_requests = len(scheduler.waiting) + len(scheduler.skipped_waiting)
+        if scheduler.running or not num_requests:
+            return
+        num_looking = self.source.num_looking
+        if num_looking < num_requests:
+            return
+        until = time.monotonic() + _TICK_S
+        with suppress(queue.Empty):
+            for _ in range(min(_LOOKUPS_AT_A_TIME, num_looking)):
+                timeout_s = max(0.0, until - time.monotonic())
+                self.source.on_found(*self._found.get(timeout=timeout_s))
 
     def _fold_some(self) -> None:
         for _ in range(_LOOKUPS_AT_A_TIME):

@@ -173,6 +173,11 @@ class PoolSource:
         joined, hash_bytes = join_hashes(hashes)
         self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s))
 
+    @property
+    def num_looking(self) -> int:
+        """Prompts whose lookup is not answered."""
+        return sum(pending.prompt is not None for pending in self._pending.values())
+
     def on_found(self, found: Found, arrived_at: float) -> None:
         """A worker has answered a lookup; with the last one's answer it is over."""
         pending = self._pending.get(found.lookup_id)

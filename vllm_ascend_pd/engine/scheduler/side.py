@@ -238,8 +238,7 @@ class SchedulerSide:
         # Called for every waiting request of a pass.
         now = time.monotonic()
         if now >= self._collect_at:
-            self._collect_at = now + _COLLECT_S
-            self._collect()
+            self._collect(now)
         source = self._source_of(request)
         if source is not None and source.pending and not self._has_answer(source):
             return False
@@ -271,7 +270,8 @@ class SchedulerSide:
         request.status = source.queued_status
         return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
-    def _collect(self) -> None:
+    def _collect(self, now: float) -> None:
+        self._collect_at = now + _COLLECT_S
         if self._consumer is not None:
             self._consumer.collect_outcomes()
         if self._kv_pool is not None:
@@ -587,7 +587,9 @@ class SchedulerSide:
         return params
 
     def has_pending_work(self) -> bool:
-        self._collect()
+        if self._kv_pool is not None:
+            self._kv_pool.wait_if_nothing_else()
+        self._collect(time.monotonic())
         if self._kv_pool is not None and self._kv_pool.held:
             self._kv_pool.send_held_if_idle()
         if self._producer is not None:
