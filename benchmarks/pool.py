@@ -312,8 +312,7 @@ def bench_overhead(options: argparse.Namespace) -> None:
         what: {way: [] for way in ways} for what in ("prefill", "decode")
     }
     for _pair in range(NUM_PAIRS):
-        pools: tuple[dict[str, Any] | None, ...] = (None, {"dram_size": 2 * GIB})
-        plain, pooled = (Engine(options, pool) for pool in pools)
+        plain, pooled = Engine(options, None), Engine(options, {"dram_size": 2 * GIB})
         for turn in range(options.rounds + 1):
             for way in ways[turn % 3 :] + ways[: turn % 3]:
                 engine = plain if way == "no pool" else pooled

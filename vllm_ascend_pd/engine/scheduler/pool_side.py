@@ -163,8 +163,7 @@ class PoolSide:
             elif isinstance(message, Saved):
                 self.saves.on_saved(message)
                 self.has_saved = True
-        if not self._found.empty():
-            self._fold_some()
+        self._fold_some()
         # Called for every waiting request of a pass.
         now = time.monotonic()
         if now >= self._next_tick_at:
