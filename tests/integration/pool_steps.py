@@ -4,18 +4,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.integration.engines import Answer, Engine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 POOL = {"dram_size": "64MiB", "lookup_timeout_ms": 2000, "load": "all"}
 """Its own master and segment. Patient and always loading, because the machine may be busy."""
-MAX_TRIES = 5
-"""More busy workers than cores: one or another load or lookup comes late. Tokens are right always;
-hits come in one of so many tries."""
 
 
 def settle(engine: Engine, timeout: float = 10.0) -> None:
@@ -44,11 +38,3 @@ def provenance(answer: Answer) -> dict[str, int]:
     names = ("local", "peer", "dram", "remote", "ssd", "computed")
     found = {name: answer.provenance[f"num_{name}_tokens"] for name in names}
     return {name: count for name, count in found.items() if count}
-
-
-def until_hit(attempt: Callable[[str], dict[str, int]], expected: dict[str, int]) -> None:
-    """``attempt(part)`` checks its tokens and says where its prompt came from."""
-    origins = []
-    while expected not in origins:
-        assert len(origins) < MAX_TRIES, origins
-        origins.append(attempt(str(len(origins))))
