@@ -90,7 +90,8 @@ def serve(
             )
         pipe.send(answers)
     # A multiprocessing child ends without the finalizers that would stop the engine's processes.
-    llm.llm_engine.engine_core.shutdown()
+    # These take up to 5 s on two cores, which is all that vLLM gives them unless told otherwise.
+    llm.llm_engine.engine_core.shutdown(timeout=10.0)
 
 
 class Engine:
