@@ -48,9 +48,7 @@ class SchedulerHooks(Protocol):
     ) -> tuple[int, int]:
         """Split an unaligned hit into aligned local tokens and an external tail."""
 
-    def on_slots_allocated(
-        self, request: Request, new_computed_blocks: KVCacheBlocks | None
-    ) -> None:
+    def on_slots_allocated(self, request: Request, new_computed_blocks: KVCacheBlocks) -> None:
         """Attach loads to the blocks that ``allocate_slots`` just committed."""
 
     def build_step(self, scheduler_output: SchedulerOutput) -> object | None:

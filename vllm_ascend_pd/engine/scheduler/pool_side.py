@@ -174,20 +174,16 @@ class PoolSide:
 
     def wait_if_nothing_else(self) -> None:
         """Where every request waits for its lookup, a pass could only take turns with the thread
-        that looks up, so a few answers are waited for, for a moment.
+        that looks up, so for a moment the answers are waited for, and folded in as they come.
         """
-        scheduler = self._scheduler
+        scheduler, source = self._scheduler, self.source
         num_requests = len(scheduler.waiting) + len(scheduler.skipped_waiting)
-        if scheduler.running or not num_requests:
-            return
-        num_looking = self.source.num_looking
-        if num_looking < num_requests:
+        if scheduler.running or not num_requests or source.num_looking < num_requests:
             return
         until = time.monotonic() + _TICK_S
         with suppress(queue.Empty):
-            for _ in range(min(_LOOKUPS_AT_A_TIME, num_looking)):
-                timeout_s = max(0.0, until - time.monotonic())
-                self.source.on_found(*self._found.get(timeout=timeout_s))
+            while source.is_looking and (left_s := until - time.monotonic()) > 0:
+                source.on_found(*self._found.get(timeout=left_s))
 
     def _fold_some(self) -> None:
         for _ in range(_LOOKUPS_AT_A_TIME):

@@ -178,6 +178,11 @@ class PoolSource:
         """Prompts whose lookup is not answered."""
         return sum(pending.prompt is not None for pending in self._pending.values())
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether there is any of them."""
+        return any(pending.prompt is not None for pending in self._pending.values())
+
     def on_found(self, found: Found, arrived_at: float) -> None:
         """A worker has answered a lookup; with the last one's answer it is over."""
         pending = self._pending.get(found.lookup_id)

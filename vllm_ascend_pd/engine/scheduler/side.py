@@ -356,6 +356,8 @@ class SchedulerSide:
     def get_external_prefix_cache_blocks(
         self, request: Request, hit: tuple[Any, int, int]
     ) -> tuple[Any, int, int]:
+        if not (self._sessions or self._prompts):  # no request has a source
+            return hit
         source = self._source_of(request)
         if source is None or not source.offers:
             return hit
@@ -372,12 +374,10 @@ class SchedulerSide:
             return num_local_tokens, num_external_tokens
         return num_local_tokens - num_tail, num_external_tokens + num_tail
 
-    def on_slots_allocated(
-        self, request: Request, new_computed_blocks: KVCacheBlocks | None
-    ) -> None:
-        if new_computed_blocks is None:
-            return
+    def on_slots_allocated(self, request: Request, new_computed_blocks: KVCacheBlocks) -> None:
         hits = new_computed_blocks.blocks[0]
+        if not (hits or self._sessions or self._prompts or self._ignored):
+            return
         if ignored := self._ignored.get(request.request_id):
             ignored.num_local_tokens = len(hits) * self._block_size
             ignored.num_computed_tokens = ignored.num_prompt_tokens - ignored.num_local_tokens
