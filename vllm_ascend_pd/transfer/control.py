@@ -264,6 +264,8 @@ class ControlClient(Reactor):
 
     def on_tick(self) -> float | None:
         now = self._clock()
+        if any(pending.deadline <= now for pending in self._pending.values()):
+            self._peers.receive()
         for open_id, pending in list(self._pending.items()):
             if pending.deadline <= now:
                 what = f"did not answer in time ({self._peer_timeout_s:g} s)"

@@ -74,6 +74,13 @@ class Dealers:
         frames = connection.seal.send(payload)
         return frames is not None and _send(connection.socket, frames)
 
+    def receive(self) -> None:
+        """Take what has arrived. One whose deadline is over does so before it gives up, for its
+        thread may have had no turn meanwhile.
+        """
+        for peer, connection in list(self._connections.items()):
+            self._receive_from(peer, connection)
+
     def close_idle(self, awaited: Collection[Endpoint] = ()) -> None:
         """But not those of which an answer is ``awaited``, however late."""
         oldest = time.monotonic() - IDLE_CONNECTION_S
@@ -97,12 +104,7 @@ class Dealers:
         connection = _Connection(socket, monitor, self._seals.client(self._channel))
 
         def receive() -> None:
-            while self._connections.get(peer) is connection:
-                try:
-                    frame = socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    return
-                self._receive(peer, connection, frame)
+            self._receive_from(peer, connection)
 
         def observe() -> None:
             receive()
@@ -114,6 +116,14 @@ class Dealers:
         self._reactor.watch(monitor, observe)
         self._connections[peer] = connection
         return connection
+
+    def _receive_from(self, peer: Endpoint, connection: _Connection) -> None:
+        while self._connections.get(peer) is connection:
+            try:
+                frame = connection.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(peer, connection, frame)
 
     def _receive(self, peer: Endpoint, connection: _Connection, frame: bytes) -> None:
         received = connection.seal.receive(frame)

@@ -250,6 +250,8 @@ class Loader(Reactor):
 
     def on_tick(self) -> float | None:
         now = time.monotonic()
+        if any(now >= self._flight_deadline(flight) for flight in self._in_flight.values()):
+            self._peers.receive()
         for fetch_id, flight in list(self._in_flight.items()):
             if now >= self._flight_deadline(flight):
                 del self._in_flight[fetch_id]

@@ -164,6 +164,9 @@ class ScriptedDealers(Dealers):
         if socket.link in links:
             links.remove(socket.link)
 
+    def receive(self) -> None:
+        """What is on a link has not arrived: `take` is how it does."""
+
     def take(self, link: Link, frame: bytes) -> None:
         if (connection := self._connections.get(link.peer)) is link.connection is not None:
             self._receive(link.peer, connection, frame)

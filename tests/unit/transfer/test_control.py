@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -215,6 +216,27 @@ def test_peer_that_goes_away_is_noticed_at_once(
     outcome = outcome_of(client)
     assert isinstance(outcome.answer, Refused)
     assert outcome.answer.cause == Cause.PEER_UNREACHABLE.value
+
+
+def test_answer_that_came_in_time_counts_however_late_it_is_read(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    """The thread had no turn: the interpreter was busy with something else."""
+    producer.lease()
+    client = make_client(peer_timeout_s=0.5)
+    both_wait = threading.Event()
+
+    def get_no_turn() -> None:
+        (connection,) = client._peers._connections.values()
+        assert connection.socket.poll(int(1000 * LIMIT_S))
+        time.sleep(0.6)
+
+    client.submit(lambda: bool(both_wait.wait(LIMIT_S)))
+    client.open("r", producer.endpoint, make_open())
+    client.submit(get_no_turn)
+    both_wait.set()
+    assert isinstance(outcome_of(client).answer, Opened)
+    assert client.num_errors == 0
 
 
 def test_silent_peer_does_not_hold_up_another(

@@ -448,6 +448,31 @@ def test_parked_load_meets_its_deadline_too(
     assert [r.cause for r in results] == [Cause.DEADLINE.value]
 
 
+def test_piece_that_came_in_time_counts_however_late_it_is_read(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread had no turn: the interpreter was busy with something else."""
+    pair = make_pair()
+    pair.grant(0)
+    pair.loader._answer_timeout_s = 0.3
+    peers = pair.loader._peers
+    send = peers.send
+
+    def get_no_turn() -> None:
+        (connection,) = peers._connections.values()
+        assert connection.socket.poll(int(1000 * LIMIT_S))
+        time.sleep(0.4)
+
+    def send_and_get_no_turn(peer: Endpoint, payload: bytes) -> bool:
+        pair.loader.submit(get_no_turn)
+        return send(peer, payload)
+
+    monkeypatch.setattr(peers, "send", send_and_get_no_turn)
+    assert pair.run(pair.spec((0,), (0,))).cause == ""
+    assert pair.loader.num_errors == 0
+    expect_loaded(pair, (0,), to=(0,))
+
+
 def test_peer_that_is_not_there_is_noticed_at_once(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     spec = pair.spec((0,), (0,), timeout_s=60.0, peer=Endpoint("127.0.0.1", 9))
