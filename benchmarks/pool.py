@@ -410,6 +410,8 @@ def bench_pass(options: argparse.Namespace) -> None:
         " each: median (quartiles)",
         flush=True,
     )
+    if len(os.sched_getaffinity(0)) == 1:
+        print("    on the only core, with all other threads, so p99 says how often they ran")
     names = ("no pool", "no pool again", "pool")
     quantiles = (0.5, 0.9, 0.99)
     ms: dict[float, dict[str, list[float]]] = {q: {name: [] for name in names} for q in quantiles}

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -37,10 +37,23 @@ PromptOf = Callable[..., list[int]]
 
 
 @pytest.fixture
-def engine(engines: Engines) -> Engine:
-    """One whose pool can be scripted."""
-    engine = engines.shared("kv_both", pool={**POOL, **BREAKER}, pool_faults="get:ok*")
-    engine.set_pool_faults("")
+def scripted(engines: Engines) -> Callable[..., Engine]:
+    """Gives engines whose pool can be scripted; the arguments are options of ``transfer``."""
+
+    def give(**transfer: Any) -> Engine:
+        engine = engines.shared(
+            "kv_both", pool={**POOL, **BREAKER}, pool_faults="get:ok*", transfer=transfer
+        )
+        engine.set_pool_faults("")
+        return engine
+
+    return give
+
+
+@pytest.fixture
+def engine(scripted: Callable[..., Engine]) -> Engine:
+    """A scripted one whose breakers are closed."""
+    engine = scripted()
     wait_breakers(engine, "closed")
     return engine
 
@@ -53,6 +66,20 @@ def wait_breakers(engine: Engine, state: str, timeout: float = 15.0) -> None:
         engine.ask(os_random_prompt())
         time.sleep(0.05)
     settle(engine)
+
+
+def wait_until_used(engine: Engine, prompt: list[int], token_ids: list[int]) -> None:
+    """The client finds a new master by itself, a second or two after its breakers are closed."""
+    deadline = time.monotonic() + 20
+    while True:
+        store(engine, prompt)
+        answer = engine.ask(prompt, 8, ASK)
+        assert answer.token_ids == token_ids
+        settle(engine, 20)
+        if "dram" in provenance(answer):
+            return
+        assert time.monotonic() < deadline, provenance(answer)
+        time.sleep(0.3)
 
 
 def os_random_prompt() -> list[int]:
@@ -70,20 +97,14 @@ def os_random_prompt() -> list[int]:
     ],
 )
 def test_block_that_cannot_be_read_is_computed_with_those_after_it(
-    engines: Engines,
+    scripted: Callable[..., Engine],
     single: SingleEngine,
     prompt_of: PromptOf,
     load_mode: str,
     script: str,
     cause: str,
 ) -> None:
-    engine = engines.shared(
-        "kv_both",
-        pool={**POOL, **BREAKER},
-        pool_faults="get:ok*",
-        transfer={"load_mode": load_mode},
-    )
-    engine.set_pool_faults("")
+    engine = scripted(load_mode=load_mode)
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)
     engine.set_pool_faults(f"get:ok*3,{script}")
@@ -97,15 +118,13 @@ def test_block_that_cannot_be_read_is_computed_with_those_after_it(
 @pytest.mark.parametrize("load_mode", ["step", "park"])
 @pytest.mark.parametrize("script", ["get:ok*5,corrupt", "get:ok*2,missing,ok*2,corrupt"])
 def test_tail_block_that_cannot_be_read_is_computed(
-    engines: Engines, single: SingleEngine, prompt_of: PromptOf, load_mode: str, script: str
+    scripted: Callable[..., Engine],
+    single: SingleEngine,
+    prompt_of: PromptOf,
+    load_mode: str,
+    script: str,
 ) -> None:
-    engine = engines.shared(
-        "kv_both",
-        pool={**POOL, **BREAKER},
-        pool_faults="get:ok*",
-        transfer={"load_mode": load_mode},
-    )
-    engine.set_pool_faults("")
+    engine = scripted(load_mode=load_mode)
     prompt = prompt_of(FULL)
     store(engine, prompt)
     engine.set_pool_faults(script)
@@ -142,14 +161,9 @@ def test_bit_flipped_in_memory_is_found(
 
 
 def test_slow_pool_is_given_up_at_the_deadline(
-    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+    scripted: Callable[..., Engine], single: SingleEngine, prompt_of: PromptOf
 ) -> None:
-    engine = engines.shared(
-        "kv_both",
-        pool={**POOL, **BREAKER},
-        pool_faults="get:ok*",
-        transfer={"step_load_timeout_s": 0.5, "load_mode": "step"},
-    )
+    engine = scripted(step_load_timeout_s=0.5, load_mode="step")
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)
     engine.set_pool_faults("get:delay(3000)")
@@ -241,17 +255,7 @@ def test_killed_master_costs_no_token_and_is_started_again(
         assert answers[str(name)].token_ids == expected
     engine.wait_log("starting it again")
     wait_breakers(engine, "closed")
-    deadline = time.monotonic() + 20
-    while True:
-        # The client finds the new master by itself, a second or two later.
-        store(engine, prompts[1])
-        answer = engine.ask(prompts[1], 8, ASK)
-        assert answer.token_ids == single(prompts[1]).token_ids
-        settle(engine, 20)
-        if "dram" in provenance(answer):
-            break
-        assert time.monotonic() < deadline, provenance(answer)
-        time.sleep(0.3)
+    wait_until_used(engine, prompts[1], single(prompts[1]).token_ids)
 
 
 class JoinedMaster:
@@ -312,16 +316,7 @@ def test_joined_master_is_killed_and_another_takes_its_place(
     assert time.monotonic() - started < 15
     joined_master.start()
     wait_breakers(engine, "closed")
-    deadline = time.monotonic() + 20
-    while True:
-        store(engine, prompts[1])
-        answer = engine.ask(prompts[1], 8, ASK)
-        assert answer.token_ids == single(prompts[1]).token_ids
-        settle(engine, 20)
-        if "dram" in provenance(answer):
-            break
-        assert time.monotonic() < deadline, provenance(answer)
-        time.sleep(0.3)
+    wait_until_used(engine, prompts[1], single(prompts[1]).token_ids)
 
 
 @pytest.fixture
@@ -401,25 +396,23 @@ def test_harmed_file_is_found(
     settle(engine)
 
 
+def add_and_load(engine: Engine, request_id: str, prompt: list[int]) -> None:
+    """Step until the load is under way, which should take longer than one call of this process."""
+    engine.add(request_id, prompt, 8, ASK)
+    deadline = time.monotonic() + 10
+    while not engine.counts()["loads"]:
+        assert time.monotonic() < deadline, engine.requests()
+        engine.step()
+
+
 def test_prefix_cache_is_reset_during_a_load(
-    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+    scripted: Callable[..., Engine], single: SingleEngine, prompt_of: PromptOf
 ) -> None:
-    engine = engines.shared(
-        "kv_both",
-        pool={**POOL, **BREAKER},
-        pool_faults="get:ok*",
-        transfer={"load_mode": "park"},
-    )
-    engine.set_pool_faults("")
+    engine = scripted(load_mode="park")
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)
-    engine.set_pool_faults("get:delay(300)")
-    engine.add("loading", prompt, 8, ASK)
-    for _ in range(20):
-        engine.step()
-        if engine.counts()["loads"]:
-            break
-        time.sleep(0.01)
+    engine.set_pool_faults("get:delay(1000)")
+    add_and_load(engine, "loading", prompt)
     engine.reset_prefix_cache()
     answer = engine.run()["loading"]
     assert answer.token_ids == single(prompt).token_ids
@@ -427,22 +420,13 @@ def test_prefix_cache_is_reset_during_a_load(
 
 
 def test_aborted_request_gives_its_parked_load_back(
-    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+    scripted: Callable[..., Engine], single: SingleEngine, prompt_of: PromptOf
 ) -> None:
-    engine = engines.shared(
-        "kv_both",
-        pool={**POOL, **BREAKER},
-        pool_faults="get:ok*",
-        transfer={"load_mode": "park"},
-    )
-    engine.set_pool_faults("")
+    engine = scripted(load_mode="park")
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)
-    engine.set_pool_faults("get:delay(300)")
-    engine.add("loading", prompt, 8, ASK)
-    for _ in range(3):
-        engine.step()
-        time.sleep(0.02)
+    engine.set_pool_faults("get:delay(1000)")
+    add_and_load(engine, "loading", prompt)
     engine.abort("loading")
     engine.run()
     assert engine.ask(prompt).token_ids == single(prompt).token_ids
