@@ -129,13 +129,9 @@ class EmbeddedMaster:
                 )
                 process = self._process = self._launch()
                 self._wait_ready(process)
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(2.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        # It keeps nothing for later, and would take a second to end in order.
+        process.kill()
+        process.wait()
 
     def _launch(self) -> subprocess.Popen[bytes]:
         launch = _LAUNCH.format(signal=int(signal.SIGTERM), parent=os.getpid())
