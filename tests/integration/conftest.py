@@ -60,9 +60,7 @@ class Engines:
                 if engine.alive:
                     assert_no_leak(engine, self._before[engine])
         finally:
-            for engine in self._own:
-                if engine.alive:
-                    self._fleet.retire(engine)
+            self._fleet.retire(*self._own)
 
     def _watch(self, engine: Engine) -> Engine:
         if engine not in self._before:

@@ -426,11 +426,7 @@ class Fleet:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        alive = [engine for engine in self._engines if engine.alive]
-        for engine in alive:
-            engine.stop()
-        for engine in alive:
-            self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0)
+        self.retire(*self._engines)
         self._connection.close()
         try:
             self._zygote.wait(20)
@@ -470,8 +466,8 @@ class Fleet:
     def _make_room(self, num_new: int, kept: set[EngineConfig]) -> None:
         """Memory is short: end the shared engines that were not used for the longest time."""
         unused = [config for config in self._shared if config not in kept]
-        for config in unused[: max(0, len(self._shared) + num_new - MAX_SHARED)]:
-            self.retire(self._shared.pop(config))
+        too_many = unused[: max(0, len(self._shared) + num_new - MAX_SHARED)]
+        self.retire(*(self._shared.pop(config) for config in too_many))
 
     def start(self, config: EngineConfig) -> Engine:
         """An engine of one's own, to be spoiled or killed."""
@@ -510,12 +506,15 @@ class Fleet:
         for path in {line.split()[-1] for line in maps if "/dev/shm/psm_" in line}:
             Path(path).unlink(missing_ok=True)
 
-    def retire(self, engine: Engine) -> None:
-        """End an engine of one's own."""
-        engine.alive = False
-        engine.stop()
-        if not self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0):
-            self.kill(engine)
+    def retire(self, *engines: Engine) -> None:
+        """End those that are alive, all at the same time."""
+        alive = [engine for engine in engines if engine.alive]
+        for engine in alive:
+            engine.alive = False
+            engine.stop()
+        for engine in alive:
+            if not self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0):
+                self.kill(engine)
 
     def _listen(self) -> Listener:
         return Listener(f"{self._sockets.name}/{next(_numbers)}", "AF_UNIX")
