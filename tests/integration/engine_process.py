@@ -439,6 +439,9 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    # vLLM thaws the heap when an engine ends, for a process that goes on. These end, too, and a
+    # collection of all that the zygote has imported would first copy all of it.
+    gc.unfreeze = lambda: None  # type: ignore[assignment]
     connection.send(("ok", len(os.listdir("/proc/self/task"))))
     zygote = Zygote()
     try:
