@@ -11,6 +11,7 @@ torch operation runs before a fork.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -163,6 +164,8 @@ def _launch() -> None:
     os.dup2(2, 1)  # vLLM logs to the standard output
     for name in IMPORTS:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each engine's first collection would copy all of it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
         pid = os.fork()
