@@ -401,6 +401,7 @@ class Fleet:
             "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",  # n-gram drafts have threads all the same, which spin
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO",
