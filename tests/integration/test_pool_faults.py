@@ -396,9 +396,9 @@ def test_harmed_file_is_found(
     settle(engine)
 
 
-def add_and_load(engine: Engine, request_id: str, prompt: list[int]) -> None:
-    """Step until the load is under way, which should take longer than one call of this process."""
-    engine.add(request_id, prompt, 8, ASK)
+def begin_load(engine: Engine, prompt: list[int]) -> None:
+    """Add the request ``loading`` and step until its load is under way."""
+    engine.add("loading", prompt, 8, ASK)
     deadline = time.monotonic() + 10
     while not engine.counts()["loads"]:
         assert time.monotonic() < deadline, engine.requests()
@@ -412,7 +412,7 @@ def test_prefix_cache_is_reset_during_a_load(
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)
     engine.set_pool_faults("get:delay(1000)")
-    add_and_load(engine, "loading", prompt)
+    begin_load(engine, prompt)
     engine.reset_prefix_cache()
     answer = engine.run()["loading"]
     assert answer.token_ids == single(prompt).token_ids
@@ -426,7 +426,7 @@ def test_aborted_request_gives_its_parked_load_back(
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)
     engine.set_pool_faults("get:delay(1000)")
-    add_and_load(engine, "loading", prompt)
+    begin_load(engine, prompt)
     engine.abort("loading")
     engine.run()
     assert engine.ask(prompt).token_ids == single(prompt).token_ids

@@ -266,10 +266,10 @@ class ControlClient(Reactor):
         now = self._clock()
         if any(pending.deadline <= now for pending in self._pending.values()):
             self._peers.receive()
-        for open_id, pending in list(self._pending.items()):
-            if pending.deadline <= now:
-                what = f"did not answer in time ({self._peer_timeout_s:g} s)"
-                self._refuse(open_id, Cause.PEER_UNREACHABLE, what)
+            for open_id, pending in list(self._pending.items()):
+                if pending.deadline <= now:
+                    what = f"did not answer in time ({self._peer_timeout_s:g} s)"
+                    self._refuse(open_id, Cause.PEER_UNREACHABLE, what)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s
             for (peer, epoch), transfer_ids in list(self._kept.items()):

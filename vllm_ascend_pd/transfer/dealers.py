@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
@@ -103,16 +104,13 @@ class Dealers:
         socket.connect(f"tcp://{where}:{peer.port}")
         connection = _Connection(socket, monitor, self._seals.client(self._channel))
 
-        def receive() -> None:
-            self._receive_from(peer, connection)
-
         def observe() -> None:
-            receive()
+            self._receive_from(peer, connection)
             if self._connections.get(peer) is connection:
                 self._close(peer)
                 self._on_lost(peer, Cause.PEER_UNREACHABLE, _NOT_THERE)
 
-        self._reactor.watch(socket, receive)
+        self._reactor.watch(socket, partial(self._receive_from, peer, connection))
         self._reactor.watch(monitor, observe)
         self._connections[peer] = connection
         return connection

@@ -252,11 +252,11 @@ class Loader(Reactor):
         now = time.monotonic()
         if any(now >= self._flight_deadline(flight) for flight in self._in_flight.values()):
             self._peers.receive()
-        for fetch_id, flight in list(self._in_flight.items()):
-            if now >= self._flight_deadline(flight):
-                del self._in_flight[fetch_id]
-                self._give_up(fetch_id, flight)
-                self._end(flight.load, Cause.DEADLINE.value)
+            for fetch_id, flight in list(self._in_flight.items()):
+                if now >= self._flight_deadline(flight):
+                    del self._in_flight[fetch_id]
+                    self._give_up(fetch_id, flight)
+                    self._end(flight.load, Cause.DEADLINE.value)
         for load in list(self._active):
             if now >= load.deadline:
                 self._end(load, Cause.DEADLINE.value)

@@ -53,8 +53,8 @@ def test_they_sleep_only_where_cores_are_few(
     give_cores(monkeypatch, own, parents)
     sleep_where_cores_are_few(num_workers)
     assert utils.USE_SCHED_YIELD is not sleeps
-    if sleeps:  # but not in a turn whose zero seconds are over before the thread has left its core
-        assert num_turns_slept() > NUM_TURNS // 2
+    # A turn does not count whose zero seconds are over before the thread has left its core.
+    assert any(num_turns_slept() >= NUM_TURNS for _ in range(10)) is sleeps
 
 
 def test_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

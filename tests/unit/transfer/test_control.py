@@ -224,17 +224,17 @@ def test_answer_that_came_in_time_counts_however_late_it_is_read(
     """The thread had no turn: the interpreter was busy with something else."""
     producer.lease()
     client = make_client(peer_timeout_s=0.5)
-    both_wait = threading.Event()
+    both_queued = threading.Event()
 
     def get_no_turn() -> None:
         (connection,) = client._peers._connections.values()
         assert connection.socket.poll(int(1000 * LIMIT_S))
         time.sleep(0.6)
 
-    client.submit(lambda: bool(both_wait.wait(LIMIT_S)))
+    client.submit(lambda: bool(both_queued.wait(LIMIT_S)))
     client.open("r", producer.endpoint, make_open())
     client.submit(get_no_turn)
-    both_wait.set()
+    both_queued.set()
     assert isinstance(outcome_of(client).answer, Opened)
     assert client.num_errors == 0
 
