@@ -3,6 +3,9 @@
 
     PUT    /registry/instances/{instance_id}    body ``Registration``; 200 with ``Registered``
     DELETE /registry/instances/{instance_id}    204: gone; new requests go elsewhere at once
+    PUT    /registry/instances/{instance_id}/drain
+                                                204: no new requests for ``DRAIN_S``, or until it
+                                                registers with another epoch; again to renew
     GET    /registry/instances                  200 with a JSON array of ``InstanceStatus``
 
 The engine sends the whole ``Registration`` again every ``Registered.heartbeat_s``. So one message
@@ -33,6 +36,8 @@ from vllm_ascend_pd.errors import ConfigError
 PATH = "/registry/instances"
 HEARTBEAT_S = 5.0
 TTL_S = 20.0
+DRAIN_S = 30.0
+"""Who drains an engine from outside and is gone after that has changed his mind."""
 MAX_BODY_BYTES = 64 * 1024
 
 Role = Literal["prefill", "decode", "both"]

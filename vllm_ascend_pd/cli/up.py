@@ -56,6 +56,12 @@ def up(
     startup_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds until a process must be up.")
     ] = 1800,
+    log_max_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="A log that is larger is rotated.")
+    ] = "100MiB",
+    log_files: Annotated[
+        int, typer.Option(min=0, help="Rotated logs of each process that are kept.")
+    ] = 4,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands for each host, start nothing.")
     ] = False,
@@ -68,9 +74,11 @@ def up(
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import launch, topology
+    from vllm_ascend_pd.cluster.child import Patience
+    from vllm_ascend_pd.cluster.logs import Rotation
     from vllm_ascend_pd.cluster.machine import FreePorts, Machine
     from vllm_ascend_pd.cluster.plan import Programs, make_plan
-    from vllm_ascend_pd.cluster.supervisor import Patience
+    from vllm_ascend_pd.config import parse_size
     from vllm_ascend_pd.errors import PDError
 
     more = list(context.args)
@@ -109,12 +117,14 @@ def up(
         launch.refuse_busy_ports(commands)
         if any(command.role in ("prefill", "decode") for command in commands):
             asyncio.run(launch.refuse_unpatched_engine())
-        logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
-        code = asyncio.run(
-            launch.launch(
-                plan, commands, plan_of.name, logs, Console(), Patience(startup_s=startup_timeout)
-            )
+        token_file = plan_of.extra_config.get("router", {}).get("token_file")
+        manner = launch.Manner(
+            log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S"),
+            Patience(startup_s=startup_timeout),
+            Rotation(parse_size("--log-max-size", log_max_size), log_files),
+            Path(token_file) if token_file else None,
         )
+        code = asyncio.run(launch.launch(plan, commands, plan_of.name, Console(), manner))
     except PDError as e:
         typer.echo(f"vllm-pd up: {e}", err=True)
         sys.exit(2)

@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import signal
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -19,12 +22,16 @@ import psutil
 from rich.text import Text
 
 from vllm_ascend_pd.backends.mooncake_master import master_program
+from vllm_ascend_pd.cluster.child import ChildSpec, Patience, StartError
+from vllm_ascend_pd.cluster.control import Control, socket_path
 from vllm_ascend_pd.cluster.display import Display
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
+from vllm_ascend_pd.cluster.logs import Rotation
 from vllm_ascend_pd.cluster.machine import can_listen, port_owner
 from vllm_ascend_pd.cluster.plan import Plan, Programs
-from vllm_ascend_pd.cluster.supervisor import ChildSpec, Patience, StartError, Supervisor
+from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.supervisor import Supervisor
 from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.registration import InstanceStatus
 
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.cluster.plan import Command
     from vllm_ascend_pd.cluster.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 _ROUTER_PATIENCE_S = 60.0
 
@@ -97,25 +106,33 @@ async def refuse_unpatched_engine() -> None:
             raise ConfigError(f"{finding.found}; fix: {finding.fix}")
 
 
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How ``launch`` does it."""
+
+    log_dir: Path
+    patience: Patience = field(default_factory=Patience)
+    rotation: Rotation = field(default_factory=Rotation)
+    token_file: Path | None = None
+    """Holds what the engines register with."""
+
+
 async def launch(
-    plan: Plan,
-    commands: Sequence[Command],
-    model: str,
-    log_dir: Path,
-    console: Console,
-    patience: Patience,
+    plan: Plan, commands: Sequence[Command], model: str, console: Console, manner: Manner
 ) -> int:
     """Start ``commands`` and keep them up; the exit code of ``vllm-pd up``."""
     specs = [
         ChildSpec(command.name, command.argv, command.env, f"{command.url}/health")
         for command in commands
     ]
+    log_dir = manner.log_dir
+    socket = socket_path(urlsplit(plan.router_url).port or 80)
     started = time.monotonic()
     urls = {command.name: command.url for command in commands}
     all_up = asyncio.Event()
     loop = asyncio.get_running_loop()
     with Display(console, urls) as display:
-        supervisor = Supervisor(specs, log_dir, display.changed, all_up.set, patience)
+        supervisor = Supervisor(specs, log_dir, display.changed, all_up.set, manner.patience)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, supervisor.stop)
 
@@ -131,7 +148,16 @@ async def launch(
                 await asyncio.sleep(0.25)
                 display.refresh()
 
-        beside = [asyncio.create_task(announce()), asyncio.create_task(redraw())]
+        logs = [child.log for child in supervisor.children]
+        beside = [
+            asyncio.create_task(work)
+            for work in (
+                announce(),
+                redraw(),
+                manner.rotation.keep(logs),
+                _obey(socket, plan, supervisor, manner.token_file),
+            )
+        ]
         try:
             await supervisor.run()
         except StartError as e:
@@ -144,6 +170,23 @@ async def launch(
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
     return 0
+
+
+async def _obey(path: Path, plan: Plan, supervisor: Supervisor, token_file: Path | None) -> None:
+    """What other commands of this user ask, until cancelled."""
+    token = token_file.read_text().strip() if token_file else None
+    engines = {c.name for c in plan.commands if c.role in ("prefill", "decode")}
+    children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        restart = RollingRestart(supervisor, plan.router_url, session, token)
+        control = Control(path, children, restart)
+        try:
+            await control.start()
+            await asyncio.Event().wait()
+        except OSError as e:
+            logger.warning("vllm-pd restart cannot reach this one: %s", e)
+        finally:
+            await control.close()
 
 
 async def _report_missing(plan: Plan, display: Display) -> None:

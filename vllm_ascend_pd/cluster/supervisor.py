@@ -16,107 +16,22 @@ import os
 import signal
 import sys
 import time
-from collections import deque
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from vllm_ascend_pd.cluster import guard
+from vllm_ascend_pd.cluster.child import TRANSITIONS, Child, ChildSpec, Patience, StartError, State
 from vllm_ascend_pd.cluster.machine import listeners
-from vllm_ascend_pd.errors import PDError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class State(str, Enum):
-    """Of one child."""
-
-    WAITING = "waiting"
-    STARTING = "starting"
-    READY = "ready"
-    BACKOFF = "backoff"
-    STOPPING = "stopping"
-    STOPPED = "stopped"
-
-
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.STARTING, State.STOPPED}),
-    State.STARTING: frozenset({State.READY, State.BACKOFF, State.STOPPING}),
-    State.READY: frozenset({State.BACKOFF, State.STOPPING}),
-    State.BACKOFF: frozenset({State.STARTING, State.STOPPED}),
-    State.STOPPING: frozenset({State.STOPPED}),
-    State.STOPPED: frozenset(),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ChildSpec:
-    """What to run, and the URL that answers 200 once it is up."""
-
-    name: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    health_url: str
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long the supervisor waits for what. Seconds."""
-
-    startup_s: float = 1800.0
-    """For one child to be up; then it counts as crashed."""
-    stop_s: float = 20.0
-    """From SIGTERM to SIGKILL, of a child that is up."""
-    early_stop_s: float = 3.0
-    """The same before it is up: it has nothing to finish, and vLLM may not listen then."""
-    first_backoff_s: float = 1.0
-    max_backoff_s: float = 30.0
-    stable_s: float = 60.0
-    """A child that was up for so long starts again with the first backoff."""
-    probe_s: float = 0.5
-
-
-@dataclass(slots=True)
-class Child:
-    """One child as it stands. Written by the supervisor, read by whoever shows it."""
-
-    spec: ChildSpec
-    log: Path
-    state: State = State.WAITING
-    since: float = 0.0
-    """``time.monotonic`` of the last change of state."""
-    pid: int | None = None
-    num_crashes: int = 0
-    note: str = ""
-    """Why it is in this state, for a person."""
-    num_backoffs: int = 0
-    """Crashes in a row, by which the next start waits longer."""
-
-    def last_lines(self, number: int = 20) -> list[str]:
-        """The end of its log."""
-        if not self.log.is_file():
-            return []
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 64 * 1024))
-            text = file.read().decode(errors="replace")
-        return list(deque(text.splitlines(), number))
-
-
-class StartError(PDError):
-    """A child ended, or did not come up in time, before everything was up once."""
-
-    def __init__(self, child: Child) -> None:
-        super().__init__(f"{child.spec.name} did not come up: {child.note}")
-        self.child = child
 
 
 class Supervisor:
@@ -146,6 +61,11 @@ class Supervisor:
         if self._stop.is_set():
             self._kill.set()
         self._stop.set()
+
+    def restart(self, child: Child) -> None:
+        """End this one, and start it again; nothing while it is not up. Loop thread."""
+        if child.state is State.READY:
+            child.restart.set()
 
     async def run(self) -> None:
         """Until ``stop``. Returns when no process of any child is left.
@@ -177,6 +97,8 @@ class Supervisor:
             await self._run_once(child, session)
             if self._stop.is_set():
                 break
+            if child.restart.is_set():
+                continue
             if not self._announced:
                 # It has never worked: a wrong option or a missing file, which no restart mends.
                 self._failed = self._failed or child
@@ -188,6 +110,7 @@ class Supervisor:
             self._set(child, State.STOPPED, child.note)
 
     async def _run_once(self, child: Child, session: aiohttp.ClientSession) -> None:
+        child.restart.clear()
         try:
             process = await self._spawn(child)
         except OSError as e:
@@ -199,6 +122,7 @@ class Supervisor:
         self._set(child, State.STARTING, "")
         exited = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
+        restart = asyncio.create_task(child.restart.wait())
         healthy = asyncio.create_task(self._wait_healthy(child, process.pid, session))
         try:
             await asyncio.wait(
@@ -208,23 +132,24 @@ class Supervisor:
             )
             if healthy.done() and not exited.done() and not stop.done():
                 self._ready(child)
-                await asyncio.wait({exited, stop}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({exited, stop, restart}, return_when=asyncio.FIRST_COMPLETED)
             if not exited.done():
-                late = not stop.done()
                 was_up = child.state is State.READY
+                late = not was_up and not stop.done()
                 if not late:
                     self._set(child, State.STOPPING, "")
                 await self._terminate(process, exited, was_up)
                 if late:
                     self._crashed(child, f"not up after {self._patience.startup_s:g} s")
             elif not self._stop.is_set():
+                child.restart.clear()
                 self._crashed(child, _describe_exit(process.returncode))
         finally:
-            for task in (healthy, stop):
+            for task in (healthy, stop, restart):
                 task.cancel()
             if not exited.done():
                 _signal_group(process.pid, signal.SIGKILL)
-            await asyncio.gather(exited, healthy, stop, return_exceptions=True)
+            await asyncio.gather(exited, healthy, stop, restart, return_exceptions=True)
             await _sweep(process.pid)
             self._guard.tell("-", process.pid)
             child.pid = None

@@ -16,16 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vllm_ascend_pd.cluster.child import TRANSITIONS, Child, ChildSpec, Patience, StartError, State
 from vllm_ascend_pd.cluster.machine import FreePorts
-from vllm_ascend_pd.cluster.supervisor import (
-    TRANSITIONS,
-    Child,
-    ChildSpec,
-    Patience,
-    StartError,
-    State,
-    Supervisor,
-)
+from vllm_ascend_pd.cluster.supervisor import Supervisor
 
 SERVER = """
 import http.server, os, subprocess, sys
@@ -130,6 +123,43 @@ def test_a_crashed_child_is_reported_and_started_again(tmp_path: Path) -> None:
         assert child.num_crashes == 1
         assert watched.child("b").pid == other
         await watched.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_child_is_restarted_when_that_is_asked_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        watched = Watched([server("a", with_child=True), server("b")], tmp_path)
+        await watched.until_ready()
+        child, other = watched.child("a"), watched.child("b").pid
+        first = child.pid
+        assert first is not None
+        watched.supervisor.restart(child)
+        watched.supervisor.restart(child)  # twice is once
+        await watched.until(lambda: child.state is State.STARTING)
+        watched.supervisor.restart(child)  # it is on its way
+        await watched.until(lambda: child.state is State.READY)
+        assert child.pid != first
+        assert not group_of(first)
+        assert (child.num_crashes, child.num_backoffs) == (0, 0)
+        assert watched.child("b").pid == other
+        states = [state for who, state in watched.changes if who == "a"]
+        assert states[2:] == [State.STOPPING, State.STARTING, State.READY]
+        await watched.stop()
+
+    asyncio.run(scenario())
+
+
+def test_stop_during_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        patience = Patience(startup_s=20, stop_s=60, probe_s=0.05)
+        watched = Watched([server("a", stubborn=True)], tmp_path, patience)
+        await watched.until_ready()
+        watched.supervisor.restart(watched.child("a"))
+        await watched.until(lambda: watched.child("a").state is State.STOPPING)
+        watched.supervisor.stop()
+        await watched.stop()
+        assert watched.changes[-2:] == [("a", State.STOPPING), ("a", State.STOPPED)]
 
     asyncio.run(scenario())
 
@@ -252,6 +282,7 @@ def test_stop_during_backoff(tmp_path: Path) -> None:
 SUPERVISE = """
 import asyncio
 from pathlib import Path
+from vllm_ascend_pd.cluster.child import *
 from vllm_ascend_pd.cluster.supervisor import *
 
 async def main():

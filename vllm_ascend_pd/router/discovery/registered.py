@@ -41,6 +41,9 @@ class Heartbeats(Protocol):
     async def leave(self, instance_id: str) -> None:
         """Gone; nothing if it was not known."""
 
+    async def drain(self, instance_id: str) -> bool:
+        """No new requests for it, for ``registration.DRAIN_S``; ``False`` if it is not known."""
+
 
 class Registered:
     """Engines that registered, until they leave or fall silent. Event loop thread."""
@@ -50,12 +53,28 @@ class Registered:
         self._on_change = on_change
         self._specs: dict[str, InstanceSpec] = {}
         self._last_heard: dict[str, float] = {}
+        self._drained: dict[str, tuple[str, float]] = {}
+        """Epoch of those that are drained from outside, and until when."""
 
     async def beat(self, spec: InstanceSpec) -> None:
-        self._last_heard[spec.instance_id] = time.monotonic()
+        now = time.monotonic()
+        self._last_heard[spec.instance_id] = now
+        epoch, until = self._drained.get(spec.instance_id, ("", 0.0))
+        if epoch == spec.epoch and now < until:
+            spec = msgspec.structs.replace(spec, state="draining")
         if self._specs.get(spec.instance_id) != spec:
             self._specs[spec.instance_id] = spec
             await self._changed()
+
+    async def drain(self, instance_id: str) -> bool:
+        spec = self._specs.get(instance_id)
+        if spec is None:
+            return False
+        self._drained[instance_id] = spec.epoch, time.monotonic() + registration.DRAIN_S
+        if spec.state != "draining":
+            self._specs[instance_id] = msgspec.structs.replace(spec, state="draining")
+            await self._changed()
+        return True
 
     async def leave(self, instance_id: str) -> None:
         if instance_id in self._specs:
@@ -70,6 +89,7 @@ class Registered:
     async def _remove(self, instance_id: str, why: str) -> None:
         logger.info("%s: %s", instance_id, why)
         del self._specs[instance_id], self._last_heard[instance_id]
+        self._drained.pop(instance_id, None)
         await self._changed()
 
     async def _changed(self) -> None:
@@ -98,6 +118,7 @@ class RegisteredDiscovery:
         one = registration.PATH + "/{instance_id}"
         app.router.add_put(one, self._put)
         app.router.add_delete(one, self._delete)
+        app.router.add_put(one + "/drain", self._drain)
 
     def refresh_secrets(self) -> None:
         if self._token is not None:
@@ -129,6 +150,23 @@ class RegisteredDiscovery:
         return web.Response(body=answer, content_type="application/json")
 
     async def _delete(self, request: web.Request) -> web.Response:
+        instance_id = self._named(request)
+        if isinstance(instance_id, web.Response):
+            return instance_id
+        await self._heartbeats.leave(instance_id)
+        return web.Response(status=204)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        instance_id = self._named(request)
+        if isinstance(instance_id, web.Response):
+            return instance_id
+        if not await self._heartbeats.drain(instance_id):
+            message = f"{instance_id} has not registered here: only such engines can be drained"
+            return error_response(404, "not_found", message)
+        return web.Response(status=204)
+
+    def _named(self, request: web.Request) -> str | web.Response:
+        """The instance that an accepted request names."""
         if refused := self.refuse(request):
             return refused
         instance_id = request.match_info["instance_id"]
@@ -136,8 +174,7 @@ class RegisteredDiscovery:
             registration.check_instance_id(instance_id)
         except ConfigError as e:
             return error_response(400, "bad_registration", str(e))
-        await self._heartbeats.leave(instance_id)
-        return web.Response(status=204)
+        return instance_id
 
     def refuse(self, request: web.Request) -> web.Response | None:
         """The answer to somebody who is no engine of ours."""

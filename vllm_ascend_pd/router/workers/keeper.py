@@ -96,6 +96,7 @@ class Keeper:
         app.router.add_get("/registered", self._known)
         app.router.add_put("/registered/{instance_id}", self._beat)
         app.router.add_delete("/registered/{instance_id}", self._leave)
+        app.router.add_put("/registered/{instance_id}/drain", self._drain)
         app.router.add_get("/snapshot", self._snapshot)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
@@ -173,6 +174,10 @@ class Keeper:
     async def _leave(self, request: web.Request) -> web.Response:
         await self._registered.leave(request.match_info["instance_id"])
         return web.Response()
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        known = await self._registered.drain(request.match_info["instance_id"])
+        return web.Response(text="drained" if known else "")
 
     async def _snapshot(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(await self.collect()))

@@ -106,6 +106,9 @@ class KeeperLink:
     async def leave(self, instance_id: str) -> None:
         await self._ask("DELETE", f"/registered/{instance_id}")
 
+    async def drain(self, instance_id: str) -> bool:
+        return bool(await self._ask("PUT", f"/registered/{instance_id}/drain"))
+
     async def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         assert self._session is not None
         async with self._session.request(method, f"http://keeper{path}", data=body) as response:

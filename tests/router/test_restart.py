@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd restart``: supervised engines restarted one after another behind a real router.
+
+The engines are processes of scripted engines that register, beat, drain and leave as real ones do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.router.harness import FAST, Deployment, deployed, free_port, run
+from vllm_ascend_pd import registration
+from vllm_ascend_pd.cluster.child import ChildSpec, Patience
+from vllm_ascend_pd.cluster.control import (
+    Control,
+    Progress,
+    RestartOrder,
+    ask_to_restart,
+    socket_path,
+)
+from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.supervisor import Supervisor
+from vllm_ascend_pd.errors import ConfigError
+
+ENGINE = """
+import asyncio, os, signal, sys
+import aiohttp
+from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+
+async def main(name, role, port, router):
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    engine = ScriptedEngine(name, port=int(port), token_s=0.01)
+    await engine.start()
+    url = f"{router}/registry/instances/{name}"
+    described = {"url": engine.url, "role": role, "epoch": str(os.getpid())}
+    async with aiohttp.ClientSession() as http:
+        while not stop.is_set():
+            async with http.put(url, json=described) as answer:
+                answer.raise_for_status()
+            try:
+                await asyncio.wait_for(stop.wait(), 0.1)
+            except asyncio.TimeoutError:
+                pass
+        async with http.delete(url):
+            pass
+    await engine.stop()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+class Cluster:
+    """Engines under a supervisor, one router, and the socket for restarts."""
+
+    def __init__(self, deployment: Deployment, supervisor: Supervisor, socket: Path) -> None:
+        self.deployment = deployment
+        self.supervisor = supervisor
+        self.socket = socket
+
+    def pid(self, name: str) -> int | None:
+        return next(c.pid for c in self.supervisor.children if c.spec.name == name)
+
+    async def restart(self, *names: str, drain_s: float = 30) -> list[Progress]:
+        order = RestartOrder(names, drain_s)
+        return [progress async for progress in ask_to_restart(self.socket, order)]
+
+
+@asynccontextmanager
+async def cluster(folder: Path, *names: str) -> AsyncIterator[Cluster]:
+    async with deployed(0, 0, FAST) as d:
+        specs = []
+        for name in names:
+            role, port = "prefill" if name.startswith("p") else "decode", free_port()
+            argv = (sys.executable, "-c", ENGINE, name, role, str(port), d.url)
+            specs.append(ChildSpec(name, argv, {}, f"http://127.0.0.1:{port}/health"))
+        ready = asyncio.Event()
+        patience = Patience(startup_s=30, probe_s=0.05)
+        supervisor = Supervisor(specs, folder, lambda child: None, ready.set, patience)
+        running = asyncio.create_task(supervisor.run())
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            children = {child.spec.name: child for child in supervisor.children}
+            control = Control(folder / "up", children, RollingRestart(supervisor, d.url, session))
+            await control.start()
+            await asyncio.wait_for(ready.wait(), 30)
+            for name in names:
+                while (known := d.router.registry.get(name)) is None or not known.is_available:
+                    await asyncio.sleep(0.01)
+            try:
+                yield Cluster(d, supervisor, folder / "up")
+            finally:
+                supervisor.stop()
+                await running
+                await control.close()
+
+
+def test_all_engines_restart_and_no_request_fails(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "p1", "d0", "d1") as c:
+            before = {name: c.pid(name) for name in ("p0", "p1", "d0", "d1")}
+            statuses: list[int] = []
+            done = asyncio.Event()
+
+            async def client(number: int) -> None:
+                while not done.is_set():
+                    fields = {"stream": number % 2 == 0, "max_tokens": 20}
+                    status, _, body = await c.deployment.post(**fields)
+                    statuses.append(status)
+                    assert not fields["stream"] or body.endswith(b"data: [DONE]\n\n")
+
+            clients = [asyncio.create_task(client(number)) for number in range(8)]
+            told = await c.restart()
+            done.set()
+            await asyncio.gather(*clients)
+            assert not [line for line in told if line.failed], told
+            assert [line.text.partition(" ")[0] for line in told[::3]] == [
+                "p0:",
+                "p1:",
+                "d0:",
+                "d1:",
+            ]
+            assert all(c.pid(name) != pid for name, pid in before.items())
+            assert set(statuses) == {200}
+            assert len(statuses) > 8
+
+    run(test)
+
+
+def test_engine_whose_requests_do_not_end_is_not_restarted(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0", "d1") as c:
+            pids = [c.pid(name) for name in ("d0", "d1")]
+            posts = [
+                asyncio.create_task(c.deployment.post(max_tokens=200, stream=True))
+                for _ in range(2)
+            ]
+            registry = c.deployment.router.registry
+            while not all(registry.get(name).num_active for name in ("d0", "d1")):
+                await asyncio.sleep(0.01)
+            told = await c.restart("d0", "d1", drain_s=0.5)
+            assert [line.failed for line in told] == [False, True]
+            assert "d0 is not idle after 0.5 s (1 requests are left)" in told[1].text
+            assert [c.pid(name) for name in ("d0", "d1")] == pids
+            assert {status for status, _, _ in await asyncio.gather(*posts)} == {200}
+
+    run(test)
+
+
+def test_with_no_time_to_drain_an_engine_is_restarted_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0") as c:
+            before = c.pid("d0")
+            told = await c.restart("d0", drain_s=0)
+            assert [line.text.split()[1] for line in told] == ["restarting", "ready"]
+            assert c.pid("d0") != before
+
+    run(test)
+
+
+def test_engine_that_does_not_come_back_ends_the_round(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0", "d1") as c:
+            child = next(x for x in c.supervisor.children if x.spec.name == "d0")
+            child.spec = ChildSpec("d0", ("/no/such/program",), {}, child.spec.health_url)
+            other = c.pid("d1")
+            told = await c.restart("d0", "d1")
+            assert told[-1].failed
+            assert told[-1].text.startswith("d0 did not come up: cannot be started")
+            assert c.pid("d1") == other
+            told = await c.restart("d0")
+            assert "d0 is backoff, not ready" in told[0].text
+
+    run(test)
+
+
+def test_unknown_names_and_a_second_restart_are_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0") as c:
+            [refused] = await c.restart("router")
+            assert refused == Progress("no engines ['router'] here; there are ['d0', 'p0']", True)
+            post = asyncio.create_task(c.deployment.post(max_tokens=100, stream=True))
+            d0 = c.deployment.router.registry.get("d0")
+            while not d0.num_active:
+                await asyncio.sleep(0.01)
+            first = asyncio.create_task(c.restart("d0"))
+            while d0.spec.state != "draining":
+                await asyncio.sleep(0.01)
+            [refused] = await c.restart("p0")
+            assert refused == Progress("a restart is in progress: wait until it has ended", True)
+            assert (await post)[0] == 200
+            assert not (await first)[-1].failed
+
+    run(test)
+
+
+def test_drained_engine_gets_no_requests_until_it_starts_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with deployed(1, 0) as d:
+            url = f"{d.url}{registration.PATH}/late"
+            body = {"url": d.prefills[0].url, "role": "decode", "epoch": "one"}
+
+            async def is_available(**changes: str) -> bool:
+                async with d.http.put(url, json={**body, **changes}) as answer:
+                    assert answer.status == 200
+                return bool(d.router.registry.get("late").spec.state == "ready")
+
+            async with d.http.put(f"{url}/drain") as answer:
+                assert answer.status == 404
+                assert "has not registered" in json.loads(await answer.read())["error"]["message"]
+            assert await is_available()
+            async with d.http.put(f"{url}/drain") as answer:
+                assert answer.status == 204
+            assert not await is_available()  # its own heartbeat does not end it
+            assert await is_available(epoch="two")
+            monkeypatch.setattr(registration, "DRAIN_S", 0.0)
+            async with d.http.put(f"{url}/drain") as answer:
+                assert answer.status == 204
+            assert await is_available(epoch="two")  # who asked does not ask any more
+            await d.http.delete(url)
+
+    run(test)
+
+
+def test_socket_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = socket_path(8000)
+    assert path == tmp_path / f"vllm-pd-{os.geteuid()}" / "up-8000.sock"
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="mode 0700"):
+        socket_path(8000)
+
+
+def test_nobody_to_ask_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="give the port of its router with --port"):
+            async for _ in ask_to_restart(tmp_path / "none", RestartOrder((), 1)):
+                pass
+
+    run(test)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd restart``: engines of a running ``vllm-pd up``, one after another."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    help="""Restart engines of a `vllm-pd up` that runs on this machine, one after another.
+
+The router sends an engine nothing new, its requests end, it is restarted, and when the router uses
+it again the next one follows. No request fails, as long as another engine can answer:
+
+    vllm-pd restart decode-0
+
+    vllm-pd restart --all"""
+)
+def restart(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Engines, as `vllm-pd up` names them."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All engines of this machine.")] = False,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the router, which says which `up`.")
+    ] = 8000,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds for the requests of one engine to end. 0: end them."),
+    ] = 600,
+) -> None:
+    import asyncio
+    import sys
+    import time
+
+    from vllm_ascend_pd.cluster.control import RestartOrder, ask_to_restart, socket_path
+    from vllm_ascend_pd.errors import ConfigError
+
+    if bool(names) == every:
+        raise typer.BadParameter("name engines, or give --all", param_hint="NAME")
+
+    async def follow() -> int:
+        code = 0
+        async for progress in ask_to_restart(
+            socket_path(port), RestartOrder(tuple(names or ()), drain_timeout)
+        ):
+            typer.echo(f"{time.strftime('%H:%M:%S')}  {progress.text}", err=progress.failed)
+            code = 1 if progress.failed else code
+        return code
+
+    try:
+        code = asyncio.run(follow())
+    except ConfigError as e:
+        typer.echo(f"vllm-pd restart: {e}", err=True)
+        code = 2
+    sys.exit(code)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One child process of ``vllm-pd up``: what it is to be, its states, and how long it may take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.errors import PDError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class State(str, Enum):
+    """Of one child."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    BACKOFF = "backoff"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.STARTING, State.STOPPED}),
+    State.STARTING: frozenset({State.READY, State.BACKOFF, State.STOPPING}),
+    State.READY: frozenset({State.BACKOFF, State.STOPPING}),
+    State.BACKOFF: frozenset({State.STARTING, State.STOPPED}),
+    State.STOPPING: frozenset({State.STOPPED, State.STARTING}),
+    State.STOPPED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run, and the URL that answers 200 once it is up."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    health_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the supervisor waits for what. Seconds."""
+
+    startup_s: float = 1800.0
+    """For one child to be up; then it counts as crashed."""
+    stop_s: float = 20.0
+    """From SIGTERM to SIGKILL, of a child that is up."""
+    early_stop_s: float = 3.0
+    """The same before it is up: it has nothing to finish, and vLLM may not listen then."""
+    first_backoff_s: float = 1.0
+    max_backoff_s: float = 30.0
+    stable_s: float = 60.0
+    """A child that was up for so long starts again with the first backoff."""
+    probe_s: float = 0.5
+
+
+@dataclass(slots=True)
+class Child:
+    """One child as it stands. Written by the supervisor, read by whoever shows it."""
+
+    spec: ChildSpec
+    log: Path
+    state: State = State.WAITING
+    since: float = 0.0
+    """``time.monotonic`` of the last change of state."""
+    pid: int | None = None
+    num_crashes: int = 0
+    note: str = ""
+    """Why it is in this state, for a person."""
+    num_backoffs: int = 0
+    """Crashes in a row, by which the next start waits longer."""
+    restart: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to have it ended and started again."""
+
+    def last_lines(self, number: int = 20) -> list[str]:
+        """The end of its log."""
+        if not self.log.is_file():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - 64 * 1024))
+            text = file.read().decode(errors="replace")
+        return list(deque(text.splitlines(), number))
+
+
+class StartError(PDError):
+    """A child ended, or did not come up in time, before everything was up once."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(f"{child.spec.name} did not come up: {child.note}")
+        self.child = child

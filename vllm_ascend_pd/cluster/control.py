@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How another command reaches a running ``vllm-pd up``: a Unix socket of its user alone.
+
+POST /restart    body ``RestartOrder``; answered by JSON lines, ``Progress`` as it happens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from vllm_ascend_pd.cluster.restart import RestartError
+from vllm_ascend_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from vllm_ascend_pd.cluster.child import Child
+    from vllm_ascend_pd.cluster.restart import RollingRestart
+
+
+class RestartOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """Which engines, by name (none: all of this host), and how long each may finish requests."""
+
+    names: tuple[str, ...]
+    drain_s: float
+
+
+class Progress(msgspec.Struct):
+    """One line of an answer."""
+
+    text: str
+    failed: bool = False
+
+
+def socket_path(router_port: int) -> Path:
+    """Where the ``vllm-pd up`` of this user listens whose router has that port.
+
+    Raises:
+        ConfigError: somebody else owns the folder.
+    """
+    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    folder = root / f"vllm-pd-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()
+    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} must be a folder of this user's with mode 0700: remove it")
+    return folder / f"up-{router_port}.sock"
+
+
+class Control:
+    """The listening side, in the process of ``vllm-pd up``. Event loop thread."""
+
+    def __init__(self, path: Path, engines: dict[str, Child], restart: RollingRestart) -> None:
+        self._path = path
+        self._engines = engines
+        self._restart = restart
+        self._busy = asyncio.Lock()
+        app = web.Application()
+        app.router.add_post("/restart", self._on_restart)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        self._path.unlink(missing_ok=True)  # of one that was killed
+        await web.UnixSite(self._runner, str(self._path)).start()
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+        self._path.unlink(missing_ok=True)
+
+    async def _on_restart(self, request: web.Request) -> web.StreamResponse:
+        order = msgspec.json.decode(await request.read(), type=RestartOrder)
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        async for progress in self._carry_out(order):
+            with contextlib.suppress(ConnectionError):  # who asked may have left; it goes on
+                await answer.write(msgspec.json.encode(progress) + b"\n")
+        return answer
+
+    async def _carry_out(self, order: RestartOrder) -> AsyncIterator[Progress]:
+        if unknown := [name for name in order.names if name not in self._engines]:
+            yield Progress(f"no engines {unknown} here; there are {sorted(self._engines)}", True)
+            return
+        if self._busy.locked():
+            yield Progress("a restart is in progress: wait until it has ended", True)
+            return
+        async with self._busy:
+            engines = [self._engines[name] for name in order.names or self._engines]
+            try:
+                async for line in self._restart.run(engines, order.drain_s):
+                    yield Progress(line)
+            except RestartError as e:
+                yield Progress(str(e), True)
+
+
+async def ask_to_restart(path: Path, order: RestartOrder) -> AsyncIterator[Progress]:
+    """What a running ``vllm-pd up`` does about it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    connector = aiohttp.UnixConnector(str(path))
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        try:
+            async with session.post("http://up/restart", data=msgspec.json.encode(order)) as answer:
+                async for line in answer.content:
+                    yield msgspec.json.decode(line, type=Progress)
+        except aiohttp.ClientConnectionError as e:
+            raise ConfigError(
+                f"no `vllm-pd up` of this user listens at {path} ({e}); give the port of its router"
+                " with --port, and run this on its host"
+            ) from e

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines ended and started again, one after another, while the others answer.
+
+An engine is drained first: the router sends it nothing new, and what it has in progress ends. Only
+then it gets SIGTERM, and only when the router sends requests to it again the next one is drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+
+from vllm_ascend_pd import registration
+from vllm_ascend_pd.cluster.child import Child, State
+from vllm_ascend_pd.errors import PDError
+from vllm_ascend_pd.registration import InstanceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from vllm_ascend_pd.cluster.supervisor import Supervisor
+
+POLL_S = 0.25
+RETURN_S = 60.0
+"""An engine that is up is one of the router's within so long."""
+
+
+class RestartError(PDError):
+    """An engine was not restarted, or did not come back; those after it were left alone."""
+
+
+@dataclass(slots=True)
+class RollingRestart:
+    """Runs on the supervisor's loop."""
+
+    supervisor: Supervisor
+    router_url: str
+    session: aiohttp.ClientSession
+    token: str | None = None
+    """What the engines register with."""
+
+    async def run(self, engines: Sequence[Child], drain_s: float) -> AsyncIterator[str]:
+        """What happens, line by line. With a ``drain_s`` of 0 nobody waits for requests.
+
+        Raises:
+            RestartError: requests did not end within ``drain_s`` seconds, or the engine is not up.
+        """
+        for child in engines:
+            name, started = child.spec.name, time.monotonic()
+            if child.state is not State.READY:
+                raise RestartError(f"{name} is {child.state.value}, not ready: look at {child.log}")
+            if drain_s:
+                yield f"{name}: draining"
+                await self._drain(name, drain_s)
+            yield f"{name}: restarting"
+            self.supervisor.restart(child)
+            await self._until_up(child)
+            await self._until_known(name)
+            yield f"{name}: ready again after {time.monotonic() - started:.0f} s"
+
+    async def _drain(self, name: str, drain_s: float) -> None:
+        """Until no request is left on it. The router forgets it when we do not ask again."""
+
+        def is_idle(status: InstanceStatus) -> bool:
+            return status.state == "draining" and not status.num_active
+
+        status = await self._poll(name, drain_s, is_idle, self._ask_to_drain)
+        if status is None or not is_idle(status):
+            left = f"{status.num_active} requests are left" if status else "the router is silent"
+            raise RestartError(
+                f"{name} is not idle after {drain_s:g} s ({left}) and was not restarted; wait"
+                " longer with --drain-timeout, or end them with --drain-timeout 0"
+            )
+
+    async def _until_up(self, child: Child) -> None:
+        while child.state is State.READY and child.restart.is_set():
+            await asyncio.sleep(POLL_S)
+        while child.state in (State.STOPPING, State.STARTING):
+            await asyncio.sleep(POLL_S)
+        if child.state is not State.READY:
+            raise RestartError(f"{child.spec.name} did not come up: {child.note}; see {child.log}")
+
+    async def _until_known(self, name: str) -> None:
+        def is_served(status: InstanceStatus) -> bool:
+            return status.state == "ready" and status.healthy
+
+        status = await self._poll(name, RETURN_S, is_served)
+        if status is None or not is_served(status):
+            state = status.state if status else "silent"
+            raise RestartError(
+                f"{name} is up, but the router sends it no requests after {RETURN_S:g} s ({state});"
+                f" see {self.router_url}/instances"
+            )
+
+    async def _poll(
+        self,
+        name: str,
+        patience_s: float,
+        enough: Callable[[InstanceStatus], bool],
+        ask: Callable[[str], Awaitable[None]] | None = None,
+    ) -> InstanceStatus | None:
+        """What the router says of it, once that is enough or the time is over."""
+        end = time.monotonic() + patience_s
+        status: InstanceStatus | None = None
+        while True:
+            try:
+                if ask is not None:
+                    await ask(name)
+                status = await self._status(name)
+            except (aiohttp.ClientConnectionError, asyncio.TimeoutError, msgspec.MsgspecError):
+                status = None
+            if (status is not None and enough(status)) or time.monotonic() >= end:
+                return status
+            await asyncio.sleep(POLL_S)
+
+    async def _status(self, name: str) -> InstanceStatus | None:
+        async with self.session.get(f"{self.router_url}/instances") as response:
+            body = await response.read()
+        if response.status != 200:
+            raise RestartError(f"{self.router_url}/instances: {response.status}, not 200")
+        listed = msgspec.json.decode(body, type=list[InstanceStatus])
+        return next((status for status in listed if status.instance_id == name), None)
+
+    async def _ask_to_drain(self, name: str) -> None:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        url = f"{self.router_url}{registration.PATH}/{name}/drain"
+        async with self.session.put(url, headers=headers) as response:
+            if response.status != 204:
+                reason = (await response.text())[:500]
+                raise RestartError(f"the router does not drain {name}: {response.status} {reason}")
