@@ -153,7 +153,7 @@ def commands(options: argparse.Namespace, prefill: int, decode: int, port: int) 
     toy = [python, str(TOY_PROXY), "--port", str(port)]
     toy += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill)]
     toy += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode)]
-    found = {"ours": [*ours, "--no-access-log"], "ours, access log": ours, "toy proxy": toy}
+    found = {"ours": [*ours, "--access-log", "off"], "ours, access log": ours, "toy proxy": toy}
     if options.demo:
         found["disagg_proxy_demo"] = [python, str(options.demo), "--model", "tiny"]
         found["disagg_proxy_demo"] += ["--prefill", f"127.0.0.1:{prefill}"]
@@ -246,7 +246,7 @@ def hold(options: argparse.Namespace, folder: Path) -> None:
             await engine.start()
         port = free_port()
         command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", str(port)]
-        command += ["--prefill", engines[0].url, "--decode", engines[1].url, "--no-access-log"]
+        command += ["--prefill", engines[0].url, "--decode", engines[1].url, "--access-log", "off"]
         with process(command, ROUTER_CORE, folder / "router.log") as router:
             await asyncio.to_thread(
                 wait_for, f"http://127.0.0.1:{port}/health", folder / "router.log", None

@@ -472,7 +472,7 @@ def router(set_up: SetUp, logs: Path) -> Iterator[str]:
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if set_up.name in OURS:
         order = "concurrent" if set_up.name.endswith("decode-first") else "prefill-first"
-        command = [str(Path(sys.executable).parent / "vllm-pd"), "router", "--no-access-log"]
+        command = [str(Path(sys.executable).parent / "vllm-pd"), "router", "--access-log", "off"]
         command += ["--prefill", prefill, "--decode", decode, "--order", order]
         command += ["--skip-prefill", "never"]
     else:

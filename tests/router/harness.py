@@ -21,7 +21,7 @@ from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 FAST = RouterConfig(
     port=0,
     policy="round-robin",
-    access_log=False,
+    access_log="off",
     drain_s=1.0,
     timeouts=Timeouts(
         connect_s=0.5,

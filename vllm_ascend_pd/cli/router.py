@@ -125,7 +125,9 @@ def router(
     drain_timeout: Annotated[
         float, option(TIMES, "For requests in progress when the router stops, seconds.")
     ] = 60.0,
-    access_log: Annotated[bool, typer.Option(help="Log one line per request.")] = True,
+    access_log: Annotated[
+        str, typer.Option(help="One line per request: text, json or off.")
+    ] = "text",
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(help="Send spans there, e.g. http://127.0.0.1:4318/v1/traces."),
@@ -166,7 +168,7 @@ def router(
             if service_discovery == "k8s"
             else None,
             drain_s=drain_timeout,
-            access_log=access_log,
+            access_log=access_log,  # type: ignore[arg-type]
             otlp_endpoint=otlp_endpoint,
             log_level=log_level,
             timeouts=router_config.Timeouts(

@@ -62,6 +62,9 @@ def up(
     log_files: Annotated[
         int, typer.Option(min=0, help="Rotated logs of each process that are kept.")
     ] = 4,
+    access_log: Annotated[
+        str, typer.Option(help="The router's line per request: text, json or off.")
+    ] = "text",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands for each host, start nothing.")
     ] = False,
@@ -97,7 +100,7 @@ def up(
                     "served_model_name": served_model_name,
                     "prefill": [{"count": prefill}],
                     "decode": [{"count": decode}],
-                    "router": {"port": port},
+                    "router": {"port": port, "args": {"access-log": access_log}},
                     "extra_config": {"pool": {"dram_size": pool}} if pool else {},
                 }
             )

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from typing import TYPE_CHECKING
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -14,31 +18,83 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_ascend_pd.router.access")
 
+AccessLogFormat = Literal["text", "json", "off"]
+FORMATS: tuple[AccessLogFormat, ...] = get_args(AccessLogFormat)
 
-class AccessLog:
-    """Off by configuration, or while the logger's level is above INFO."""
 
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+class Line(msgspec.Struct, omit_defaults=True):
+    """One request. In JSON, what does not apply is left out."""
 
-    def write(self, request: web.Request, trace: Trace) -> None:
-        if not self._enabled or not logger.isEnabledFor(logging.INFO):
-            return
-        logger.info(
-            '%s %s "%s %s" %d %dB %.1fms outcome=%s order=%s prefill=%s decode=%s attempts=%d'
-            " ttft=%s%s",
-            request.remote or "-",
+    time: str
+    """When it ended: ISO 8601, UTC."""
+    request_id: str
+    method: str
+    path: str
+    status: int
+    outcome: str
+    duration_ms: float
+    num_bytes: int
+    """Of the answer's body."""
+    num_attempts: int
+    remote: str | None = None
+    order: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    ttft_ms: float | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, request: web.Request, trace: Trace) -> Line:
+        return cls(
+            datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             trace.request_id,
             request.method,
             request.path,
             trace.status,
-            trace.num_bytes,
-            (time.monotonic() - trace.started) * 1e3,
             trace.outcome,
-            trace.order or "-",
-            trace.prefill or "-",
-            trace.decode or "-",
+            round((time.monotonic() - trace.started) * 1e3, 1),
+            trace.num_bytes,
             trace.num_attempts,
-            "-" if trace.ttft_s is None else f"{trace.ttft_s * 1e3:.1f}ms",
-            f" error={trace.error!r}" if trace.error else "",
+            remote=request.remote,
+            order=trace.order or None,
+            prefill=trace.prefill or None,
+            decode=trace.decode or None,
+            ttft_ms=None if trace.ttft_s is None else round(trace.ttft_s * 1e3, 1),
+            error=trace.error or None,
         )
+
+    @property
+    def text(self) -> str:
+        """For a person; a client's text cannot begin a line of its own."""
+        ttft = "-" if self.ttft_ms is None else f"{self.ttft_ms:.1f}ms"
+        line = (
+            f'{self.remote or "-"} {self.request_id} "{self.method} {self.path}" {self.status}'
+            f" {self.num_bytes}B {self.duration_ms:.1f}ms outcome={self.outcome}"
+            f" order={self.order or '-'} prefill={self.prefill or '-'} decode={self.decode or '-'}"
+            f" attempts={self.num_attempts} ttft={ttft}"
+        )
+        if self.error:
+            line += f" error={self.error!r}"
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+class AccessLog:
+    """Silent while the logger's level is above INFO."""
+
+    def __init__(self, form: AccessLogFormat) -> None:
+        self._form = form
+
+    def write(self, request: web.Request, trace: Trace) -> None:
+        if self._form == "off" or not logger.isEnabledFor(logging.INFO):
+            return
+        line = Line.of(request, trace)
+        logger.info("%s", line.text if self._form == "text" else msgspec.json.encode(line).decode())
+
+
+def set_up(form: AccessLogFormat) -> None:
+    """Lines of JSON stand alone on the standard output; text is among the rest. Once a process."""
+    if form == "json":
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False

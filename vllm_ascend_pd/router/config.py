@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, cast
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router import access_log
+from vllm_ascend_pd.router.access_log import FORMATS, AccessLogFormat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,7 +145,7 @@ class RouterConfig:
     decode_labels: tuple[str, ...] = ()
     kubernetes: Kubernetes | None = None
     drain_s: float = 60.0
-    access_log: bool = True
+    access_log: AccessLogFormat = "text"
     otlp_endpoint: str | None = None
     log_level: str = "info"
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -156,6 +158,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ConfigError(f"order {self.order!r}: one of {', '.join(ORDERS)}")
+        if self.access_log not in FORMATS:
+            raise ConfigError(f"--access-log {self.access_log!r}: one of {', '.join(FORMATS)}")
         if not 1 <= self.num_workers <= MAX_WORKERS:
             raise ConfigError(f"--workers {self.num_workers}: 1 to {MAX_WORKERS}")
 
@@ -165,6 +169,7 @@ def set_up_logging(config: RouterConfig) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    access_log.set_up(config.access_log)
 
 
 def skip_mode(text: str) -> SkipMode:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line that the router writes for each request."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tests.router.harness import FAST, deployed, run
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router.access_log import Line
+
+ACCESS = "vllm_ascend_pd.router.access"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == ACCESS]
+
+
+def test_json_line_says_who_served_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+
+    async def test() -> None:
+        async with deployed(config=replace(FAST, access_log="json")) as d:
+            status, _, body = await d.post(headers={"X-Request-Id": "mine"})
+            assert status == 200
+            [line] = map(json.loads, lines(caplog))
+            names = {i.spec.role: i.instance_id for i in d.router.registry}
+            assert line.pop("duration_ms") >= line.pop("ttft_ms") > 0
+            assert line.pop("time").endswith("+00:00")
+            assert line == {
+                "request_id": "mine",
+                "method": "POST",
+                "path": "/v1/completions",
+                "status": 200,
+                "outcome": "ok",
+                "num_bytes": len(body),
+                "num_attempts": 1,
+                "remote": "127.0.0.1",
+                "order": "prefill-first",
+                "prefill": names["prefill"],
+                "decode": names["decode"],
+            }
+
+    run(test)
+
+
+def test_text_of_a_client_cannot_begin_a_line_or_colour_a_terminal() -> None:
+    path = "/v1/x\nforged\x1b[31m\x85\u2028é"
+    line = Line("", "id\r\n", "GET", path, 200, "ok", 1.0, 2, 1, error="an\nerror")
+    assert line.text.isprintable()
+    assert r"/v1/x\nforged\x1b[31m\x85\u2028é" in line.text
+    encoded = msgspec.json.encode(line)
+    assert b"\n" not in encoded
+    assert msgspec.json.decode(encoded)["path"] == path
+
+
+def test_off_writes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+
+    async def test() -> None:
+        async with deployed(config=replace(FAST, access_log="off")) as d:
+            assert (await d.post())[0] == 200
+        assert not lines(caplog)
+
+    run(test)
+
+
+def test_unknown_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--access-log 'xml': one of text, json, off"):
+        replace(FAST, access_log="xml")  # type: ignore[arg-type]
