@@ -207,8 +207,9 @@ def test_stream_has_the_events_of_a_single_engine(cluster: Cluster, chat: bool) 
 
 
 @contextlib.contextmanager
-def recording(engine: str) -> Iterator[tuple[str, list[bytes]]]:
-    """A URL that passes all on to an engine, and the bodies with which it answered POSTs."""
+def recording(engine: str, num_posts: int = 1_000) -> Iterator[tuple[str, list[bytes]]]:
+    """A URL that passes all on to an engine, and the bodies with which it answered POSTs. More
+    than ``num_posts`` fail."""
     bodies: list[bytes] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -233,6 +234,9 @@ def recording(engine: str) -> Iterator[tuple[str, list[bytes]]]:
             self._pass_on(None)
 
         def do_POST(self) -> None:
+            if len(bodies) == num_posts:
+                self.send_error(500)
+                return
             self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
 
         def log_message(self, *args: object) -> None:
@@ -337,6 +341,36 @@ def test_both_orders_give_the_same_tokens(cluster: Cluster) -> None:
         first = [texts(cluster.complete(url, p)) for p in prompts]
     assert first == concurrent
     assert first == [texts(cluster.complete(cluster.single, p)) for p in prompts]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_engines_of_one_role_answer_alone_with_the_same_tokens(cluster: Cluster, role: str) -> None:
+    prompts = [SHORT, "Alone. " + LONG]
+    instances = [i for i in cluster.instances if i["role"] == role]
+    loads = cluster.count("d", "loads_total")
+    with routing(cluster.folder, instances) as url:
+        assert requests.get(f"{url}/health", timeout=30).json() == {"status": "degraded"}
+        got = [texts(cluster.complete(url, prompt)) for prompt in prompts]
+    assert got == [texts(cluster.complete(cluster.single, prompt)) for prompt in prompts]
+    assert cluster.count("d", "loads_total") == loads
+
+
+def test_decode_engine_does_not_wait_for_a_prefill_that_failed(cluster: Cluster) -> None:
+    with recording(cluster.engines["p0"].url, num_posts=1) as (url, _):
+        instances = [
+            {"id": "failing", "url": url, "role": "prefill"},
+            next(i for i in cluster.instances if i["id"] == "d0"),
+        ]
+        with routing(cluster.folder, instances) as router:
+            cluster.complete(router, "It can be asked at the same time. " + SHORT, max_tokens=1)
+            prompt = "It fails now. " + LONG
+            got = texts(cluster.complete(router, prompt))
+            metrics = requests.get(f"{router}/metrics", timeout=30).text
+    assert 'orders_total{order="concurrent"} 1.0' in metrics
+    assert 'prefill_skips_total{reason="prefill_failed"} 1.0' in metrics
+    assert got == texts(cluster.complete(cluster.single, prompt))
+    told = requests.get(f"{cluster.engines['d0'].url}/metrics", timeout=30).text
+    assert 'outcome="not_arrived"' not in told
 
 
 def test_prefix_aware_skips_prefill_when_decode_holds_the_prompt(cluster: Cluster) -> None:

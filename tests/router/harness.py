@@ -35,6 +35,7 @@ FAST = RouterConfig(
     probes=Probes(interval_s=0.05, timeout_s=0.2, failure_threshold=3),
     retries=Retries(max_attempts=3),
 )
+STRICT = replace(FAST, require_prefill=True)
 PATIENCE_S = 5.0
 
 
@@ -76,9 +77,10 @@ async def deployed(
     num_prefills: int = 1,
     num_decodes: int = 1,
     config: RouterConfig = FAST,
+    ready: bool = True,
     **engine: Any,
 ) -> AsyncIterator[Deployment]:
-    """Started and ready; at the end stopped, with nothing left."""
+    """Started, and ready if told so; at the end stopped, with nothing left."""
     files_before, tasks_before = num_sockets(), asyncio.all_tasks()
     prefills = [ScriptedEngine(f"p{i}", **engine) for i in range(num_prefills)]
     decodes = [ScriptedEngine(f"d{i}", **engine) for i in range(num_decodes)]
@@ -97,7 +99,9 @@ async def deployed(
         async with aiohttp.ClientSession() as http:
             deployment = Deployment(server, url, prefills, decodes, http)
             router = server.router
-            await until(lambda: all(i in router.prober.models for i in router.registry), "ready")
+            if ready:
+                known = router.prober.models
+                await until(lambda: all(i in known for i in router.registry), "ready")
             yield deployment
             await nothing_in_progress(deployment)
     finally:

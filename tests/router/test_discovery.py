@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.harness import FAST, Deployment, deployed, run, until
+from tests.router.harness import FAST, STRICT, Deployment, deployed, run, until
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery, decode_instances
@@ -34,7 +34,7 @@ async def register(
 
 def test_engine_registers_drains_and_leaves() -> None:
     async def test() -> None:
-        async with deployed(1, 0) as d:
+        async with deployed(1, 0, STRICT) as d:
             engine = ScriptedEngine("late")
             await engine.start()
             assert (await d.post())[0] == 503
@@ -150,7 +150,7 @@ def test_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
         path.write_text('{"instances": []}')
         extra = ScriptedEngine("extra")
         await extra.start()
-        async with deployed(1, 0, replace(FAST, instances_file=path)) as d:
+        async with deployed(1, 0, replace(STRICT, instances_file=path)) as d:
             assert (await d.post())[0] == 503
             entry = {"url": extra.url, "role": "decode", "id": "extra"}
             path.write_text(json.dumps({"instances": [entry]}))
@@ -207,7 +207,7 @@ def test_only_labelled_instances_serve() -> None:
 
 def test_incompatible_engines_are_not_paired() -> None:
     async def test() -> None:
-        async with deployed(0, 0) as d:
+        async with deployed(0, 0, STRICT) as d:
             engines = {name: ScriptedEngine(name) for name in ("p1", "p2", "d1", "d2")}
             for name, engine in engines.items():
                 await engine.start()

@@ -99,7 +99,7 @@ async def cluster(folder: Path, *, registered: bool = False) -> AsyncIterator[Cl
     for engine in (c.prefill, c.decode):
         await engine.start()
     flags = ["--prefill", c.prefill.url, "--decode", c.decode.url]
-    await c.start(*([] if registered else flags))
+    await c.start(*(["--require-prefill"] if registered else flags))
     try:
         await c.ready()
         yield c

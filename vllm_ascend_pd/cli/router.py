@@ -64,13 +64,22 @@ def router(
         ),
     ] = "least-loaded",
     routing_logic: Annotated[
-        str,
+        str | None,
         option(
             ROUTING,
             "For production-stack's command lines: disaggregated_prefill_orchestrated is what this"
-            " router does.",
+            " router does. Implies --require-prefill.",
         ),
-    ] = "disaggregated_prefill_orchestrated",
+    ] = None,
+    require_prefill: Annotated[
+        bool,
+        option(
+            ROUTING,
+            "Answer only with a prefill and a decode engine: 503 while there is none of a kind,"
+            " instead of leaving all to the other.",
+            "--require-prefill",
+        ),
+    ] = False,
     order: Annotated[
         str,
         option(ROUTING, "auto, prefill-first or concurrent (where the prefill engine can)."),
@@ -143,7 +152,7 @@ def router(
         raise typer.BadParameter(f"one of {', '.join(sorted(levels))}", param_hint="--log-level")
     if service_discovery not in ("static", "k8s"):
         raise typer.BadParameter("static or k8s", param_hint="--service-discovery")
-    if routing_logic != "disaggregated_prefill_orchestrated":
+    if routing_logic not in (None, "disaggregated_prefill_orchestrated"):
         raise typer.BadParameter(
             "only disaggregated_prefill_orchestrated", param_hint="--routing-logic"
         )
@@ -157,6 +166,7 @@ def router(
             instances_file=instances,
             policy=policy,
             order=order,  # type: ignore[arg-type]
+            require_prefill=require_prefill or routing_logic is not None,
             api_keys_file=api_keys_file,
             engine_api_key_file=engine_api_key_file,
             registration_token_file=registration_token_file,

@@ -77,6 +77,7 @@ class Router:
         self.config = config
         self._keeper = keeper
         self.is_draining = False
+        self._has_started = False
         self._engine_tls = engine_context(config.tls)
         self._engine_authorization = _engine_authorization(config)
         self._keys = (
@@ -84,10 +85,14 @@ class Router:
         )
         self.registry = Registry(self._make_instance, self._added, self._removed)
         self.skipper = Skipper(config.skipping)
-        self.metrics = Metrics(lambda: self.registry, self.skipper.break_evens)
         self.policy = make_policy(config.policy)
         labels = Labels(frozenset(config.prefill_labels), frozenset(config.decode_labels))
-        self.selector = Selector(self.registry, self.policy, labels)
+        self.selector = Selector(
+            self.registry, self.policy, labels, require_prefill=config.require_prefill
+        )
+        self.metrics = Metrics(
+            lambda: self.registry, self.skipper.break_evens, self.selector.degraded
+        )
         self.lengths = PromptLengths()
         self.tokenizer = Tokenizer()
         self.legs = Legs(config.timeouts, self.metrics)
@@ -119,7 +124,9 @@ class Router:
         app.router.add_post(CHAT, self._generate)
         app.router.add_get("/v1/models", self._models, allow_head=False)
         app.router.add_get("/health", self._health, allow_head=False)
+        app.router.add_get("/health/ready", self._health, allow_head=False)
         app.router.add_get("/health/live", self._alive, allow_head=False)
+        app.router.add_get("/health/startup", self._started, allow_head=False)
         app.router.add_get("/metrics", self._metrics, allow_head=False)
         app.router.add_get("/version", self._version, allow_head=False)
         app.router.add_get("/", self._page, allow_head=False)
@@ -210,7 +217,8 @@ class Router:
         if not self._is_authorized(request):
             return error_response(401, "unauthorized", "a valid API key is needed")
         entries: dict[str, Any] = {}
-        for instance in self.registry.decodes:
+        alone = () if self.config.require_prefill else self.registry.prefills
+        for instance in (*self.registry.decodes, *alone):
             if instance.is_available:
                 for entry in self.prober.models.get(instance, ()):
                     entries.setdefault(entry["id"], entry)
@@ -221,21 +229,28 @@ class Router:
         return _json({"object": "list", "data": list(entries.values())})
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Whether a request would find a pair."""
+        """Whether a request would be answered now, for one model at least."""
         if self.is_draining:
             return error_response(503, "draining", "this router is about to stop")
-        found = self.selector.pair(Routed(0, 0), None, ())
-        if isinstance(found, Unavailable):
-            return error_response(
-                503,
-                "service_unavailable",
-                found.message,
-                headers={"Retry-After": str(found.retry_after_s)},
-            )
-        return web.Response()
+        found = list(self.selector.by_model().values())
+        missing = [one for one in found if isinstance(one, Unavailable)]
+        if len(missing) == len(found):
+            after = {"Retry-After": str(missing[0].retry_after_s)}
+            return error_response(503, "service_unavailable", missing[0].message, headers=after)
+        return _json({"status": "degraded" if self.selector.degraded() else "ok"})
 
     async def _alive(self, request: web.Request) -> web.Response:
-        return web.Response()
+        """This answer is the proof."""
+        return _json({"status": "ok"})
+
+    async def _started(self, request: web.Request) -> web.Response:
+        """Whether each engine has been asked once how it is: what readiness says then is known."""
+        if all(self.prober.has_asked(instance) for instance in self.registry):
+            self._has_started = True
+        if self._has_started:
+            return _json({"status": "ok"})
+        message = "not every engine was asked yet how it is"
+        return error_response(503, "starting", message, headers={"Retry-After": "1"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         snapshot = await self._snapshot()

@@ -138,6 +138,8 @@ class RouterConfig:
     instances_file: Path | None = None
     policy: str = "least-loaded"
     order: Order = "auto"
+    require_prefill: bool = False
+    """No engine computes a prompt alone for lack of another one: without a pair there is 503."""
     api_keys_file: Path | None = None
     engine_api_key_file: Path | None = None
     registration_token_file: Path | None = None

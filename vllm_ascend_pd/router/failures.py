@@ -23,6 +23,8 @@ class FailureKind(str, Enum):
     """The engine answered 5xx."""
     NO_PARAMS = "no_kv_transfer_params"
     """The prefill engine answered without telling where the KV is."""
+    REFUSED = "refused"
+    """The prefill engine answered 4xx while the decode engine waited for it."""
     DOWN = "down"
     """The engine stopped to answer probes while we waited for it."""
 

@@ -48,12 +48,18 @@ class Prober:
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
         self.models: dict[Instance, list[Any]] = {}
         """Entries of ``/v1/models``, as each engine gave them."""
+        self._asked: set[Instance] = set()
+
+    def has_asked(self, instance: Instance) -> bool:
+        """Whether it has answered a probe, or not answered one."""
+        return instance in self._asked
 
     def watch(self, instance: Instance) -> None:
         self._tasks[instance] = asyncio.ensure_future(self._watch(instance))
 
     def forget(self, instance: Instance) -> None:
         self.models.pop(instance, None)
+        self._asked.discard(instance)
         if task := self._tasks.pop(instance, None):
             task.cancel()
 
@@ -75,6 +81,7 @@ class Prober:
                         await self._read_models(instance)
                     await self._read_load(instance)
                     num_rounds += 1
+                self._asked.add(instance)
             except Exception:
                 logger.exception("probing %s", instance.instance_id)
             is_open = instance.breaker.state is BreakerState.OPEN

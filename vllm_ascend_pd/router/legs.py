@@ -27,6 +27,8 @@ class LegFailed:
 
     instance: Instance
     failure: Failure
+    leg: str
+    """``prefill``, ``decode`` or ``passthrough``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,10 @@ class Leg:
         self.instance.num_active_tokens -= self._num_tokens
         self._metrics.add("legs", self.instance.instance_id, self._name, self.outcome)
 
-    def failed(self, failure: Failure, name: str) -> LegFailed:
+    def failed(self, failure: Failure) -> LegFailed:
         self.outcome = failure.kind.value
-        self.instance.failed(failure, name)
-        return LegFailed(self.instance, failure)
+        self.instance.failed(failure, self._name)
+        return LegFailed(self.instance, failure, self._name)
 
     def succeeded(self, status: int = 200) -> None:
         self.outcome = "ok" if status < 400 else "client_error"
@@ -105,16 +107,16 @@ class Legs:
                 phase="prefill",
             )
             if isinstance(response, Failure):
-                return leg.failed(response, "prefill")
+                return leg.failed(response)
             try:
-                answer = await self._whole(response, leg, "prefill")
+                answer = await self._whole(response, leg)
             finally:
                 response.close()
             if isinstance(answer, LegFailed) or answer.status >= 400:
                 return answer
             prefilled = parse_prefill_answer(answer.body)
             if isinstance(prefilled, Failure):
-                return leg.failed(prefilled, "prefill")
+                return leg.failed(prefilled)
             self._metrics.prefill_leg.observe(time.monotonic() - leg.started)
             return prefilled
 
@@ -132,7 +134,7 @@ class Legs:
             phase="first token" if body.is_stream else "answer",
         )
         if isinstance(response, Failure):
-            return leg.failed(response, "decode")
+            return leg.failed(response)
         return await self.begin(response, leg)
 
     async def begin(self, response: Response, leg: Leg) -> Answer | Stream | LegFailed:
@@ -140,24 +142,24 @@ class Legs:
         try:
             content_type = response.header(b"content-type") or b""
             if response.status >= 400 or not content_type.startswith(EVENT_STREAM):
-                return await self._whole(response, leg, "decode")
+                return await self._whole(response, leg)
             first = await _first_event(response)
         except asyncio.CancelledError:
             response.close()
             raise
         if isinstance(first, Failure):
-            return leg.failed(first, "decode")
+            return leg.failed(first)
         leg.instance.succeeded()
         return Stream(response, first)
 
-    async def _whole(self, response: Response, leg: Leg, name: str) -> Answer | LegFailed:
+    async def _whole(self, response: Response, leg: Leg) -> Answer | LegFailed:
         data = await response.read()
         if isinstance(data, Failure):
-            return leg.failed(data, name)
+            return leg.failed(data)
         if response.status >= 500:
             text = data[:MAX_DETAIL_BYTES].decode("utf-8", "replace")
             failure = Failure(FailureKind.STATUS, f"status {response.status}: {text}")
-            return leg.failed(failure, name)
+            return leg.failed(failure)
         leg.succeeded(response.status)
         return Answer(response.status, response.headers, data)
 

@@ -43,9 +43,11 @@ class Metrics:
         self,
         instances: Callable[[], Iterable[Instance]],
         break_evens: Callable[[], dict[str, int]],
+        degraded: Callable[[], dict[str, str]],
     ) -> None:
         self._instances = instances
         self._break_evens = break_evens
+        self._degraded = degraded
         self._counts: dict[str, Counts] = {name: {} for name in COUNTERS}
         self._counts["requests"] = {(outcome,): 0 for outcome in OUTCOMES}
         self.ttft = Histogram()
@@ -88,4 +90,5 @@ class Metrics:
             self.num_waiting,
             [InstanceSnapshot.of(instance) for instance in self._instances()],
             self._break_evens(),
+            self._degraded(),
         )

@@ -77,7 +77,7 @@ class Passthrough:
                 phase="answer",
             )
             if isinstance(response, Failure):
-                return self._failed(trace, leg.failed(response, "passthrough"))
+                return self._failed(trace, leg.failed(response))
             try:
                 begun = await self._legs.begin(response, leg)
                 if isinstance(begun, LegFailed):

@@ -3,19 +3,19 @@
 
     prefill-first   P computes the prompt; what it says of the KV goes to D with the request
     concurrent      both at once, with one transfer id; D waits for P's KV
-    decode-only     D computes the prompt itself
+    decode-only     one engine computes the prompt and decodes
 
-Until the first byte for the client, a failed attempt is repeated with another pair.
+Until the first byte for the client, a failed attempt is repeated with another pair. When P failed
+and there is no other, or none may be tried any more, D computes the prompt itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.router.answers import (
     EventStream,
@@ -32,15 +32,17 @@ from vllm_ascend_pd.router.bodies import (
 )
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
-from vllm_ascend_pd.router.policies.base import Pair, Routed
 from vllm_ascend_pd.router.selection import Selector, Unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from aiohttp import web
 
     from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.policies.base import Pair, Routed
     from vllm_ascend_pd.router.retries import RetryBudget
     from vllm_ascend_pd.router.skipping import Skipper
     from vllm_ascend_pd.router.tokens import PromptLengths
@@ -59,8 +61,18 @@ class Job:
     headers: LegHeaders
     routed: Routed
     trace: Trace
+    alone: str | None = None
+    """Why no prefill instance is looked for."""
     skipped: str | None = None
     """Why the attempt has no prefill leg."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KV:
+    """What a prefill leg under way computes."""
+
+    producer: Instance
+    prefill: asyncio.Task[Prefilled | Answer | LegFailed]
 
 
 class Relay:
@@ -100,15 +112,13 @@ class Relay:
         trace = job.trace
         excluded: set[Instance] = set()
         failed: LegFailed | None = None
+        job.alone = job.body.decode_only
         self._budget.request()
         while True:
-            pair = self._choose(job, excluded)
+            pair = self._selector.choose(job.routed, job.body.model, excluded, job.alone)
             if isinstance(pair, Unavailable):
                 return self._give_up(job, failed) if failed else self._unavailable(job, pair)
             if failed is not None:
-                if not self._budget.take():
-                    self._metrics.add("retry_budget_exhausted")
-                    return self._give_up(job, failed)
                 self._metrics.add("retries", failed.failure.kind.value)
             trace.num_attempts += 1
             result = await self._attempt(job, pair)
@@ -117,35 +127,58 @@ class Relay:
             failed = result
             trace.error = f"{result.instance.instance_id}: {result.failure}"
             excluded.add(result.instance)
-            out_of_time = result.failure.kind is FailureKind.TIMEOUT
-            if out_of_time or trace.num_attempts >= self._config.retries.max_attempts:
+            if not self._goes_on(job, failed, excluded):
                 return self._give_up(job, failed)
 
-    def _choose(self, job: Job, excluded: set[Instance]) -> Pair | Unavailable:
-        if job.body.decode_only is not None:
-            decode = self._selector.decode(job.routed, job.body.model, excluded)
-            return decode if isinstance(decode, Unavailable) else Pair(decode, decode)
-        return self._selector.pair(job.routed, job.body.model, excluded)
+    def _goes_on(self, job: Job, failed: LegFailed, excluded: set[Instance]) -> bool:
+        """Whether there is one more attempt, and of which kind."""
+        if failed.failure.kind is FailureKind.REFUSED:
+            job.alone = "prefill_refused"  # D says what is wrong with the request, or answers it
+            return True
+        found = self._selector.candidates(job.body.model, excluded, job.alone)
+        if isinstance(found, Unavailable):
+            return False
+        is_last = job.trace.num_attempts >= self._config.retries.max_attempts
+        out_of_time = failed.failure.kind is FailureKind.TIMEOUT
+        if failed.leg == "prefill" and not self._config.require_prefill:
+            # To compute the prompt, too, is no retry for D: it was not asked for anything yet.
+            if found.alone or is_last or out_of_time or not self._has_budget():
+                job.alone = "prefill_failed"
+            return True
+        return not is_last and not out_of_time and self._has_budget()
+
+    def _has_budget(self) -> bool:
+        if self._budget.take():
+            return True
+        self._metrics.add("retry_budget_exhausted")
+        return False
 
     async def _attempt(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
         trace = job.trace
         trace.decode = pair.decode.instance_id
         skip = job.skipped = self._skipper.reason(job.body, job.routed, pair)
         if skip is not None:
-            self._metrics.add("prefill_skips", skip)
-            trace.order, trace.prefill = "decode-only", ""
-            self._metrics.add("orders", trace.order)
-            return await self._decode(job, pair.decode, job.body.raw)
+            return await self._alone(job, pair.decode, skip)
         trace.prefill = pair.prefill.instance_id
         kv = pair.prefill.kv
         concurrent = kv is not None and kv.supports_concurrent
         if concurrent and self._config.order != "prefill-first":
-            trace.order = "concurrent"
-            self._metrics.add("orders", trace.order)
+            self._begin(job, "concurrent")
             return await self._concurrent(job, pair)
-        trace.order = "prefill-first"
-        self._metrics.add("orders", trace.order)
+        self._begin(job, "prefill-first")
         return await self._prefill_first(job, pair)
+
+    def _begin(self, job: Job, order: str) -> None:
+        job.trace.order = order
+        self._metrics.add("orders", order)
+
+    async def _alone(
+        self, job: Job, instance: Instance, why: str
+    ) -> web.StreamResponse | LegFailed:
+        job.skipped, job.trace.prefill = why, ""
+        self._metrics.add("prefill_skips", why)
+        self._begin(job, "decode-only")
+        return await self._decode(job, instance, job.body.raw)
 
     async def _prefill_first(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
         result = await self._prefill(job, pair.prefill, job.body.for_prefill())
@@ -161,16 +194,13 @@ class Relay:
         assert pair.prefill.kv is not None
         transfer_id = secrets.token_hex(16)
         sent = job.body.for_decode(concurrent_params(transfer_id, pair.prefill.kv))
-        # D waits for P's KV, or computes the prompt when P fails: only D's answer counts.
         prefill = asyncio.ensure_future(
             self._prefill(job, pair.prefill, job.body.for_prefill(transfer_id))
         )
         try:
-            return await self._decode(job, pair.decode, sent)
+            return await self._decode(job, pair.decode, sent, _KV(pair.prefill, prefill))
         finally:
-            prefill.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await prefill
+            await _cancel(prefill)
 
     async def _prefill(
         self, job: Job, instance: Instance, sent: bytes
@@ -189,14 +219,20 @@ class Relay:
         return result
 
     async def _decode(
-        self, job: Job, instance: Instance, sent: bytes
+        self,
+        job: Job,
+        instance: Instance,
+        sent: bytes,
+        awaited: _KV | None = None,
     ) -> web.StreamResponse | LegFailed:
+        """``awaited``: what D waits for, and waits for in vain when its prefill leg has failed."""
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
         with (
             self._tracing.leg(job.trace, "decode", instance, job.headers) as headers,
             self._legs.open(instance, "decode", num_tokens) as leg,
         ):
-            result = await self._legs.decode(leg, job.body, headers, sent)
+            asking = self._legs.decode(leg, job.body, headers, sent)
+            result = await (asking if awaited is None else _unless_lost(asking, awaited))
             if isinstance(result, LegFailed):
                 return result
             now = time.monotonic()
@@ -259,6 +295,41 @@ class Relay:
         message = f"a {failed.instance.spec.role} engine failed: {told_to_client(failed.failure)}"
         headers = {"x-request-id": job.trace.request_id}
         return error_response(job.trace.status, kind.value, message, headers=headers)
+
+
+async def _unless_lost(
+    asking: Coroutine[Any, Any, Answer | Stream | LegFailed], awaited: _KV
+) -> Answer | Stream | LegFailed:
+    """D's answer, or how the prefill leg failed if that is known before it begins: D is given up
+    then, and with it the transfer that it waits for."""
+    decode = asyncio.ensure_future(asking)
+    try:
+        await asyncio.wait({decode, awaited.prefill}, return_when=asyncio.FIRST_COMPLETED)
+        lost = None if decode.done() else _lost(awaited)
+        if lost is None:
+            return await decode
+    except BaseException:
+        await _cancel(decode)
+        raise
+    await _cancel(decode)
+    return lost
+
+
+def _lost(awaited: _KV) -> LegFailed | None:
+    """Why there will be no KV, of a prefill leg that has ended."""
+    computed = awaited.prefill.result()
+    if isinstance(computed, Answer):
+        failure = Failure(FailureKind.REFUSED, f"status {computed.status}")
+        return LegFailed(awaited.producer, failure, "prefill")
+    return computed if isinstance(computed, LegFailed) else None
+
+
+async def _cancel(leg: asyncio.Task[Any]) -> None:
+    """End it, whatever it is doing, and wait for that."""
+    leg.cancel()
+    await asyncio.wait({leg})
+    if not leg.cancelled() and leg.exception() is None and isinstance(leg.result(), Stream):
+        leg.result().response.close()
 
 
 def told_to_client(failure: Failure) -> str:

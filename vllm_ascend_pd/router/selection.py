@@ -32,42 +32,87 @@ class Labels(NamedTuple):
     decode: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Who may get a request now. With ``alone`` one of ``decodes`` does all of it, and
+    ``prefills`` is empty."""
+
+    prefills: Sequence[Instance]
+    decodes: Sequence[Instance]
+    alone: str | None = None
+    """Why there is no prefill leg."""
+
+
 class Selector:
     """Event loop thread."""
 
-    def __init__(self, registry: Registry, policy: Policy, labels: Labels) -> None:
+    def __init__(
+        self, registry: Registry, policy: Policy, labels: Labels, *, require_prefill: bool = False
+    ) -> None:
+        """``require_prefill``: no engine computes a prompt alone for lack of another one."""
         self._registry = registry
         self.policy = policy
         self._labels = labels
+        self._require_prefill = require_prefill
 
-    def pair(
-        self, request: Routed, model: str | None, excluded: Collection[Instance]
+    def choose(
+        self,
+        request: Routed,
+        model: str | None,
+        excluded: Collection[Instance] = (),
+        alone: str | None = None,
     ) -> Pair | Unavailable:
-        """For a request with both legs."""
-        prefills = self._usable(self._registry.prefills, model, self._labels.prefill, excluded)
-        decodes = self._usable(self._registry.decodes, model, self._labels.decode, excluded)
-        if not prefills:
-            return self._unavailable("prefill", self._registry.prefills, model)
-        if not decodes:
-            return self._unavailable("decode", self._registry.decodes, model)
-        if any(instance.spec.fingerprint for instance in prefills):
-            prefills = [p for p in prefills if any(are_partners(p, d) for d in decodes)]
-            if not prefills:
-                return Unavailable(
-                    "no prefill instance can exchange KV with a decode instance: they differ in"
-                    " model, dtype, block size or version, see /instances",
-                    UNKNOWN_RETRY_AFTER_S,
-                )
-        return self.policy.choose(request, prefills, decodes)
+        """A pair, or one engine for all of it if there is no other, or if ``alone`` says why."""
+        found = self.candidates(model, excluded, alone)
+        if isinstance(found, Unavailable):
+            return found
+        if found.alone is None:
+            return self.policy.choose(request, found.prefills, found.decodes)
+        instance = self.policy.choose_decode(request, found.decodes)
+        return Pair(instance, instance, found.alone)
 
     def decode(
-        self, request: Routed, model: str | None, excluded: Collection[Instance]
+        self, request: Routed, model: str | None, excluded: Collection[Instance] = ()
     ) -> Instance | Unavailable:
         """For a request that one engine serves alone."""
+        pair = self.choose(request, model, excluded, "passed on")
+        return pair if isinstance(pair, Unavailable) else pair.decode
+
+    def candidates(
+        self,
+        model: str | None,
+        excluded: Collection[Instance] = (),
+        alone: str | None = None,
+    ) -> Candidates | Unavailable:
+        """Changes nothing, not even whose turn it is."""
+        prefills = self._usable(self._registry.prefills, model, self._labels.prefill, excluded)
         decodes = self._usable(self._registry.decodes, model, self._labels.decode, excluded)
-        if not decodes:
+        if alone is None:
+            matched = _with_partner(prefills, decodes)
+            if matched:
+                return Candidates(matched, decodes)
+            if self._require_prefill:
+                return self._no_pair(prefills, decodes, model)
+            alone = "no_partner" if prefills and decodes else "no_prefill"
+        if decodes:
+            return Candidates((), decodes, alone)
+        if self._require_prefill:
             return self._unavailable("decode", self._registry.decodes, model)
-        return self.policy.choose_decode(request, decodes)
+        if prefills:
+            return Candidates((), prefills, "no_decode")
+        return self._unavailable("prefill or decode", tuple(self._registry), model)
+
+    def by_model(self) -> dict[str, Candidates | Unavailable]:
+        """What a request would find now, for each model that an engine told of; ``""`` if none
+        did."""
+        models = {model for instance in self._registry for model in instance.models}
+        return {model or "": self.candidates(model) for model in sorted(models) or (None,)}
+
+    def degraded(self) -> dict[str, str]:
+        """Models that no pair serves now, and why."""
+        found = self.by_model().items()
+        why = {m: "unavailable" if isinstance(f, Unavailable) else f.alone for m, f in found}
+        return {model: reason for model, reason in why.items() if reason is not None}
 
     def _usable(
         self,
@@ -81,8 +126,21 @@ class Selector:
             usable = [i for i in usable if dict(i.spec.labels).get("model") in labels]
         serving = [i for i in usable if i.serves(model)]
         # A name that nobody serves is the engine's to refuse; one that somebody serves is his.
-        known = serving or any(model in i.models for i in instances)
+        known = serving or any(model in i.models for i in self._registry)
         return serving if known else usable
+
+    def _no_pair(
+        self, prefills: Sequence[Instance], decodes: Sequence[Instance], model: str | None
+    ) -> Unavailable:
+        if not prefills:
+            return self._unavailable("prefill", self._registry.prefills, model)
+        if not decodes:
+            return self._unavailable("decode", self._registry.decodes, model)
+        return Unavailable(
+            "no prefill instance can exchange KV with a decode instance: they differ in"
+            " model, dtype, block size or version, see /instances",
+            UNKNOWN_RETRY_AFTER_S,
+        )
 
     def _unavailable(
         self, role: str, instances: Sequence[Instance], model: str | None
@@ -97,3 +155,10 @@ class Selector:
             f" {sum(i.spec.state == 'draining' for i in instances)} draining",
             after,
         )
+
+
+def _with_partner(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Sequence[Instance]:
+    """Those that can exchange KV with one of ``decodes``."""
+    if decodes and not any(p.spec.fingerprint for p in prefills):
+        return prefills
+    return [p for p in prefills if any(are_partners(p, d) for d in decodes)]

@@ -109,8 +109,11 @@ class RouterServer:
         """What changes without a request."""
         while True:
             await asyncio.sleep(REFRESH_S)
-            self._static.refresh()
-            await self.router.refresh(time.monotonic())
+            try:
+                self._static.refresh()
+                await self.router.refresh(time.monotonic())
+            except Exception:
+                logger.exception("refreshing")  # the next round may find what this one did not
 
 
 class Stopping:

@@ -30,8 +30,8 @@ class Skipper:
 
     def reason(self, body: Body, routed: Routed, pair: Pair) -> str | None:
         """Why this request needs no prefill leg; ``None``: it needs one."""
-        if body.decode_only is not None:
-            return body.decode_only
+        if pair.alone is not None:
+            return pair.alone
         if pair.prefill is pair.decode:
             return "same_instance"
         if self._mode == "always":

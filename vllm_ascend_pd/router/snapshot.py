@@ -29,7 +29,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     # name: (help, labels)
     "requests": ("Requests by how they ended", ("outcome",)),
-    "retries": ("Attempts with another pair, by cause", ("cause",)),
+    "retries": ("Attempts after a failed one, by cause", ("cause",)),
     "retry_budget_exhausted": ("Retries not made for lack of budget", ()),
     "legs": ("Legs to engines, by how they ended", ("instance", "leg", "outcome")),
     "orders": ("Attempts by order", ("order",)),
@@ -186,6 +186,8 @@ class Snapshot(msgspec.Struct):
     instances: list[InstanceSnapshot] = []
     break_evens: dict[str, int] = {}
     """By model: tokens up to which D computes a prompt itself, as measured."""
+    degraded: dict[str, str] = {}
+    """Models that no pair of engines serves now, and why."""
 
     def expose(self) -> bytes:
         """In Prometheus' text format."""
@@ -228,6 +230,7 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
         sum(snapshot.num_waiting for snapshot in running),
         list(instances.values()),
         break_evens,
+        {model: why for one in running for model, why in one.degraded.items()},
     )
 
 
@@ -256,6 +259,11 @@ class _Families(Collector):
         for model, num_tokens in snapshot.break_evens.items():
             break_even.add_metric([model], num_tokens)
         yield break_even
+        text = "1 if no pair of engines serves the model now: one alone does, or none"
+        degraded = GaugeMetricFamily(PREFIX + "degraded", text, labels=["model", "reason"])
+        for model, why in snapshot.degraded.items():
+            degraded.add_metric([model, why], 1.0)
+        yield degraded
         for name, (text, read) in INSTANCE_GAUGES.items():
             gauge = GaugeMetricFamily(f"{PREFIX}instance_{name}", text, labels=["instance", "role"])
             for instance in snapshot.instances:

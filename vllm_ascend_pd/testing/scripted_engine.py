@@ -86,6 +86,8 @@ class ScriptedEngine:
     """Tokens of each prompt that it says it had already, as with --enable-prompt-tokens-details."""
     is_healthy: bool = True
     health_hangs: bool = False
+    model: str = MODEL
+    """What it says that it serves; it answers for any."""
     metrics: str = ""
     port: int = 0
     """0 until the first start; kept after it."""
@@ -151,7 +153,9 @@ class ScriptedEngine:
                 return False
             writer.write(_whole(200 if self.is_healthy else 503, b""))
         elif path == "/v1/models":
-            writer.write(_json(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}))
+            writer.write(
+                _json(200, {"object": "list", "data": [{"id": self.model, "object": "model"}]})
+            )
         elif path == "/metrics":
             writer.write(_whole(200, self.metrics.encode(), b"text/plain"))
         elif path == "/tokenize":

@@ -104,6 +104,23 @@ def test_least_loaded_spreads_when_all_are_equal() -> None:
     assert set(seen.values()) == {10}
 
 
+@pytest.mark.parametrize("name", ["least-loaded", "power-of-two", "prefix-aware"])
+def test_request_for_one_engine_goes_to_the_least_loaded(name: str) -> None:
+    busy, idle = instance("busy"), instance("idle")
+    busy.num_active_tokens = 1000
+    policy = make_policy(name)
+    for _ in range(4):
+        assert policy.choose_decode(request(), [busy, idle]) is idle
+
+
+def test_request_for_one_engine_goes_to_that_of_its_session() -> None:
+    prefills, decodes = [instance("p0")], [instance(f"d{i}") for i in range(3)]
+    policy = make_policy("session-affinity")
+    for session in (f"session {i}" for i in range(20)):
+        pair = policy.choose(request(session), prefills, decodes)
+        assert policy.choose_decode(request(session), decodes) is pair.decode
+
+
 def test_power_of_two_avoids_the_worst() -> None:
     decodes = [instance(f"d{i}") for i in range(5)]
     decodes[0].num_active_tokens = 10_000

@@ -39,6 +39,8 @@ class Pair:
 
     prefill: Instance
     decode: Instance
+    alone: str | None = None
+    """Why ``decode`` does all of it, if not by a policy's choice."""
 
 
 class Policy(ABC):
@@ -56,7 +58,7 @@ class Policy(ABC):
 
     def choose_decode(self, request: Routed, decodes: Sequence[Instance]) -> Instance:
         """For a request without a prefill leg."""
-        return self.choose(request, decodes, decodes).decode
+        return self.choose(request, decodes, decodes).prefill  # the first choice of all of them
 
 
 @runtime_checkable

@@ -46,12 +46,28 @@ class PrefixAware(Policy):
             return self._others.choose(request, prefills, decodes)
         hashes: dict[int, list[bytes]] = {}
         prefill, request.num_prefill_hit_tokens = self._best(request, prefills, hashes, 1.0)
-        decode, hits = self._best(request, partners(prefill, decodes), hashes, TRANSFER_COST)
+        return Pair(
+            prefill, self._decode(request, partners(prefill, decodes), hashes, TRANSFER_COST)
+        )
+
+    def choose_decode(self, request: Routed, decodes: Sequence[Instance]) -> Instance:
+        if request.token_ids is None or request.is_salted:
+            return self._others.choose_decode(request, decodes)
+        return self._decode(request, decodes, {}, 1.0)
+
+    def _decode(
+        self,
+        request: Routed,
+        decodes: Sequence[Instance],
+        hashes: dict[int, list[bytes]],
+        weight: float,
+    ) -> Instance:
+        decode, hits = self._best(request, decodes, hashes, weight)
         index = decode.prefix_index
         exact = index is not None and index.state is IndexState.EXACT
         request.num_decode_hit_tokens = hits if exact else 0
         request.block_size = index.block_size if index is not None else None
-        return Pair(prefill, decode)
+        return decode
 
     def _best(
         self,
