@@ -86,6 +86,7 @@ class Launcher:
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "VLLM_ENABLE_RESPONSES_API_STORE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",

@@ -3,144 +3,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import requests
 
-from tests.e2e.forked_engines import ForkedEngine, launcher
 from tests.e2e.load import Load
-from tests.e2e.servers import free_port
+from tests.e2e.router_cluster import LONG, SHORT, Cluster, cluster, recording, routing, texts
 from tests.router.engine_contract import check_consumer, check_producer
-from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
-SHORT = "Hello, my name is"
-LONG = " ".join(f"This is sentence {i} of a story." for i in range(150))
-ROLES = {"p": "kv_producer", "d": "kv_consumer"}
+__all__ = ["cluster"]
 
 pytestmark = pytest.mark.engine
-
-
-@dataclass
-class Cluster:
-    """Two producers, two consumers, a router, and an engine without transfers to compare with."""
-
-    router: str
-    engines: dict[str, ForkedEngine]
-    instances: list[dict[str, Any]]
-    """For ``--instances``."""
-    folder: Path
-
-    @property
-    def single(self) -> str:
-        """A consumer computes what it has no parameters for, as any engine."""
-        return self.engines["d1"].url
-
-    def complete(self, url: str, prompt: Any, **options: Any) -> dict[str, Any]:
-        body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": 24,
-            "temperature": 0,
-            "ignore_eos": True,
-            **options,
-        }
-        response = requests.post(f"{url}/v1/completions", json=body, timeout=120)
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
-
-    def count(self, engines: str, name: str) -> float:
-        """Sum of an engine counter over producers (``p``) or consumers (``d``)."""
-        total = 0.0
-        for key, engine in self.engines.items():
-            if key[0] == engines:
-                text = requests.get(f"{engine.url}/metrics", timeout=30).text
-                for value in re.findall(rf"^vllm:pd_{name}(?:\{{.*\}})? (\S+)$", text, re.M):
-                    total += float(value)
-        return total
-
-    def routed(self, name: str) -> float:
-        """Of the router's own counters."""
-        text = requests.get(f"{self.router}/metrics", timeout=30).text
-        values = re.findall(rf"^vllm:pd_router_{re.escape(name)} (\S+)$", text, re.M)
-        return float(values[0]) if values else 0.0
-
-    def healthy(self) -> set[str]:
-        listed = requests.get(f"{self.router}/instances", timeout=10).json()
-        urls = {i["url"] for i in listed if i["healthy"]}
-        return {name for name, engine in self.engines.items() if engine.url in urls}
-
-
-def texts(answer: dict[str, Any]) -> list[str]:
-    return [choice["text"] for choice in answer["choices"]]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("router")
-    model = folder / "model"
-    make_tiny_model(model)
-    with launcher() as launched:
-        engines: dict[str, ForkedEngine] = {}
-        instances: list[dict[str, Any]] = []
-        for name in ("p0", "p1", "d0", "d1"):
-            config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
-            options = ["--kv-transfer-config", json.dumps(config)]
-            # With a plain TCP address vLLM's publisher connects instead of listening.
-            replay = f"tcp://127.0.0.1:{free_port()}"
-            events = {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": replay}
-            publish = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
-            options += ["--kv-events-config", json.dumps(publish)]
-            options += ["--enable-prompt-tokens-details"]
-            engines[name] = launched.engine(name, model, folder, free_port(), *options)
-            engines[name].start()
-            role = "prefill" if name[0] == "p" else "decode"
-            url = engines[name].url
-            instances.append({"id": name, "url": url, "role": role, "kv_events": events})
-        for engine in engines.values():
-            engine.wait_ready()
-        with routing(folder, instances) as url:
-            yield Cluster(url, engines, instances, folder)
-
-
-@contextlib.contextmanager
-def routing(folder: Path, instances: list[dict[str, Any]], *options: str) -> Iterator[str]:
-    """A router process in front of these; its URL."""
-    port = free_port()
-    listed, log = folder / f"{port}.json", folder / f"router-{port}.log"
-    listed.write_text(json.dumps({"instances": instances}))
-    command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", str(port)]
-    command += ["--instances", str(listed), "--probe-interval", "0.5", *options]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            try:
-                if requests.get(f"{url}/health", timeout=5).status_code == 200:
-                    break
-            except requests.RequestException:
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()[-4000:]
 
 
 def test_engines_pass_the_contract_that_the_scripted_engine_passes(cluster: Cluster) -> None:
@@ -204,52 +84,6 @@ def test_stream_has_the_events_of_a_single_engine(cluster: Cluster, chat: bool) 
         )
         seen.append((text, events[-1]["usage"]["completion_tokens"], set(events[0])))
     assert seen[0] == seen[1]
-
-
-@contextlib.contextmanager
-def recording(engine: str, num_posts: int = 1_000) -> Iterator[tuple[str, list[bytes]]]:
-    """A URL that passes all on to an engine, and the bodies with which it answered POSTs. More
-    than ``num_posts`` fail."""
-    bodies: list[bytes] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def _pass_on(self, body: bytes | None) -> None:
-            headers = {k: v for k, v in self.headers.items() if k.lower() != "host"}
-            url = engine + self.path
-            with requests.request(
-                self.command, url, data=body, headers=headers, stream=True, timeout=120
-            ) as response:
-                self.send_response(response.status_code)
-                self.send_header("Content-Type", response.headers.get("Content-Type", ""))
-                self.send_header("Connection", "close")
-                self.end_headers()
-                pieces = []
-                for piece in response.iter_content(None):
-                    pieces.append(piece)
-                    self.wfile.write(piece)
-            if self.command == "POST":
-                bodies.append(b"".join(pieces))
-
-        def do_GET(self) -> None:
-            self._pass_on(None)
-
-        def do_POST(self) -> None:
-            if len(bodies) == num_posts:
-                self.send_error(500)
-                return
-            self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", bodies
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
@@ -318,6 +152,103 @@ def test_openai_client(cluster: Cluster) -> None:
             with pytest.raises(openai.NotFoundError):
                 client.completions.create(model="no-such-model", prompt="x")
     assert answers[0] == answers[1]
+
+
+def chat_about(text: str) -> Any:
+    return [{"role": "user", "content": f"{text}. " + LONG[:900]}]
+
+
+def responses(url: str, stream: bool) -> tuple[str, int, int]:
+    """Text, and tokens of prompt and answer."""
+    asked: Any = {
+        "model": "tiny",
+        "input": chat_about(f"Responses {stream}"),
+        "max_output_tokens": 12,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        if stream:
+            events = list(client.responses.create(**asked, stream=True))
+            answer = events[-1].response
+            said = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+            assert said == answer.output_text
+        else:
+            answer = client.responses.create(**asked)
+    return answer.output_text, answer.usage.input_tokens, answer.usage.output_tokens
+
+
+def messages(url: str, stream: bool) -> tuple[str, int, int]:
+    chat = chat_about(f"Messages {stream}")
+    asked: Any = {"model": "tiny", "messages": chat, "max_tokens": 12, "temperature": 0}
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        if stream:
+            with client.messages.stream(**asked) as events:
+                answer: Any = events.get_final_message()
+        else:
+            answer = client.messages.create(**asked)
+    (text,) = (block.text for block in answer.content)
+    cached = answer.usage.cache_read_input_tokens or 0
+    return text, answer.usage.input_tokens + cached, answer.usage.output_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("ask", [responses, messages])
+def test_other_apis_give_the_tokens_of_a_single_engine(
+    cluster: Cluster, ask: Any, stream: bool
+) -> None:
+    loads = cluster.count("d", "loads_total")
+    got = ask(cluster.router, stream)
+    assert cluster.count("d", "loads_total") == loads + 1
+    assert got == ask(cluster.single, stream)
+    assert got[2] > 0
+
+
+def test_each_chat_of_a_batch_is_handed_over(cluster: Cluster) -> None:
+    body = {
+        "model": "tiny",
+        "messages": [
+            [{"role": "user", "content": f"Chat {i} of a batch. " + LONG[: 300 * i + 400]}]
+            for i in range(3)
+        ],
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    loads = cluster.count("d", "loads_total")
+    got, alone = (
+        requests.post(f"{url}/v1/chat/completions/batch", json=body, timeout=120).json()
+        for url in (cluster.router, cluster.single)
+    )
+    assert cluster.count("d", "loads_total") == loads + 3
+    assert got["choices"] == alone["choices"]
+    assert set(got) == set(alone)
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert got["usage"][name] == alone["usage"][name]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waited", "background"])
+def test_stored_response_is_gone_on_from_where_it_is(cluster: Cluster, background: bool) -> None:
+    asked: Any = {"model": "tiny", "max_output_tokens": 8, "temperature": 0}
+    told = []
+    loads = cluster.count("d", "loads_total")
+    for url in (cluster.router, cluster.single):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            first = client.responses.create(
+                **asked, input=f"Stored {background}. " + LONG[:700], background=background
+            )
+            while first.status in ("queued", "in_progress"):
+                time.sleep(0.05)
+                first = client.responses.retrieve(first.id)
+            again = client.responses.retrieve(first.id)
+            assert again.output_text == first.output_text
+            second = client.responses.create(**asked, input="More.", previous_response_id=first.id)
+            told.append((first.output_text, second.output_text))
+            with pytest.raises(openai.NotFoundError):
+                client.responses.create(**asked, input="x", previous_response_id="resp_unknown")
+        if url == cluster.router:
+            assert cluster.count("d", "loads_total") == loads + 1
+    assert told[0] == told[1]
 
 
 def test_every_lease_is_given_back(cluster: Cluster) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import requests
 
+from vllm_ascend_pd.router.apis import has_token
+
 PROMPT = "The contract of an engine. " * 40
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -54,6 +56,16 @@ def check_consumer(url: str, params: dict[str, Any]) -> None:
     answer = requests.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()
     assert isinstance(answer["choices"][0]["message"]["content"], str)
 
+    responses = {"model": "tiny", "input": PROMPT, "max_output_tokens": 4}
+    answer = _post(url, "/v1/responses", **responses, request_id="resp_mine").json()
+    assert answer["id"] == "resp_mine"
+    assert answer["usage"]["output_tokens"] == 4
+    events = _post(url, "/v1/responses", **responses, stream=True).content
+    assert not has_token(events.partition(b"event: response.output")[0])
+    assert has_token(events)
+    streamed = _post(url, "/v1/messages", **{**chat, "stream": True})
+    assert streamed.content.startswith(b"event: message_start\ndata: {")
+
     wrong = _complete(url, max_tokens="many")
     assert wrong.status_code == 400
     assert {"message", "type", "param", "code"} <= set(wrong.json()["error"])
@@ -63,6 +75,10 @@ def _complete(url: str, **fields: Any) -> requests.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **fields}
     body["ignore_eos"] = True
     return requests.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def _post(url: str, path: str, **body: Any) -> requests.Response:
+    return requests.post(url + path, json=body, timeout=60)
 
 
 def _counts(usage: dict[str, Any]) -> list[int]:

@@ -242,7 +242,7 @@ def test_decode_that_fails_leaves_all_to_the_prefill_engine() -> None:
 async def two_models() -> AsyncIterator[Deployment]:
     """P and D of one model, and D of another one."""
     async with deployed(1, 2) as d:
-        d.decodes[1].model = "small"
+        d.decodes[1].models = ("small",)
         await until(lambda: d.router.registry.decodes[1].models == ("small",))
         yield d
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.router.harness import FAST, deployed, events, run
 from vllm_ascend_pd.router.config import Skipping
-from vllm_ascend_pd.testing.scripted_engine import Answer, Received, ScriptedEngine
+from vllm_ascend_pd.testing.scripted_answers import Answer
+from vllm_ascend_pd.testing.scripted_engine import Received, ScriptedEngine
 
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
@@ -19,7 +20,7 @@ BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions
 def direct(path: str, sent: dict[str, Any]) -> bytes:
     """What an engine alone answers to the same request, as a stream."""
     request = Received("POST", path, {}, json.dumps(sent).encode())
-    return b"".join(Answer.make(ScriptedEngine(), request)._events())
+    return b"".join(Answer.make(ScriptedEngine(), request).events())
 
 
 @BOTH
@@ -134,10 +135,10 @@ def test_client_chooses_no_peer_in_other_requests() -> None:
         async with deployed() as d:
             body = b'{"input": "x", "kv_tr\\u0061nsfer_params": {"remote_host": "evil"}}'
             json_type = {"Content-Type": "application/json"}
-            async with d.http.post(f"{d.url}/v1/responses", data=body, headers=json_type) as r:
+            async with d.http.post(f"{d.url}/v1/embeddings", data=body, headers=json_type) as r:
                 assert r.status == 200
             assert d.decodes[0].received[0].json == {"input": "x"}
-            async with d.http.post(f"{d.url}/v1/responses", data=b'{"x": NaN}') as r:
+            async with d.http.post(f"{d.url}/v1/embeddings", data=b'{"x": NaN}') as r:
                 assert r.status == 400
 
     run(test)

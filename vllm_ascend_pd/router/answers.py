@@ -11,6 +11,8 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
+from vllm_ascend_pd.router.apis import MESSAGES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -45,6 +47,14 @@ def error_body(status: int, kind: str, message: str, param: str | None = None) -
     """As vLLM and OpenAI write errors; ``kind`` is for programs, ``message`` for people."""
     error = {"message": message, "type": kind, "param": param, "code": status}
     return _encoder.encode({"error": error})
+
+
+def error_event(path: str, kind: str, message: str) -> bytes:
+    """At the end of a stream that broke, as clients of this API read it."""
+    if path == MESSAGES:
+        error = {"type": "error", "error": {"type": kind, "message": message}}
+        return b"event: error\ndata: " + _encoder.encode(error) + b"\n\n"
+    return b"data: " + error_body(502, kind, message) + b"\n\n"
 
 
 def error_response(
@@ -133,7 +143,7 @@ class EventStream:
         """End the stream, with an error event first if it broke."""
         assert self._answer is not None
         if error is not None:
-            await self._write(b"data: " + error + b"\n\n")
+            await self._write(error)
         await self._answer.write_eof()
         return self._answer
 

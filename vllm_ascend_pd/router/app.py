@@ -12,8 +12,9 @@ from aiohttp import web
 from vllm_ascend_pd import __version__, registration
 from vllm_ascend_pd.router.access_log import AccessLog
 from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.apis import APIS, BATCH
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
-from vllm_ascend_pd.router.bodies import CHAT, COMPLETIONS, BadRequest, Body, parse
+from vllm_ascend_pd.router.bodies import BadRequest
 from vllm_ascend_pd.router.config import RouterConfig, read_secret
 from vllm_ascend_pd.router.discovery.registered import (
     Heartbeats,
@@ -21,23 +22,22 @@ from vllm_ascend_pd.router.discovery.registered import (
     RegisteredDiscovery,
     follow,
 )
+from vllm_ascend_pd.router.generation import Generation
 from vllm_ascend_pd.router.health import Prober
 from vllm_ascend_pd.router.http_client import EngineClient
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
 from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
-from vllm_ascend_pd.router.page import instances, openapi, page, status
+from vllm_ascend_pd.router.openapi import document
+from vllm_ascend_pd.router.page import instances, page, status
 from vllm_ascend_pd.router.passthrough import Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
-from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
-from vllm_ascend_pd.router.relay import Job, Relay
+from vllm_ascend_pd.router.relay import Relay
 from vllm_ascend_pd.router.requests import (
     BodyError,
     forwarded_headers,
-    read_body,
     request_id,
-    session_of,
 )
 from vllm_ascend_pd.router.retries import RetryBudget
 from vllm_ascend_pd.router.selection import Labels, Selector, Unavailable
@@ -93,8 +93,7 @@ class Router:
         self.metrics = Metrics(
             lambda: self.registry, self.skipper.break_evens, self.selector.degraded
         )
-        self.lengths = PromptLengths()
-        self.tokenizer = Tokenizer()
+        lengths = PromptLengths()
         self.legs = Legs(config.timeouts, self.metrics)
         budget = RetryBudget(config.retries.budget_ratio, config.retries.budget_burst)
         self.tracing = tracing or make_tracing(config.otlp_endpoint)
@@ -104,11 +103,14 @@ class Router:
             self.skipper,
             self.legs,
             budget,
-            self.lengths,
+            lengths,
             self.metrics,
             self.tracing,
         )
         self.passthrough = Passthrough(config, self.selector, self.legs, self.metrics)
+        self.generation = Generation(
+            self.relay, self.selector, self.passthrough, lengths, config.timeouts.body_s
+        )
         auth = self._engine_authorization
         self.prober = Prober(config.probes, [(b"authorization", auth)] if auth else [])
         self.access_log = AccessLog(config.access_log)
@@ -120,8 +122,8 @@ class Router:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=self.config.limits.body_bytes)
-        app.router.add_post(COMPLETIONS, self._generate)
-        app.router.add_post(CHAT, self._generate)
+        for path in (*APIS, BATCH):
+            app.router.add_post(path, self._generate)
         app.router.add_get("/v1/models", self._models, allow_head=False)
         app.router.add_get("/health", self._health, allow_head=False)
         app.router.add_get("/health/ready", self._health, allow_head=False)
@@ -150,7 +152,7 @@ class Router:
     # Routes.
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, self._route)
+        return await self._serve(request, self.generation.serve)
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, self.passthrough.serve)
@@ -186,31 +188,6 @@ class Router:
             self.metrics.num_requests -= 1
             self.metrics.add("requests", trace.outcome)
             self.access_log.write(request, trace)
-
-    async def _route(
-        self, request: web.Request, trace: Trace, headers: list[tuple[bytes, bytes]]
-    ) -> web.StreamResponse:
-        raw = await read_body(request, self.config.timeouts.body_s)
-        body = parse(request.path, raw)
-        routed = Routed(
-            self.lengths.estimate(body.model, body.prompt),
-            body.num_max_tokens,
-            session_of(request),
-        )
-        headers.append((b"content-type", b"application/json"))
-        if self.policy.needs_token_ids:
-            await self._find_token_ids(body, routed, headers)
-        return await self.relay.serve(Job(request, body, headers, routed, trace))
-
-    async def _find_token_ids(
-        self, body: Body, routed: Routed, headers: list[tuple[bytes, bytes]]
-    ) -> None:
-        routed.is_salted = "cache_salt" in body.fields
-        instance = self.selector.decode(Routed(0, 0), body.model, ())
-        if body.decode_only is None and not isinstance(instance, Unavailable):
-            routed.token_ids = await self.tokenizer.token_ids(body, instance, headers)
-            if routed.token_ids is not None:
-                routed.num_prompt_tokens = len(routed.token_ids)
 
     async def _models(self, request: web.Request) -> web.Response:
         """Every model that an engine serves now, once."""
@@ -263,7 +240,7 @@ class Router:
         return page()
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return _json(openapi())
+        return _json(document())
 
     async def _status(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):

@@ -8,10 +8,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.router.bodies import Body, Prefilled, parse_prefill_answer
+from vllm_ascend_pd.router.apis import has_token
 from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.prefilled import Prefilled, parse_prefill_answer
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.router.bodies import Body
     from vllm_ascend_pd.router.config import Timeouts
     from vllm_ascend_pd.router.http_client import Headers, Response
     from vllm_ascend_pd.router.instances import Instance
@@ -165,9 +167,10 @@ class Legs:
 
 
 async def _first_event(response: Response) -> bytes | Failure:
-    """The beginning of a stream, one whole event at least: a part of one cannot be sent."""
+    """The beginning of a stream up to its first token, whole events: a part of one cannot be sent,
+    and until something is sent another engine may answer."""
     begun = b""
-    while b"\n\n" not in begun:
+    while not has_token(begun):
         piece = await response.next()
         if piece is None:
             break

@@ -30,14 +30,6 @@ def page() -> web.Response:
     return web.Response(text=text, content_type="text/html", headers=headers)
 
 
-def openapi() -> dict[str, Any]:
-    """The API of this version."""
-    text = files("vllm_ascend_pd.router").joinpath("openapi.json").read_bytes()
-    document: dict[str, Any] = msgspec.json.decode(text)
-    document["info"]["version"] = __version__
-    return document
-
-
 def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:
     """What the router is doing, as plain JSON values."""
     ttft = snapshot.histograms["ttft"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every other ``/v1/*`` request: passed to one decode engine as it is."""
+"""Every other request for an engine: passed as it is to one decode engine of its model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.router.answers import (
     EventStream,
     answer_headers,
-    error_body,
+    error_event,
     error_response,
     whole_answer,
 )
-from vllm_ascend_pd.router.bodies import without_params
+from vllm_ascend_pd.router.bodies import parse_other
 from vllm_ascend_pd.router.failures import Failure
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs
+from vllm_ascend_pd.router.models import check_model, model_of_form
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.relay import told_to_client
-from vllm_ascend_pd.router.requests import read_body
+from vllm_ascend_pd.router.requests import read_body, session_of
 from vllm_ascend_pd.router.selection import Selector, Unavailable
+from vllm_ascend_pd.router.stored import response_of
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -57,11 +59,24 @@ class Passthrough:
             message = f"{request.path} changes one engine: send it to each engine itself"
             return error_response(403, "forbidden", message, headers=own)
         raw = await read_body(request, self._config.timeouts.body_s)
-        if raw and not request.content_type.startswith("multipart/"):
-            raw = without_params(raw)
         if content_type := request.headers.get("Content-Type"):
             headers.append((b"content-type", content_type.encode()))
-        instance = self._selector.decode(Routed(0, 0), None, ())
+        return await self.send(request, trace, headers, raw)
+
+    async def send(
+        self, request: web.Request, trace: Trace, headers: list[tuple[bytes, bytes]], raw: bytes
+    ) -> web.StreamResponse:
+        """``BadRequest`` if it cannot be told which engine is meant."""
+        own = {"x-request-id": trace.request_id}
+        model = None
+        if request.content_type.startswith("multipart/"):
+            model = model_of_form(raw, request.headers["Content-Type"])
+        elif raw:
+            raw, model = parse_other(raw)
+        if raw:
+            check_model(model, self._selector.decodes)
+        routed = Routed(0, 0, session_of(request), previous_response=response_of(request.path))
+        instance = self._selector.decode(routed, model, ())
         if isinstance(instance, Unavailable):
             trace.status, trace.outcome = 503, "unavailable"
             own["Retry-After"] = str(instance.retry_after_s)
@@ -91,7 +106,7 @@ class Passthrough:
                 )
                 trace.outcome = leg.outcome = "broken_stream" if broken else "ok"
                 message = "the engine failed after part of the answer was sent"
-                error = error_body(502, "broken_stream", message) if broken else None
+                error = error_event(request.path, "broken_stream", message) if broken else None
                 return await events.end(error)
             finally:
                 response.close()

@@ -20,23 +20,20 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.router.answers import (
     EventStream,
     answer_headers,
-    error_body,
+    error_event,
     error_response,
     whole_answer,
 )
-from vllm_ascend_pd.router.bodies import (
-    Body,
-    Prefilled,
-    concurrent_params,
-    find_prompt_usage,
-)
+from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
+from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
 from vllm_ascend_pd.router.selection import Selector, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    import msgspec
     from aiohttp import web
 
     from vllm_ascend_pd.router.config import RouterConfig
@@ -162,7 +159,8 @@ class Relay:
         trace.prefill = pair.prefill.instance_id
         kv = pair.prefill.kv
         concurrent = kv is not None and kv.supports_concurrent
-        if concurrent and self._config.order != "prefill-first":
+        # D answers a background request at once, and that would end the prefill leg.
+        if concurrent and not job.body.is_background and self._config.order != "prefill-first":
             self._begin(job, "concurrent")
             return await self._concurrent(job, pair)
         self._begin(job, "prefill-first")
@@ -178,7 +176,7 @@ class Relay:
         job.skipped, job.trace.prefill = why, ""
         self._metrics.add("prefill_skips", why)
         self._begin(job, "decode-only")
-        return await self._decode(job, instance, job.body.raw)
+        return await self._decode(job, instance, None)
 
     async def _prefill_first(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
         result = await self._prefill(job, pair.prefill, job.body.for_prefill())
@@ -188,17 +186,17 @@ class Relay:
             return whole_answer(result, job.trace)
         if result.params is None:
             self._metrics.add("prefill_skips", "ended_at_first_token")
-        return await self._decode(job, pair.decode, job.body.for_decode(result.params))
+        return await self._decode(job, pair.decode, result.params)
 
     async def _concurrent(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
         assert pair.prefill.kv is not None
         transfer_id = secrets.token_hex(16)
-        sent = job.body.for_decode(concurrent_params(transfer_id, pair.prefill.kv))
+        params = concurrent_params(transfer_id, pair.prefill.kv)
         prefill = asyncio.ensure_future(
             self._prefill(job, pair.prefill, job.body.for_prefill(transfer_id))
         )
         try:
-            return await self._decode(job, pair.decode, sent, _KV(pair.prefill, prefill))
+            return await self._decode(job, pair.decode, params, _KV(pair.prefill, prefill))
         finally:
             await _cancel(prefill)
 
@@ -222,7 +220,7 @@ class Relay:
         self,
         job: Job,
         instance: Instance,
-        sent: bytes,
+        params: msgspec.Raw | None,
         awaited: _KV | None = None,
     ) -> web.StreamResponse | LegFailed:
         """``awaited``: what D waits for, and waits for in vain when its prefill leg has failed."""
@@ -231,6 +229,7 @@ class Relay:
             self._tracing.leg(job.trace, "decode", instance, job.headers) as headers,
             self._legs.open(instance, "decode", num_tokens) as leg,
         ):
+            sent = job.body.for_decode(params, instance.instance_id)
             asking = self._legs.decode(leg, job.body, headers, sent)
             result = await (asking if awaited is None else _unless_lost(asking, awaited))
             if isinstance(result, LegFailed):
@@ -272,7 +271,8 @@ class Relay:
             instance.failed(failure, "stream")
             trace.outcome, trace.error = "broken_stream", f"{instance.instance_id}: {failure}"
             message = f"the engine failed after part of the answer was sent: {failure.kind.value}"
-            return await events.end(error_body(502, "broken_stream", message)), events.usage
+            error = error_event(job.body.path, "broken_stream", message)
+            return await events.end(error), events.usage
         finally:
             trace.num_bytes = events.num_bytes
             stream.response.close()

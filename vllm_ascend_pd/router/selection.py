@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_ascend_pd.router import stored
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, are_partners
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ class Selector:
         self._labels = labels
         self._require_prefill = require_prefill
 
+    @property
+    def decodes(self) -> Sequence[Instance]:
+        """All that decode for clients, available or not."""
+        return self._registry.decodes
+
     def choose(
         self,
         request: Routed,
@@ -62,7 +68,14 @@ class Selector:
         excluded: Collection[Instance] = (),
         alone: str | None = None,
     ) -> Pair | Unavailable:
-        """A pair, or one engine for all of it if there is no other, or if ``alone`` says why."""
+        """A pair, or one engine for all of it if there is no other, or if ``alone`` says why; the
+        one that has the response which the request goes on from, if there is one."""
+        if request.previous_response is not None:
+            owner = stored.owner(request.previous_response, self._registry)
+            if owner is not None:
+                usable = owner.breaker.allows(owner.num_active) and owner not in excluded
+                missing = self._unavailable(owner.spec.role, (owner,), model)
+                return Pair(owner, owner, alone) if usable else missing
         found = self.candidates(model, excluded, alone)
         if isinstance(found, Unavailable):
             return found

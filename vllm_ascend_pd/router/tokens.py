@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import re
+
 START_BYTES_PER_TOKEN = 4.0
 _WEIGHT = 0.05
+_TOKEN_IDS = re.compile(rb"\[\s*\d")
 
 
 class PromptLengths:
@@ -15,7 +18,7 @@ class PromptLengths:
 
     def estimate(self, model: str | None, prompt: bytes) -> int:
         """Tokens of a prompt, given as its JSON. Token ids are counted."""
-        if prompt.startswith(b"[") and prompt[1:32].lstrip()[:1].isdigit():
+        if _TOKEN_IDS.match(prompt):
             return prompt.count(b",") + 1
         return int(len(prompt) / self._bytes_per_token.get(model, START_BYTES_PER_TOKEN)) + 1
 

@@ -27,22 +27,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import re
 import socket
 import struct
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from vllm_ascend_pd.testing.scripted_answers import (
+    FORMS,
+    Answer,
+    NotFound,
+    error,
+    json_answer,
+    whole_answer,
+)
 
+RESPONSES = "/v1/responses"
+BATCH = "/v1/chat/completions/batch"
 _FAULT = re.compile(r"(\w+)(?:\(([\d.]+)\))?")
-GENERATE = ("/v1/completions", "/v1/chat/completions")
-MODEL = "tiny"
-MAX_SAMPLES = 64
 NOT_STALE_S = 0.06
 """A connection that closes sooner after a request may have been closed before it came."""
 
@@ -84,13 +88,15 @@ class ScriptedEngine:
     """Seconds until the KV of a prompt that another engine computed is there."""
     num_cached_tokens: int | None = None
     """Tokens of each prompt that it says it had already, as with --enable-prompt-tokens-details."""
+    models: tuple[str, ...] = ("tiny",)
+    """The first is that of requests that name none."""
     is_healthy: bool = True
     health_hangs: bool = False
-    model: str = MODEL
-    """What it says that it serves; it answers for any."""
     metrics: str = ""
     port: int = 0
     """0 until the first start; kept after it."""
+    stored: dict[str, Any] = field(default_factory=dict)
+    """Responses, by id."""
     received: list[Received] = field(default_factory=list)
     """Generation requests and those for unknown paths."""
     num_in_progress: int = 0
@@ -151,22 +157,26 @@ class ScriptedEngine:
             if self.health_hangs:
                 await reader.read()
                 return False
-            writer.write(_whole(200 if self.is_healthy else 503, b""))
+            writer.write(whole_answer(200 if self.is_healthy else 503, b""))
         elif path == "/v1/models":
-            writer.write(
-                _json(200, {"object": "list", "data": [{"id": self.model, "object": "model"}]})
-            )
+            entries = [{"id": model, "object": "model"} for model in self.models]
+            writer.write(json_answer(200, {"object": "list", "data": entries}))
         elif path == "/metrics":
-            writer.write(_whole(200, self.metrics.encode(), b"text/plain"))
+            writer.write(whole_answer(200, self.metrics.encode(), b"text/plain"))
         elif path == "/tokenize":
             self.num_tokenized += 1
             prompt = request.json.get("prompt") or json.dumps(request.json.get("messages"))
-            writer.write(_json(200, {"tokens": list(prompt.encode())}))
-        elif path in GENERATE:
+            writer.write(json_answer(200, {"tokens": list(prompt.encode())}))
+        elif path in FORMS:
             return await self._generate(request, reader, writer)
+        elif (response_id := path.removeprefix("/v1/responses/")) in self.stored:
+            writer.write(json_answer(200, self.stored[response_id]))
+        elif path == BATCH and not request.json.get("messages"):
+            self.received.append(request)
+            writer.write(error(400, "messages"))
         else:
             self.received.append(request)
-            writer.write(_json(200, {"path": request.path, "served_by": self.name}))
+            writer.write(json_answer(200, {"path": request.path, "served_by": self.name}))
         await writer.drain()
         return True
 
@@ -201,17 +211,26 @@ class ScriptedEngine:
             return 0.0
         if request.params.get("do_remote_prefill"):
             return self.load_s
-        return self.compute_token_s * float(answer.usage["prompt_tokens"])
+        return self.compute_token_s * answer.num_prompt_tokens
+
+    def _make(self, request: Received) -> tuple[Answer | None, int, str]:
+        """The answer, or why there is none."""
+        try:
+            answer = Answer.make(self, request)
+        except NotFound as e:
+            return None, 404, str(e)
+        except (AttributeError, OverflowError, TypeError, ValueError):
+            return None, 400, "scripted"
+        if request.path == RESPONSES and request.json.get("store", True):
+            self.stored[answer.response_id] = answer.form.whole(answer, False)
+        return answer, 200, "scripted"
 
     async def _follow(
         self, fault: str, number: float, request: Received, writer: asyncio.StreamWriter
     ) -> bool:
-        answer = None
-        try:
-            answer = Answer.make(self, request)
-        except (AttributeError, OverflowError, TypeError, ValueError):
-            if fault == "ok":
-                fault, number = "status", 400.0
+        answer, status, message = self._make(request)
+        if status == 404 or (status == 400 and fault == "ok"):
+            fault, number = "status", status
         keep = fault in ("ok", "delay", "status", "bad_json", "slow_body", "no_params", "stopped")
         await asyncio.sleep(self._wait_s(fault, number, request, answer))
         if fault == "close":
@@ -224,12 +243,11 @@ class ScriptedEngine:
         elif fault == "hang":
             await asyncio.Event().wait()
         elif fault == "status":
-            error = {"message": "scripted", "type": "Scripted", "param": None, "code": int(number)}
-            writer.write(_json(int(number), {"error": error}))
+            writer.write(error(int(number), message))
         elif fault == "garbage":
             writer.write(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
         elif fault == "bad_json":
-            writer.write(_whole(200, b'{"choices": [', b"application/json"))
+            writer.write(whole_answer(200, b'{"choices": [', b"application/json"))
         elif fault == "huge_head":
             head = b"HTTP/1.1 200 OK\r\nx-large: " + b"x" * (1 << 20)
             writer.write(head + b"\r\ncontent-length: 0\r\n\r\n")
@@ -241,191 +259,6 @@ class ScriptedEngine:
             await answer.send(writer, self.token_s, fault)
         await writer.drain()
         return keep
-
-
-@dataclass(slots=True)
-class Answer:
-    """A good answer to one request, whole or as a stream."""
-
-    streamed: bool
-    is_chat: bool
-    num_samples: int
-    tokens: list[str]
-    usage: dict[str, Any]
-    stream_usage: bool
-    params: dict[str, Any] | None
-
-    @classmethod
-    def make(cls, engine: ScriptedEngine, request: Received) -> Answer:
-        body = request.json
-        is_chat = request.path.startswith("/v1/chat")
-        _check(body, is_chat)
-        prompt = json.dumps(body.get("messages") if is_chat else body.get("prompt"))
-        limits = [is_chat and body.get("max_completion_tokens"), body.get("max_tokens"), 16]
-        num_tokens = int(next(filter(None, limits)))
-        if num_tokens > engine.max_tokens:
-            raise ValueError(f"{num_tokens} tokens")
-        tokens = [_token(prompt, index) for index in range(num_tokens)]
-        ids = body.get("prompt")
-        if not (isinstance(ids, list) and all(isinstance(one, int) for one in ids)):
-            ids = range(len(prompt) // 4)
-        num_prompt_tokens = max(1, len(ids))
-        num_samples = int(body.get("n") or 1)
-        usage: dict[str, Any] = {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_samples * num_tokens,
-            "total_tokens": num_prompt_tokens + num_samples * num_tokens,
-        }
-        if engine.num_cached_tokens is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": engine.num_cached_tokens}
-        options = body.get("stream_options") or {}
-        params = None
-        if request.params.get("do_remote_decode"):
-            params = {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "remote_engine_id": engine.name,
-                "remote_host": "127.0.0.1",
-                "remote_port": 14579,
-                "remote_block_ids": [0, 1],
-                "transfer_id": request.params.get("transfer_id") or f"t{len(engine.received)}",
-            }
-            if engine.supports_concurrent:
-                params["supports_concurrent"] = True
-        return cls(
-            body.get("stream") is True,
-            is_chat,
-            num_samples,
-            tokens,
-            usage,
-            bool(options.get("include_usage")),
-            params,
-        )
-
-    async def send(self, writer: asyncio.StreamWriter, token_s: float, fault: str) -> None:
-        await asyncio.sleep(token_s * len(self.tokens))
-        body: dict[str, Any] = self._base()
-        body["choices"] = [self._choice(index, fault) for index in range(self.num_samples)]
-        body["usage"] = self.usage
-        if fault not in ("no_params", "stopped"):
-            body["kv_transfer_params"] = self.params
-        message = _json(200, body)
-        if fault == "truncate":
-            writer.write(message[: len(message) - 20])
-        elif fault == "slow_body":
-            for at in range(len(message)):
-                writer.write(message[at : at + 1])
-                await asyncio.sleep(0)
-        else:
-            writer.write(message)
-
-    async def stream(
-        self, writer: asyncio.StreamWriter, token_s: float, fault: str, number: int
-    ) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-        writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
-        for at, event in enumerate(self._events()):
-            if fault in ("break", "truncate") and at == number:
-                writer.write(_chunk(event[: len(event) // 2]))
-                return
-            if fault == "stall" and at == number:
-                await asyncio.Event().wait()
-            if token_s:
-                await asyncio.sleep(token_s)
-            pieces = (
-                [event[i : i + 1] for i in range(len(event))] if fault == "slow_body" else [event]
-            )
-            for piece in pieces:
-                writer.write(_chunk(piece))
-            await writer.drain()
-        writer.write(b"0\r\n\r\n")
-
-    def _events(self) -> Iterable[bytes]:
-        for token in self.tokens:
-            for sample in range(self.num_samples):
-                choice: dict[str, Any] = {"index": sample, "finish_reason": None}
-                choice |= {"delta": {"content": token}} if self.is_chat else {"text": token}
-                yield _event({**self._base(stream=True), "choices": [choice]})
-        if self.stream_usage:
-            yield _event({**self._base(stream=True), "choices": [], "usage": self.usage})
-        yield b"data: [DONE]\n\n"
-
-    def _base(self, stream: bool = False) -> dict[str, Any]:
-        kind = ("chat.completion" if self.is_chat else "text_completion") + (
-            ".chunk" if stream and self.is_chat else ""
-        )
-        return {"id": "scripted", "object": kind, "created": 1, "model": MODEL}
-
-    def _choice(self, index: int, fault: str) -> dict[str, Any]:
-        text = "".join(self.tokens)
-        reason = "stop" if fault == "stopped" else "length"
-        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
-        if self.is_chat:
-            return choice | {"message": {"role": "assistant", "content": text}}
-        return choice | {"text": text}
-
-
-def _check(body: dict[str, Any], is_chat: bool) -> None:
-    """``ValueError`` for what an engine answers with 400."""
-    if is_chat:
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise ValueError("messages")
-        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            raise ValueError("role")
-    elif not _is_prompt(body.get("prompt")):
-        raise ValueError("prompt")
-    for name, kind in (("model", str), ("stream", bool)):
-        if not isinstance(body.get(name), kind | None):
-            raise ValueError(name)
-    options = {} if body.get("stream_options") is None else body["stream_options"]
-    if not isinstance(options, dict) or not isinstance(options.get("include_usage"), bool | None):
-        raise ValueError("stream_options")
-    if (body.get("n") or 1) > MAX_SAMPLES:
-        raise ValueError("n")
-    for name in ("n", "max_tokens", *(["max_completion_tokens"] if is_chat else ())):
-        number = body.get(name)
-        if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(name)
-
-
-def _is_prompt(prompt: Any) -> bool:
-    """Text, token ids, or several of one of them."""
-    if isinstance(prompt, str):
-        return bool(prompt)
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    if isinstance(prompt[0], list):
-        return all(isinstance(one, list) and _is_ids(one) for one in prompt)
-    return _is_ids(prompt) or all(isinstance(one, str) and one for one in prompt)
-
-
-def _is_ids(prompt: list[Any]) -> bool:
-    return bool(prompt) and all(type(one) is int and one >= 0 for one in prompt)
-
-
-def _token(prompt: str, index: int) -> str:
-    return " " + hashlib.sha256(f"{prompt}{index}".encode()).hexdigest()[:4]
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-def _whole(status: int, body: bytes, content_type: bytes = b"text/plain") -> bytes:
-    return (
-        b"HTTP/1.1 %d Scripted\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n"
-        % (status, content_type, len(body))
-        + body
-    )
-
-
-def _json(status: int, value: Any) -> bytes:
-    return _whole(status, json.dumps(value).encode(), b"application/json")
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

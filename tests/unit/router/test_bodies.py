@@ -12,19 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.registration import KVEndpoint
-from vllm_ascend_pd.router.bodies import (
-    CHAT,
-    COMPLETIONS,
-    BadRequest,
-    Prefilled,
-    concurrent_params,
-    find_prompt_usage,
-    parse,
-    parse_prefill_answer,
-    without_params,
-)
+from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, RESPONSES, has_token
+from vllm_ascend_pd.router.bodies import BadRequest, concurrent_params, parse, parse_other
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.health import parse_load
+from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage, parse_prefill_answer
 from vllm_ascend_pd.router.tokens import PromptLengths
 
 JSON = st.recursive(
@@ -40,9 +32,9 @@ def test_decode_leg_gets_what_the_client_sent(fields: dict[str, Any]) -> None:
     sent.pop("vllm_xargs", None)
     sent.pop("kv_transfer_params", None)
     body = parse(COMPLETIONS, json.dumps(sent).encode())
-    assert json.loads(body.for_decode(None)) == sent
+    assert json.loads(body.for_decode(None, "d0")) == sent
     params = concurrent_params("t", KVEndpoint(engine_id="e", host="h", port=1))
-    decode = json.loads(body.for_decode(params))
+    decode = json.loads(body.for_decode(params, "d0"))
     assert decode.pop("kv_transfer_params")["transfer_id"] == "t"
     assert decode == sent
 
@@ -63,11 +55,11 @@ def test_prefill_leg_keeps_the_prompt_and_generates_one_token(fields: dict[str, 
 
 @given(st.binary())
 def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
-    for path in (COMPLETIONS, CHAT):
+    for path in APIS:
         with contextlib.suppress(BadRequest):
             assert parse(path, raw).prompt or b"prompt_embeds" in raw
     with contextlib.suppress(BadRequest):
-        assert json.loads(without_params(raw)) == json.loads(raw)
+        assert json.loads(parse_other(raw)[0]) == json.loads(raw)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +68,48 @@ def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
         ("text", None),
         ([1, 2, 3], None),
         ([], None),
-        (["one"], "batch"),
+        (["one"], None),
+        ([[1, 2]], None),
+        (["one", "two"], "batch"),
         ([[1, 2], [3]], "batch"),
     ],
     ids=str,
 )
 def test_several_prompts_are_noticed(prompt: Any, reason: str | None) -> None:
-    raw = json.dumps({"prompt": prompt}, indent=2).encode()
-    assert parse(COMPLETIONS, raw).decode_only == reason
+    for indent in (None, 2, 100):
+        raw = b" \n" * 99 + json.dumps({"prompt": prompt}, indent=indent).encode()
+        assert parse(COMPLETIONS, raw).decode_only == reason
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b'{"input": "x", "max_output_tokens": 7}', (7, None, False)),
+        (b'{"input": "x", "background": true, "max_tokens": 7}', (16, None, True)),
+        (b'{"input": "x", "previous_response_id": "r"}', (16, "previous_response", False)),
+        (b'{"input": "x", "previous_response_id": null, "background": null}', (16, None, False)),
+    ],
+)
+def test_responses(raw: bytes, expected: tuple[int, str | None, bool]) -> None:
+    body = parse(RESPONSES, raw)
+    assert (body.num_max_tokens, body.decode_only, body.is_background) == expected
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (b"", False),
+        (b"data: {", False),
+        (b'data: {"a": 1}\n\n', True),
+        (b": keep-alive\n\n", False),
+        (b": keep-alive\n\ndata: 1\n\n", True),
+        (b"event: response.created\ndata: {}\n\nevent: response.in_pro", False),
+        (b"event: response.created\ndata: {}\n\nevent: response.in_progress\ndata: {}\n\n", False),
+        (b"event: response.created\ndata: {}\n\nevent: response.failed\ndata: {}\n\n", True),
+    ],
+)
+def test_stream_has_begun_with_its_first_token(events: bytes, expected: bool) -> None:
+    assert has_token(events) == expected
 
 
 def test_prompt_embeds_need_no_prompt() -> None:
@@ -105,7 +131,7 @@ def test_prompt_embeds_need_no_prompt() -> None:
     ],
 )
 def test_parameters_are_dropped_where_engines_read_them(raw: bytes, kept: Any) -> None:
-    assert json.loads(without_params(raw)) == kept
+    assert json.loads(parse_other(raw)[0]) == kept
 
 
 def test_prefill_answers() -> None:

@@ -31,6 +31,8 @@ class Routed:
     """Of the chosen decode instance, if it is known."""
     is_salted: bool = False
     """Its prefix is cached for requests with the same salt only."""
+    previous_response: str | None = None
+    """The stored response that it goes on from, or is about."""
 
 
 @dataclass(frozen=True, slots=True)

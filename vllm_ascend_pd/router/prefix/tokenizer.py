@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_ascend_pd.router.bodies import CHAT
+from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 from vllm_ascend_pd.router.failures import Failure
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Tokenizer:
         self, body: Body, instance: Instance, headers: Headers
     ) -> tuple[int, ...] | None:
         """``None`` if the engine does not say; then the request is routed without."""
+        if body.path not in (CHAT, COMPLETIONS):
+            return None
         if body.path != CHAT and body.prompt.startswith(b"["):
             try:
                 return _ids_decoder.decode(body.prompt)

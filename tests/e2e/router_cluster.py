@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines behind ``vllm-pd router``, shared by the tests of one module."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.e2e.forked_engines import ForkedEngine, launcher
+from tests.e2e.servers import free_port
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+
+SHORT = "Hello, my name is"
+LONG = " ".join(f"This is sentence {i} of a story." for i in range(150))
+ROLES = {"p": "kv_producer", "d": "kv_consumer"}
+
+
+@dataclass
+class Cluster:
+    """Two producers, two consumers, a router, and an engine without transfers to compare with."""
+
+    router: str
+    engines: dict[str, ForkedEngine]
+    instances: list[dict[str, Any]]
+    """For ``--instances``."""
+    folder: Path
+
+    @property
+    def single(self) -> str:
+        """A consumer computes what it has no parameters for, as any engine."""
+        return self.engines["d1"].url
+
+    def complete(self, url: str, prompt: Any, **options: Any) -> dict[str, Any]:
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 24,
+            "temperature": 0,
+            "ignore_eos": True,
+            **options,
+        }
+        response = requests.post(f"{url}/v1/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def count(self, engines: str, name: str) -> float:
+        """Sum of an engine counter over producers (``p``) or consumers (``d``)."""
+        total = 0.0
+        for key, engine in self.engines.items():
+            if key[0] == engines:
+                text = requests.get(f"{engine.url}/metrics", timeout=30).text
+                for value in re.findall(rf"^vllm:pd_{name}(?:\{{.*\}})? (\S+)$", text, re.M):
+                    total += float(value)
+        return total
+
+    def routed(self, name: str) -> float:
+        """Of the router's own counters."""
+        text = requests.get(f"{self.router}/metrics", timeout=30).text
+        values = re.findall(rf"^vllm:pd_router_{re.escape(name)} (\S+)$", text, re.M)
+        return float(values[0]) if values else 0.0
+
+    def healthy(self) -> set[str]:
+        listed = requests.get(f"{self.router}/instances", timeout=10).json()
+        urls = {i["url"] for i in listed if i["healthy"]}
+        return {name for name, engine in self.engines.items() if engine.url in urls}
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("router")
+    model = folder / "model"
+    make_tiny_model(model)
+    with launcher() as launched:
+        engines: dict[str, ForkedEngine] = {}
+        instances: list[dict[str, Any]] = []
+        for name in ("p0", "p1", "d0", "d1"):
+            config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
+            options = ["--kv-transfer-config", json.dumps(config)]
+            # With a plain TCP address vLLM's publisher connects instead of listening.
+            replay = f"tcp://127.0.0.1:{free_port()}"
+            events = {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": replay}
+            publish = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
+            options += ["--kv-events-config", json.dumps(publish)]
+            options += ["--enable-prompt-tokens-details"]
+            engines[name] = launched.engine(name, model, folder, free_port(), *options)
+            engines[name].start()
+            role = "prefill" if name[0] == "p" else "decode"
+            url = engines[name].url
+            instances.append({"id": name, "url": url, "role": role, "kv_events": events})
+        for engine in engines.values():
+            engine.wait_ready()
+        with routing(folder, instances) as url:
+            yield Cluster(url, engines, instances, folder)
+
+
+@contextlib.contextmanager
+def routing(folder: Path, instances: list[dict[str, Any]], *options: str) -> Iterator[str]:
+    """A router process in front of these; its URL."""
+    port = free_port()
+    listed, log = folder / f"{port}.json", folder / f"router-{port}.log"
+    listed.write_text(json.dumps({"instances": instances}))
+    command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", str(port)]
+    command += ["--instances", str(listed), "--probe-interval", "0.5", *options]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            try:
+                if requests.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            except requests.RequestException:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()[-4000:]
+
+
+@contextlib.contextmanager
+def recording(engine: str, num_posts: int = 1_000) -> Iterator[tuple[str, list[bytes]]]:
+    """A URL that passes all on to an engine, and the bodies with which it answered POSTs. More
+    than ``num_posts`` fail."""
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _pass_on(self, body: bytes | None) -> None:
+            headers = {k: v for k, v in self.headers.items() if k.lower() != "host"}
+            url = engine + self.path
+            with requests.request(
+                self.command, url, data=body, headers=headers, stream=True, timeout=120
+            ) as response:
+                self.send_response(response.status_code)
+                self.send_header("Content-Type", response.headers.get("Content-Type", ""))
+                self.send_header("Connection", "close")
+                self.end_headers()
+                pieces = []
+                for piece in response.iter_content(None):
+                    pieces.append(piece)
+                    self.wfile.write(piece)
+            if self.command == "POST":
+                bodies.append(b"".join(pieces))
+
+        def do_GET(self) -> None:
+            self._pass_on(None)
+
+        def do_POST(self) -> None:
+            if len(bodies) == num_posts:
+                self.send_error(500)
+                return
+            self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", bodies
+        finally:
+            server.shutdown()
+            thread.join()

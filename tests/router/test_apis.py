@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses, messages and batches of chats go over a prefill and a decode engine, too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.router.harness import FAST, deployed, run
+from vllm_ascend_pd.testing.scripted_answers import Answer
+from vllm_ascend_pd.testing.scripted_engine import Received, ScriptedEngine
+
+CHAT = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 4, "top_logprobs": 1, "include": []},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 4, "system": "Be short."},
+}
+PATHS = pytest.mark.parametrize("path", list(BODIES))
+LIMIT = {"/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}
+ADDED = {"/v1/responses": {"request_id"}, "/v1/messages": set()}
+
+
+@PATHS
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_prompt_is_computed_by_the_prefill_engine(path: str, stream: bool) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            body = BODIES[path] | {"model": "tiny", "stream": stream}
+            async with d.http.post(d.url + path, json=body) as response:
+                assert response.status == 200, await response.text()
+                raw = await response.read()
+            (prefill,), (decode,) = d.prefills[0].received, d.decodes[0].received
+            assert prefill.path == decode.path == path
+            assert prefill.params == {"do_remote_decode": True, "do_remote_prefill": False}
+            assert (prefill.json[LIMIT[path]], prefill.json["stream"]) == (1, False)
+            assert not {"request_id", "top_logprobs", "include", "background"} & set(prefill.json)
+            assert prefill.json.get("store") is (False if "responses" in path else None)
+            assert decode.params["remote_engine_id"] == "p0"
+            sent = decode.json
+            assert set(sent) - set(body) == {"kv_transfer_params", *ADDED[path]}
+            assert {name: sent[name] for name in body} == body
+            if stream:
+                request = Received("POST", path, {}, decode.body)
+                assert raw == b"".join(Answer.make(ScriptedEngine(), request).events())
+            assert d.count("orders_total", order="prefill-first") == 1
+
+    run(test)
+
+
+@PATHS
+def test_concurrent_order(path: str) -> None:
+    async def test() -> None:
+        async with deployed(supports_concurrent=True) as d:
+            for _ in range(2):
+                async with d.http.post(d.url + path, json=BODIES[path]) as response:
+                    assert response.status == 200
+            assert d.count("orders_total", order="concurrent") == 1
+            prefill, decode = d.prefills[0].received[1].params, d.decodes[0].received[1].params
+            assert len(prefill["transfer_id"]) == 32
+            assert prefill["transfer_id"] == decode["transfer_id"]
+
+    run(test)
+
+
+@PATHS
+def test_prefill_that_ended_at_its_first_token_needs_no_transfer(path: str) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.prefills[0].script("stopped")
+            async with d.http.post(d.url + path, json=BODIES[path]) as response:
+                assert response.status == 200
+            assert d.decodes[0].received[0].params == {}
+            d.prefills[0].script("no_params")
+            async with d.http.post(d.url + path, json=BODIES[path]) as response:
+                assert response.status == 200
+            told = dict.fromkeys(("ended_at_first_token", "prefill_failed"), 1.0)
+            assert {r: d.count("prefill_skips_total", reason=r) for r in told} == told
+
+    run(test)
+
+
+@PATHS
+def test_prefill_engine_tells_what_it_had_of_the_prompt(path: str) -> None:
+    async def test() -> None:
+        async with deployed(num_cached_tokens=1) as d:
+            async with d.http.post(d.url + path, json=BODIES[path]) as response:
+                assert response.status == 200
+            assert d.count("prefix_cached_tokens_total", role="prefill") == 1
+            num_tokens = d.count("prefix_prompt_tokens_total", role="prefill")
+            sent = json.dumps(BODIES[path].get("input") or BODIES[path]["messages"])
+            assert num_tokens == len(sent) // 4
+
+    run(test)
+
+
+def test_stream_without_a_token_yet_is_answered_by_another_engine() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            for engine in d.decodes:
+                engine.script("break(2)")  # after response.created and response.in_progress
+            d.decodes[1].script("ok")
+            body = BODIES["/v1/responses"] | {"stream": True}
+            for _ in range(2):
+                async with d.http.post(f"{d.url}/v1/responses", json=body) as response:
+                    raw = await response.read()
+                assert b"response.completed" in raw
+                assert raw.count(b"event: response.created") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "start"), [("/v1/responses", b"data: {"), ("/v1/messages", b"event: error\ndata: {")]
+)
+def test_broken_stream_ends_with_an_error_that_clients_of_the_api_read(
+    path: str, start: bytes
+) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.decodes[0].script("break(4)")
+            body = BODIES[path] | {"stream": True}
+            async with d.http.post(d.url + path, json=body) as response:
+                last = (await response.read()).removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+            assert last.startswith(start)
+            assert b"after part of the answer" in last
+            assert d.count("requests_total", outcome="broken_stream") == 1
+
+    run(test)
+
+
+def test_stored_response_is_found_where_it_is() -> None:
+    async def test() -> None:
+        async with deployed(2, 3) as d:
+            url = f"{d.url}/v1/responses"
+            holders = set()
+            for _ in range(6):
+                async with d.http.post(url, json={"input": "Hello"}) as response:
+                    first = await response.json()
+                (holder,) = (e.name for e in d.decodes if first["id"] in e.stored)
+                holders.add(holder)
+                async with d.http.get(f"{url}/{first['id']}") as response:
+                    assert (await response.json())["id"] == first["id"]
+                body = {"input": "And then?", "previous_response_id": first["id"]}
+                async with d.http.post(url, json=body) as response:
+                    assert response.status == 200
+                    second = await response.json()
+                (again,) = (e.name for e in d.decodes if second["id"] in e.stored)
+                assert again == holder
+                async with d.http.post(f"{url}/{second['id']}/cancel") as response:
+                    assert (await response.json())["served_by"] == holder
+            assert len(holders) == 3
+            assert not any(engine.stored for engine in d.prefills)
+            assert d.count("prefill_skips_total", reason="previous_response") == 6
+
+    run(test)
+
+
+def test_stored_response_of_an_engine_that_is_gone_is_an_error() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            url = f"{d.url}/v1/responses"
+            async with d.http.post(url, json={"input": "Hello"}) as response:
+                first = (await response.json())["id"]
+            holder = next(e for e in d.decodes if first in e.stored)
+            await holder.stop()
+            body = {"input": "And then?", "previous_response_id": first}
+            statuses = set()
+            for _ in range(3):
+                async with d.http.post(url, json=body) as response:
+                    statuses.add(response.status)
+                    assert "error" in await response.json()
+            assert statuses <= {502, 503}
+            await holder.start()
+            body["previous_response_id"] = "resp_nobody-has-this"
+            async with d.http.post(url, json=body) as response:
+                assert response.status == 404
+
+    run(test)
+
+
+def test_background_response_is_never_sent_to_both_at_once() -> None:
+    """D answers it before P has computed anything, and P's leg ends with the answer."""
+
+    async def test() -> None:
+        async with deployed(supports_concurrent=True) as d:
+            for _ in range(3):
+                body = {"input": "Hello", "background": True}
+                async with d.http.post(f"{d.url}/v1/responses", json=body) as response:
+                    assert response.status == 200
+            assert d.count("orders_total", order="prefill-first") == 3
+            assert all("background" not in one.json for one in d.prefills[0].received)
+            assert all(one.json["background"] for one in d.decodes[0].received)
+
+    run(test)
+
+
+def batch(*questions: str, **more: Any) -> dict[str, Any]:
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    return {"model": "tiny", "messages": chats, "max_tokens": 4, **more}
+
+
+def test_each_chat_of_a_batch_has_a_prefill_leg() -> None:
+    async def test() -> None:
+        async with deployed(2, 2) as d:
+            questions = [f"Question {index}" for index in range(70)]
+            url = f"{d.url}/v1/chat/completions/batch"
+            async with d.http.post(url, json=batch(*questions)) as response:
+                assert response.status == 200
+                answer = await response.json()
+                assert answer["id"] == f"chatcmpl-{response.headers['x-request-id']}"
+            assert [choice["index"] for choice in answer["choices"]] == list(range(70))
+            alone = []
+            for question in questions[:3]:
+                chat = [{"role": "user", "content": question}]
+                _, _, body = await d.post("/v1/chat/completions", messages=chat)
+                alone.append(json.loads(body)["choices"][0]["message"])
+            assert [choice["message"] for choice in answer["choices"][:3]] == alone
+            assert answer["usage"]["completion_tokens"] == 4 * 70
+            decoded = [one for engine in d.decodes for one in engine.received][:70]
+            assert all(one.params["do_remote_prefill"] for one in decoded)
+            assert len({one.headers["x-request-id"] for one in decoded}) == 70
+            assert min(len(engine.received) for engine in d.decodes) >= 35
+
+    run(test)
+
+
+def test_chat_that_fails_fails_its_batch() -> None:
+    async def test() -> None:
+        async with deployed(config=replace(FAST, order="prefill-first")) as d:
+            d.decodes[0].script("ok, status(422)")
+            url = f"{d.url}/v1/chat/completions/batch"
+            async with d.http.post(url, json=batch("One", "Two", "Three")) as response:
+                assert response.status == 422
+                assert (await response.json())["error"]["message"] == "scripted"
+            d.decodes[0].script("ok, bad_json")
+            async with d.http.post(url, json=batch("One", "Two")) as response:
+                assert response.status == 502
+            assert d.count("requests_total", outcome="client_error") == 1
+            assert d.count("requests_total", outcome="failed") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("odd", [{"n": 2}, {"stream": True}, {"messages": []}, {"messages": 0}])
+def test_batch_that_only_an_engine_can_judge_goes_to_one(odd: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            body = batch("One", "Two") | odd | {"kv_transfer_params": {"remote_host": "evil"}}
+            async with d.http.post(f"{d.url}/v1/chat/completions/batch", json=body) as response:
+                assert response.status == (400 if "messages" in odd else 200)
+            assert b"evil" not in d.decodes[0].received[0].body
+
+    run(test)

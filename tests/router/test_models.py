@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two models behind one router: a request reaches an engine of its model, on every path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.router.harness import Deployment, deployed, run, until
+
+PASSED = ("/v1/embeddings", "/v1/messages/count_tokens", "/v1/what/ever")
+
+
+async def two_models(d: Deployment) -> None:
+    """``d1`` serves another one, with an adapter; ``d0`` and all others ``tiny``."""
+    d.decodes[1].models = ("large", "large-adapter")
+    instance = next(i for i in d.router.registry if i.spec.url == d.decodes[1].url)
+    await until(lambda: "large" in instance.models, "models read again")
+
+
+def served(d: Deployment) -> list[int]:
+    return [len(engine.received) for engine in d.decodes]
+
+
+@pytest.mark.parametrize("path", PASSED)
+@pytest.mark.parametrize(
+    ("model", "index"), [("tiny", 0), ("large", 1), ("large-adapter", 1)], ids=str
+)
+def test_json_goes_to_its_model(path: str, model: str, index: int) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            await two_models(d)
+            for _ in range(4):
+                async with d.http.post(d.url + path, json={"model": model}) as response:
+                    assert response.status == 200
+            assert served(d)[index] == 4
+
+    run(test)
+
+
+@pytest.mark.parametrize("quoted", [True, False])
+def test_form_goes_to_its_model(quoted: bool) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            await two_models(d)
+            for _ in range(4):
+                form = aiohttp.FormData(quote_fields=quoted, default_to_multipart=True)
+                form.add_field("file", b'\r\n--x\r\nname="model"\r\n\r\ntiny', filename="a.wav")
+                form.add_field("model", "large")
+                url = f"{d.url}/v1/audio/transcriptions"
+                async with d.http.post(url, data=form) as response:
+                    assert response.status == 200
+            assert served(d) == [0, 4]
+            assert b'filename="a.wav"' in d.decodes[1].received[0].body
+
+    run(test)
+
+
+def test_form_chooses_no_peer() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            for xargs, status in (
+                ({"kv_transfer_params": {"remote_host": "evil"}}, 400),
+                ({"other": 1}, 200),
+            ):
+                form = aiohttp.FormData(default_to_multipart=True)
+                form.add_field("vllm_xargs", json.dumps(xargs))
+                url = f"{d.url}/v1/audio/transcriptions"
+                async with d.http.post(url, data=form) as response:
+                    assert response.status == status, await response.text()
+            assert len(d.decodes[0].received) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", *PASSED])
+def test_request_without_a_model_needs_one_that_all_serve(path: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            body: dict[str, Any] = {"prompt": "x", "input": "x"}
+            async with d.http.post(d.url + path, json=body) as response:
+                assert response.status == 200
+            await two_models(d)
+            for model in ({}, {"model": None}, {"model": ""}):
+                async with d.http.post(d.url + path, json=body | model) as response:
+                    assert response.status == 400
+                    error = (await response.json())["error"]
+                assert error["param"] == "model"
+                assert "large, large-adapter, tiny" in error["message"]
+
+    run(test)
+
+
+def test_model_that_nobody_serves_is_404_and_no_engines_fault() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            await two_models(d)
+            for _ in range(4):
+                status, _, body = await d.post("/v1/responses", input="x", model="none")
+                assert status == 404
+                assert "`none` does not exist" in json.loads(body)["error"]["message"]
+            assert all(i.is_available for i in d.router.registry)
+
+    run(test)

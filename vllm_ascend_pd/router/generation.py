@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that go over a prefill and a decode engine, one prompt each or a batch of chats."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.apis import BATCH, CHAT
+from vllm_ascend_pd.router.bodies import Body, parse, split_batch
+from vllm_ascend_pd.router.models import check_model
+from vllm_ascend_pd.router.policies.base import Routed
+from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
+from vllm_ascend_pd.router.relay import Job
+from vllm_ascend_pd.router.requests import REQUEST_ID, read_body, session_of
+from vllm_ascend_pd.router.selection import Unavailable
+from vllm_ascend_pd.router.trace import Trace
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.router.passthrough import Passthrough
+    from vllm_ascend_pd.router.relay import Relay
+    from vllm_ascend_pd.router.selection import Selector
+    from vllm_ascend_pd.router.tokens import PromptLengths
+    from vllm_ascend_pd.router.tracing import LegHeaders
+
+BATCH_AT_ONCE = 64
+"""Chats of one batch that are in progress at a time."""
+_OF_ONE_CHAT = ("kv_transfer_params", "prompt_logprobs", "prompt_text", "prompt_token_ids")
+
+
+class Generation:
+    """Event loop thread."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        selector: Selector,
+        passthrough: Passthrough,
+        lengths: PromptLengths,
+        body_timeout_s: float,
+    ) -> None:
+        self._relay = relay
+        self._selector = selector
+        self._passthrough = passthrough
+        self._lengths = lengths
+        self._body_timeout_s = body_timeout_s
+        self._tokenizer = Tokenizer()
+
+    async def serve(
+        self, request: web.Request, trace: Trace, headers: LegHeaders
+    ) -> web.StreamResponse:
+        raw = await read_body(request, self._body_timeout_s)
+        headers.append((b"content-type", b"application/json"))
+        if request.path != BATCH:
+            return await self._one(request, trace, headers, parse(request.path, raw))
+        chats = split_batch(raw)
+        if chats is None:
+            return await self._passthrough.send(request, trace, headers, raw)
+        return await self._batch(request, trace, headers, [parse(CHAT, chat) for chat in chats])
+
+    async def _one(
+        self, request: web.Request, trace: Trace, headers: LegHeaders, body: Body
+    ) -> web.StreamResponse:
+        check_model(body.model, self._selector.decodes)
+        routed = Routed(
+            self._lengths.estimate(body.model, body.prompt),
+            body.num_max_tokens,
+            session_of(request),
+            previous_response=body.previous_response,
+        )
+        if self._selector.policy.needs_token_ids:
+            await self._find_token_ids(body, routed, headers)
+        return await self._relay.serve(Job(request, body, headers, routed, trace))
+
+    async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
+        routed.is_salted = "cache_salt" in body.fields
+        instance = self._selector.decode(Routed(0, 0), body.model, ())
+        if body.decode_only is None and not isinstance(instance, Unavailable):
+            routed.token_ids = await self._tokenizer.token_ids(body, instance, headers)
+            if routed.token_ids is not None:
+                routed.num_prompt_tokens = len(routed.token_ids)
+
+    async def _batch(
+        self, request: web.Request, trace: Trace, headers: LegHeaders, chats: list[Body]
+    ) -> web.StreamResponse:
+        """Each chat goes its own way; the first that fails is the answer to all."""
+        turns = asyncio.Semaphore(BATCH_AT_ONCE)
+        others = [(name, value) for name, value in headers if name != REQUEST_ID]
+        traces = [Trace(f"{trace.request_id}-{index}") for index in range(len(chats))]
+
+        async def answer(body: Body, own: Trace) -> web.Response:
+            async with turns:
+                identifier = (REQUEST_ID, own.request_id.encode())
+                response = await self._one(request, own, [*others, identifier], body)
+                assert isinstance(response, web.Response)
+                return response
+
+        tasks = [asyncio.ensure_future(answer(*one)) for one in zip(chats, traces, strict=True)]
+        try:
+            for answered in asyncio.as_completed(tasks):
+                response = await answered
+                if response.status != 200:
+                    break
+            else:
+                response = _merge([task.result() for task in tasks], trace)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        response.headers["x-request-id"] = trace.request_id
+        _fold(traces, trace, response.status)
+        return response
+
+
+def _merge(answers: list[web.Response], trace: Trace) -> web.Response:
+    """One answer with a choice for each chat, as vLLM writes it."""
+    try:
+        chats = [msgspec.json.decode(answer.body, type=dict[str, Any]) for answer in answers]  # type: ignore[arg-type]
+        merged = chats[0] | {"id": f"chatcmpl-{trace.request_id}"}
+        merged |= {name: None for name in _OF_ONE_CHAT if name in merged}
+        merged["choices"] = [{**chat["choices"][0], "index": i} for i, chat in enumerate(chats)]
+        merged["usage"] = {
+            name: sum(chat["usage"][name] for chat in chats)
+            for name in ("prompt_tokens", "total_tokens", "completion_tokens")
+        }
+    except (msgspec.MsgspecError, LookupError, TypeError) as e:
+        return error_response(502, "protocol", f"an engine's answer is not understood: {e!r}")
+    body = msgspec.json.encode(merged)
+    return web.Response(body=body, content_type="application/json")
+
+
+def _fold(traces: list[Trace], trace: Trace, status: int) -> None:
+    """The story of a batch is that of its chats."""
+    for name in ("order", "prefill", "decode"):
+        told = dict.fromkeys(getattr(one, name) for one in traces)
+        setattr(trace, name, ",".join(filter(None, told)))
+    trace.status = status
+    trace.num_attempts = sum(one.num_attempts for one in traces)
+    trace.error = next((one.error for one in traces if one.error), "")
+    ended = {one.outcome for one in traces if one.status == status} or {"failed"}
+    trace.outcome = ended.pop()

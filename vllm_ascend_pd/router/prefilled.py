@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill leg answers, and what any answer tells of its prompt."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from vllm_ascend_pd.registration import KVEndpoint
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+
+_NONE = msgspec.Raw(b"null")
+
+
+class _PrefillChoice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _PromptTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _PromptTokens | None = None
+    input_tokens: int = 0
+    input_tokens_details: _PromptTokens | None = None
+    cache_read_input_tokens: int | None = None
+    """Of Anthropic's API, beside ``input_tokens``."""
+
+    def num_tokens(self) -> tuple[int, int | None]:
+        """Of the prompt, and of them those that the engine had, if it says."""
+        details = self.prompt_tokens_details or self.input_tokens_details
+        cached = details.cached_tokens if details else self.cache_read_input_tokens
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens, cached
+        return self.input_tokens + (self.cache_read_input_tokens or 0), cached
+
+
+class _PrefillAnswer(msgspec.Struct):
+    """Of any of ``APIS``."""
+
+    kv_transfer_params: msgspec.Raw = _NONE
+    usage: _Usage | None = None
+    choices: list[_PrefillChoice] = []
+    status: str | None = None
+    stop_reason: str | None = None
+
+    @property
+    def has_stopped(self) -> bool:
+        """At its first token, and not because that was the last one asked for."""
+        if self.choices:
+            return self.choices[0].finish_reason == "stop"
+        return self.status == "completed" or self.stop_reason in ("end_turn", "stop_sequence")
+
+
+class _Learned(msgspec.Struct):
+    remote_engine_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    supports_concurrent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prefill leg's answer. ``params`` is ``None`` if the engine ended the request at its first
+    token and kept nothing, as vLLM's own connectors do."""
+
+    params: msgspec.Raw | None
+    kv: KVEndpoint | None
+    """Where this producer can be reached in concurrent order, if it can."""
+    num_prompt_tokens: int
+    """0 if the engine did not say."""
+    num_cached_tokens: int | None = None
+    """Of them, those that the engine had already; ``None`` if it did not say."""
+
+
+_prefill_decoder: msgspec.json.Decoder[_PrefillAnswer] = msgspec.json.Decoder(_PrefillAnswer)
+_learned_decoder: msgspec.json.Decoder[_Learned] = msgspec.json.Decoder(_Learned)
+
+
+def parse_prefill_answer(raw: bytes) -> Prefilled | Failure:
+    """What a producer answered to ``for_prefill``."""
+    try:
+        answer = _prefill_decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        return Failure(FailureKind.PROTOCOL, f"the prefill answer is not understood: {e}")
+    params = answer.kv_transfer_params
+    num_tokens, num_cached = (answer.usage or _Usage()).num_tokens()
+    if bytes(params) in (b"null", b"{}"):
+        if answer.has_stopped:
+            return Prefilled(None, None, num_tokens, num_cached)
+        return Failure(
+            FailureKind.NO_PARAMS,
+            "the prefill engine returned no kv_transfer_params: is its --kv-transfer-config set,"
+            " with kv_role kv_producer or kv_both?",
+        )
+    try:
+        learned = _learned_decoder.decode(params)
+    except msgspec.MsgspecError as e:
+        return Failure(FailureKind.PROTOCOL, f"kv_transfer_params is not understood: {e}")
+    return Prefilled(params, _kv_endpoint(learned), num_tokens, num_cached)
+
+
+def _kv_endpoint(learned: _Learned) -> KVEndpoint | None:
+    if not (learned.supports_concurrent and learned.remote_engine_id and learned.remote_host):
+        return None
+    if learned.remote_port is None:
+        return None
+    return KVEndpoint(
+        engine_id=learned.remote_engine_id,
+        host=learned.remote_host,
+        port=learned.remote_port,
+        supports_concurrent=True,
+    )
+
+
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
+_PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,12})')
+
+
+def find_prompt_usage(data: bytes) -> tuple[int, int] | None:
+    """Tokens of the prompt, and of them those that the engine had already, in an answer or an
+    event; ``None`` if it does not say. Within a JSON string these names would be escaped."""
+    cached, prompt = _CACHED.search(data), _PROMPT.search(data)
+    return (int(prompt[1]), int(cached[1])) if cached and prompt else None

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scripted engine answers: tokens that follow from the prompt, in each API's own form."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vllm_ascend_pd.testing.scripted_engine import Received, ScriptedEngine
+
+MAX_SAMPLES = 64
+
+
+class NotFound(Exception):
+    """An unknown model, or a response that is not stored; answered with 404."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A good answer to one request, whole or as a stream."""
+
+    form: Form
+    request: dict[str, Any]
+    model: str
+    tokens: list[str]
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    params: dict[str, Any] | None
+
+    @classmethod
+    def make(cls, engine: ScriptedEngine, request: Received) -> Answer:
+        """``ValueError`` and the like for what an engine answers with 400."""
+        body, form = request.json, FORMS[request.path]
+        form.check(body)
+        model = body.get("model") or engine.models[0]
+        if model not in engine.models:
+            raise NotFound(f"The model `{model}` does not exist.")
+        previous = body.get("previous_response_id")
+        if previous is not None and previous not in engine.stored:
+            raise NotFound(f"Response with id '{previous}' not found.")
+        prompt = json.dumps(body.get(form.prompt))
+        num_tokens = int(next(filter(None, [*(body.get(name) for name in form.limits), 16])))
+        if num_tokens > engine.max_tokens:
+            raise ValueError(f"{num_tokens} tokens")
+        ids = body.get("prompt")
+        if not (isinstance(ids, list) and all(isinstance(one, int) for one in ids)):
+            ids = range(len(prompt) // 4)
+        return cls(
+            form,
+            body,
+            model,
+            [_token(prompt, index) for index in range(num_tokens)],
+            max(1, len(ids)),
+            engine.num_cached_tokens,
+            _params(engine, request),
+        )
+
+    @property
+    def streamed(self) -> bool:
+        return self.request.get("stream") is True
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.request.get("n") or 1)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.tokens)
+
+    @property
+    def response_id(self) -> str:
+        return str(self.request.get("request_id") or "resp_scripted")
+
+    def usage(self) -> dict[str, Any]:
+        """As completions and chats tell it."""
+        num_tokens = self.num_samples * len(self.tokens)
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": self.num_prompt_tokens + num_tokens,
+        }
+        if self.num_cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
+        return usage
+
+    async def send(self, writer: asyncio.StreamWriter, token_s: float, fault: str) -> None:
+        await asyncio.sleep(token_s * len(self.tokens))
+        body = self.form.whole(self, fault == "stopped")
+        if fault not in ("no_params", "stopped"):
+            body["kv_transfer_params"] = self.params
+        message = json_answer(200, body)
+        if fault == "truncate":
+            writer.write(message[: len(message) - 20])
+        elif fault == "slow_body":
+            for at in range(len(message)):
+                writer.write(message[at : at + 1])
+                await asyncio.sleep(0)
+        else:
+            writer.write(message)
+
+    async def stream(
+        self, writer: asyncio.StreamWriter, token_s: float, fault: str, number: int
+    ) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+        writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
+        for at, event in enumerate(self.events()):
+            if fault in ("break", "truncate") and at == number:
+                writer.write(_chunk(event[: len(event) // 2]))
+                return
+            if fault == "stall" and at == number:
+                await asyncio.Event().wait()
+            if token_s:
+                await asyncio.sleep(token_s)
+            pieces = (
+                [event[i : i + 1] for i in range(len(event))] if fault == "slow_body" else [event]
+            )
+            for piece in pieces:
+                writer.write(_chunk(piece))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    def events(self) -> Iterable[bytes]:
+        return self.form.events(self)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one API names and writes things."""
+
+    prompt: str
+    limits: tuple[str, ...]
+    check: Callable[[dict[str, Any]], None]
+    whole: Callable[[Answer, bool], dict[str, Any]]
+    events: Callable[[Answer], Iterable[bytes]]
+
+
+def _params(engine: ScriptedEngine, request: Received) -> dict[str, Any] | None:
+    if not request.params.get("do_remote_decode"):
+        return None
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine.name,
+        "remote_host": "127.0.0.1",
+        "remote_port": 14579,
+        "remote_block_ids": [0, 1],
+        "transfer_id": request.params.get("transfer_id") or f"t{len(engine.received)}",
+    }
+    return params | {"supports_concurrent": True} if engine.supports_concurrent else params
+
+
+# Completions and chats.
+
+
+def _openai(is_chat: bool) -> Form:
+    kind = "chat.completion" if is_chat else "text_completion"
+
+    def base(answer: Answer, kind: str) -> dict[str, Any]:
+        return {"id": "scripted", "object": kind, "created": 1, "model": answer.model}
+
+    def whole(answer: Answer, has_stopped: bool) -> dict[str, Any]:
+        reason = "stop" if has_stopped else "length"
+        message = {"message": {"role": "assistant", "content": answer.text}}
+        said = message if is_chat else {"text": answer.text}
+        choice = {"finish_reason": reason, "logprobs": None, **said}
+        choices = [{"index": index, **choice} for index in range(answer.num_samples)]
+        return {**base(answer, kind), "choices": choices, "usage": answer.usage()}
+
+    def events(answer: Answer) -> Iterable[bytes]:
+        first = base(answer, kind + ".chunk" if is_chat else kind)
+        for token in answer.tokens:
+            for sample in range(answer.num_samples):
+                choice: dict[str, Any] = {"index": sample, "finish_reason": None}
+                choice |= {"delta": {"content": token}} if is_chat else {"text": token}
+                yield _event({**first, "choices": [choice]})
+        if (answer.request.get("stream_options") or {}).get("include_usage"):
+            yield _event({**first, "choices": [], "usage": answer.usage()})
+        yield b"data: [DONE]\n\n"
+
+    def check(body: dict[str, Any]) -> None:
+        if is_chat:
+            _check_messages(body)
+        elif not _is_prompt(body.get("prompt")):
+            raise ValueError("prompt")
+        _check_fields(body, limits)
+
+    limits = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+    return Form("messages" if is_chat else "prompt", limits, check, whole, events)
+
+
+# Responses.
+
+
+def _response(answer: Answer, has_stopped: bool) -> dict[str, Any]:
+    text = {"type": "output_text", "text": answer.text, "annotations": []}
+    message = {"type": "message", "id": "msg_scripted", "role": "assistant", "content": [text]}
+    return {
+        "id": answer.response_id,
+        "object": "response",
+        "created_at": 1,
+        "model": answer.model,
+        "output": [message],
+        "status": "completed" if has_stopped else "incomplete",
+        "usage": {
+            "input_tokens": answer.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.num_cached_tokens or 0},
+            "output_tokens": len(answer.tokens),
+            "total_tokens": answer.num_prompt_tokens + len(answer.tokens),
+        },
+    }
+
+
+def _response_events(answer: Answer) -> Iterable[bytes]:
+    response = {"id": answer.response_id, "object": "response", "model": answer.model}
+    for kind in ("response.created", "response.in_progress"):
+        yield _named_event({"type": kind, "response": response})
+    for token in answer.tokens:
+        yield _named_event({"type": "response.output_text.delta", "delta": token})
+    yield _named_event({"type": "response.completed", "response": _response(answer, False)})
+
+
+def _check_response(body: dict[str, Any]) -> None:
+    given = body.get("input")
+    if not isinstance(given, str) and not _are_objects(given):
+        raise ValueError("input")
+    for name in ("background", "store"):
+        if not isinstance(body.get(name), bool | None):
+            raise ValueError(name)
+    _check_fields(body, ("max_output_tokens",))
+
+
+# Messages.
+
+
+def _message(answer: Answer, has_stopped: bool) -> dict[str, Any]:
+    cached = answer.num_cached_tokens or 0
+    usage = {
+        "input_tokens": answer.num_prompt_tokens - cached,
+        "output_tokens": len(answer.tokens),
+        "cache_read_input_tokens": cached,
+    }
+    return {
+        "id": "msg_scripted",
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "text", "text": answer.text}],
+        "model": answer.model,
+        "stop_reason": "end_turn" if has_stopped else "max_tokens",
+        "usage": usage,
+    }
+
+
+def _message_events(answer: Answer) -> Iterable[bytes]:
+    message = _message(answer, False)
+    start = {**message, "content": [], "stop_reason": None}
+    yield _named_event({"type": "message_start", "message": start})
+    block = {"type": "text", "text": ""}
+    yield _named_event({"type": "content_block_start", "index": 0, "content_block": block})
+    for token in answer.tokens:
+        delta = {"type": "text_delta", "text": token}
+        yield _named_event({"type": "content_block_delta", "index": 0, "delta": delta})
+    yield _named_event({"type": "content_block_stop", "index": 0})
+    delta = {"stop_reason": "max_tokens"}
+    yield _named_event({"type": "message_delta", "delta": delta, "usage": message["usage"]})
+    yield _named_event({"type": "message_stop"})
+
+
+def _check_message(body: dict[str, Any]) -> None:
+    _check_messages(body)
+    _check_fields(body, ("max_tokens",))
+    if not body.get("max_tokens"):
+        raise ValueError("max_tokens")
+
+
+FORMS = {
+    "/v1/completions": _openai(False),
+    "/v1/chat/completions": _openai(True),
+    "/v1/responses": Form(
+        "input", ("max_output_tokens",), _check_response, _response, _response_events
+    ),
+    "/v1/messages": Form("messages", ("max_tokens",), _check_message, _message, _message_events),
+}
+
+
+def _check_messages(body: dict[str, Any]) -> None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages")
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise ValueError("role")
+
+
+def _check_fields(body: dict[str, Any], limits: tuple[str, ...]) -> None:
+    for name, kind in (("model", str), ("stream", bool)):
+        if not isinstance(body.get(name), kind | None):
+            raise ValueError(name)
+    options = {} if body.get("stream_options") is None else body["stream_options"]
+    if not isinstance(options, dict) or not isinstance(options.get("include_usage"), bool | None):
+        raise ValueError("stream_options")
+    if (body.get("n") or 1) > MAX_SAMPLES:
+        raise ValueError("n")
+    for name in ("n", *limits):
+        number = body.get(name)
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(name)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Text, token ids, or several of one of them."""
+    if isinstance(prompt, str):
+        return bool(prompt)
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    if isinstance(prompt[0], list):
+        return all(isinstance(one, list) and _is_ids(one) for one in prompt)
+    return _is_ids(prompt) or all(isinstance(one, str) and one for one in prompt)
+
+
+def _is_ids(prompt: list[Any]) -> bool:
+    return bool(prompt) and all(type(one) is int and one >= 0 for one in prompt)
+
+
+def _token(prompt: str, index: int) -> str:
+    return " " + hashlib.sha256(f"{prompt}{index}".encode()).hexdigest()[:4]
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def _named_event(value: dict[str, Any]) -> bytes:
+    return b"event: %s\n" % value["type"].encode() + _event(value)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def whole_answer(status: int, body: bytes, content_type: bytes = b"text/plain") -> bytes:
+    return (
+        b"HTTP/1.1 %d Scripted\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n"
+        % (status, content_type, len(body))
+        + body
+    )
+
+
+def json_answer(status: int, value: Any) -> bytes:
+    return whole_answer(status, json.dumps(value).encode(), b"application/json")
+
+
+def error(status: int, message: str) -> bytes:
+    body = {"message": message, "type": "Scripted", "param": None, "code": status}
+    return json_answer(status, {"error": body})
