@@ -43,7 +43,7 @@ IMPORTS = (
     "vllm_ascend_pd.engine.scheduler.side",
     "vllm_ascend_pd.engine.worker.side",
 )
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Launcher:
                 engine.kill()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(60)
         assert self._process.stdout is not None
         self._process.stdout.close()
 

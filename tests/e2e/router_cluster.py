@@ -124,7 +124,7 @@ def routing(folder: Path, instances: list[dict[str, Any]], *options: str) -> Ite
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             try:
                 if requests.get(f"{url}/health", timeout=5).status_code == 200:

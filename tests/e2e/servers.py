@@ -14,7 +14,7 @@ from pathlib import Path
 
 import requests
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 600
 
 
 def free_port() -> int:
@@ -69,10 +69,10 @@ class Server:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
             try:
-                self._process.wait(20)
+                self._process.wait(60)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait(20)
+                self._process.wait(60)
 
 
 def vllm_serve(name: str, model: Path, log: Path, transfer_config: str | None) -> Server:

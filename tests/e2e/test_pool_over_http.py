@@ -79,7 +79,7 @@ class Listener(threading.Thread):
         self.wait_for(lambda: self.media(tokens) == set(media))
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not is_so():
             assert time.monotonic() < deadline, self.events[-20:]
             time.sleep(0.05)

@@ -321,7 +321,7 @@ def test_prefix_aware_skips_prefill_when_decode_holds_the_prompt(cluster: Cluste
         prompt = "Prefix aware. " + LONG
         num_before = num_decode_blocks()
         first = texts(cluster.complete(url, prompt))
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while num_decode_blocks() == num_before and time.monotonic() < end:
             time.sleep(0.1)
         assert {i["prefix_index"] for i in state()["instances"]} <= {"exact", "fallback"}
@@ -347,7 +347,7 @@ def test_killed_engine_under_32_requests(cluster: Cluster, victim: str) -> None:
     assert victim not in cluster.healthy()
     cluster.engines[victim].start()
     cluster.engines[victim].wait_ready()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while victim not in cluster.healthy() and time.monotonic() < end:
         time.sleep(0.2)
     assert cluster.healthy() == set(cluster.engines)

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 BLOCK_SIZE = 32
-START_TIMEOUT_S = 120.0
-CALL_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 400.0
+CALL_TIMEOUT_S = 120.0
 MAX_SHARED = 14
 """Engines that are kept for later tests; each takes half a gigabyte. No test uses so many."""
 
@@ -227,7 +227,7 @@ class Engine:
         return self._call("step")
 
     def step_until(
-        self, request_id: str, key: str, *values: Any, timeout: float = 20.0
+        self, request_id: str, key: str, *values: Any, timeout: float = 60.0
     ) -> dict[str, Any]:
         """Step until the request's ``key`` (see ``requests``) has one of the values."""
         return self._call(
@@ -239,15 +239,15 @@ class Engine:
             timeout=timeout,
         )
 
-    def run(self, timeout: float = 60.0) -> dict[str, Answer]:
+    def run(self, timeout: float = 180.0) -> dict[str, Answer]:
         """Step as the engine's own loop does, until it is idle; what ended since the last run."""
         self.start_run(timeout)
         return self.join_run(timeout)
 
-    def start_run(self, timeout: float = 60.0) -> None:
+    def start_run(self, timeout: float = 180.0) -> None:
         self._send("run", {"timeout": timeout})
 
-    def join_run(self, timeout: float = 60.0) -> dict[str, Answer]:
+    def join_run(self, timeout: float = 180.0) -> dict[str, Answer]:
         answers = self._receive("run", timeout + CALL_TIMEOUT_S)
         return {request_id: _make_answer(raw) for request_id, raw in answers.items()}
 
@@ -267,7 +267,7 @@ class Engine:
     def requests(self) -> dict[str, dict[str, Any]]:
         return self._call("requests")
 
-    def wait_for(self, request_id: str, key: str, *values: Any, timeout: float = 10.0) -> None:
+    def wait_for(self, request_id: str, key: str, *values: Any, timeout: float = 60.0) -> None:
         """Until the request's ``key`` has one of the values, without any step."""
         deadline = time.monotonic() + timeout
         while (found := self.requests()[request_id][key]) not in values:
@@ -289,7 +289,7 @@ class Engine:
     def counts(self) -> dict[str, int]:
         return self._call("counts")
 
-    def wait_count(self, name: str, value: int, timeout: float = 10.0) -> None:
+    def wait_count(self, name: str, value: int, timeout: float = 60.0) -> None:
         """Until this count has the value, without any step."""
         deadline = time.monotonic() + timeout
         while (found := self.counts()[name]) != value:
@@ -333,7 +333,7 @@ class Engine:
         """To the engine and to its worker; returns when they have stopped, if that is asked."""
         os.killpg(self.process_id, number)
         if number == signal.SIGSTOP:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while not all(state in "TZ" for state in _states_of_group(self.process_id)):
                 assert time.monotonic() < deadline, f"{self.name} does not stop"
                 time.sleep(0.005)
@@ -347,7 +347,7 @@ class Engine:
         lines = self._log_path.read_text(errors="replace").splitlines()
         return "\n".join(line[:200] for line in lines if "INFO " not in line)[-_LOG_LENGTH:]
 
-    def wait_log(self, text: str, timeout: float = 10.0) -> None:
+    def wait_log(self, text: str, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while text not in self._log_path.read_text(errors="replace"):
             assert time.monotonic() < deadline, f"{self.name} did not log {text!r}\n{self.log()}"
@@ -430,10 +430,10 @@ class Fleet:
         self.retire(*self._engines)
         self._connection.close()
         try:
-            self._zygote.wait(20)
+            self._zygote.wait(60)
         except subprocess.TimeoutExpired:
             self._zygote.kill()
-            self._zygote.wait(10)
+            self._zygote.wait(60)
         self._sockets.cleanup()
 
     def engine(self, config: EngineConfig) -> Engine:
@@ -502,7 +502,7 @@ class Fleet:
         engine.alive = False
         maps = Path(f"/proc/{engine.process_id}/maps").read_text().splitlines()
         engine.signal(signal.SIGKILL)
-        assert self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0)
+        assert self._ask_zygote("reap", process_id=engine.process_id, timeout=60.0)
         # What the engine would have removed itself.
         for path in {line.split()[-1] for line in maps if "/dev/shm/psm_" in line}:
             Path(path).unlink(missing_ok=True)
@@ -514,7 +514,7 @@ class Fleet:
             engine.alive = False
             engine.stop()
         for engine in alive:
-            if not self._ask_zygote("reap", process_id=engine.process_id, timeout=10.0):
+            if not self._ask_zygote("reap", process_id=engine.process_id, timeout=60.0):
                 self.kill(engine)
 
     def _listen(self) -> Listener:
@@ -566,7 +566,7 @@ _COMPARED = (
 )
 
 
-def assert_no_leak(engine: Engine, before: dict[str, int], timeout: float = 10.0) -> None:
+def assert_no_leak(engine: Engine, before: dict[str, int], timeout: float = 60.0) -> None:
     """All counts are as they were ``before`` (staging slots in quarantine are not busy).
 
     A producer's worker gives up its grants in the next step, so an idle one gets a step to do it.

@@ -12,7 +12,7 @@ POOL = {"dram_size": "64MiB", "lookup_timeout_ms": 2000, "load": "all"}
 """Its own master and segment. Patient and always loading, because the machine may be busy."""
 
 
-def settle(engine: Engine, timeout: float = 10.0) -> None:
+def settle(engine: Engine, timeout: float = 60.0) -> None:
     """Until everything that this engine stores is stored."""
     deadline = time.monotonic() + timeout
     while engine.counts()["pool_saves"]:

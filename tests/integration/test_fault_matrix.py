@@ -111,6 +111,6 @@ def test_consumer_is_lost(
             if name in answers:
                 assert answers[name].token_ids == single(prompt, NUM_OUTPUT).token_ids, name
     engines.kill(consumer)
-    assert_no_leak(producer, before, timeout=20)
+    assert_no_leak(producer, before, timeout=60)
     prompt = make_prompt(100, f"afterwards {number} {moment}")
     assert producer.ask(prompt, 4).token_ids == single(prompt, 4).token_ids

@@ -58,7 +58,7 @@ def engine(scripted: Callable[..., Engine]) -> Engine:
     return engine
 
 
-def wait_breakers(engine: Engine, state: str, timeout: float = 15.0) -> None:
+def wait_breakers(engine: Engine, state: str, timeout: float = 60.0) -> None:
     """Until both have it; a bypassed pool is tried when the engine steps."""
     deadline = time.monotonic() + timeout
     while set(engine.pool_breakers().values()) != {state}:
@@ -70,7 +70,7 @@ def wait_breakers(engine: Engine, state: str, timeout: float = 15.0) -> None:
 
 def wait_until_used(engine: Engine, prompt: list[int], token_ids: list[int]) -> None:
     """The client finds a new master by itself, a second or two after its breakers are closed."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         store(engine, prompt)
         answer = engine.ask(prompt, 8, ASK)
@@ -236,7 +236,7 @@ def test_engine_starts_and_serves_without_its_master(
     for _ in range(2):
         assert engine.ask(prompt).token_ids == single(prompt).token_ids
     settle(engine)
-    engine.wait_log("the pool's master at", timeout=20)
+    engine.wait_log("the pool's master at", timeout=60)
 
 
 def test_killed_master_costs_no_token_and_is_started_again(
@@ -271,7 +271,7 @@ class JoinedMaster:
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while True:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/health"):
@@ -399,7 +399,7 @@ def test_harmed_file_is_found(
 def begin_load(engine: Engine, prompt: list[int]) -> None:
     """Add the request ``loading`` and step until its load is under way."""
     engine.add("loading", prompt, 8, ASK)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not engine.counts()["loads"]:
         assert time.monotonic() < deadline, engine.requests()
         engine.step()

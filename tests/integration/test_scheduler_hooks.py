@@ -60,7 +60,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 NUM_LAYERS = 2
 WRONG_TOKEN = 7
-POLL_LIMIT_S = 10.0
+POLL_LIMIT_S = 60.0
 PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 1), TicketKey())
 
 init_none_hash(sha256)

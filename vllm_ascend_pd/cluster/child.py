@@ -53,7 +53,7 @@ class Patience:
 
     startup_s: float = 1800.0
     """For one child to be up; then it counts as crashed."""
-    stop_s: float = 20.0
+    stop_s: float = 60.0
     """From SIGTERM to SIGKILL, of a child that is up."""
     early_stop_s: float = 3.0
     """The same before it is up: it has nothing to finish, and vLLM may not listen then."""

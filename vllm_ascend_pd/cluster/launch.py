@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ROUTER_PATIENCE_S = 60.0
+_ROUTER_PATIENCE_S = 180.0
 
 
 def find_programs() -> Programs:
@@ -177,7 +177,7 @@ async def _obey(path: Path, plan: Plan, supervisor: Supervisor, token_file: Path
     token = token_file.read_text().strip() if token_file else None
     engines = {c.name for c in plan.commands if c.role in ("prefill", "decode")}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
         restart = RollingRestart(supervisor, plan.router_url, session, token)
         control = Control(path, children, restart)
         try:
@@ -194,7 +194,7 @@ async def _report_missing(plan: Plan, display: Display) -> None:
     roles = ("prefill", "decode")
     missing = {command.url: command.name for command in plan.commands if command.role in roles}
     end = time.monotonic() + _ROUTER_PATIENCE_S
-    timeout = aiohttp.ClientTimeout(total=3)
+    timeout = aiohttp.ClientTimeout(total=30)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while missing and time.monotonic() < end:
             with contextlib.suppress(

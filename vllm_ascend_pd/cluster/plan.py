@@ -27,9 +27,10 @@ FIRST_PORT = 8100
 """With several hosts, ports are counted from here, so that every host works out the same ones."""
 FIRST_KV_PORT = 14600
 MASTER_PORTS = (14500, 14501)
-DRAIN_S = 10
-"""An engine that is told to end finishes its requests so long. vLLM's own default is to kill the
-engine core at once, and then it takes no leave of the router."""
+DRAIN_S = 30
+"""An engine that is told to end finishes its requests, and ends, so long. vLLM's own default is to
+kill the engine core at once, and then it takes no leave of the router."""
+_WORKER_STOP = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 _CACHED = "--enable-prompt-tokens-details"
 """Answers say how much of the prompt was cached: the router compares that with its estimate."""
@@ -200,7 +201,7 @@ def _engine_command(
         "--kv-transfer-config",
         json.dumps(_transfer_config(engine, topology, shared)),
     ]
-    env = {"VLLM_HOST_IP": engine.address, **engine.env}
+    env = {"VLLM_HOST_IP": engine.address, _WORKER_STOP: str(DRAIN_S), **engine.env}
     if engine.devices:
         env[_VISIBLE_DEVICES[device]] = ",".join(map(str, engine.devices))
     pinned = ["taskset", "-c", ",".join(map(str, engine.cores))] if engine.cores else []

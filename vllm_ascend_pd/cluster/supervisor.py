@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
+_ANSWER_S = 30.0
+"""For one probe of a child: on a busy host an answer takes its time, and is one nevertheless."""
 
 
 class Supervisor:
@@ -76,7 +78,7 @@ class Supervisor:
         now = time.monotonic()
         for child in self.children:
             child.since = now
-        timeout = aiohttp.ClientTimeout(total=3)
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             await self._guard.start()
             tasks = [asyncio.create_task(self._keep(child, session)) for child in self.children]

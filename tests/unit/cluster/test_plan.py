@@ -42,7 +42,7 @@ def test_one_machine() -> None:
     assert (prefill.url, decode.url) == ("http://127.0.0.1:9000", "http://127.0.0.1:9002")
     assert option(prefill, "--port") == "9000"
     assert option(prefill, "--served-model-name") == "name"
-    assert option(prefill, "--shutdown-timeout") == "10"
+    assert option(prefill, "--shutdown-timeout") == "30"
     assert prefill.argv.count("--enable-prompt-tokens-details") == 1
     assert option(prefill, "--kv-cache-memory-bytes") == str(4 * GIB)
     assert transfer_config(prefill) == {
@@ -72,8 +72,9 @@ def test_names_count_across_groups_and_shell_lines_can_be_run() -> None:
     ]
     last = made.commands[3]
     words = shlex.split(last.shell_line)
-    assert words[:2] == ["VLLM_HOST_IP=127.0.0.1", "A=b c"]
-    assert tuple(words[2:]) == last.argv
+    environment = ["VLLM_HOST_IP=127.0.0.1", "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=30", "A=b c"]
+    assert words[:3] == environment
+    assert tuple(words[3:]) == last.argv
 
 
 def test_args_of_a_group_win() -> None:

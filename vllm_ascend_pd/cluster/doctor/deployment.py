@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FOUND_AT_START = 0
 """For a port that ``vllm-pd up`` chooses on its host."""
-_CONNECT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, ValueError)
 """What a server that is not there, or not what it should be, causes."""
 
 MAX_CLOCK_SKEW_S = 2.0
+_TIMEOUT = aiohttp.ClientTimeout(total=60, sock_connect=10)
+"""A busy engine answers late; a host that is not there does not hold the examination up."""
 _INFO = "vllm:pd_engine_info"
 _POOL_TROUBLE = ("failed", "bypassed", "full")
 """Outcomes of lookups, loads and puts that somebody should know of."""
@@ -83,15 +85,15 @@ class Web:
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
 
-    async def text(self, url: str, timeout_s: float = 5) -> str:
+    async def text(self, url: str) -> str:
         """The body of a 200; ``ERRORS`` otherwise."""
-        async with self._session.get(url, timeout=aiohttp.ClientTimeout(timeout_s)) as response:
+        async with self._session.get(url, timeout=_TIMEOUT) as response:
             response.raise_for_status()
             return await response.text()
 
-    async def json(self, url: str, timeout_s: float = 5) -> Any:
+    async def json(self, url: str) -> Any:
         """The body of a 200 as a value."""
-        return msgspec.json.decode(await self.text(url, timeout_s))
+        return msgspec.json.decode(await self.text(url))
 
     async def post(self, url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
         """The JSON answer; an answer that is no 200 is an ``aiohttp.ClientError`` with its text."""
@@ -105,7 +107,7 @@ class Web:
     async def date(self, url: str) -> tuple[float, float, float] | None:
         """Time before, ``Date`` of the answer (whole seconds), time after."""
         before = time.time()
-        async with self._session.get(url, timeout=aiohttp.ClientTimeout(5)) as response:
+        async with self._session.get(url, timeout=_TIMEOUT) as response:
             after = time.time()
             if (header := response.headers.get("Date")) is None:
                 return None

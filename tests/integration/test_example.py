@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example that ``make demo`` runs says so, by its exit code too, when KV was not moved."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+
+EXAMPLE = Path(__file__).parents[2] / "examples/offline_inference/disaggregated_prefill.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("disaggregated_prefill", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def answer(example: ModuleType, outcome: str | None, num_computed: int = 0) -> Any:
+    origin = {"outcome": outcome, "num_computed_tokens": num_computed}
+    params = {} if outcome is None else {"provenance": origin}
+    return example.Answer("text", [1, 2], 300, 5.0, params)
+
+
+def test_prompts_that_the_consumer_took_from_its_peer_are_handed_over(example: ModuleType) -> None:
+    # The last token of a prompt is the consumer's where the producer's sample does not count.
+    answers = [answer(example, "loaded"), answer(example, "loaded", 1)]
+    assert example.what_was_not_moved(answers) == []
+
+
+def test_each_prompt_that_was_computed_again_is_named_with_its_cause(example: ModuleType) -> None:
+    answers = [
+        answer(example, "loaded"),
+        answer(example, "lease_expired", 300),
+        answer(example, "loaded", 128),
+        answer(example, None),
+    ]
+    missed = example.what_was_not_moved(answers)
+    assert len(missed) == 3
+    assert "prompt 1: 300 of 300 tokens" in missed[0]
+    assert "lease_expired" in missed[0]
+    assert "prompt 2: 128 of 300 tokens" in missed[1]
+    assert "prompt 3" in missed[2]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1600)
+def test_leases_that_run_out_fail_the_example_although_all_tokens_are_right(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path)
+    command = [sys.executable, str(EXAMPLE), "--model", str(tmp_path), "--max-tokens", "2"]
+    command += ["--kv-cache-mb", "256", "--transfer", json.dumps({"lease_s": 1e-6}), "--verify"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr[-3000:]
+    assert "error: 4 of 4 prompts were not handed over" in done.stderr
+    assert "lease_expired" in done.stderr
+    assert "verified" not in done.stdout
