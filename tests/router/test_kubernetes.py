@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.router.fake_kubernetes import FakeKubernetes
-from tests.router.harness import FAST, Deployment, deployed, run, until
+from tests.router.harness import STRICT, Deployment, deployed, run, until
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.config import Kubernetes
 from vllm_ascend_pd.router.discovery.kubernetes import KubernetesDiscovery
@@ -26,7 +26,7 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[Deployment, FakeKubernete
     api = FakeKubernetes()
     await api.start()
     config = replace(
-        FAST,
+        STRICT,
         prefill_labels=("p", "p-large"),
         decode_labels=("d",),
         kubernetes=Kubernetes(
@@ -116,7 +116,7 @@ def test_instances_outlive_the_api_server(tmp_path: Path) -> None:
 
 
 def test_labels_are_needed() -> None:
-    config = replace(FAST, kubernetes=Kubernetes())
+    config = replace(STRICT, kubernetes=Kubernetes())
     with pytest.raises(ConfigError, match="--prefill-model-labels"):
         KubernetesDiscovery(config, None)  # type: ignore[arg-type]
 
@@ -124,7 +124,7 @@ def test_labels_are_needed() -> None:
 def test_missing_cluster_is_a_config_error(tmp_path: Path) -> None:
     async def test() -> None:
         kubernetes = Kubernetes(kubeconfig=tmp_path / "none")
-        config = replace(FAST, prefill_labels=("p",), decode_labels=("d",), kubernetes=kubernetes)
+        config = replace(STRICT, prefill_labels=("p",), decode_labels=("d",), kubernetes=kubernetes)
         with pytest.raises(ConfigError, match="k8s"):
             await KubernetesDiscovery(config, None).start()  # type: ignore[arg-type]
 

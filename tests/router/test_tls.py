@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tests.router.harness import FAST, deployed, run, until
+from tests.router.harness import STRICT, deployed, run, until
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.config import TLS
 from vllm_ascend_pd.router.server import RouterServer, bind
@@ -70,7 +70,7 @@ def test_https_to_clients_and_to_engines(certificate: tuple[Path, Path], trusted
             await inner.start(sock)
             url = f"https://127.0.0.1:{sock.getsockname()[1]}"
             outer_config = replace(
-                FAST,
+                STRICT,
                 prefills=engines.prefills,
                 decodes=(url,),
                 tls=TLS(chain, key, chain if trusted else None),
@@ -112,7 +112,7 @@ def test_plain_client_at_a_tls_port_is_refused(certificate: tuple[Path, Path]) -
         chain, key = certificate
         async with deployed() as d:
             sock = bind("127.0.0.1", 0)
-            server = RouterServer(replace(FAST, tls=TLS(chain, key)))
+            server = RouterServer(replace(STRICT, tls=TLS(chain, key)))
             await server.start(sock)
             with pytest.raises(aiohttp.ClientError):
                 await d.http.get(f"http://127.0.0.1:{sock.getsockname()[1]}/health")

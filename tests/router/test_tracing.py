@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.router.harness import FAST, deployed, run
+from tests.router.harness import STRICT, deployed, run
 from vllm_ascend_pd.router.app import Router
 from vllm_ascend_pd.router.server import RouterServer, bind
 from vllm_ascend_pd.router.tracing import Tracing, make_tracing
@@ -27,7 +27,7 @@ def test_spans_of_both_legs_belong_to_the_clients_trace(fault: str) -> None:
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         async with deployed() as d:
             d.decodes[0].script(fault)
-            config = replace(FAST, prefills=(d.prefills[0].url,), decodes=(d.decodes[0].url,))
+            config = replace(STRICT, prefills=(d.prefills[0].url,), decodes=(d.decodes[0].url,))
             server = RouterServer(config, Router(config, Tracing(provider)))
             sock = bind("127.0.0.1", 0)
             await server.start(sock)
