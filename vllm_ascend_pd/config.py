@@ -91,6 +91,13 @@ class Transport(str, Enum):
     MOONCAKE = "mooncake"
 
 
+class Identity(str, Enum):
+    """How closely the files of the weights are looked at, see ``engine.weight_files``."""
+
+    SAMPLES = "samples"
+    FULL = "full"
+
+
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """``kv_connector_extra_config.transfer``."""
@@ -432,6 +439,8 @@ class PDConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     pool: PoolConfig | None = None
+    identity: Identity = Identity.SAMPLES
+    """``samples`` of every tensor, or every byte (``full``)."""
 
     @classmethod
     def from_kv_transfer_config(cls, config: KVTransferConfigLike) -> PDConfig:
@@ -442,7 +451,9 @@ class PDConfig:
             )
         extra = config.kv_connector_extra_config
         _refuse_unknown(
-            "kv_connector_extra_config", extra, {"transfer", "security", "router", "pool"}
+            "kv_connector_extra_config",
+            extra,
+            {"transfer", "security", "router", "pool", "identity"},
         )
         security = _section(SecurityConfig, "security", extra)
         host = "127.0.0.1" if config.kv_ip == "localhost" else config.kv_ip
@@ -474,6 +485,7 @@ class PDConfig:
             security=security,
             router=_section(RouterConfig, "router", extra),
             pool=pool,
+            identity=_coerce("identity", extra.get("identity", "samples"), Identity.SAMPLES),
         )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 FAULTS = "ASCEND_PD_FAULTS"
 POOL_FAULTS = "ASCEND_PD_POOL_FAULTS"
@@ -22,3 +23,9 @@ def hash_seed() -> str | None:
 def pool_fault_script() -> str | None:
     """A fault script for the pool (tests only), see ``pool.fake_tier``."""
     return os.environ.get(POOL_FAULTS) or None
+
+
+def cache_folder() -> Path:
+    """Where this package keeps what can be made again."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "vllm_ascend_pd"

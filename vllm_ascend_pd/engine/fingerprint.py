@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 import platform
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.config import PDConfig, WireProtocol
 from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
+from vllm_ascend_pd.engine.model_identity import model_identity
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.transfer.shares import num_shares
 from vllm_ascend_pd.wire import WIRE_VERSION
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_SAMPLE_BYTES = 1 << 20
-
 
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """E.g. ``vllm=0.30.0 model=3f0c… dtype=torch.float32 … wire=1``; equal or no transfer."""
+    """E.g. ``vllm=0.30.0 config=3f0c… weights=81d2… … wire=1``; equal or no transfer."""
     from vllm.version import __version__ as vllm_version
 
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -32,9 +30,14 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     num_layers = sum(len(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors)
     parts = {
         "vllm": vllm_version.partition("+")[0],
-        "model": _model_identity(vllm_config),
+        **model_identity(vllm_config),
         "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
-        "kv_dtype": vllm_config.cache_config.cache_dtype,
+        "kv_dtype": "-".join(
+            [
+                vllm_config.cache_config.cache_dtype,
+                *vllm_config.cache_config.kv_cache_dtype_skip_layers,
+            ]
+        ),
         "layout": str(kv_cache_config.kv_cache_layout),
         "block": str(spec.block_size),
         "page": str(spec.page_size_bytes * num_shares(own.num_workers, own.num_kv_heads)),
@@ -78,20 +81,3 @@ def _page_isa(vllm_config: VllmConfig, block_size: int) -> str:
         model.dtype, block_size, model.get_head_size(), vllm_config.cache_config.cache_dtype
     )
     return f"{platform.machine()}-{isa}"
-
-
-def _model_identity(vllm_config: VllmConfig) -> str:
-    """Of a local folder: its configuration and samples of its weight files; else name@revision."""
-    model = vllm_config.model_config
-    digest = hashlib.sha256(model.hf_config.to_json_string().encode())
-    folder = Path(model.model)
-    if not folder.is_dir():
-        digest.update(f"{model.model}@{model.revision}".encode())
-    for weights in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
-        size = weights.stat().st_size
-        digest.update(f"{weights.name}:{size}".encode())
-        with weights.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]

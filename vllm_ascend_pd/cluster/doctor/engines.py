@@ -37,7 +37,16 @@ _FITTING: dict[str, dict[str, str]] = {
         "hash": "give both sides the same --prefix-caching-hash-algo",
         "seed": "start both sides with the same PYTHONHASHSEED, or with none and sha256",
     },
-    "model": {"model": "start both sides with the same model files and revision"},
+    "model": {
+        "config": "start both sides with the same config.json and --hf-overrides",
+        "weights": "start both sides with the same weight files; update both in place",
+        "arch": "give both sides the same --model-impl",
+        "load": "give both sides the same --load-format",
+        "quant": "give both sides the same --quantization",
+        "length": "the model computes with --max-model-len: give both sides the same",
+        "window": "give --disable-sliding-window to both sides or to none",
+        "code": "start both sides with the same code beside the model (--trust-remote-code)",
+    },
     "KV layout": {
         "dtype": "give both sides the same --dtype",
         "kv_dtype": "give both sides the same --kv-cache-dtype",

@@ -13,7 +13,7 @@ from aiohttp import web
 from vllm_ascend_pd.cluster.doctor.engines import Engine, Role, Web, ask
 
 FINGERPRINT = (
-    "vllm=0.30.0 model=aa dtype=float32 kv_dtype=auto layout=LBHNC block=128 page=65536 layers=4"
+    "vllm=0.30.0 weights=aa dtype=float32 kv_dtype=auto layout=LBHNC block=128 page=65536 layers=4"
     " isa=x hash=sha256 seed=default wire=1"
 )
 PROVENANCE = {

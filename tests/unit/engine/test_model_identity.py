@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which options and files make a model another one, with vLLM's own configuration."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.checkpoints import copy_with_other_tensors
+from vllm_ascend_pd import envs
+from vllm_ascend_pd.engine.model_identity import model_identity
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny").path
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs, "cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture
+def identity(tiny: Path) -> Callable[..., dict[str, str]]:
+    def make(model: Path | str = tiny, **options: Any) -> dict[str, str]:
+        args = EngineArgs(model=str(model), **{"dtype": "float32", "max_model_len": 256, **options})
+        return model_identity(args.create_engine_config())
+
+    return make
+
+
+def differences(a: dict[str, str], b: dict[str, str]) -> set[str]:
+    return {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+
+
+def test_a_copy_elsewhere_is_the_same_model(
+    identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny, tmp_path / "other")
+    (other / "training_args.bin").write_bytes(b"of the training")
+    assert identity() == identity(other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_model_len": 128},
+        {"seed": 7},
+        {"load_format": "safetensors"},
+        {"served_model_name": "x"},
+        {"tensor_parallel_size": 2},
+        {"gpu_memory_utilization": 0.3},
+    ],
+    ids=str,
+)
+def test_what_does_not_change_kv_does_not_count(
+    identity: Callable[..., dict[str, str]], options: dict[str, Any]
+) -> None:
+    assert identity() == identity(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"hf_overrides": {"rope_theta": 5000.0}}, {"config"}),
+        ({"load_format": "dummy"}, {"load", "weights"}),
+        ({"dtype": "bfloat16", "quantization": "fp8_per_tensor"}, {"quant"}),
+    ],
+    ids=str,
+)
+def test_the_parts_that_differ_say_why(
+    identity: Callable[..., dict[str, str]], options: dict[str, Any], parts: set[str]
+) -> None:
+    assert differences(identity(), identity(**options)) == parts
+
+
+def test_every_layers_k_and_v_count(
+    identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path
+) -> None:
+    other = copy_with_other_tensors(tiny, tmp_path / "other", r"\.(k|v)_proj\.")
+    assert differences(identity(), identity(other)) == {"weights"}
+
+
+def test_one_tensor_counts(
+    identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path
+) -> None:
+    other = copy_with_other_tensors(tiny, tmp_path / "other", r"layers\.2\.mlp\.up_proj")
+    assert differences(identity(), identity(other)) == {"weights"}
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.gguf", "model.pt"])
+def test_weights_in_other_files_count(
+    identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path, file: str
+) -> None:
+    found = []
+    for content in (b"a", b"b"):
+        folder = tmp_path / content.decode()
+        shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        (folder / file).write_bytes(content * 1000)
+        found.append(identity(folder))
+    assert differences(*found) == {"weights"}
+
+
+def test_long_rope_counts_on_which_side_of_its_length_an_engine_is(
+    identity: Callable[..., dict[str, str]],
+) -> None:
+    def length(max_model_len: int) -> str:
+        options = {"hf_overrides": {"rope_parameters": LONG_ROPE}, "max_model_len": max_model_len}
+        return identity(**options)["length"]
+
+    assert [length(n) for n in (128, 512, 513, 1024)] == ["short", "short", "long", "long"]
+
+
+def test_dummy_weights_depend_on_how_they_are_divided(
+    identity: Callable[..., dict[str, str]],
+) -> None:
+    one, two = (identity(load_format="dummy", tensor_parallel_size=n) for n in (1, 2))
+    assert differences(one, two) == {"weights"}
+
+
+def test_remote_code_counts_where_it_is_trusted(
+    identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny, tmp_path / "other")
+    (other / "modeling.py").write_text("factor = 2")
+    assert identity() == identity(other)
+    trusted = [identity(model, trust_remote_code=True) for model in (tiny, other)]
+    assert differences(*trusted) == {"code"}
+
+
+def test_a_hub_name_counts_by_the_commit_it_resolves_to(
+    identity: Callable[..., dict[str, str]],
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cache as the hub's library keeps it, with two commits of one name."""
+    hub = tmp_path / "hub"
+    repo = hub / "models--some--model"
+    commits = {"main": "a" * 40, "next": "b" * 40}
+    shutil.copytree(tiny, repo / "snapshots" / commits["main"])
+    copy_with_other_tensors(tiny, repo / "snapshots" / commits["next"], r"\.k_proj\.")
+    (repo / "refs").mkdir()
+    for branch, commit in commits.items():
+        (repo / "refs" / branch).write_text(commit)
+    config = EngineArgs(model=str(tiny), dtype="float32", max_model_len=256).create_engine_config()
+    config.load_config.download_dir = str(hub)
+    config.model_config.model = "some/model"
+    local = identity()
+
+    def named(revision: str | None) -> dict[str, str]:
+        config.model_config.revision = revision
+        return model_identity(config)
+
+    assert named(None) == named("main") == local
+    assert differences(named("next"), local) == {"weights"}
+    (repo / "refs" / "main").write_text(commits["next"])
+    assert named(None) == named("next")
+
+
+def test_weights_that_nobody_here_can_read_count_by_name(
+    identity: Callable[..., dict[str, str]], tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineArgs(model=str(tiny), dtype="float32", max_model_len=256).create_engine_config()
+    config.model_config.model_weights = "s3://bucket/model"
+    weights = model_identity(config)["weights"]
+    assert weights.startswith("named-")
+    config.model_config.model_weights = "s3://bucket/other"
+    assert model_identity(config)["weights"] != weights

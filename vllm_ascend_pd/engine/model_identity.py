@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the fingerprint that say which model this is: all that decides KV, and no names."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.config import Identity, PDConfig
+from vllm_ascend_pd.engine.weight_files import content_digest
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_SUFFIXES = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".ckpt", ".npz", ".npy")
+)
+_NO_WEIGHTS = frozenset(
+    ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+)
+"""What a training leaves beside the weights; vLLM does not load it either."""
+_CHECKPOINT_FORMATS = frozenset(
+    ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+)
+"""Load formats that read the same tensors from the same files."""
+_NOT_CONTENT = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "max_model_len"))
+"""Of a configuration: where it lies, and who read it."""
+_LLAMA4_TUNING_LENGTH = 32768
+
+
+def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
+    """``config``, ``arch``, ``weights``, and where they are given ``load``, ``quant``, ``length``,
+    ``window``, ``code``.
+    """
+    model = vllm_config.model_config
+    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOT_CONTENT}
+    parts = {
+        "config": _digest(config),
+        "arch": model.architecture,
+        "weights": "",
+        "load": _load_format(vllm_config),
+        "quant": str(model.quantization or ""),
+        "length": _length(model, config),
+        "window": "off" if model.disable_sliding_window else "",
+        "code": "",
+    }
+    if model.quantization_config:
+        parts["quant"] += f"-{_digest(model.quantization_config)}"
+    if model.model_class_overrides:
+        parts["arch"] += f"-{_digest(model.model_class_overrides)}"
+    folder = _model_folder(vllm_config)
+    parts["weights"] = _weights(vllm_config, folder)
+    if model.trust_remote_code and folder is not None:
+        code = sorted(folder.glob("*.py")) if folder.is_dir() else []
+        parts["code"] = _digest([(f.name, f.read_text(errors="replace")) for f in code])
+    return {name: value for name, value in parts.items() if value}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold tensors; or the one file that a model is."""
+    if not folder.is_dir():
+        return [folder]
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix in _WEIGHT_SUFFIXES and file.name not in _NO_WEIGHTS and file.is_file()
+    )
+
+
+def _weights(vllm_config: VllmConfig, folder: Path | None) -> str:
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        return _dummy_weights(vllm_config)
+    files = weight_files(folder) if folder is not None else []
+    if files:
+        kv_transfer_config = vllm_config.kv_transfer_config
+        full = (
+            kv_transfer_config is not None
+            and PDConfig.from_kv_transfer_config(kv_transfer_config).identity is Identity.FULL
+        )
+        return content_digest(files, full)[:16]
+    name = f"{model.model_weights or model.model}@{model.revision or ''}"
+    logger.warning(
+        "the weights of %s are not on a disk of this host: engines take them for equal by name",
+        name,
+    )
+    return f"named-{_digest(name)}"
+
+
+def _dummy_weights(vllm_config: VllmConfig) -> str:
+    """vLLM fills each parameter from one seed by its size, so they depend on how it is divided.
+    What is not floating point it leaves as memory was.
+    """
+    if vllm_config.model_config.quantization:
+        return f"dummy-{secrets.token_hex(8)}"
+    size = vllm_config.parallel_config.tensor_parallel_size
+    return f"dummy-{vllm_config.device_config.device_type}-tp{size}"
+
+
+def _load_format(vllm_config: VllmConfig) -> str:
+    """Empty where the tensors of the checkpoint are read as they are."""
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format == "auto":
+        folder = _model_folder(vllm_config)
+        has_mistral = folder is not None and any(folder.glob("consolidated*.safetensors"))
+        load_format = "mistral" if has_mistral else "hf"
+    return "" if load_format in _CHECKPOINT_FORMATS else load_format
+
+
+def _model_folder(vllm_config: VllmConfig) -> Path | None:
+    """Where the weights lie; of a hub name, the snapshot of the commit that was loaded."""
+    model = vllm_config.model_config
+    if model.model_weights and model.model_weights != model.model:
+        return None  # object storage; the folder holds the configuration only
+    path = Path(model.model)
+    if path.exists():
+        return path
+    try:
+        return _find_snapshot(model.model, model.revision, vllm_config.load_config.download_dir)
+    except Exception as e:  # noqa: BLE001 - the hub's library: many kinds; it is said by the caller
+        logger.debug("no snapshot of %s: %s", model.model, e)
+        return None
+
+
+def _find_snapshot(name: str, revision: str | None, cache_dir: str | None) -> Path:
+    import vllm.envs
+
+    if vllm.envs.VLLM_USE_MODELSCOPE:
+        hub = import_module("modelscope.hub.snapshot_download")
+    else:
+        hub = import_module("huggingface_hub")
+    return Path(
+        hub.snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
+    )
+
+
+def _length(model: ModelConfig, config: Mapping[str, Any]) -> str:
+    """What of ``--max-model-len`` a model computes with: LongRoPE has two sets of factors, dynamic
+    RoPE may stretch to it, and Llama 4 scales by temperature beyond a length.
+    """
+    if "llama4" in str(config.get("model_type")):
+        return "tuned" if model.max_model_len > _LLAMA4_TUNING_LENGTH else ""
+    for part in _mappings(config):
+        kind = part.get("rope_type", part.get("type"))
+        if kind == "dynamic":
+            return str(model.max_model_len)
+        if kind not in ("longrope", "su"):
+            continue
+        original = part.get("original_max_position_embeddings") or getattr(
+            model.hf_text_config, "original_max_position_embeddings", None
+        )
+        if not isinstance(original, int):
+            return str(model.max_model_len)
+        return "long" if model.max_model_len > original else "short"
+    return ""
+
+
+def _mappings(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """It, and every mapping inside."""
+    inner = [part for v in value.values() if isinstance(v, Mapping) for part in _mappings(v)]
+    return [value, *inner]
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return str(value)
