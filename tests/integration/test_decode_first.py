@@ -188,6 +188,26 @@ def test_two_samples_share_one_transfer(
     assert answer.samples == single(prompt, 16, **options).samples
 
 
+def test_sample_that_is_computed_later_does_not_take_the_place_of_what_is_kept(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    """Each sample takes a step, and the blocks of the second one are used again."""
+    num_tokens = 4 * BLOCK_SIZE
+    small = {"max_num_batched_tokens": num_tokens, "num_blocks": 33, "max_model_len": 512}
+    consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER)
+    pair = Pair(engines.shared("kv_producer", **small), consumer, prompt_of(5, "where"))
+    prompt = prompt_of(num_tokens)
+    transfer_id = pair.new_id()
+    pair.add_prefill("both", prompt, transfer_id, n=2, temperature=0.8)
+    pair.producer.run()
+    for number in range(4):
+        pair.producer.ask(prompt_of(300, f"other {number}"), 4)
+    pair.add_decode("both", prompt, transfer_id)
+    answer = pair.consumer.run()["both"]
+    assert answer.token_ids == single(prompt, 16).token_ids
+    assert answer.sources == (0, num_tokens, 0)
+
+
 # What goes wrong.
 
 

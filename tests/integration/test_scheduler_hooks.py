@@ -643,6 +643,108 @@ def test_sample_that_ends_first_keeps_the_shared_lease(producer: Engine) -> None
     producer.scheduler.reset_prefix_cache()
 
 
+CHOSEN = {"do_remote_decode": True, "transfer_id": "chosen"}
+"""Both requests are sent at once: the router has chosen the transfer id."""
+
+
+def add_samples(producer: Engine, params: dict[str, Any], *max_tokens: int) -> None:
+    """Samples of one prompt, each computed in a step of its own."""
+    producer.scheduler.max_num_scheduled_tokens = 32
+    for i, num_tokens in enumerate(max_tokens):
+        producer.add(f"{i}_p", prompt_of(32), params, num_tokens)
+
+
+def reuse_blocks(producer: Engine) -> None:
+    """Other prompts are computed in every block that nothing holds."""
+    for number in range(12):
+        producer.warm(f"other {number}", prompt_of(200, start=3000 + 500 * number))
+
+
+def expect_readable(producer: Engine) -> None:
+    """What consumers may read is the prompt's KV, and stays it."""
+    reuse_blocks(producer)
+    (block_ids,) = producer.worker.grants.values()
+    assert len(block_ids) == producer.counts()["pinned_blocks"] == 2
+    simulated = SimulatedRequest(prompt_of(32), list(block_ids))
+    assert all(producer.worker.holds(simulated, position) for position in range(32))
+    producer.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("params", [{"do_remote_decode": True}, CHOSEN], ids=["later", "at once"])
+@pytest.mark.parametrize("max_tokens", [(1, 1), (1, 5), (5, 1), (5, 5)])
+def test_lease_is_of_one_samples_blocks(
+    producer: Engine, params: dict[str, Any], max_tokens: tuple[int, int]
+) -> None:
+    add_samples(producer, params, *max_tokens)
+    producer.run_to_end()
+    assert producer.params["0_p"] == producer.params["1_p"]
+    expect_readable(producer)
+
+
+def test_sample_that_comes_after_the_first_has_ended_changes_nothing(producer: Engine) -> None:
+    add_samples(producer, CHOSEN, 1)
+    producer.run_to_end()
+    producer.add("1_p", prompt_of(32), CHOSEN)
+    producer.run_to_end()
+    assert producer.params["0_p"] == producer.params["1_p"]
+    expect_readable(producer)
+
+
+@pytest.mark.parametrize("params", [{"do_remote_decode": True}, CHOSEN], ids=["later", "at once"])
+def test_sample_that_is_preempted_after_the_first_has_ended_changes_nothing(
+    producer: Engine, params: dict[str, Any]
+) -> None:
+    add_samples(producer, params, 1, 5)
+    producer.run(lambda: "0_p" in producer.params and len(producer.scheduler.running) == 1)
+    while producer.in_flight:
+        producer.finish_step()
+    second = producer.scheduler.running.pop()
+    producer.scheduler._preempt_request(second, time.monotonic())
+    reuse_blocks(producer)
+    producer.run_to_end()
+    producer.expect_tokens("1_p", 5)
+    expect_readable(producer)
+
+
+@pytest.mark.parametrize("params", [{"do_remote_decode": True}, CHOSEN], ids=["later", "at once"])
+def test_abort_of_another_sample_keeps_the_lease(producer: Engine, params: dict[str, Any]) -> None:
+    add_samples(producer, params, 9, 9)
+    producer.run(lambda: len(producer.tokens["1_p"]) > 1)
+    producer.abort("1_p")
+    producer.run_to_end()
+    assert producer.params["0_p"]
+    expect_readable(producer)
+
+
+def test_sample_takes_over_when_the_leased_one_is_aborted(producer: Engine) -> None:
+    add_samples(producer, {"do_remote_decode": True}, 9, 9)
+    producer.run(lambda: len(producer.tokens["1_p"]) > 1)
+    producer.abort("0_p")
+    producer.run_to_end()
+    assert producer.params["1_p"]
+    expect_readable(producer)
+
+
+def test_sample_that_is_aborted_before_its_first_step_leaves_the_prompt_to_the_other(
+    producer: Engine,
+) -> None:
+    add_samples(producer, CHOSEN, 1, 1)
+    producer.abort("0_p")
+    producer.run_to_end()
+    assert producer.params["1_p"]
+    expect_readable(producer)
+
+
+def test_prompt_whose_samples_are_all_aborted_before_their_first_step_is_given_up(
+    producer: Engine,
+) -> None:
+    add_samples(producer, CHOSEN, 1, 1)
+    assert producer.counts()["leases"] == 1
+    for request_id in ("0_p", "1_p"):
+        producer.abort(request_id)
+    assert producer.counts()["leases"] == 0
+
+
 def test_consumer_role_ignores_do_remote_decode(consumer: Engine) -> None:
     consumer.add("c", prompt_of(40), {"do_remote_decode": True})
     consumer.run_to_end()

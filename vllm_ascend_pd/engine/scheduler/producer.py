@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -37,6 +38,19 @@ _COMPLETE = (
 )
 _SHORT_OF_MEMORY = 20
 """Fewer than one free block of so many."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A prompt under a lease: the samples of one ``n > 1`` request share it."""
+
+    lease: Lease
+    owner: Request | None = None
+    """The sample whose blocks the lease names, from its first step on; the others' are their own.
+    Several samples may hold other blocks, and be computed long after the owner has ended."""
+    pinned: list[KVCacheBlock] = field(default_factory=list)
+    num_held: int = 0
+    """Tokens that are computed, and not granted yet, as a load below them may still fail."""
 
 
 class Producer:
@@ -84,14 +98,13 @@ class Producer:
         self.busy = False
         """Whether there may be something to tell the worker with a step."""
         self._expected: dict[str, Request] = {}
-        self._leases: dict[str, Lease] = {}
-        self._pins: dict[TransferId, list[KVCacheBlock]] = {}
+        self._prompts: dict[str, _Prompt] = {}
+        self._held: set[_Prompt] = set()
         self._revokes: list[LeaseRef] = []
-        self._held: dict[str, tuple[Request, int]] = {}
 
     @property
     def num_pinned_blocks(self) -> int:
-        return sum(len(blocks) for blocks in self._pins.values())
+        return sum(len(prompt.pinned) for prompt in self._prompts.values())
 
     def expect(self, request: Request) -> tuple[Cause, str] | None:
         """This request asks for its KV to be kept for a consumer; why it is not, or ``None``."""
@@ -101,10 +114,10 @@ class Producer:
                 check_name("transfer_id", transfer_id)
             except TransferError as e:
                 return Cause.BAD_PARAMS, str(e)
-            if key not in self._leases:
+            if key not in self._prompts:
                 if transfer_id in self._book:
                     return Cause.BAD_PARAMS, "kv_transfer_params.transfer_id is in use already"
-                self._grant(key, self._make_lease(request, TransferId(transfer_id), True))
+                self._keep(key, self._make_lease(request, TransferId(transfer_id), True))
                 self._announce()
         self._expected[request.request_id] = request
         self.busy = True
@@ -119,52 +132,56 @@ class Producer:
         self._relieve()
         grants = tuple(self.build_grants(output))
         revokes = self.take_revokes()
-        self.busy = bool(self._expected or self._leases)
+        self.busy = bool(self._expected or self._prompts)
         return revokes, grants
 
     def build_grants(self, output: SchedulerOutput) -> list[GrantSpec]:
         """Grants of the prompts that this step computes."""
-        if not self._expected and not self._held:
+        if not self._expected and not self._prompts:
             return []
         for request_id in output.preempted_req_ids or ():
-            self._revoke(request_id)
+            if (request := self._expected.get(request_id)) is not None:
+                self._give_up(request)
         grants = self._build_held()
-        done: set[str] = set()
-        for request_id, request in self._expected.items():
-            num_scheduled = output.num_scheduled_tokens.get(request_id, 0)
-            key = _prompt_key(request_id)
-            if not num_scheduled or key in done:
-                continue
-            num_before = request.num_computed_tokens
-            num_after = num_before + num_scheduled
-            lease = self._leases.get(key)
-            if lease is None and _chosen_id(request) is not None:
-                continue  # Announced on arrival, and given up since.
-            if lease is None and num_after >= request.num_prompt_tokens:
-                lease = self._make_lease(request, TransferId(secrets.token_hex(16)), False)
-                lease.block_ids = self._block_ids(request)
-                self._grant(key, lease)
-                grants.append(self._spec(lease, 0, num_after))
-            elif lease is not None and lease.announced and num_before < request.num_prompt_tokens:
-                done.add(key)
-                lease.block_ids = self._block_ids(request)
-                if self._waits_for_loads(request):
-                    self._held[key] = request, num_after
-                else:
-                    self._held.pop(key, None)
-                    grants.append(self._spec(lease, num_before, num_after))
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            request = self._expected.get(request_id)
+            if request is not None and (grant := self._build_grant(request, num_scheduled)):
+                grants.append(grant)
         return grants
+
+    def _build_grant(self, request: Request, num_scheduled: int) -> GrantSpec | None:
+        """What consumers may read of this request's prompt that they could not before."""
+        num_before = request.num_computed_tokens
+        num_after = num_before + num_scheduled
+        key = _prompt_key(request.request_id)
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            if _chosen_id(request) is not None or num_after < request.num_prompt_tokens:
+                return None  # announced on arrival, and given up since; or not computed yet
+            transfer_id = TransferId(secrets.token_hex(16))
+            prompt = self._keep(key, self._make_lease(request, transfer_id, False))
+            num_before = 0
+        lease = prompt.lease
+        if prompt.owner is None and lease.state is ProducerState.OPEN:
+            prompt.owner = request
+        if prompt.owner is not request or num_before >= request.num_prompt_tokens:
+            return None
+        lease.block_ids = self._block_ids(request)
+        if lease.announced and self._waits_for_loads(request):
+            prompt.num_held = num_after
+            self._held.add(prompt)
+            return None
+        self._held.discard(prompt)
+        return self._spec(lease, num_before, num_after)
 
     def _build_held(self) -> list[GrantSpec]:
         """What was held back and stands on good KV now."""
         grants = []
-        for key, (request, num_tokens) in list(self._held.items()):
-            lease = self._leases.get(key)
-            if lease is None:
-                del self._held[key]
-            elif not self._waits_for_loads(request):
-                del self._held[key]
-                grants.append(self._spec(lease, num_tokens, num_tokens))
+        for prompt in list(self._held):
+            assert prompt.owner is not None
+            if not self._waits_for_loads(prompt.owner):
+                self._held.discard(prompt)
+                grants.append(self._spec(prompt.lease, prompt.num_held, prompt.num_held))
         return grants
 
     def _spec(self, lease: Lease, num_tokens_before: int, num_tokens_after: int) -> GrantSpec:
@@ -181,10 +198,11 @@ class Producer:
             num_blocks(num_tokens_after),
         )
 
-    def _grant(self, key: str, lease: Lease) -> None:
-        self._leases[key] = lease
+    def _keep(self, key: str, lease: Lease) -> _Prompt:
+        prompt = self._prompts[key] = _Prompt(lease)
         self._book.grant(lease)
         self._stats.add("leases_granted")
+        return prompt
 
     def _block_ids(self, request: Request) -> tuple[int, ...]:
         num_blocks = (request.num_prompt_tokens - 1) // self._block_size + 1
@@ -193,7 +211,7 @@ class Producer:
     def _relieve(self) -> None:
         """When few blocks are free, do not keep prompts long for consumers that may never come."""
         pool = self._manager.block_pool
-        if not self._pins or pool.get_num_free_blocks() * _SHORT_OF_MEMORY > pool.num_gpu_blocks:
+        if not self._prompts or pool.get_num_free_blocks() * _SHORT_OF_MEMORY > pool.num_gpu_blocks:
             return
         if num_shortened := self._book.shorten():
             self._stats.add("leases_shortened", num_shortened)
@@ -206,20 +224,16 @@ class Producer:
         """The request ended: pin and lease its prompt, or take the grant back."""
         if self._expected.pop(request.request_id, None) is None:
             return None
-        lease = self._leases.get(_prompt_key(request.request_id))
-        if lease is None or request.status not in _COMPLETE:
-            self._revoke(request.request_id)
+        prompt = self._prompts.get(_prompt_key(request.request_id))
+        if prompt is None or request.status not in _COMPLETE:
+            self._give_up(request)
             return None
-        if lease.state is ProducerState.OPEN:
+        lease = prompt.lease
+        if prompt.owner is request and self._book.finish(lease, _first_token(request, lease)):
+            self._tell_first_token(lease)
             blocks = self._manager.get_blocks(request.request_id).blocks[0]
-            pinned = list(blocks[: len(lease.block_ids)])
-            # A sibling may hold other blocks of the same prompt; the one whose blocks the lease
-            # names pins them when it ends, which siblings do in the same step.
-            if tuple(block.block_id for block in pinned) == lease.block_ids:
-                self._book.finish(lease, _first_token(request, lease))
-                self._tell_first_token(lease)
-                self._manager.block_pool.touch(pinned)
-                self._pins[lease.transfer_id] = pinned
+            prompt.pinned = list(blocks[: len(lease.block_ids)])
+            self._manager.block_pool.touch(prompt.pinned)
         return RemotePrefill(
             remote_engine_id=self._engine_id,
             remote_host=self._endpoint.host,
@@ -236,10 +250,10 @@ class Producer:
         for lease in self._book.take_closed():
             self._revokes.append(lease.ref)
             self._stats.add("leases_closed", label=lease.cause)
-            if blocks := self._pins.pop(lease.transfer_id, None):
-                self._manager.block_pool.free_blocks(reversed(blocks))
-            for key in [k for k, other in self._leases.items() if other is lease]:
-                del self._leases[key]
+            key = next(k for k, prompt in self._prompts.items() if prompt.lease is lease)
+            prompt = self._prompts.pop(key)
+            self._held.discard(prompt)
+            self._manager.block_pool.free_blocks(reversed(prompt.pinned))
 
     @property
     def has_news(self) -> bool:
@@ -255,19 +269,24 @@ class Producer:
 
     def revoke_blocks(self, bad_block_ids: set[int]) -> None:
         """Give up every lease that holds one of these blocks."""
-        for lease in list(self._leases.values()):
-            if bad_block_ids.intersection(lease.block_ids):
-                self._book.revoke(lease)
+        for prompt in self._prompts.values():
+            if bad_block_ids.intersection(prompt.lease.block_ids):
+                self._book.revoke(prompt.lease)
         self.collect_closed()
 
     def revoke_all(self) -> None:
         self._book.revoke_all()
         self.collect_closed()
 
-    def _revoke(self, request_id: str) -> None:
-        lease = self._leases.get(_prompt_key(request_id))
-        if lease is not None and lease.state is ProducerState.OPEN:
-            self._book.revoke(lease)
+    def _give_up(self, request: Request) -> None:
+        """Its blocks go. Those of another sample stay, and a prompt that one may still compute."""
+        key = _prompt_key(request.request_id)
+        prompt = self._prompts.get(key)
+        if prompt is None or prompt.lease.state is not ProducerState.OPEN:
+            return
+        is_last = not any(_prompt_key(request_id) == key for request_id in self._expected)
+        if prompt.owner is request or (prompt.owner is None and is_last):
+            self._book.revoke(prompt.lease)
             self.collect_closed()
 
     def _make_lease(self, request: Request, transfer_id: TransferId, announced: bool) -> Lease:
