@@ -205,7 +205,7 @@ def test_sample_that_is_computed_later_does_not_take_the_place_of_what_is_kept(
     pair.add_decode("both", prompt, transfer_id)
     answer = pair.consumer.run()["both"]
     assert answer.token_ids == single(prompt, 16).token_ids
-    assert answer.sources == (0, num_tokens, 0)
+    assert answer.sources == (0, num_tokens - 1, 1)
 
 
 # What goes wrong.

@@ -365,9 +365,8 @@ class Transfers(RuleBasedStateMachine):
     @invariant()
     def what_is_pinned_is_leased(self) -> None:
         for producer in self.producers:
-            leases = producer.producer._leases.values()
-            assert producer.producer.num_pinned_blocks <= sum(len(x.block_ids) for x in leases)
-            assert producer.producer._pins.keys() <= {lease.transfer_id for lease in leases}
+            for prompt in producer.producer._prompts.values():
+                assert not prompt.pinned or len(prompt.pinned) == len(prompt.lease.block_ids)
 
     # The end.
 
@@ -435,9 +434,9 @@ class Transfers(RuleBasedStateMachine):
         for producer in self.producers:
             assert len(producer.book) == 0
             assert producer.producer.num_pinned_blocks == 0
-            assert producer.producer._leases == {}
+            assert producer.producer._prompts == {}
             assert producer.producer._expected == {}
-            assert producer.producer._held == {}
+            assert not producer.producer._held
             assert producer.server._waiting == []
             assert producer.book._released_early == {}
             assert len(producer.grants) == 0

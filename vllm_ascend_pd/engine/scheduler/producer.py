@@ -164,7 +164,7 @@ class Producer:
         lease = prompt.lease
         if prompt.owner is None and lease.state is ProducerState.OPEN:
             prompt.owner = request
-        if prompt.owner is not request or num_before >= request.num_prompt_tokens:
+        if num_before >= request.num_prompt_tokens or prompt.owner is not request:
             return None
         lease.block_ids = self._block_ids(request)
         if lease.announced and self._waits_for_loads(request):
@@ -229,7 +229,8 @@ class Producer:
             self._give_up(request)
             return None
         lease = prompt.lease
-        if prompt.owner is request and self._book.finish(lease, _first_token(request, lease)):
+        is_owner = prompt.owner is request
+        if is_owner and self._book.finish(lease, _first_token(request, lease)):
             self._tell_first_token(lease)
             blocks = self._manager.get_blocks(request.request_id).blocks[0]
             prompt.pinned = list(blocks[: len(lease.block_ids)])
