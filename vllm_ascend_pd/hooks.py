@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -113,6 +113,12 @@ def in_engine(kv_transfer_config: Any) -> bool:
     return getattr(kv_transfer_config, "kv_connector", None) == IN_ENGINE
 
 
+def check_config(vllm_config: VllmConfig) -> None:
+    """Refuse, in whichever process makes it, a configuration that the in-engine path cannot run."""
+    if in_engine(vllm_config.kv_transfer_config):
+        import_module("vllm_ascend_pd.engine.scheduler.supported").check_config(vllm_config)
+
+
 def create_scheduler_hooks(scheduler: Scheduler) -> SchedulerHooks | None:
     """The scheduler's hooks, or ``None`` when the in-engine path is not selected."""
     if not in_engine(scheduler.vllm_config.kv_transfer_config):
@@ -145,6 +151,11 @@ def begin_step(scheduler_output: SchedulerOutput) -> None:
     """Arm the step: parse its metadata and start its loads. Idempotent per scheduler output."""
     if _worker is not None:
         _worker.begin_step(scheduler_output)
+
+
+def peer_tokens(new_request: NewRequestData) -> list[int]:
+    """Output tokens of a request that is new to the worker: the first, if a peer has sampled it."""
+    return (new_request.prefill_token_ids or [])[new_request.prompt_len :]
 
 
 def overlaps_loads(cudagraph_mode: Any) -> bool:

@@ -191,6 +191,8 @@ OWN_COPIES = {
     ("NPUModelRunner", "_determine_batch_execution_and_padding"): (
         "ascend-overlap-loads-instead-of-full-graph"
     ),
+    ("NPUModelRunner", "_sample"): "the generators of an NPU have an offset to rewind",
+    ("NPUModelRunner", "_bookkeeping_sync"): "the generators of an NPU have an offset to rewind",
     ("NPUModelRunner310", "_prepare_inputs"): "the step is armed in _update_states",
     ("NPUModelRunner310V2", "initialize_kv_cache"): "310P is refused at start",
     ("NPUPlatform", "check_and_update_config"): "the patch is to that of the CPU's platform",

@@ -192,10 +192,9 @@ def test_sampling_options(
 
 
 def test_seeded_sampling(three: Callable[..., Three], prompt_of: Callable[..., list[int]]) -> None:
-    # In one chunk: vLLM's CPU runner cannot take back a seeded sample of a partial prompt.
     engines = three()
     sampling = {"temperature": 0.9, "seed": 11}
-    prompts = prompt_of(200, "a"), prompt_of(200, "b")
+    prompts = prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b")
     engines.assert_equal(*prompts, sampling, first_token="here", **sampling)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,13 +23,18 @@ NAMES = ("a", "b", "c")
 
 
 def decode_all(
-    producer: Engine, consumer: Engine, prompts: dict[str, list[int]], num_output: int
+    producer: Engine,
+    consumer: Engine,
+    prompts: dict[str, list[int]],
+    num_output: int,
+    **sampling: Any,
 ) -> dict[str, list[int]]:
     for name, prompt in prompts.items():
-        consumer.add(name, prompt, num_output, producer.prefill(prompt))
+        consumer.add(name, prompt, num_output, producer.prefill(prompt), **sampling)
     return {name: answer.token_ids for name, answer in consumer.run(120).items()}
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 11}], ids=["", "seed"])
 @pytest.mark.parametrize("load_mode", ["step", "park"])
 def test_requests_preempted_on_the_consumer_get_their_tokens(
     engines: Engines,
@@ -37,13 +42,15 @@ def test_requests_preempted_on_the_consumer_get_their_tokens(
     single: SingleEngine,
     prompt_of: Callable[..., list[int]],
     load_mode: str,
+    sampling: dict[str, Any],
 ) -> None:
     consumer = engines.shared("kv_consumer", transfer={"load_mode": load_mode}, **SMALL)
     prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
     before = consumer.metrics()["preemptions"]
-    answers = decode_all(producer, consumer, prompts, NUM_OUTPUT)
+    answers = decode_all(producer, consumer, prompts, NUM_OUTPUT, **sampling)
     assert consumer.metrics()["preemptions"] > before
-    assert answers == {name: single(p, NUM_OUTPUT).token_ids for name, p in prompts.items()}
+    expected = {name: single(p, NUM_OUTPUT, **sampling) for name, p in prompts.items()}
+    assert answers == {name: answer.token_ids for name, answer in expected.items()}
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])

@@ -428,6 +428,10 @@ class SchedulerSide:
         scheduler, pool = self._scheduler, self._kv_pool
         if self._producer is not None and self._producer.busy:
             revokes, grants = self._producer.begin_step(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            request = scheduler.requests[new.req_id]
+            if request.num_output_tokens:  # a peer has sampled the first one
+                new.prefill_token_ids = list(request.all_token_ids)
         if self._loads.new or self._loads.running:
             cancels = self._loads.take_cancels()
             self._loads.note_computed(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines can take part."""
+"""Which engines can take part; others are refused by name, because they would be silently wrong."""
 
 from __future__ import annotations
 
@@ -10,19 +10,56 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
 
 
-def check_supported(scheduler: Scheduler) -> None:
-    """Refuse by name what would be silently wrong."""
-    config = scheduler.vllm_config
+def check_config(config: VllmConfig) -> None:
+    """Refuse what the configuration alone tells, before any process of the engine starts.
+
+    vLLM gives each data parallel rank of a dense model a configuration of one rank, so an engine
+    can no longer see what was asked for.
+    """
     parallel = config.parallel_config
     speculative = config.speculative_config
     method = "ngram" if speculative is None else speculative.method
+    _refuse(
+        (
+            parallel.data_parallel_size > 1,
+            (
+                "data parallel sizes above 1 (without --data-parallel-size and the like, start one"
+                " engine for each rank, each with a port of its own, and name them all to the"
+                " router)"
+            ),
+        ),
+        (parallel.enable_elastic_ep, "elastic expert parallel (leave out --enable-elastic-ep)"),
+        (
+            parallel.use_ubatching,
+            (
+                "micro-batches (leave out --enable-dbo and --ubatch-size): a layer runs once for"
+                " each of them, and its KV would be sent after the first"
+            ),
+        ),
+        (
+            parallel.world_size > parallel.tensor_parallel_size,
+            "pipeline and context parallel sizes above 1 (tensor parallel works)",
+        ),
+        (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
+        (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
+        (method != "ngram", f"speculative decoding with the method {method} (ngram works)"),
+        (
+            config.model_config is not None and not config.model_config.disable_cascade_attn,
+            "cascade attention, which counts block references (leave disable_cascade_attn on)",
+        ),
+    )
+
+
+def check_supported(scheduler: Scheduler) -> None:
+    """Refuse also what only the engine knows: the model's KV cache."""
+    check_config(scheduler.vllm_config)
     groups = scheduler.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if groups else None
-    for wrong, message in (
-        (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
+    _refuse(
         (
             len(groups) != 1
             or type(spec).__name__
@@ -33,20 +70,12 @@ def check_supported(scheduler: Scheduler) -> None:
                 " --no-disable-hybrid-kv-cache-manager is given)"
             ),
         ),
-        (
-            parallel.world_size > parallel.tensor_parallel_size,
-            "pipeline and context parallel sizes above 1 (tensor parallel works)",
-        ),
-        (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
-        (parallel.data_parallel_size > 1, "data parallel sizes above 1"),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
-        (method != "ngram", f"speculative decoding with the method {method} (ngram works)"),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),
-        (
-            not config.model_config.disable_cascade_attn,
-            "cascade attention, which counts block references (leave disable_cascade_attn on)",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(f"kv_connector InEngine does not support: {message}")
+    )
     assert isinstance(spec, FullAttentionSpec)
+
+
+def _refuse(*rules: tuple[bool, str]) -> None:
+    if problems := [message for wrong, message in rules if wrong]:
+        raise ConfigError(f"kv_connector InEngine does not support: {'; '.join(problems)}")

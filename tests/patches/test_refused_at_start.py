@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot work with InEngine is refused before a process of the engine starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.integration.architectures import make_model
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+
+IN_ENGINE = {"kv_connector": "InEngine", "kv_role": "kv_both"}
+DATA_PARALLEL = "InEngine does not support: data parallel sizes above 1"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("models") / "tiny").path)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory, model: str) -> str:
+    """It has experts, though no layer of it uses them."""
+    return str(make_model("mla", tmp_path_factory.mktemp("models") / "mla", Path(model)))
+
+
+def configure(model: str, *options: str, transfer: dict[str, Any] | None = IN_ENGINE) -> Any:
+    """The configuration that ``vllm serve`` makes of these options."""
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = ["--model", model, "--max-model-len", "512", *options]
+    if transfer:
+        arguments += ["--kv-transfer-config", json.dumps(transfer)]
+    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(arguments))
+    return parsed.create_engine_config(headless="--data-parallel-start-rank" in options)
+
+
+FORMS = {
+    "ranks behind one front end": ["--data-parallel-size=2"],
+    "a rank of its own": ["--data-parallel-size=2", "--data-parallel-rank=0"],
+    "ranks of a node": [
+        "--data-parallel-size=4",
+        "--data-parallel-size-local=2",
+        "--data-parallel-hybrid-lb",
+    ],
+    "ranks of another node": [
+        "--data-parallel-size=4",
+        "--data-parallel-size-local=2",
+        "--data-parallel-start-rank=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_every_form_of_data_parallel_is_refused(
+    request: pytest.FixtureRequest, kind: str, options: list[str]
+) -> None:
+    model = request.getfixturevalue("model" if kind == "dense" else "moe")
+    # A rank of its own of a dense model is refused by vLLM itself, for its "MoE models" only.
+    with pytest.raises(ValueError, match=f"{DATA_PARALLEL}|MoE models"):
+        configure(model, *options)
+
+
+def test_offline_ranks_are_refused(moe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DP_SIZE", "2")
+    monkeypatch.setenv("VLLM_DP_RANK", "1")
+    transfer = KVTransferConfig(**IN_ENGINE)
+    with pytest.raises(ValueError, match=DATA_PARALLEL):
+        EngineArgs(model=moe, max_model_len=512, kv_transfer_config=transfer).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pipeline-parallel-size=2"], "pipeline and context parallel sizes above 1"),
+        (["--no-enable-prefix-caching"], "prefix caching is off"),
+        (["--ubatch-size=2", "--all2all-backend=deepep_low_latency"], "leave out --enable-dbo"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_cannot_work_are_named(model: str, options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(model, *options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--data-parallel-size=1"], ["--data-parallel-size=1", "--data-parallel-size-local=1"]],
+    ids=len,
+)
+def test_one_rank_is_not_refused(model: str, options: list[str]) -> None:
+    assert configure(model, *options).parallel_config.data_parallel_size == 1
+
+
+def test_serve_ends_with_the_reason(model: str) -> None:
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    command += ["--max-model-len=512", "--data-parallel-size=2", "--port=0"]
+    command += ["--kv-transfer-config", json.dumps(IN_ENGINE)]
+    ended = subprocess.run(
+        command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, timeout=300
+    )
+    said = (ended.stdout + ended.stderr).decode()
+    assert ended.returncode != 0
+    assert DATA_PARALLEL in said
+    assert "EngineCore" not in said, "no process of the engine was started"
