@@ -66,7 +66,13 @@ class PythonBuild(build_py):
     An editable install finds both in the source tree.
     """
 
-    TOOLS = ("apply_patches.py", "check_patches.py", "patch_series.py", "scratch_repo.py")
+    TOOLS = (
+        "apply_patches.py",
+        "check_patches.py",
+        "patch_series.py",
+        "patch_writes.py",
+        "scratch_repo.py",
+    )
 
     def run(self) -> None:
         super().run()

@@ -16,8 +16,9 @@ Only a package that is pristine in every touched file is patched; one that is ap
 touched file is left alone; anything else is refused, with the files named and nothing touched.
 Results are built in memory, compiled, compared with the expected ids, written beside their
 targets, and only then renamed into place. A file ``.vllm_ascend_pd-<series>.json`` beside the
-package records the patches that were used. After an interruption ``apply`` finishes the work and
-``revert`` undoes it; when the series has changed since, ``apply`` takes the old patches off first.
+package, which its RECORD lists, holds the patches that were used. After an interruption ``apply``
+finishes the work and ``revert`` undoes it; when the series has changed since, ``apply`` takes the
+old patches off first. A Python that has no package to patch leaves it to that of ``.venv``.
 
 Exit codes: 0 done, or nothing to do · 1 refused, nothing was touched · 2 wrong usage
 · 3 package not found, or no series for its version · 4 patch files are wrong, or a check failed
@@ -25,16 +26,13 @@ Exit codes: 0 done, or nothing to do · 1 refused, nothing was touched · 2 wron
 """
 
 import argparse
-import base64
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -65,6 +63,16 @@ from patch_series import (
     read_order,
     series_dirs,
     walk_chain,
+)
+from patch_writes import (
+    list_file,
+    locked,
+    remove,
+    rename_beside,
+    replace,
+    rewrite_record,
+    sweep,
+    write_beside,
 )
 from scratch_repo import BASE_TAG, export_commits, git, make_scratch, reorder, write_files
 
@@ -284,77 +292,44 @@ def commit(move: Move) -> None:
         old = record.read_bytes()
         if (new := _rewrite_record(old, move)) != old:
             writes[record] = new
-    touched = [*(root / path for path in move.wanted), *move.tree.records]
     noted = receipt.read_bytes() if receipt.is_file() else None
     try:
-        _replace(receipt, receipt_text(move.series, complete=False))
+        replace(receipt, receipt_text(move.series, complete=False))
         for target, data in writes.items():
-            _write_beside(target, data)
+            write_beside(target, data)
     except OSError as error:
-        for target in [*touched, receipt]:
-            _beside(target).unlink(missing_ok=True)
+        sweep([*writes, receipt])
         if noted is None:
-            receipt.unlink(missing_ok=True)
+            remove(receipt)
         else:
-            _replace(receipt, noted)
+            replace(receipt, noted)
         raise ToolError(f"{root}: cannot write ({error}); nothing was touched", REFUSED) from error
     for target in writes:
-        os.replace(_beside(target), target)  # stopped in between: the verdict is "interrupted"
-    for target in touched:
-        _beside(target).unlink(missing_ok=True)  # left by an interrupted move to the other end
+        rename_beside(target)  # stopped in between: the verdict is "interrupted"
+    for path in move.wanted:
+        target = root / path
         for stale in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
-            stale.unlink(missing_ok=True)
+            remove(stale)
     if move.goal == APPLIED:
-        _replace(receipt, receipt_text(move.series, complete=True))
+        replace(receipt, receipt_text(move.series, complete=True))
     else:
-        receipt.unlink()
+        remove(receipt)
 
 
 def _rewrite_record(record: bytes, move: Move) -> bytes:
-    """Rows that hold the hash of one end get that of the other; any other row stays as it is."""
-    rows: dict[bytes, bytes] = {}
-    for path, wanted in move.wanted.items():
-        for content in (move.pristine[path], move.applied[path]):
-            rows[_record_row(path, content)] = _record_row(path, wanted)
-    lines = record.split(b"\n")
-    for n, line in enumerate(lines):
-        row = line.rstrip(b"\r")
-        lines[n] = rows.get(row, row) + line[len(row) :]
-    return b"\n".join(lines)
+    """For the files of the goal, and with our own file while they are patched."""
+    far_ends = move.pristine if move.goal == APPLIED else move.applied
+    changes = {path: (far_ends[path], wanted) for path, wanted in move.wanted.items()}
+    own = receipt_path(move.series, move.tree).name
+    return list_file(rewrite_record(record, changes), own, move.goal == APPLIED)
 
 
-def _record_row(path: str, content: bytes) -> bytes:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
-    return b"%s,sha256=%s,%d" % (path.encode(), digest, len(content))
-
-
-def _beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.pd-tmp")
-
-
-def _write_beside(target: Path, data: bytes) -> None:
-    with open(_beside(target), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if target.exists():
-        shutil.copymode(target, _beside(target))
-
-
-def _replace(target: Path, data: bytes) -> None:
-    _write_beside(target, data)
-    os.replace(_beside(target), target)
-
-
-@contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """One apply or revert at a time for each tree; the lock ends with the process."""
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+def sweep_tree(series: Series, tree: Tree) -> None:
+    """Remove what a killed run has left; nobody else writes here meanwhile."""
+    paths = set(series.chains)
+    if (receipt := read_receipt(series, tree)) is not None:
+        paths.update(receipt.series.chains)
+    sweep([*(tree.root / path for path in paths), *tree.records, receipt_path(series, tree)])
 
 
 # ---- commands: status, apply, revert -------------------------------------------------------------
@@ -472,6 +447,8 @@ def cmd_move(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as locks:
         for root in sorted({tree.root for _, tree in chosen}):
             locks.enter_context(locked(root))
+        for series, tree in chosen:
+            sweep_tree(series, tree)
         # All series are planned before one is written: a refusal leaves every tree as it was.
         plans = [plan(series, tree, goal) for series, tree in chosen]
         for (series, tree), moves in zip(chosen, plans, strict=True):
@@ -693,9 +670,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
     try:
-        if args.python:  # this very file runs there: it finds, and compiles as, that Python does
-            command = [args.python, str(Path(__file__).resolve()), *argv, "--python="]
-            return subprocess.run(command).returncode
+        if args.python:
+            return _run_with(args.python, argv)
         return int(args.run(args))
     except OSError as error:
         print(f"{error}", file=sys.stderr)
@@ -703,17 +679,17 @@ def main(argv: list[str] | None = None) -> int:
     except ToolError as error:
         print(error, file=sys.stderr)
         if error.code == NO_PACKAGE and args.python is None and args.source_tree is None:
-            _point_to_venv(argv)
+            venv = REPO_ROOT / ".venv"
+            if (venv / "bin" / "python").is_file() and Path(sys.prefix) != venv:
+                python = os.path.relpath(venv / "bin" / "python")
+                print(f"it may be in the environment of this repository: {python}", file=sys.stderr)
+                return _run_with(python, argv)
         return error.code
 
 
-def _point_to_venv(argv: list[str]) -> None:
-    """Where the bootstrap has installed the package, if another Python was asked."""
-    venv = REPO_ROOT / ".venv"
-    if (venv / "bin" / "python").is_file() and Path(sys.prefix) != venv:
-        paths = venv / "bin" / "python", REPO_ROOT / "tools" / "apply_patches.py"
-        command = shlex.join([*map(os.path.relpath, paths), *argv])
-        print(f"the Python with the pinned engine is that of .venv: {command}", file=sys.stderr)
+def _run_with(python: str, argv: list[str]) -> int:
+    """This very file runs there: it finds, and compiles as, that Python does."""
+    return subprocess.run([python, str(Path(__file__).resolve()), *argv, "--python="]).returncode
 
 
 if __name__ == "__main__":
