@@ -295,6 +295,12 @@ def test_only_steps_with_loads_or_grants_are_armed(side: Side) -> None:
     assert side.worker.take_armed_step(wait_all=False) is None
 
 
+def test_step_without_a_forward_leaves_nothing_to_the_next_forward(side: Side) -> None:
+    side.worker.begin_step(output_of(GRANT))
+    side.worker.no_forward()
+    assert side.worker.take_armed_step(wait_all=False) is None
+
+
 def test_armed_step_is_current_only_inside(side: Side) -> None:
     side.step(GRANT)
     side.worker.begin_step(output_of(StepMeta(loads=(load_spec(side),))))

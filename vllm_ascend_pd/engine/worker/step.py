@@ -187,6 +187,8 @@ class WorkerSide:
         return self._report(loader)
 
     def no_forward(self) -> ModelRunnerOutput:
+        # Nothing has taken the armed step; the next forward, perhaps a dummy's, must not.
+        self._armed = False
         self._end_grants()
         output = copy(EMPTY_MODEL_RUNNER_OUTPUT)
         output.kv_connector_output = KVConnectorOutput(
