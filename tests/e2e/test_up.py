@@ -7,14 +7,17 @@ One deployment serves all tests of this file; they run in its order, the last on
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +209,32 @@ def test_a_killed_engine_is_reported_and_started_again(up: Up) -> None:
     alone = up.engine_url("prefill-0")
     assert complete(up.url, prompt) == complete(alone, prompt, cache_salt="alone")
     assert metric(up.engine_url("decode-0"), "vllm:pd_load_bytes_total") > 0
+
+
+def test_the_only_decode_engine_is_restarted_and_no_request_fails(up: Up) -> None:
+    first, alone = up.pid("decode-0"), up.engine_url("prefill-0")
+    answers: dict[str, str] = {}
+    done = threading.Event()
+
+    def ask(client: int) -> None:
+        for number in itertools.count():
+            prompt = f"While it restarts, {client} and {number}. {LONG[:600]}"
+            answers[prompt] = complete(up.url, prompt)
+            if done.wait(0.5):
+                return
+
+    with ThreadPoolExecutor(3) as clients:
+        asking = [clients.submit(ask, client) for client in range(3)]
+        restart = [VLLM_PD, "restart", "decode-0", "--port", str(up.port)]
+        told = subprocess.run(restart, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+        done.set()
+        for client in asking:
+            client.result()
+    assert told.returncode == 0, (told, up.output)
+    assert re.findall(r"decode-0: (\w+)", told.stdout) == ["draining", "restarting", "ready"]
+    assert up.pid("decode-0") != first
+    for prompt in list(answers)[:: len(answers) // 24 + 1]:
+        assert answers[prompt] == complete(alone, prompt, cache_salt="alone")
 
 
 def test_nothing_is_lost_when_the_master_is_killed_under_32_requests(up: Up) -> None:
