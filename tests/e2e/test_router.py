@@ -180,7 +180,8 @@ def responses(url: str, stream: bool) -> tuple[str, int, int]:
 
 def messages(url: str, stream: bool) -> tuple[str, int, int]:
     chat = chat_about(f"Messages {stream}")
-    asked: Any = {"model": "tiny", "messages": chat, "max_tokens": 12, "temperature": 0}
+    asked: Any = {"model": "tiny", "messages": chat, "max_tokens": 12}
+    asked["extra_body"] = {"temperature": 0}
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         if stream:
             with client.messages.stream(**asked) as events:

@@ -11,6 +11,8 @@ import requests
 from vllm_ascend_pd.router.apis import has_token
 
 PROMPT = "The contract of an engine. " * 40
+PATIENCE_S = 300
+"""An engine's first chat on a busy machine."""
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -53,10 +55,10 @@ def check_consumer(url: str, params: dict[str, Any]) -> None:
     assert len(_texts(_complete(url, n=2, temperature=0.8, seed=1).json())) == 2
 
     chat = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
-    answer = requests.post(f"{url}/v1/chat/completions", json=chat, timeout=60).json()
+    answer = requests.post(f"{url}/v1/chat/completions", json=chat, timeout=PATIENCE_S).json()
     assert isinstance(answer["choices"][0]["message"]["content"], str)
 
-    responses = {"model": "tiny", "input": PROMPT, "max_output_tokens": 4}
+    responses = {"model": "tiny", "input": PROMPT, "max_output_tokens": 4, "ignore_eos": True}
     answer = _post(url, "/v1/responses", **responses, request_id="resp_mine").json()
     assert answer["id"] == "resp_mine"
     assert answer["usage"]["output_tokens"] == 4
@@ -74,11 +76,11 @@ def check_consumer(url: str, params: dict[str, Any]) -> None:
 def _complete(url: str, **fields: Any) -> requests.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **fields}
     body["ignore_eos"] = True
-    return requests.post(f"{url}/v1/completions", json=body, timeout=60)
+    return requests.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
 
 def _post(url: str, path: str, **body: Any) -> requests.Response:
-    return requests.post(url + path, json=body, timeout=60)
+    return requests.post(url + path, json=body, timeout=PATIENCE_S)
 
 
 def _counts(usage: dict[str, Any]) -> list[int]:

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -224,5 +226,34 @@ def test_wrong_option_ends_all_with_its_reason(tmp_path: Path) -> None:
         assert await asyncio.wait_for(c.process.wait(), PATIENCE_S) == 2
         assert "missing.json" in c.output
         await c.stop()
+
+    run(test)
+
+
+async def leave(port: int, number: int) -> None:
+    """Ask for a long answer, and leave at some point, with a reset."""
+    body = json.dumps({"prompt": "x", "stream": number % 4 != 0, "max_tokens": 10_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.write((head + body)[: -5 if number % 8 == 1 else None])
+    if number % 4 > 1:
+        for _ in range(number % 7):
+            await reader.readuntil(b"data: ")
+    writer.transport.abort()
+
+
+def test_clients_that_leave_are_no_errors(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            c.decode.token_s = 2e-4
+            port = int(c.url.rpartition(":")[2])
+            for _ in range(2):
+                await asyncio.gather(*(leave(port, number) for number in range(100)))
+            await c.until(lambda: not c.decode.num_in_progress)
+            assert await c.post() == 200
+            assert "outcome=disconnected" in c.output
+            assert not re.findall(r".* ERROR .*|Traceback", c.output)
 
     run(test)

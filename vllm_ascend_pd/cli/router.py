@@ -6,7 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
+
+from vllm_ascend_pd.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
 
@@ -43,6 +46,20 @@ def router(
     service_discovery: Annotated[
         str, option(INSTANCES, "static (flags, file, registration), or also k8s: pods by label.")
     ] = "static",
+    static_backends: Annotated[
+        str, option(INSTANCES, "URLs of engines (a,b), as production-stack gives them.")
+    ] = "",
+    static_models: Annotated[
+        str, option(INSTANCES, "Their models, one for each. Without: as each engine says.")
+    ] = "",
+    static_model_labels: Annotated[
+        str,
+        option(
+            INSTANCES,
+            "Their 'model' labels, one for each, which say the roles (see --prefill-model-labels)."
+            " Without: each does both.",
+        ),
+    ] = "",
     k8s_namespace: Annotated[str, option(INSTANCES, "Namespace of the pods.")] = "default",
     k8s_label_selector: Annotated[
         str, option(INSTANCES, "Only pods with these labels, e.g. app=vllm.")
@@ -58,11 +75,20 @@ def router(
         int, typer.Option(help="Processes that share the port; each uses up to one core.")
     ] = 1,
     policy: Annotated[
-        str,
+        str | None,
         option(
-            ROUTING, "least-loaded, power-of-two, prefix-aware, round-robin or session-affinity."
+            ROUTING,
+            "least-loaded (default), power-of-two, prefix-aware, round-robin or session-affinity.",
         ),
-    ] = "least-loaded",
+    ] = None,
+    session_key: Annotated[
+        str | None,
+        option(
+            ROUTING,
+            "Header or body field that tells whose request it is. Implies --policy"
+            " session-affinity, unless another one is given.",
+        ),
+    ] = None,
     routing_logic: Annotated[
         str | None,
         option(
@@ -110,6 +136,14 @@ def router(
         Path | None,
         option(SECURITY, "Token with which engines register. Without: only those on loopback."),
     ] = None,
+    allowed_origins: Annotated[
+        str, option(SECURITY, "Origins whose pages may ask, a JSON list as for vllm serve.")
+    ] = '["*"]',
+    allowed_methods: Annotated[str, option(SECURITY, "Methods that they may use.")] = '["*"]',
+    allowed_headers: Annotated[str, option(SECURITY, "Headers that they may send.")] = '["*"]',
+    allow_credentials: Annotated[
+        bool, option(SECURITY, "They may send credentials.", "--allow-credentials")
+    ] = False,
     tls_certificate: Annotated[
         Path | None, option(SECURITY, "Serve https with this certificate chain.")
     ] = None,
@@ -131,6 +165,12 @@ def router(
     ] = 3600.0,
     max_attempts: Annotated[int, option(TIMES, "Pairs to try for one request.")] = 3,
     probe_interval: Annotated[float, option(TIMES, "Between two health probes, seconds.")] = 2.0,
+    engine_stats_interval: Annotated[
+        float, option(TIMES, "Between two looks at an engine's metrics, seconds; 0: each probe.")
+    ] = 0.0,
+    request_stats_window: Annotated[
+        float, option(TIMES, "What /status tells of now is of so many seconds.")
+    ] = 60.0,
     drain_timeout: Annotated[
         float, option(TIMES, "For requests in progress when the router stops, seconds.")
     ] = 60.0,
@@ -144,7 +184,6 @@ def router(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """OpenAI's API in front of prefill and decode engines."""
-    from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.router import config as router_config
 
     levels = {"debug", "info", "warning", "error"}
@@ -164,7 +203,12 @@ def router(
             prefills=tuple(prefill),
             decodes=tuple(decode),
             instances_file=instances,
-            policy=policy,
+            backends=router_config.static_backends(
+                static_backends, static_models, static_model_labels
+            ),
+            policy=policy or ("session-affinity" if session_key else "least-loaded"),
+            session_key=session_key,
+            stats_window_s=request_stats_window,
             order=order,  # type: ignore[arg-type]
             require_prefill=require_prefill or routing_logic is not None,
             api_keys_file=api_keys_file,
@@ -189,7 +233,15 @@ def router(
                 answer_s=answer_timeout,
             ),
             retries=router_config.Retries(max_attempts=max_attempts),
-            probes=router_config.Probes(interval_s=probe_interval),
+            probes=router_config.Probes(
+                interval_s=probe_interval, load_interval_s=engine_stats_interval
+            ),
+            cors=router_config.CORS(
+                _json_list(allowed_origins, "--allowed-origins"),
+                _json_list(allowed_methods, "--allowed-methods"),
+                _json_list(allowed_headers, "--allowed-headers"),
+                allow_credentials,
+            ),
             limits=router_config.Limits(body_bytes=max_body_mb << 20),
             tls=router_config.TLS(tls_certificate, tls_key, engine_ca),
             skipping=router_config.Skipping(router_config.skip_mode(skip_prefill)),
@@ -208,3 +260,11 @@ def router(
 
 def _labels(text: str) -> tuple[str, ...]:
     return tuple(label for label in (part.strip() for part in text.split(",")) if label)
+
+
+def _json_list(text: str, option: str) -> tuple[str, ...]:
+    """``ConfigError`` unless it is a JSON list of strings."""
+    try:
+        return msgspec.json.decode(text, type=tuple[str, ...])
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"{option} {text!r}: a JSON list of strings, such as '[\"*\"]'") from e

@@ -16,12 +16,14 @@ from vllm_ascend_pd.router.apis import APIS, BATCH
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.bodies import BadRequest
 from vllm_ascend_pd.router.config import RouterConfig, read_secret
+from vllm_ascend_pd.router.cors import CrossOrigin
 from vllm_ascend_pd.router.discovery.registered import (
     Heartbeats,
     Registered,
     RegisteredDiscovery,
     follow,
 )
+from vllm_ascend_pd.router.front import check_target
 from vllm_ascend_pd.router.generation import Generation
 from vllm_ascend_pd.router.health import Prober
 from vllm_ascend_pd.router.http_client import EngineClient
@@ -30,7 +32,7 @@ from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
 from vllm_ascend_pd.router.openapi import document
 from vllm_ascend_pd.router.page import instances, page, status
-from vllm_ascend_pd.router.passthrough import Passthrough
+from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
 from vllm_ascend_pd.router.relay import Relay
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OWN_PATHS = dict.fromkeys((*APIS, BATCH), ("POST",)) | {"/v1/models": ("GET", "HEAD")}
+"""Below ``/v1/``, and their methods; the rest there is passed on."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -91,7 +95,10 @@ class Router:
             self.registry, self.policy, labels, require_prefill=config.require_prefill
         )
         self.metrics = Metrics(
-            lambda: self.registry, self.skipper.break_evens, self.selector.degraded
+            lambda: self.registry,
+            self.skipper.break_evens,
+            self.selector.degraded,
+            config.stats_window_s,
         )
         lengths = PromptLengths()
         self.legs = Legs(config.timeouts, self.metrics)
@@ -108,10 +115,9 @@ class Router:
             self.tracing,
         )
         self.passthrough = Passthrough(config, self.selector, self.legs, self.metrics)
-        self.generation = Generation(
-            self.relay, self.selector, self.passthrough, lengths, config.timeouts.body_s
-        )
+        self.generation = Generation(self.relay, self.selector, self.passthrough, lengths, config)
         auth = self._engine_authorization
+        self.cross_origin = CrossOrigin(config.cors)
         self.prober = Prober(config.probes, [(b"authorization", auth)] if auth else [])
         self.access_log = AccessLog(config.access_log)
         self._retired: set[Instance] = set()
@@ -121,22 +127,30 @@ class Router:
         )
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=self.config.limits.body_bytes)
+        app = web.Application(
+            client_max_size=self.config.limits.body_bytes,
+            middlewares=[check_target, self._answer_preflight],
+        )
+        app.on_response_prepare.append(self.cross_origin.prepare)
         for path in (*APIS, BATCH):
             app.router.add_post(path, self._generate)
-        app.router.add_get("/v1/models", self._models, allow_head=False)
-        app.router.add_get("/health", self._health, allow_head=False)
-        app.router.add_get("/health/ready", self._health, allow_head=False)
-        app.router.add_get("/health/live", self._alive, allow_head=False)
-        app.router.add_get("/health/startup", self._started, allow_head=False)
-        app.router.add_get("/metrics", self._metrics, allow_head=False)
-        app.router.add_get("/version", self._version, allow_head=False)
-        app.router.add_get("/", self._page, allow_head=False)
-        app.router.add_get("/openapi.json", self._openapi, allow_head=False)
-        app.router.add_get("/status", self._status, allow_head=False)
-        app.router.add_get("/instances", self._instances, allow_head=False)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/health/ready", self._health)
+        app.router.add_get("/health/live", self._alive)
+        app.router.add_get("/health/startup", self._started)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/", self._page)
+        app.router.add_get("/openapi.json", self._openapi)
+        app.router.add_get("/status", self._status)
+        app.router.add_get("/instances", self._instances)
         self.registered.add_routes(app)
-        app.router.add_get(registration.PATH, self._registered, allow_head=False)
+        app.router.add_get(registration.PATH, self._registered)
+        app.router.add_get("/ping", self._health)
+        app.router.add_post("/ping", self._health)
+        for path in ENGINE_PATHS:
+            app.router.add_post(path, self._pass)
         app.router.add_route("*", "/v1/{path:.*}", self._pass)
         app.on_cleanup.append(self._close)  # requests in progress have ended
         return app
@@ -151,10 +165,20 @@ class Router:
 
     # Routes.
 
+    @web.middleware
+    async def _answer_preflight(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        return self.cross_origin.preflight(request) or await handler(request)
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, self.generation.serve)
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
+        if request.path in OWN_PATHS:
+            raise web.HTTPMethodNotAllowed(request.method, OWN_PATHS[request.path])
         return await self._serve(request, self.passthrough.serve)
 
     async def _serve(

@@ -67,6 +67,10 @@ class Body:
     """Answered before it is computed."""
     previous_response: str | None
 
+    def string(self, name: str) -> str | None:
+        """One of its fields; ``BadRequest`` if it is no string."""
+        return _string(self.fields, name)
+
     def for_prefill(self, transfer_id: str | None = None) -> bytes:
         """Compute the prompt, one token of one sample, not streamed."""
         fields = {key: value for key, value in self.fields.items() if key not in NOT_FOR_PREFILL}

@@ -14,6 +14,8 @@ from vllm_ascend_pd.router.access_log import FORMATS, AccessLogFormat
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vllm_ascend_pd.registration import Role
+
 Order = Literal["auto", "prefill-first", "concurrent"]
 SKIP_MODES = ("auto", "held", "never", "always")
 SkipMode = Literal["auto", "held", "never", "always"] | int
@@ -70,6 +72,8 @@ class Probes:
 
     interval_s: float = 2.0
     timeout_s: float = 2.0
+    load_interval_s: float = 0.0
+    """At least, between two looks at an engine's ``/metrics``; each probe looks if it is 0."""
     failure_threshold: int = 3
     """Failures in a row, of requests or probes, after which an instance gets no requests. A
     refused connection is enough by itself."""
@@ -90,6 +94,16 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class CORS:
+    """What pages of other origins may do; the options and defaults of ``vllm serve``."""
+
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TLS:
     """Server certificate, and how engines' certificates are checked."""
 
@@ -101,6 +115,17 @@ class TLS:
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("--tls-certificate and --tls-key: give both or none")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One of production-stack's ``--static-backends``."""
+
+    url: str
+    model: str | None = None
+    label: str | None = None
+    """It says the role: one of ``--prefill-model-labels`` or of ``--decode-model-labels``. Without
+    labels every backend does both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +160,13 @@ class RouterConfig:
     """Processes that share the port."""
     prefills: tuple[str, ...] = ()
     decodes: tuple[str, ...] = ()
+    backends: tuple[Backend, ...] = ()
     instances_file: Path | None = None
     policy: str = "least-loaded"
+    session_key: str | None = None
+    """Header, or field of a body, that tells ``session-affinity`` whose request it is."""
+    stats_window_s: float = 60.0
+    """What the status tells as of now is of so many seconds."""
     order: Order = "auto"
     require_prefill: bool = False
     """No engine computes a prompt alone for lack of another one: without a pair there is 503."""
@@ -154,6 +184,7 @@ class RouterConfig:
     retries: Retries = field(default_factory=Retries)
     probes: Probes = field(default_factory=Probes)
     limits: Limits = field(default_factory=Limits)
+    cors: CORS = field(default_factory=CORS)
     tls: TLS = field(default_factory=TLS)
     skipping: Skipping = field(default_factory=Skipping)
 
@@ -164,6 +195,14 @@ class RouterConfig:
             raise ConfigError(f"--access-log {self.access_log!r}: one of {', '.join(FORMATS)}")
         if not 1 <= self.num_workers <= MAX_WORKERS:
             raise ConfigError(f"--workers {self.num_workers}: 1 to {MAX_WORKERS}")
+        if not self.stats_window_s > 0:
+            raise ConfigError(f"--request-stats-window {self.stats_window_s:g}: must be positive")
+
+    def role_of(self, label: str) -> Role | None:
+        """What an engine with this value of the label ``model`` does."""
+        if label in self.prefill_labels:
+            return "prefill"
+        return "decode" if label in self.decode_labels else None
 
 
 def set_up_logging(config: RouterConfig) -> None:
@@ -181,6 +220,22 @@ def skip_mode(text: str) -> SkipMode:
     if text.isdigit():
         return int(text)
     raise ConfigError(f"--skip-prefill {text!r}: {', '.join(SKIP_MODES)}, or a number of tokens")
+
+
+def static_backends(urls: str, models: str, labels: str) -> tuple[Backend, ...]:
+    """Of three options that are lists with commas, as in production-stack."""
+    found = _split(urls)
+    columns: list[list[str | None]] = []
+    for option, text in (("--static-models", models), ("--static-model-labels", labels)):
+        values = _split(text)
+        if values and len(values) != len(found):
+            raise ConfigError(f"{option}: {len(values)} for {len(found)} --static-backends")
+        columns.append([*values] or [None] * len(found))
+    return tuple(map(Backend, found, *columns))
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text else []
 
 
 def read_secret(path: Path, option: str) -> str:

@@ -21,6 +21,7 @@ from vllm_ascend_pd.router.selection import Unavailable
 from vllm_ascend_pd.router.trace import Trace
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.passthrough import Passthrough
     from vllm_ascend_pd.router.relay import Relay
     from vllm_ascend_pd.router.selection import Selector
@@ -41,19 +42,19 @@ class Generation:
         selector: Selector,
         passthrough: Passthrough,
         lengths: PromptLengths,
-        body_timeout_s: float,
+        config: RouterConfig,
     ) -> None:
         self._relay = relay
         self._selector = selector
         self._passthrough = passthrough
         self._lengths = lengths
-        self._body_timeout_s = body_timeout_s
+        self._config = config
         self._tokenizer = Tokenizer()
 
     async def serve(
         self, request: web.Request, trace: Trace, headers: LegHeaders
     ) -> web.StreamResponse:
-        raw = await read_body(request, self._body_timeout_s)
+        raw = await read_body(request, self._config.timeouts.body_s)
         headers.append((b"content-type", b"application/json"))
         if request.path != BATCH:
             return await self._one(request, trace, headers, parse(request.path, raw))
@@ -66,10 +67,11 @@ class Generation:
         self, request: web.Request, trace: Trace, headers: LegHeaders, body: Body
     ) -> web.StreamResponse:
         check_model(body.model, self._selector.decodes)
+        key = self._config.session_key
         routed = Routed(
             self._lengths.estimate(body.model, body.prompt),
             body.num_max_tokens,
-            session_of(request),
+            session_of(request, key) or (body.string(key) if key else None),
             previous_response=body.previous_response,
         )
         if self._selector.policy.needs_token_ids:

@@ -128,6 +128,8 @@ class Prober:
         instance.models = tuple(model.id for model in models.data)
 
     async def _read_load(self, instance: Instance) -> None:
+        if time.monotonic() - instance.load.read_at < self._probes.load_interval_s:
+            return
         result = await self._get(instance, b"/metrics")
         if not isinstance(result, Failure) and result[0] == 200:
             instance.load = parse_load(result[1])

@@ -7,6 +7,8 @@ histograms take locks and scan buckets, which a request would pay for several ti
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.snapshot import (
@@ -36,6 +38,31 @@ OUTCOMES = (
 """How a request ends, each exactly once."""
 
 
+class Recent:
+    """How many values came within the last seconds, and their sum; kept by second."""
+
+    def __init__(self, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._window_s = window_s
+        self._clock = clock
+        self._seconds: deque[tuple[int, int, float]] = deque()
+
+    def add(self, value: float) -> None:
+        second, count, total = int(self._clock()), 0, 0.0
+        if self._seconds and self._seconds[-1][0] == second:
+            _, count, total = self._seconds.pop()
+        else:
+            self._forget()
+        self._seconds.append((second, count + 1, total + value))
+
+    def sums(self) -> tuple[int, float]:
+        self._forget()
+        return sum(one[1] for one in self._seconds), sum(one[2] for one in self._seconds)
+
+    def _forget(self) -> None:
+        while self._seconds and self._seconds[0][0] < self._clock() - self._window_s:
+            self._seconds.popleft()
+
+
 class Metrics:
     """Counters and histograms of one process."""
 
@@ -44,6 +71,7 @@ class Metrics:
         instances: Callable[[], Iterable[Instance]],
         break_evens: Callable[[], dict[str, int]],
         degraded: Callable[[], dict[str, str]],
+        window_s: float,
     ) -> None:
         self._instances = instances
         self._break_evens = break_evens
@@ -51,6 +79,7 @@ class Metrics:
         self._counts: dict[str, Counts] = {name: {} for name in COUNTERS}
         self._counts["requests"] = {(outcome,): 0 for outcome in OUTCOMES}
         self.ttft = Histogram()
+        self._recent_ttft = Recent(window_s)
         self.itl = Histogram()
         self.prefill_leg = Histogram()
         self.decode_leg = Histogram()
@@ -64,6 +93,11 @@ class Metrics:
         """To a counter of ``COUNTERS``."""
         counts = self._counts[name]
         counts[labels] = counts.get(labels, 0) + by
+
+    def first_byte(self, seconds: float) -> None:
+        """An answer has begun."""
+        self.ttft.observe(seconds)
+        self._recent_ttft.add(seconds)
 
     def prefix(self, role: str, num_expected: int, told: tuple[int, int] | None) -> None:
         """A leg's prompt: what the policy expected its engine to have, and what the engine said:
@@ -91,4 +125,5 @@ class Metrics:
             [InstanceSnapshot.of(instance) for instance in self._instances()],
             self._break_evens(),
             self._degraded(),
+            *self._recent_ttft.sums(),
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's API as an OpenAPI document. Fields that it does not list are the engines'."""
+"""The router's API as an OpenAPI document."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, get_args
 from vllm_ascend_pd import __version__, registration
 from vllm_ascend_pd.router.apis import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from vllm_ascend_pd.router.config import ORDERS
+from vllm_ascend_pd.router.passthrough import ENGINE_PATHS
 
 Schema = dict[str, Any]
 
@@ -92,6 +93,7 @@ SCHEMAS: dict[str, Schema] = {
             "requests": _map(INTEGER),
             "instances": _list(OBJECT),
             "break_even_tokens": _map(INTEGER),
+            "answers_per_s": NUMBER,
             "prefix_tokens": _object({"expected": INTEGER, "cached": INTEGER}),
         },
         ttft_mean_s={"type": ["number", "null"]},
@@ -165,13 +167,16 @@ def _registry() -> dict[str, Schema]:
     security: Schema = {"security": [{}, {"registration": []}]}
     instances = {200: _answer("Every engine", _content(_list(SCHEMAS["Instance"])))}
     known = {200: _answer("Known; send it again after heartbeat_s", _content("Registered"))}
+    one = registration.PATH + "/{instance_id}"
     gone = {204: _answer("It gets no new requests")}
+    drain = _operation("drain", "Leave it out for a while", gone, 400, 403, 404)
     put = _operation("register", "An engine registers, or renews", known, 400, 403, 408, 409, 413)
     return {
         registration.PATH: {
             "get": _operation("registry", "Every engine, for engines", instances, 403) | security
         },
-        registration.PATH + "/{instance_id}": {
+        one + "/drain": {"parameters": [ID_PARAMETER], "put": drain | security},
+        one: {
             "parameters": [ID_PARAMETER],
             "put": put | security | _takes("Registration"),
             "delete": _operation("leave", "An engine takes its leave", gone, 400, 403) | security,
@@ -182,6 +187,8 @@ def _registry() -> dict[str, Schema]:
 def document() -> Schema:
     """Of this version."""
     health = _content("Health")
+    ping = _open("ping", "The same as /health, for SageMaker", health, 503)
+    ping["post"] = ping["get"] | {"operationId": "post_ping"}
     paths = {
         COMPLETIONS: _generation("completions", "Complete a prompt", "Completion"),
         CHAT: _generation("chat", "Answer in a chat", "Chat"),
@@ -194,6 +201,7 @@ def document() -> Schema:
         "/health": _open("health", "Whether a request would be answered now", health, 503),
         "/health/ready": _open("ready", "The same as /health", health, 503),
         "/health/startup": _open("startup", "Whether each engine was asked once", health, 503),
+        "/ping": ping,
         "/health/live": _open("alive", "Whether the router runs", health),
         "/metrics": _open("metrics", "For Prometheus", _content(STRING, "text/plain")),
         "/version": _open("version", "Of the router", _content(_object({"version": STRING}))),
@@ -215,6 +223,8 @@ def document() -> Schema:
             "title": "vllm-pd router",
             "version": __version__,
             "summary": "OpenAI's API in front of prefill and decode engines.",
+            "description": "Fields that are not listed are the engines'. Any other path below"
+            f" /v1/, and {', '.join(ENGINE_PATHS)}, goes to one decode engine as it is.",
         },
         "paths": paths,
         "security": [{}, {"client": []}],

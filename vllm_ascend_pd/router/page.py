@@ -32,8 +32,7 @@ def page() -> web.Response:
 
 def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:
     """What the router is doing, as plain JSON values."""
-    ttft = snapshot.histograms["ttft"]
-    num_first_bytes = sum(ttft.counts)
+    count = snapshot.num_recent
     requests = {labels[0]: int(count) for labels, count in snapshot.counters["requests"]}
     return {
         "version": __version__,
@@ -45,7 +44,8 @@ def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:
         "requests": {outcome: requests.get(outcome, 0) for outcome in OUTCOMES},
         "break_even_tokens": snapshot.break_evens,
         "prefix_tokens": {name: _total(snapshot, name) for name in ("expected", "cached")},
-        "ttft_mean_s": ttft.total / num_first_bytes if num_first_bytes else None,
+        "ttft_mean_s": snapshot.recent_ttft_s / count if count else None,
+        "answers_per_s": count / config.stats_window_s,
         "instances": msgspec.to_builtins(snapshot.instances),
     }
 

@@ -14,6 +14,7 @@ from vllm_ascend_pd.router.answers import (
 )
 from vllm_ascend_pd.router.bodies import parse_other
 from vllm_ascend_pd.router.failures import Failure
+from vllm_ascend_pd.router.front import TARGET
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs
 from vllm_ascend_pd.router.models import check_model, model_of_form
 from vllm_ascend_pd.router.policies.base import Routed
@@ -31,6 +32,17 @@ if TYPE_CHECKING:
 
 REFUSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """They change one engine, and would leave it different from the others."""
+ENGINE_PATHS = (
+    "/classify",
+    "/detokenize",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/tokenize",
+    "/v2/embed",
+    "/v2/rerank",
+)
+"""What is passed on beside ``/v1/*``."""
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "PATCH"})
 
 
@@ -58,6 +70,10 @@ class Passthrough:
             trace.status, trace.outcome = 403, "client_error"
             message = f"{request.path} changes one engine: send it to each engine itself"
             return error_response(403, "forbidden", message, headers=own)
+        if request.headers.get("Upgrade", "").lower() == "websocket":
+            trace.status, trace.outcome = 400, "client_error"
+            message = f"{request.path}: no WebSocket is passed on, connect to a decode engine"
+            return error_response(400, "not_passed_on", message, headers=own)
         raw = await read_body(request, self._config.timeouts.body_s)
         if content_type := request.headers.get("Content-Type"):
             headers.append((b"content-type", content_type.encode()))
@@ -75,7 +91,8 @@ class Passthrough:
             raw, model = parse_other(raw)
         if raw:
             check_model(model, self._selector.decodes)
-        routed = Routed(0, 0, session_of(request), previous_response=response_of(request.path))
+        session = session_of(request, self._config.session_key)
+        routed = Routed(0, 0, session, previous_response=response_of(request.path))
         instance = self._selector.decode(routed, model, ())
         if isinstance(instance, Unavailable):
             trace.status, trace.outcome = 503, "unavailable"
@@ -85,7 +102,7 @@ class Passthrough:
         with self._legs.open(instance, "passthrough", 0) as leg:
             response = await instance.client.request(
                 request.method.encode(),
-                request.raw_path.encode(),
+                request[TARGET].encode(),
                 headers,
                 raw,
                 head_timeout_s=self._config.timeouts.answer_s,

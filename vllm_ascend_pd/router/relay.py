@@ -236,7 +236,7 @@ class Relay:
                 return result
             now = time.monotonic()
             job.trace.ttft_s = now - job.trace.started
-            self._metrics.ttft.observe(job.trace.ttft_s)
+            self._metrics.first_byte(job.trace.ttft_s)
             self._metrics.num_waiting -= 1
             if job.trace.order != "decode-only":
                 self._metrics.handover.observe(now - leg.started)

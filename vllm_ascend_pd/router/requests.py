@@ -22,6 +22,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"cookie",
     b"expect",
     b"host",
+    b"origin",  # the router answers other origins itself
     REQUEST_ID,
 }
 
@@ -40,9 +41,9 @@ def request_id(request: web.Request) -> str:
     return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
-def session_of(request: web.Request) -> str | None:
-    """What a client that wants to stay with an instance sends."""
-    for name in SESSION_HEADERS:
+def session_of(request: web.Request, key: str | None) -> str | None:
+    """What a client that wants to stay with an instance sends, in ``key`` first."""
+    for name in (key, *SESSION_HEADERS) if key else SESSION_HEADERS:
         if value := request.headers.get(name):
             return value[:256]
     return None
@@ -68,6 +69,8 @@ def forwarded_headers(
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
     """All of it; ``BodyError`` if it is too long, too slow or broken."""
     try:
+        if (request.content_length or 0) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size)
         if request.content.is_eof():  # as it is when a short body came with the head
             return await request.read()
         async with timeout(timeout_s):

@@ -18,6 +18,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.app import Router
 from vllm_ascend_pd.router.discovery.kubernetes import KubernetesDiscovery
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery
+from vllm_ascend_pd.router.front import Runner
 from vllm_ascend_pd.router.tls import server_context
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ class RouterServer:
         self._kubernetes: KubernetesDiscovery | None = None
         if config.kubernetes is not None:
             self._kubernetes = KubernetesDiscovery(config, self.router.registry)
-        self._runner: web.AppRunner | None = None
+        self._runner: Runner | None = None
         self._refresher: asyncio.Task[None] | None = None
 
     async def start(self, sock: socket.socket) -> None:
         limits = self.config.limits
-        runner = self._runner = web.AppRunner(
+        runner = self._runner = Runner(
             self.router.application(),
             handler_cancellation=True,
             access_log=None,

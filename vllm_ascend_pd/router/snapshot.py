@@ -188,6 +188,10 @@ class Snapshot(msgspec.Struct):
     """By model: tokens up to which D computes a prompt itself, as measured."""
     degraded: dict[str, str] = {}
     """Models that no pair of engines serves now, and why."""
+    num_recent: int = 0
+    """Answers that began within the last seconds of ``stats_window_s``."""
+    recent_ttft_s: float = 0.0
+    """Sum of their times to the first byte."""
 
     def expose(self) -> bytes:
         """In Prometheus' text format."""
@@ -231,6 +235,8 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
         list(instances.values()),
         break_evens,
         {model: why for one in running for model, why in one.degraded.items()},
+        sum(one.num_recent for one in running),
+        sum(one.recent_ttft_s for one in running),
     )
 
 

@@ -171,7 +171,7 @@ class ScriptedEngine:
             return await self._generate(request, reader, writer)
         elif (response_id := path.removeprefix("/v1/responses/")) in self.stored:
             writer.write(json_answer(200, self.stored[response_id]))
-        elif path == BATCH and not request.json.get("messages"):
+        elif path == BATCH and not isinstance(request.json.get("messages") or None, list):
             self.received.append(request)
             writer.write(error(400, "messages"))
         else:

@@ -20,7 +20,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.instances import InstanceSpec
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.registration import Role, State
+    from vllm_ascend_pd.registration import State
     from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.instances import Registry
 
@@ -76,8 +76,7 @@ class KubernetesDiscovery:
                 "--service-discovery k8s needs --prefill-model-labels and --decode-model-labels"
             )
         self._kubernetes = config.kubernetes
-        self._roles: dict[str, Role] = dict.fromkeys(config.decode_labels, "decode")
-        self._roles |= dict.fromkeys(config.prefill_labels, "prefill")
+        self._role_of = config.role_of
         self._registry = registry
         self._pods: dict[str, Pod] = {}
         self._task: asyncio.Task[None] | None = None
@@ -165,7 +164,7 @@ class KubernetesDiscovery:
 
     def _spec(self, pod: Pod) -> InstanceSpec | None:
         labels = pod.metadata.labels or {}
-        role = self._roles.get(labels.get(LABEL, ""))
+        role = self._role_of(labels.get(LABEL, ""))
         address = pod.status.pod_ip
         if role is None or address is None or pod.status.phase in ("Succeeded", "Failed"):
             return None

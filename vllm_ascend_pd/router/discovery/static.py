@@ -23,7 +23,7 @@ from vllm_ascend_pd.router.instances import InstanceSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.config import Backend, RouterConfig
     from vllm_ascend_pd.router.instances import Registry
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class StaticDiscovery:
         self._flags = [
             *(FileInstance(url=url, role="prefill").spec() for url in config.prefills),
             *(FileInstance(url=url, role="decode").spec() for url in config.decodes),
+            *(_backend(backend, config).spec() for backend in config.backends),
         ]
         self._stamp: tuple[int, int] | None = None
 
@@ -121,6 +122,19 @@ class StaticDiscovery:
         except OSError as e:
             raise ConfigError(f"--instances: {e}") from e
         return [instance.spec() for instance in decode_instances(raw, str(path))]
+
+
+def _backend(backend: Backend, config: RouterConfig) -> FileInstance:
+    models = (backend.model,) if backend.model else ()
+    if backend.label is None:
+        return FileInstance(url=backend.url, role="both", models=models)
+    role = config.role_of(backend.label)
+    if role is None:
+        raise ConfigError(
+            f"--static-model-labels: {backend.label!r} is none of --prefill-model-labels and"
+            " --decode-model-labels"
+        )
+    return FileInstance(url=backend.url, role=role, models=models, labels={"model": backend.label})
 
 
 def decode_instances(raw: bytes, name: str) -> list[FileInstance]:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a request comes in: its target is read once, and whatever goes wrong is JSON.
+
+A target that another server might read differently (``..``, ``//``, an encoded slash, a whole URL)
+is refused, so no client reaches a path of an engine that the router would not pass on.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote
+
+from aiohttp import web
+
+from vllm_ascend_pd.router.answers import error_response
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+TARGET = web.RequestKey("target", str)
+"""Of a request: what an engine is asked for."""
+_PLAIN = re.compile(r"(?:/[A-Za-z0-9_~:@!$&'()*+,=.-]+)*/?")
+"""A path as it is sent to an engine, before other characters are quoted."""
+_DOTS = frozenset({".", ".."})
+
+
+class BadTarget(Exception):
+    """Answered with 400."""
+
+
+def engine_target(raw_target: str) -> str:
+    """What an engine is asked for, from what the client's request line says."""
+    raw_path, question, query = raw_target.partition("?")
+    if not raw_path.startswith("/"):
+        raise BadTarget("the request target must be a path that begins with '/'")
+    try:
+        raw_target.encode("ascii")
+        path = unquote(raw_path, errors="strict") if "%" in raw_path else raw_path
+    except UnicodeError as e:
+        raise BadTarget("the request target must be ASCII, and percent-encoded UTF-8") from e
+    segments = path[1:].removesuffix("/").split("/") if path != "/" else []
+    if "" in segments or _DOTS.intersection(segments):
+        raise BadTarget("the path has an empty segment, '.' or '..'")
+    if path.count("/") != raw_path.count("/") or "%" in path or "\\" in path:
+        raise BadTarget("the path has an encoded slash, a percent sign or a backslash")
+    if not path.isprintable():
+        raise BadTarget("the path has control characters")
+    return (path if _PLAIN.fullmatch(path) else quote(path)) + question + query
+
+
+@web.middleware
+async def check_target(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Refuse a bad target; a handler finds a good one as ``TARGET``."""
+    try:
+        target = request[TARGET] = engine_target(request.raw_path)
+        path, question, query = target.partition("?")
+        if path.endswith("/") and path != "/":
+            # As vLLM answers, but with our address and not the engine's.
+            headers = {"Location": path.rstrip("/") + question + query}
+            return error_response(307, "redirect", "without the slash at the end", headers=headers)
+        return await handler(request)
+    except BadTarget as e:
+        return error_response(400, "bad_request", str(e))
+
+
+class _Connection(web.RequestHandler):
+    """One of a client."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What no handler has answered: bytes that are not HTTP, or a bug of ours."""
+        if isinstance(exc, ConnectionError) or self.transport is None:
+            raise ConnectionError("the client has left")
+        if status >= 500:
+            logger.error("%s %r", request.method, request.path, exc_info=exc)
+            message = None
+        else:
+            logger.info("%s sent no HTTP: %r", request.remote, message)
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of another answer was sent")
+        phrase = HTTPStatus(status).phrase
+        response = error_response(status, phrase, message or phrase)
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class Runner(web.AppRunner):
+    """aiohttp's, with our connections and our errors."""
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            try:
+                return await made.request_handler(request)
+            except web.HTTPException as e:
+                phrase = HTTPStatus(e.status).phrase
+                message = f"{phrase}: {request.method} {request.path}"
+                allow = {name: e.headers[name] for name in ("Allow",) if name in e.headers}
+                return error_response(e.status, phrase, message, headers=allow)
+
+        return _Server(
+            handle,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            **made._kwargs,
+        )
