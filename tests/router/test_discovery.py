@@ -16,6 +16,7 @@ import pytest
 from tests.router.harness import FAST, STRICT, Deployment, deployed, run, until
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router.discovery import registered
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery, decode_instances
 from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
@@ -116,6 +117,23 @@ def test_registration_that_is_refused(
             assert got == status
             assert body["error"]["code"] == status
             assert d.router.registry.get("x") is None
+
+    run(test)
+
+
+def test_number_of_registrations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered, "MAX_INSTANCES", 2)
+
+    async def test() -> None:
+        async with deployed() as d:
+            engine = d.decodes[0]
+            for name in ("a", "b"):
+                assert (await register(d, name, described(engine)))[0] == 200
+            assert (await register(d, "c", described(engine)))[0] == 429
+            assert (await register(d, "b", described(engine)))[0] == 200
+            async with d.http.delete(f"{d.url}{registration.PATH}/a") as response:
+                assert response.status == 204
+            assert (await register(d, "c", described(engine)))[0] == 200
 
     run(test)
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import zmq
 import zmq.asyncio
 
@@ -201,6 +202,35 @@ def test_events_before_the_router_came_are_replayed() -> None:
             await engine.stop()
         await publisher.close()
         context.destroy(linger=0)
+
+    run(test)
+
+
+def test_event_that_makes_no_sense_ends_nothing() -> None:
+    async def test() -> None:
+        async with cluster() as (d, _, publishers):
+            await asyncio.sleep(0.1)
+            await publish_prompt(d, "p1", publishers["p1"], 2)
+            await publishers["p1"].publish({**stored([b"x"], None, TOKENS), "block_size": 0})
+            await until(lambda: index(d, "p1").state is IndexState.DEGRADED, "state")
+            await publish_prompt(d, "p1", publishers["p1"], 3)
+
+    run(test)
+
+
+def test_index_is_not_believed_when_something_fails_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with cluster() as (d, _, publishers):
+            await asyncio.sleep(0.1)
+            await publish_prompt(d, "p1", publishers["p1"], 2)
+            assert index(d, "p1").state is IndexState.EXACT
+            with monkeypatch.context() as patch:
+                patch.setattr(PrefixIndex, "_apply", lambda self, event: 1 / 0)
+                await publishers["p1"].publish(CLEARED)
+                await until(lambda: index(d, "p1").state is IndexState.DEGRADED, "state")
+            await publish_prompt(d, "p1", publishers["p1"], 3)
 
     run(test)
 

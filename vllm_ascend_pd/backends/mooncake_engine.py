@@ -51,6 +51,7 @@ caches for it)."""
 
 _MAX_PIECES = 1024
 """Of one call; TCP refuses more than 2048."""
+_IDLE_SENDER_S = 300.0
 
 # What transfer_check_status says; every other value is a failure.
 _CHECK_RUNNING = 0
@@ -116,16 +117,23 @@ class _Batch:
 
 class _Sender(threading.Thread):
     """Writes the batches for one peer, one after another: Mooncake's call blocks, without the GIL.
+    It ends when none has come for long.
 
     A batch that could not begin in time, as after this process was stopped, is not begun: its
     peer has given it up long since.
     """
 
     def __init__(
-        self, engine: _NativeEngine, session: str, bind_thread: Callable[[], None] | None
+        self,
+        engine: _NativeEngine,
+        session: str,
+        bind_thread: Callable[[], None] | None,
+        retire: Callable[[str], bool],
     ) -> None:
+        """``retire`` says whether nothing will be put into ``batches`` any more."""
         super().__init__(name=f"mooncake-send-{session}", daemon=True)
         self._engine = engine
+        self._retire = retire
         self._session = session
         self._bind_thread = bind_thread
         self.batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
@@ -133,7 +141,15 @@ class _Sender(threading.Thread):
     def run(self) -> None:
         if self._bind_thread is not None:
             self._bind_thread()
-        while (batch := self.batches.get()) is not None:
+        while True:
+            try:
+                batch = self.batches.get(timeout=_IDLE_SENDER_S)
+            except queue.Empty:
+                if self._retire(self._session):
+                    return
+                continue
+            if batch is None:
+                return
             try:
                 done = self._write(batch)
             except Exception:  # a thread's boundary: the batch fails, and its load with it
@@ -308,12 +324,19 @@ class MooncakeTransferEngine(TransferEngine):
             sender = self._senders.get(session)
             is_new = sender is None
             if sender is None:
-                sender = _Sender(engine, session, self._bind_thread)
+                sender = _Sender(engine, session, self._bind_thread, self._retire)
                 self._senders[session] = sender
+            sender.batches.put(batch)
         if is_new:
             sender.start()
-        sender.batches.put(batch)
         return handle
+
+    def _retire(self, session: str) -> bool:
+        with self._lock:
+            is_idle = self._senders[session].batches.empty()
+            if is_idle:
+                del self._senders[session]
+            return is_idle
 
     def poll(self, handle: TransferHandle) -> TransferStatus:
         with self._lock:

@@ -142,6 +142,18 @@ def test_batch_is_the_call_of_vllm_ascends_connector(
     assert bound == ["mooncake-send-10.0.0.2:15002"]
 
 
+def test_thread_of_a_peer_ends_when_it_is_idle_and_comes_again(
+    native: NativeEngine, direct: MooncakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_engine, "_IDLE_SENDER_S", 0.01)
+    for _ in range(3):
+        assert wait(direct, submit(direct)) is TransferStatus.DONE
+        deadline = time.monotonic() + 10
+        while any("10.0.0.2" in thread.name for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+        assert not direct._senders
+
+
 def test_batch_is_under_way_until_the_call_returns(
     native: NativeEngine, direct: MooncakeTransferEngine
 ) -> None:

@@ -140,6 +140,20 @@ def test_memory_is_bounded() -> None:
     assert index.state is IndexState.DEGRADED
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"block_size": 0}, {"block_size": -4}, {"token_ids": [1 << 63] * 4}, {"token_ids": [-1] * 4}],
+    ids=str,
+)
+def test_event_that_makes_no_sense_is_not_believed(wrong: dict[str, Any]) -> None:
+    index = PrefixIndex()
+    index.receive(0, batch(stored([b"a"], None, TOKENS[:4])))
+    index.receive(1, batch({**stored([b"b"], b"a", TOKENS[4:8]), **wrong}))
+    assert index.state is IndexState.DEGRADED
+    index.receive(2, batch(stored([b"c"], None, TOKENS[:4])))
+    assert hits(index, TOKENS) == 4
+
+
 @given(st.lists(st.binary(max_size=50), max_size=5))
 def test_any_bytes_are_survived(payloads: list[bytes]) -> None:
     index = PrefixIndex()

@@ -91,20 +91,29 @@ def measure_memory() -> float:
 def measure_tcp() -> float:
     """A plain socket on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = socket.create_connection(server.getsockname())
+        sender = socket.create_connection(server.getsockname(), _WRITE_TIMEOUT_S)
         receiver, _ = server.accept()
     data, target = bytes(NUM_BYTES), memoryview(bytearray(NUM_BYTES))
 
     def move() -> None:
         thread = threading.Thread(target=sender.sendall, args=(data,))
         thread.start()
-        got = 0
-        while got < NUM_BYTES:
-            got += receiver.recv_into(target[got:])
+        receive(receiver, target)
         thread.join()
 
     with sender, receiver:
         return _best(move)
+
+
+def receive(receiver: socket.socket, target: memoryview) -> None:
+    """Fill ``target``; an error when nothing comes any more."""
+    receiver.settimeout(_WRITE_TIMEOUT_S)
+    got = 0
+    while got < len(target):
+        num_bytes = receiver.recv_into(target[got:])
+        if not num_bytes:
+            raise RuntimeError(f"the connection ended after {got} bytes")
+        got += num_bytes
 
 
 def measure_mooncake() -> float:

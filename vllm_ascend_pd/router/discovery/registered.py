@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SOURCE = "registered"
+MAX_INSTANCES = 1024
 BODY_TIMEOUT_S = 5.0
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 
@@ -145,6 +146,9 @@ class RegisteredDiscovery:
         if known is not None and known.spec.source != SOURCE:
             message = f"{instance_id} is known from {known.spec.source}: register another id"
             return error_response(409, "conflict", message)
+        if known is None and sum(i.spec.source == SOURCE for i in self._registry) >= MAX_INSTANCES:
+            message = f"{MAX_INSTANCES} instances have registered already"
+            return error_response(429, "too_many_instances", message)
         await self._heartbeats.beat(_spec(instance_id, described))
         answer = msgspec.json.encode(registration.Registered())
         return web.Response(body=answer, content_type="application/json")

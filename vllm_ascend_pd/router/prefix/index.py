@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -40,8 +40,8 @@ class BlockStored(msgspec.Struct, tag="BlockStored"):
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
-    token_ids: list[int]
-    block_size: int
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
+    block_size: Annotated[int, msgspec.Meta(gt=0)]
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
@@ -111,21 +111,21 @@ class PrefixIndex:
         if self._next_seq is not None and seq != self._next_seq and seq > 0:
             if seq < self._next_seq:  # a replay of what came already
                 return
-            self._clear(IndexState.DEGRADED)
+            self.forget(IndexState.DEGRADED)
         elif self._next_seq is None or seq == 0:
-            self._clear(IndexState.EXACT if seq == 0 else IndexState.DEGRADED)
+            self.forget(IndexState.EXACT if seq == 0 else IndexState.DEGRADED)
         self._next_seq = seq + 1
         try:
             batch = _decoder.decode(payload)
-        except msgspec.MsgspecError:
-            self._clear(IndexState.DEGRADED)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self.forget(IndexState.DEGRADED)
             return
         for event in batch.events:
             self._apply(event)
 
     def _apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
         if isinstance(event, AllBlocksCleared):
-            self._clear(IndexState.EXACT)
+            self.forget(IndexState.EXACT)
         elif event.medium not in (None, "GPU") or event.group_idx:
             return
         elif isinstance(event, BlockStored):
@@ -171,7 +171,7 @@ class PrefixIndex:
         else:
             del self._counts[own]
 
-    def _clear(self, state: IndexState) -> None:
+    def forget(self, state: IndexState) -> None:
         self._own.clear()
         self._counts.clear()
         self.state = state

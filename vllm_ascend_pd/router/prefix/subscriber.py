@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 _REPLAY_TIMEOUT_S = 2.0
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_REPLAY_IN_ALL_S = 30.0
 _HIGH_WATER = 100_000
+_MAX_FRAME_BYTES = 64 << 20
 
 
 class Subscriber:
@@ -58,23 +61,33 @@ class Subscriber:
         socket = self._context.socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
             socket.setsockopt_string(zmq.SUBSCRIBE, events.topic)
             socket.connect(events.endpoint)
             if events.replay_endpoint is not None:
-                await self._replay(events.replay_endpoint, index)
+                await self._replay_in_time(events.replay_endpoint, index)
             logger.info("%s: listening to %s", instance.instance_id, events.endpoint)
             while True:
                 frames = await socket.recv_multipart()
                 if len(frames) != 3 or len(frames[1]) != 8:
                     continue
                 was = index.state
-                index.receive(int.from_bytes(frames[1], "big"), frames[2])
+                try:
+                    index.receive(int.from_bytes(frames[1], "big"), frames[2])
+                except Exception:  # one event of an engine must not end this task
+                    logger.exception("%s: an event was not understood", instance.instance_id)
+                    index.forget(IndexState.DEGRADED)
                 if index.state is not was:
                     _say(instance, was, index.state)
         except zmq.ZMQError as e:
             logger.warning("%s: no KV events: %s", instance.instance_id, e)
+            index.forget(IndexState.FALLBACK)
         finally:
             socket.close(linger=0)
+
+    async def _replay_in_time(self, endpoint: str, index: PrefixIndex) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._replay(endpoint, index), _REPLAY_IN_ALL_S)
 
     async def _replay(self, endpoint: str, index: PrefixIndex) -> None:
         """What was published before we came, as far as the engine still has it."""

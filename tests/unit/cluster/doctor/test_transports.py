@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from pathlib import Path
 
@@ -39,6 +40,19 @@ def test_a_measurement_that_crashes_is_a_finding(
     assert failed.verdict is Verdict.FAIL
     assert "no-such-transport" in failed.found
     assert failed.fix.startswith(sys.executable)
+
+
+def test_a_measurement_ends_when_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "_WRITE_TIMEOUT_S", 0.05)
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        target = memoryview(bytearray(8))
+        with pytest.raises(TimeoutError):
+            transports.receive(receiver, target)
+        sender.sendall(b"1234")
+        sender.close()
+        with pytest.raises(RuntimeError, match="after 4 bytes"):
+            transports.receive(receiver, target)
 
 
 def test_a_slow_transport_is_warned_of() -> None:
