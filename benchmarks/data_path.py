@@ -31,8 +31,8 @@ from vllm_ascend_pd.config import TransferConfig
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import Loader
-from vllm_ascend_pd.transfer.seal import Seals, Secret
 from vllm_ascend_pd.transfer.send import DataServer
+from vllm_ascend_pd.transfer.trust import Secret, Trust
 from vllm_ascend_pd.types import LeaseRef, LoadId
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def make_pages(options: argparse.Namespace) -> tuple[np.ndarray, PageLayout]:
     return memory, PageLayout(region, offsets, options.page_bytes, options.page_bytes)
 
 
-def make_seals(options: argparse.Namespace) -> Seals:
-    return Seals(Secret(b"0123456789abcdef" * 2) if options.sealed else None)
+def make_trust(options: argparse.Namespace) -> Trust:
+    return Trust(Secret(b"0123456789abcdef" * 2) if options.sealed else None)
 
 
 def open_transport(name: str) -> Transports:
@@ -75,7 +75,7 @@ def produce(pipe: Connection, options: argparse.Namespace) -> None:
         grants=grants,
         allows_host=lambda host: host == "127.0.0.1",
         write_timeout_s=10,
-        seals=make_seals(options),
+        trust=make_trust(options),
     )
     server.start()
     pipe.send(server.page_server.admit(LEASE, len(ids)))
@@ -107,7 +107,7 @@ def main() -> None:
     memory, layout = make_pages(options)
     transports = open_transport(options.transport)
     pool = StagingPool(transports, options.slots, options.slot_bytes)
-    loader = Loader(transports.sessions, make_block_copier(), layout, pool, make_seals(options))
+    loader = Loader(transports.sessions, make_block_copier(), layout, pool, make_trust(options))
     loader.start()
     raw = RawTransfer(memory.nbytes)
     ids = tuple(range(options.blocks))

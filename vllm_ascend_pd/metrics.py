@@ -16,7 +16,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "load_ms": ("Milliseconds from the start to the end of loads, added up", None),
     "prompt_tokens": ("Prompt tokens by where their KV came from", "source"),
     "first_tokens": ("First tokens of requests with a peer, by who sampled them", "source"),
-    "frames_refused": ("Frames of peers that were not authentic, by what was wrong", "reason"),
+    "frames_refused": ("Peers and messages that were refused, by what was wrong", "reason"),
     "pool_lookups": ("Lookups in the pool, by how they ended", "outcome"),
     "pool_lookup_ms": ("Milliseconds that requests waited for lookups, added up", None),
     "pool_decisions": ("What was taken of what the pool had: all, part, none", "decision"),

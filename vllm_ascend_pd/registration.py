@@ -55,6 +55,8 @@ class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """``remote_engine_id`` of ``kv_transfer_params``."""
     host: str
     port: int
+    key: str = ""
+    """``remote_key`` of ``kv_transfer_params``: what the process shows that listens there."""
     supports_concurrent: bool = False
     """A consumer may ask for a transfer before this producer has computed the prompt."""
 

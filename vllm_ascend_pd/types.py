@@ -24,10 +24,14 @@ class LeaseRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Host and TCP port of a control or data socket."""
+    """Host and TCP port of a control or data socket, and the key of its process.
+
+    Where engines share a secret the key is the same for all of them and may be left out.
+    """
 
     host: str
     port: int
+    key: str = ""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

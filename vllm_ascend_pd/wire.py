@@ -2,16 +2,18 @@
 """Every message between two engines, and the fields a request carries between them.
 
 Control messages travel between the scheduler processes (consumer asks, producer answers); data
-messages between the worker processes. All are msgspec structs in MessagePack, one per ZMQ frame.
+messages between the worker processes. All are msgspec structs in MessagePack, one per frame of a
+connection.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.types import Endpoint
 
 # History: 1 - first version (prefill first, the consumer asks for pieces).
 #          2 - a consumer names its session on every transport; waiting, watch and progress, for
@@ -21,9 +23,20 @@ from vllm_ascend_pd.errors import TransferError
 #          5 - opened carries tickets, and watch and fetch show them.
 #          6 - the first token comes from the producer; a fetch may offer a ring, fetched says
 #              whether it was used, packing that it is full.
-WIRE_VERSION = 6
+#          7 - TLS, in frames with a length; a worker's key travels with its address.
+WIRE_VERSION = 7
 
 _MAX_PARAM_LENGTH = 256
+_MAX_ITEMS = 1 << 18
+"""Blocks of a prompt, leases of a consumer: what no engine has, and memory that any host has."""
+Name = Annotated[str, msgspec.Meta(max_length=_MAX_PARAM_LENGTH, pattern=r"^[ -~]*\Z")]
+Text = Annotated[str, msgspec.Meta(max_length=16384, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+"""Neither begins a line of its own in a log."""
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Digests = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=_MAX_ITEMS)]
+Indices = Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_ITEMS)]
+Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=_MAX_ITEMS)]
 _NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -39,15 +52,15 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """
 
     version: int
-    fingerprint: str
-    transfer_id: str
-    epoch: str
-    block_hashes: tuple[bytes, ...]
+    fingerprint: Text
+    transfer_id: Name
+    epoch: Name
+    block_hashes: Digests
     num_tail_tokens: int
-    tail_digest: bytes
+    tail_digest: Digest
     open_id: int = 0
     """Chosen by the client and echoed: several requests may ask for one transfer."""
-    sampling_key: bytes = b""
+    sampling_key: Digest = b""
     """How the first token is to be sampled; empty when the producer's is not wanted."""
 
 
@@ -58,15 +71,20 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     generation: int
     num_blocks: int
-    mac: bytes
+    mac: Digest
 
 
 class Worker(msgspec.Struct, frozen=True, array_like=True):
-    """One of the producer: where it serves its pages, and what to show it."""
+    """One of the producer: where it serves its pages, what to show it, and what key it shows."""
 
-    host: str
-    port: int
+    host: Name
+    port: Port
     ticket: Ticket
+    key: Name
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.host, self.port, self.key)
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
@@ -75,12 +93,12 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     Without ``is_computed`` they can be read as they are computed: see ``Watch``.
     """
 
-    transfer_id: str
+    transfer_id: Name
     num_blocks: int
     num_tail_tokens: int
-    workers: tuple[Worker, ...]
+    workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=4096)]
     """By tensor-parallel rank."""
-    epoch: str
+    epoch: Name
     is_computed: bool = True
     open_id: int = 0
     first_token_id: int | None = None
@@ -92,7 +110,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
     """Producer: the prompt is computed, and this token was sampled after it."""
 
-    transfer_id: str
+    transfer_id: Name
     token_id: int
     open_id: int = 0
 
@@ -100,31 +118,31 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     """Producer: no request has brought this transfer id yet; the answer follows when one does."""
 
-    transfer_id: str
+    transfer_id: Name
     open_id: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Producer: no; ``cause`` is a value of ``types.Cause``, ``detail`` is for a person."""
 
-    transfer_id: str
-    cause: str
-    detail: str
+    transfer_id: Name
+    cause: Name
+    detail: Text
     open_id: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Consumer: keep these leases."""
 
-    transfer_ids: tuple[str, ...]
-    epoch: str
+    transfer_ids: Names
+    epoch: Name
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """Consumer: this prompt is not needed any more."""
 
-    transfer_id: str
-    epoch: str
+    transfer_id: Name
+    epoch: Name
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
@@ -134,8 +152,8 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     layers of a step count one by one, else the step as a whole.
     """
 
-    transfer_id: str
-    epoch: str
+    transfer_id: Name
+    epoch: Name
     ticket: Ticket
     each_layer: bool
 
@@ -149,11 +167,11 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     With ``cause`` set nothing more can be, ever.
     """
 
-    transfer_id: str
+    transfer_id: Name
     num_ready: int
     num_coming: int
     num_layers_done: int
-    cause: str = ""
+    cause: Name = ""
 
 
 class PageRun(msgspec.Struct, frozen=True, array_like=True):
@@ -172,8 +190,11 @@ class LivePages(msgspec.Struct, frozen=True):
     each layer of the fetch its runs, in the order in which a page lies in staging memory.
     """
 
-    block_ids: tuple[int, ...]
-    layers: tuple[tuple[PageRun, ...], ...]
+    block_ids: Indices
+    layers: Annotated[
+        tuple[Annotated[tuple[PageRun, ...], msgspec.Meta(max_length=64)], ...],
+        msgspec.Meta(max_length=4096),
+    ]
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
@@ -190,13 +211,13 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     """
 
     fetch_id: int
-    transfer_id: str
-    epoch: str
+    transfer_id: Name
+    epoch: Name
     ticket: Ticket
     first_layer: int
     num_layers: int
-    block_indices: tuple[int, ...]
-    sessions: dict[str, str]
+    block_indices: Indices
+    sessions: Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
     address: int
     num_bytes: int
     seed: int
@@ -217,8 +238,8 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
 
     fetch_id: int
     checksum: int
-    cause: str = ""
-    transport: str = ""
+    cause: Name = ""
+    transport: Name = ""
     by_ring: bool = False
     """Whether the pages went through the ring; then nothing of it is written any more."""
 
@@ -254,11 +275,12 @@ def decode_data(frame: bytes) -> DataMessage:
 
 def check_name(field: str, value: object) -> str:
     """A client's value of ``kv_transfer_params[field]``; ``TransferError`` when it is no name."""
-    if not isinstance(value, str) or not value.isascii() or not 0 < len(value) <= _MAX_PARAM_LENGTH:
-        raise TransferError(
-            f"kv_transfer_params.{field} must be 1..{_MAX_PARAM_LENGTH} ASCII characters"
-        )
-    return value
+    is_text = isinstance(value, str) and value.isascii() and value.isprintable()
+    if isinstance(value, str) and is_text and 0 < len(value) <= _MAX_PARAM_LENGTH:
+        return value
+    raise TransferError(
+        f"kv_transfer_params.{field} must be 1..{_MAX_PARAM_LENGTH} printable ASCII characters"
+    )
 
 
 class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -279,6 +301,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     transfer_id: str = ""
     remote_epoch: str = ""
     """Empty when both requests were sent at once; the producer says it when it is asked."""
+    remote_key: str = ""
+    """Of the process at ``remote_host``, see ``transfer.trust``."""
     remote_num_tokens: int = 0
     supports_concurrent: bool = True
     """Said by a producer: a router may choose the transfer id and send both requests at once."""
@@ -299,8 +323,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
             raise TransferError(f"kv_transfer_params: {e}") from e
         for name in ("transfer_id", "remote_host", "remote_engine_id"):
             check_name(name, getattr(remote, name))
-        if remote.remote_epoch:
-            check_name("remote_epoch", remote.remote_epoch)
+        for name in ("remote_epoch", "remote_key"):
+            if value := getattr(remote, name):
+                check_name(name, value)
         if not 0 < remote.remote_port <= 65535:
             raise TransferError(f"kv_transfer_params.remote_port: {remote.remote_port}")
         return remote

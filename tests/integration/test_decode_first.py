@@ -32,9 +32,8 @@ class Pair:
         assert known["supports_concurrent"]
         consumer.ask(prompt, 1, known)
         producer.wait_count("leases", 0)
-        self._where = {
-            name: known[name] for name in ("remote_engine_id", "remote_host", "remote_port")
-        }
+        names = ("remote_engine_id", "remote_host", "remote_port", "remote_key")
+        self._where = {name: known[name] for name in names}
         self._num_transfers = 0
 
     def new_id(self) -> str:

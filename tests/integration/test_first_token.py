@@ -167,7 +167,7 @@ class Concurrent:
         self.producer = producer
         self.consumer = consumer
         params = producer.prefill("where", prompt_of(3, start=50))
-        known = ("remote_engine_id", "remote_host", "remote_port")
+        known = ("remote_engine_id", "remote_host", "remote_port", "remote_key")
         where = {name: params[name] for name in known}
         producer.scheduler.reset_prefix_cache()
         producer.add(

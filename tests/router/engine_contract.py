@@ -30,7 +30,9 @@ def check_producer(url: str) -> dict[str, Any]:
     params: dict[str, Any] = answer["kv_transfer_params"]
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False
-    assert {"remote_engine_id", "remote_host", "remote_port", "transfer_id"} <= set(params)
+    assert {"remote_engine_id", "remote_host", "remote_port", "remote_key", "transfer_id"} <= set(
+        params
+    )
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
     return params

@@ -37,7 +37,7 @@ from vllm_ascend_pd.wire import (
 TICKET = Ticket(7, 3, b"\xff" * 16)
 CONTROL = [
     Open(1, "same", "t", "e", (b"\x00" * 32, b"\xff" * 32), 3, b"digest"),
-    Opened("t", 2, 3, (Worker("127.0.0.1", 5, TICKET),), "e", False, 4),
+    Opened("t", 2, 3, (Worker("127.0.0.1", 5, TICKET, "key"),), "e", False, 4),
     Waiting("t", 4),
     Refused("t", "lease_expired", "no such lease"),
     Heartbeat(("t", "u"), "e"),
@@ -172,7 +172,11 @@ def test_unknown_params_are_left_to_others() -> None:
         ("transfer_id", ["t"]),
         ("transfer_id", "x" * 257),
         ("transfer_id", "\ud800"),
+        ("transfer_id", "t\n2026-01-01 00:00:00 all is well"),
+        ("transfer_id", "t\x1b[2J"),
         ("remote_epoch", "\ud800"),
+        ("remote_key", 5),
+        ("remote_key", "x" * 257),
         ("remote_num_tokens", "many"),
         ("tp_size", "one"),
     ],
@@ -207,3 +211,23 @@ def test_any_params_are_accepted_or_a_transfer_error(changes: dict[str, Any]) ->
     except TransferError as error:
         message = str(error)
     assert "kv_transfer_params" in message if message else 0 < port <= 65535
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Release("x" * 257, "e"),
+        Release("t\nall is well", "e"),
+        Heartbeat(("t\x1b[2J",), "e"),
+        Refused("t", "cause", "one line\nanother"),
+        Opened("t", 1, 0, (Worker("h" * 257, 5, TICKET, ""),), "e"),
+        Opened("t", 1, 0, (Worker("h", 65536, TICKET, ""),), "e"),
+        Opened("t", 1, 0, (Worker("h", 0, TICKET, ""),), "e"),
+        Open(7, "f", "t", "e", (b"x" * 65,), 0, b""),
+        Open(7, "f", "t", "e", (b"",) * ((1 << 18) + 1), 0, b""),
+    ],
+    ids=lambda message: repr(message)[:60],
+)
+def test_message_beyond_what_an_engine_sends_is_refused(message: ControlMessage) -> None:
+    with pytest.raises(TransferError):
+        decode_control(encode(message))

@@ -19,13 +19,15 @@ they say.
 from __future__ import annotations
 
 import logging
+import socket
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import msgspec
-import zmq
 
 from vllm_ascend_pd import hooks
+from vllm_ascend_pd.transfer.connection import Connection
+from vllm_ascend_pd.transfer.listener import Listener
 from vllm_ascend_pd.transfer.reactor import Reactor
 
 if TYPE_CHECKING:
@@ -126,34 +128,37 @@ class PoolLink(Reactor):
     def __init__(self, name: str, handle: Callable[[Message], None]) -> None:
         super().__init__(name)
         self._handle = handle
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._listener: Listener | None = None
+        self._connections: list[Connection] = []
         self._neighbours: list[PoolLink] = []
+        self.at_end.append(self._disconnect)
 
     def listen(self, path: str) -> None:
         """At a Unix socket in a folder that only this user can enter. Before ``start``."""
-        self._open().bind(f"ipc://{path}")
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(path)
+        listening.listen()
+        self._listener = Listener(self, listening, None, lambda _, frame: self._receive(frame))
         _listening[path] = self
 
     def connect(self, path: str) -> None:
-        """Before ``start``."""
+        """To one that listens. Before ``start``."""
         if (other := _listening.get(path)) is not None:
             self._neighbours.append(other)
             other._neighbours.append(self)
-        else:
-            self._open().connect(f"ipc://{path}")
+            return
+        stream = socket.socket(socket.AF_UNIX)
+        stream.connect(path)
+        stream.setblocking(False)
+        connection = Connection(
+            self, stream, None, self._receive, self._on_end, on_handshake=lambda: None
+        )
+        self._connections.append(connection)
 
     def start(self) -> None:
         """Without a socket there is nothing to do for a thread."""
-        if self._sockets:
+        if self._connections or self._listener is not None:
             super().start()
-
-    def _open(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self.context.socket(zmq.PAIR)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        self.watch(socket, lambda: self._receive(socket))
-        self._sockets.append(socket)
-        return socket
 
     def send(self, message: Message) -> None:
         """Any thread; never blocks."""
@@ -165,19 +170,21 @@ class PoolLink(Reactor):
         self.submit(lambda: self._send(frame))
 
     def _send(self, frame: bytes) -> None:
-        for socket in self._sockets:
-            try:
-                socket.send(frame, zmq.NOBLOCK)
-            except zmq.Again:
-                logger.warning("the other end of the pool's link is gone")
+        for connection in self._connections:
+            if not connection.send(frame):
+                logger.warning("a worker takes no more messages of the pool's link")
+        if self._listener is not None:
+            self._listener.send_all(frame)
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                frame = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle(_decoder.decode(frame))
+    def _receive(self, frame: bytes) -> None:
+        self._handle(_decoder.decode(frame))
+
+    def _on_end(self, error: Exception | None) -> None:
+        logger.warning("the other end of the pool's link is gone: %s", error or "it was closed")
+
+    def _disconnect(self) -> None:
+        for connection in self._connections:
+            connection.close()
 
 
 def pool_address(worker: object) -> tuple[str, int]:

@@ -14,7 +14,6 @@ import threading
 import urllib.error
 import urllib.request
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ import msgspec
 
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.private_file import read_private
 from vllm_ascend_pd.registration import Registered, Registration
 
 if TYPE_CHECKING:
@@ -219,10 +219,7 @@ class Registrar(threading.Thread):
 def _read_token(path: str | None) -> str | None:
     if path is None:
         return None
-    try:
-        token = Path(path).read_text().strip()
-    except OSError as e:
-        raise ConfigError(f"router.token_file: {path} cannot be read ({e.strerror})") from e
+    token = read_private("router.token_file", path).decode(errors="replace").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(f"router.token_file: {path} does not hold one line of printable ASCII")
     return token

@@ -39,6 +39,7 @@ def describe(
             engine_id=config.engine_id,
             host=endpoint.host,
             port=endpoint.port,
+            key=endpoint.key,
             supports_concurrent=True,
         )
     return Registration(

@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.private_file import read_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BEARER = "bearer "
+_MAX_BYTES = 1 << 20
 
 
 def bearer_token(authorization: str | None) -> str | None:
@@ -62,8 +64,12 @@ class Secrets:
     def _read(self) -> None:
         try:
             stamp = self._stat()
-            lines = [line.strip() for line in self._path.read_text().splitlines()]
-        except (OSError, UnicodeDecodeError) as e:
+        except OSError as e:
+            raise ConfigError(f"{self._option}: {e}") from e
+        content = read_private(self._option, str(self._path), _MAX_BYTES)
+        try:
+            lines = [line.strip() for line in content.decode().splitlines()]
+        except UnicodeDecodeError as e:
             raise ConfigError(f"{self._option}: {e}") from e
         secrets = [line for line in lines if line and not line.startswith("#")]
         if not secrets:

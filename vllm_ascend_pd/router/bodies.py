@@ -235,5 +235,6 @@ def concurrent_params(transfer_id: str, kv: KVEndpoint) -> msgspec.Raw:
         "remote_engine_id": kv.engine_id,
         "remote_host": kv.host,
         "remote_port": kv.port,
+        "remote_key": kv.key,
     }
     return msgspec.Raw(_encoder.encode(params))

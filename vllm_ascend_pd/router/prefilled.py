@@ -60,6 +60,7 @@ class _Learned(msgspec.Struct):
     remote_engine_id: str | None = None
     remote_host: str | None = None
     remote_port: int | None = None
+    remote_key: str = ""
     supports_concurrent: bool = False
 
 
@@ -113,6 +114,7 @@ def _kv_endpoint(learned: _Learned) -> KVEndpoint | None:
         engine_id=learned.remote_engine_id,
         host=learned.remote_host,
         port=learned.remote_port,
+        key=learned.remote_key,
         supports_concurrent=True,
     )
 

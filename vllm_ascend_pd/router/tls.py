@@ -7,15 +7,20 @@ import ssl
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.private_file import read_private
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.config import TLS
+
+_MAX_KEY_BYTES = 1 << 20
 
 
 def server_context(tls: TLS) -> ssl.SSLContext | None:
     """For the router's own port; ``None``: plain HTTP."""
     if tls.certificate is None:
         return None
+    if tls.key is not None:
+        read_private("--tls-key", str(tls.key), _MAX_KEY_BYTES)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(tls.certificate, tls.key)

@@ -149,6 +149,7 @@ def _params(engine: ScriptedEngine, request: Received) -> dict[str, Any] | None:
         "remote_engine_id": engine.name,
         "remote_host": "127.0.0.1",
         "remote_port": 14579,
+        "remote_key": "scripted",
         "remote_block_ids": [0, 1],
         "transfer_id": request.params.get("transfer_id") or f"t{len(engine.received)}",
     }

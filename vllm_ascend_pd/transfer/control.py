@@ -4,22 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
-import logging
 import queue
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zmq
 
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError, TransferError
-from vllm_ascend_pd.transfer.dealers import Dealers
-from vllm_ascend_pd.transfer.listener import Listener
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.transfer.listener import Listener, listen
+from vllm_ascend_pd.transfer.peers import Peers
 from vllm_ascend_pd.transfer.reactor import Reactor
-from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
     ControlMessage,
@@ -35,14 +34,16 @@ from vllm_ascend_pd.wire import (
 )
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Hashable
 
     from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
-    from vllm_ascend_pd.transfer.seal import Seals
+    from vllm_ascend_pd.transfer.trust import Trust
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _MAX_WAITING = 4096
+_MAX_WAITING_HASHES = 1 << 20
 
 
 class ControlServer(Reactor):
@@ -54,7 +55,7 @@ class ControlServer(Reactor):
         port: int,
         book: LeaseBook,
         wake_scheduler: Callable[[], None],
-        seals: Seals,
+        trust: Trust,
         arrival_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,25 +71,20 @@ class ControlServer(Reactor):
         self._clock = clock
         # Opens of prompts that no request has brought yet, and until when they wait.
         self._waiting: list[tuple[bytes, Open, float]] = []
-        self._listener = Listener(self.context, seals, Channel.CONTROL)
         try:
-            self.endpoint = Endpoint(host, _bind(self._listener.socket, host, port))
+            listening = _listen(host, port)
         except ConfigError:
-            self._listener.socket.close(0)
-            self.context.term()
+            self.stop()
             raise
-        self.watch(self._listener.socket, self._on_messages)
+        self.endpoint = Endpoint(host, listening.getsockname()[1], trust.key)
+        self._listener = Listener(self, listening, trust, self._on_frame)
 
-    def _on_messages(self) -> None:
-        for identity, payload in self._listener.receive():
-            try:
-                message = decode_control(payload)
-            except TransferError as e:
-                logger.warning("dropped a frame of a peer: %s", e)
-                continue
-            self._on_message(identity, message)
-
-    def _on_message(self, identity: bytes, message: ControlMessage) -> None:
+    def _on_frame(self, identity: bytes, payload: bytes) -> None:
+        try:
+            message = decode_control(payload)
+        except TransferError as e:
+            logger.warning("dropped a frame of a peer: %s", e)
+            return
         if isinstance(message, Open):
             self._on_open(identity, message)
         elif isinstance(message, Heartbeat):
@@ -105,11 +101,13 @@ class ControlServer(Reactor):
     def _on_open(self, identity: bytes, request: Open) -> None:
         answer = self._book.open(request, identity)
         if isinstance(answer, Waiting):
-            if len(self._waiting) < _MAX_WAITING:
+            num_hashes = sum(len(waiting[1].block_hashes) for waiting in self._waiting)
+            num_hashes += len(request.block_hashes)
+            if len(self._waiting) < _MAX_WAITING and num_hashes <= _MAX_WAITING_HASHES:
                 until = self._clock() + self._arrival_timeout_s
                 self._waiting.append((identity, request, until))
             else:
-                answer = self._refuse(request, f"{_MAX_WAITING} others wait for theirs already")
+                answer = self._refuse(request, "too many others wait for theirs already")
         self._send(identity, request, answer)
 
     def tell_first_token(self, lease: Lease) -> None:
@@ -161,22 +159,16 @@ class ControlServer(Reactor):
         return 1.0 if next_expiry is None else min(1.0, next_expiry)
 
 
-def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
-    where = f"[{host}]" if ":" in host else host
-    if ":" in host:
-        socket.setsockopt(zmq.IPV6, 1)
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        socket.bind(f"tcp://{where}:{port or '*'}")
-    except zmq.ZMQError as e:
-        if e.errno != zmq.EADDRINUSE or port != DEFAULT_KV_PORT:
+        return listen(host, port)
+    except OSError as e:
+        if e.errno != errno.EADDRINUSE or port != DEFAULT_KV_PORT:
             raise ConfigError(
                 f"kv_port {port} on kv_ip {host} cannot be used ({e}); choose another kv_port, or"
                 " leave it out to have a free one chosen"
             ) from e
-        socket.bind(f"tcp://{where}:*")
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+        return listen(host, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +204,7 @@ class ControlClient(Reactor):
         self,
         peer_timeout_s: float,
         heartbeat_s: float,
-        seals: Seals,
+        trust: Trust,
         arrival_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -222,7 +214,7 @@ class ControlClient(Reactor):
         self._peer_timeout_s = peer_timeout_s
         self._heartbeat_s = heartbeat_s
         self._clock = clock
-        self._peers = Dealers(self, seals, Channel.CONTROL, self._on_frame, self._on_lost)
+        self._peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._pending: dict[int, _Pending] = {}
         # Opened prompts whose first token follows.
         self._following: dict[int, _Pending] = {}
@@ -277,8 +269,9 @@ class ControlClient(Reactor):
                     self._send(peer, Heartbeat(tuple(transfer_ids), epoch))
                 else:
                     del self._kept[peer, epoch]
-            self._peers.close_idle()
+        next_end = self._peers.tidy()
         deadlines = [pending.deadline for pending in self._pending.values()]
+        deadlines += [now + next_end] if next_end is not None else []
         if self._kept or self._peers:
             deadlines.append(self._next_heartbeat)
         return max(0.0, min(deadlines) - now) if deadlines else None

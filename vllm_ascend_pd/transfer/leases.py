@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import threading
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.session import (
     ProducerEvent,
     ProducerState,
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.transfer.tickets import PageServer
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
+_MAX_RELEASED_EARLY = 4096
 _MAX_ASKERS = 64
 """Consumers of one prompt that are told its first token; others compute it."""
 
@@ -280,6 +281,8 @@ class LeaseBook:
             lease = self._leases.get(transfer_id)
             if lease is None and not epoch:
                 self._released_early[transfer_id] = self._clock() + self._lease_s
+                if len(self._released_early) > _MAX_RELEASED_EARLY:
+                    del self._released_early[next(iter(self._released_early))]
             if lease is None or (lease.state is ProducerState.OPEN and not lease.announced):
                 return False
         return epoch in ("", self._epoch) and self._end(transfer_id, ProducerEvent.RELEASED)

@@ -1,57 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The socket that many consumers connect to."""
+"""The socket that many peers connect to."""
 
 from __future__ import annotations
 
+import itertools
+import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
-import zmq
-
-from vllm_ascend_pd.transfer.dealers import MAX_UNHEARD_MS
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.transfer.connection import Connection, FloodError
+from vllm_ascend_pd.transfer.peers import set_options
+from vllm_ascend_pd.transfer.trust import reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
-    from vllm_ascend_pd.transfer.seal import Channel, Seals
+    from vllm_ascend_pd.transfer.reactor import Reactor
+    from vllm_ascend_pd.transfer.trust import Trust
 
-_MAX_FRAME_BYTES = 64 << 20
-_MAX_FRAMES_A_TURN = 256
+logger = limited_logger(__name__)
+
+_MAX_CONNECTIONS = 1024
+_MAX_HANDSHAKES = 256
+_MAX_HELD_BYTES = 64 << 20
+"""Of frames that have begun or are not taken, of all peers together."""
+_MAX_ACCEPTED_A_TURN = 64
+_LINGER_S = 0.2
+_BACKLOG = 1024
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """``OSError`` when the port cannot be used; 0 is any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 class Listener:
-    """A ROUTER that lets only authentic payloads through. Reactor thread only, once it runs."""
+    """Takes connections, and calls ``on_frame(identity, payload)`` for what comes. Reactor thread.
+
+    What peers can make it hold is bounded. The oldest handshake gives way to a new one, the
+    connection that was silent longest to another, and who holds most is cut off first.
+    """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], seals: Seals, channel: Channel
+        self,
+        reactor: Reactor,
+        listening: socket.socket,
+        trust: Trust | None,
+        on_frame: Callable[[bytes, bytes], None],
     ) -> None:
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-        self.socket.setsockopt(zmq.TCP_MAXRT, MAX_UNHEARD_MS)
-        self._seals = seals
-        self._seal = seals.server(channel)
+        """Without ``trust`` for a Unix socket that only this user can reach."""
+        self._reactor = reactor
+        self._listening = listening
+        self._trust = trust
+        self._on_frame = on_frame
+        self._numbers = itertools.count(1)
+        self._connections: dict[bytes, Connection] = {}
+        listening.setblocking(False)
+        reactor.watch(listening.fileno(), self._accept)
+        reactor.at_end.append(self.close)
 
-    def receive(self) -> Iterator[tuple[bytes, bytes]]:
-        """``(identity, payload)`` of what has arrived; does not block."""
-        for _ in range(_MAX_FRAMES_A_TURN):
-            try:
-                first, *rest = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            identity = first.bytes
-            received = self._seal.receive(identity, b"".join(part.buffer for part in rest))
-            if received.refused is not None:
-                address = rest[-1].get("Peer-Address") if rest else "a peer"
-                self._seals.note_refused(received.refused, str(address))
-            for answer in received.answers:
-                self._send(identity, answer)
-            if received.payload is not None:
-                yield identity, received.payload
+    def __len__(self) -> int:
+        return len(self._connections)
 
     def send(self, identity: bytes, payload: bytes) -> None:
-        """To a consumer that has sent something; dropped when it is gone."""
-        frame = self._seal.send(identity, payload)
-        if frame is not None:
-            self._send(identity, frame)
+        """To a peer that has sent something; dropped when it is gone."""
+        if connection := self._connections.get(identity):
+            if not connection.send(payload):
+                connection.end(FloodError("it takes no answers"))
+            self._check_memory(identity)
 
-    def _send(self, identity: bytes, frame: bytes) -> None:
-        self.socket.send_multipart([identity, frame], zmq.NOBLOCK)
+    def send_all(self, payload: bytes) -> None:
+        for identity in list(self._connections):
+            self.send(identity, payload)
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close(_LINGER_S)
+        self._connections.clear()
+        self._reactor.unwatch(self._listening.fileno())
+        self._listening.close()
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTED_A_TURN):
+            try:
+                stream, address = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:  # no descriptor is left, or the peer has gone meanwhile
+                logger.warning("a connection could not be accepted: %s", e)
+                self._make_room(0, 0)
+                return
+            self._make_room(_MAX_HANDSHAKES, _MAX_CONNECTIONS)
+            self._add(stream, str(address[0]) if address else "a process of this user")
+
+    def _add(self, stream: socket.socket, address: str) -> None:
+        identity = next(self._numbers).to_bytes(8, "big")
+        stream.setblocking(False)
+        wrap = None
+        if self._trust is not None:
+            set_options(stream)
+            wrap = self._trust.serve
+
+        self._connections[identity] = Connection(
+            self._reactor,
+            stream,
+            wrap,
+            on_frame=partial(self._on_frame, identity),
+            on_end=partial(self._on_end, identity, address),
+            on_held=partial(self._check_memory, identity),
+        )
+
+    def _make_room(self, max_handshakes: int, max_connections: int) -> None:
+        everyone = [c for c in self._connections.values() if not c.is_ended]
+        handshakes = [c for c in everyone if not c.is_open]
+        if handshakes and len(handshakes) >= max_handshakes:
+            handshakes[0].end(TimeoutError("others came meanwhile"))
+        elif everyone and len(everyone) >= max_connections:
+            min(everyone, key=lambda c: c.used_at).end(TimeoutError("others came meanwhile"))
+
+    def _check_memory(self, identity: bytes) -> None:
+        if self._connections[identity].num_held_bytes <= _MAX_HELD_BYTES // _MAX_CONNECTIONS:
+            return
+        everyone = [c for c in self._connections.values() if not c.is_ended]
+        if sum(c.num_held_bytes for c in everyone) > _MAX_HELD_BYTES:
+            max(everyone, key=lambda c: c.num_held_bytes).end(
+                FloodError("it holds too much memory")
+            )
+
+    def _on_end(self, identity: bytes, address: str, error: Exception | None) -> None:
+        del self._connections[identity]
+        if self._trust is not None and (reason := reason_of(error)) is not None:
+            self._trust.note_refused(reason, f"{address} ({error})")

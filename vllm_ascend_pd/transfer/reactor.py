@@ -1,42 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread that owns some ZMQ sockets, a queue of commands, and a clock."""
+"""One thread that owns some sockets, a queue of commands, and a clock."""
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
+import selectors
 import threading
 from typing import TYPE_CHECKING
 
-import zmq
+from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 
 class Reactor(threading.Thread):
     """Runs handlers of sockets and commands one after another, on its own thread.
 
-    Subclasses register sockets with ``watch`` and override ``on_tick``. Every public method of a
-    subclass that touches its state goes through ``submit``. An exception in a handler is logged
-    and counted in ``num_errors``; the thread lives on, because others depend on its deadlines.
+    What owns sockets registers them with ``watch``, and how to close them in ``at_end``; subclasses
+    override ``on_tick``. Every public method of a subclass that touches its state goes through
+    ``submit``. An exception in a handler is logged and counted in ``num_errors``; the thread lives
+    on, because others depend on its deadlines.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self.context = zmq.Context()
         self.num_errors = 0
+        self.at_end: list[Callable[[], None]] = []
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Under the lock, because the number of a closed descriptor may be another one's at once.
         self._wake_lock = threading.Lock()
         self._can_wake = True
-        self._poller = zmq.Poller()
-        self._poller.register(self._wake, zmq.POLLIN)
-        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._handlers: dict[int, Callable[[], None]] = {}
         self._stopping = False
 
     def submit(self, command: Callable[[], None]) -> None:
@@ -46,16 +47,22 @@ class Reactor(threading.Thread):
             if self._can_wake:
                 os.eventfd_write(self._wake, 1)
 
-    def watch(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
-        """Call ``handler`` whenever ``socket`` can be read. Reactor thread, or before start."""
-        self._handlers[socket] = handler
-        self._poller.register(socket, zmq.POLLIN)
+    def watch(
+        self, fd: int, handler: Callable[[], None], events: int = selectors.EVENT_READ
+    ) -> None:
+        """Call ``handler`` whenever ``events`` are possible; again to change them. Reactor thread,
+        or before start.
+        """
+        if fd in self._handlers:
+            self._selector.modify(fd, events)
+        else:
+            self._selector.register(fd, events)
+        self._handlers[fd] = handler
 
-    def unwatch(self, socket: zmq.Socket[bytes], linger_ms: int = 0) -> None:
-        """Forget and close ``socket``; what was sent leaves within ``linger_ms``."""
-        del self._handlers[socket]
-        self._poller.unregister(socket)
-        socket.close(linger_ms)
+    def unwatch(self, fd: int) -> None:
+        """Before it is closed."""
+        del self._handlers[fd]
+        self._selector.unregister(fd)
 
     def on_tick(self) -> float | None:
         """Called on every turn; returns seconds until the next one is needed, or ``None``."""
@@ -63,16 +70,16 @@ class Reactor(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping:
-            timeout = self._guard(self.on_tick)
-            timeout_ms = None if timeout is None else max(0, int(timeout * 1000 + 0.999))
-            ready = dict(self._poller.poll(timeout_ms))
-            if ready.pop(self._wake, None):
-                os.eventfd_read(self._wake)
+            timeout = self.guard(self.on_tick)
+            ready = self._selector.select(timeout if timeout is None else max(0.0, timeout))
+            for key, _ in ready:
+                if key.fd == self._wake:
+                    os.eventfd_read(self._wake)
             while not self._commands.empty():
-                self._guard(self._commands.get_nowait())
-            for socket in ready:
-                if handler := self._handlers.get(socket):
-                    self._guard(handler)
+                self.guard(self._commands.get_nowait())
+            for key, _ in ready:
+                if handler := self._handlers.get(key.fd):
+                    self.guard(handler)
         self._close()
 
     def stop(self, timeout: float = 5.0) -> None:
@@ -91,14 +98,15 @@ class Reactor(threading.Thread):
         self.join(timeout)
 
     def _close(self) -> None:
-        for socket in list(self._handlers):
-            self.unwatch(socket, linger_ms=200)
-        self.context.term()
+        for close in self.at_end:
+            self.guard(close)
+        self._selector.close()
         with self._wake_lock:
             self._can_wake = False
             os.close(self._wake)
 
-    def _guard(self, call: Callable[[], float | None] | Callable[[], None]) -> float | None:
+    def guard(self, call: Callable[[], float | None] | Callable[[], None]) -> float | None:
+        """Run it; what it raises ends here."""
         try:
             return call()
         except Exception:  # a thread boundary: others wait for this thread's deadlines

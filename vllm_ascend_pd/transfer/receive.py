@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import threading
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.transfer.dealers import Dealers
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.live_pages import LivePageWrites
 from vllm_ascend_pd.transfer.load import (
     QUARANTINE_S,
@@ -27,10 +26,10 @@ from vllm_ascend_pd.transfer.load import (
     LoadSpec,
     merge_results,
 )
+from vllm_ascend_pd.transfer.peers import Peers
 from vllm_ascend_pd.transfer.plan import Piece, plan_pieces, plan_ready
 from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.rings import PIECE_BYTES, Rings, end_rings
-from vllm_ascend_pd.transfer.seal import Channel
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 from vllm_ascend_pd.wire import (
@@ -49,10 +48,10 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.transfer.live_pages import DirectPlacement
-    from vllm_ascend_pd.transfer.seal import Seals
     from vllm_ascend_pd.transfer.shares import Source
+    from vllm_ascend_pd.transfer.trust import Trust
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _PIECE_OVERHEAD_S = 1e-3
 _FIRST_BYTES_PER_S = 1e9
@@ -79,7 +78,7 @@ class Loader(Reactor):
         copier: BlockCopier,
         layout: PageLayout,
         pool: StagingPool,
-        seals: Seals,
+        trust: Trust,
         answer_timeout_s: float = 2.0,
         push_mode: PushMode = PushMode.AUTO,
         sharding: Sharding | None = None,
@@ -101,7 +100,7 @@ class Loader(Reactor):
         self._layout = layout
         self._pool = pool
         self._num_layers = len(layout.layer_offsets)
-        self._peers = Dealers(self, seals, Channel.DATA, self._on_frame, self._on_lost)
+        self._peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._active: list[Load] = []
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
@@ -139,7 +138,7 @@ class Loader(Reactor):
                 len(spec.block_ids),
                 spec.has_tail and spec.in_step,
                 layout.page_bytes,
-                self._piece_bytes(Endpoint(peer.host, peer.port)),
+                self._piece_bytes(peer.endpoint),
             )
         pieces_of_layer = [0] * self._num_layers
         for piece in pieces:
@@ -148,7 +147,7 @@ class Loader(Reactor):
         now = time.monotonic()
         return Load(
             spec=spec,
-            peer=Endpoint(peer.host, peer.port),
+            peer=peer.endpoint,
             ticket=peer.ticket,
             theirs=source.theirs,
             layout=layout,
@@ -272,8 +271,9 @@ class Loader(Reactor):
         if is_busy:
             return 0.0
         next_rested = self._live_pages.wake(now)
-        self._peers.close_idle(self._live_pages.awaited_peers())
+        next_end = self._peers.tidy(self._live_pages.awaited_peers())
         deadlines = [load.deadline for load in self._active]
+        deadlines += [now + next_end] if next_end is not None else []
         deadlines += [self._flight_deadline(flight) for flight in self._in_flight.values()]
         deadlines += [next_rested] if next_rested is not None else []
         deadlines += [

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter, deque
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import zmq
 
 from vllm_ascend_pd.backends.direct_placement import page_runs, plan_writes
 from vllm_ascend_pd.backends.transfer_engine import (
@@ -21,11 +19,12 @@ from vllm_ascend_pd.backends.transfer_engine import (
 )
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.transfer.listener import Listener
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.transfer.listener import Listener, listen
 from vllm_ascend_pd.transfer.packing import RingPackers
 from vllm_ascend_pd.transfer.reactor import Reactor
-from vllm_ascend_pd.transfer.seal import Channel, Reason
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey, lease_of
+from vllm_ascend_pd.transfer.trust import Reason
 from vllm_ascend_pd.transfer.watchers import Watchers
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef
 from vllm_ascend_pd.wire import Fetch, Fetched, Packing, Progress, Watch, decode_data, encode
@@ -38,11 +37,12 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.transfer_engine import TransferHandle
     from vllm_ascend_pd.backends.transports import Route, Transports
     from vllm_ascend_pd.transfer.grants import Grant, Grants
-    from vllm_ascend_pd.transfer.seal import Seals
+    from vllm_ascend_pd.transfer.trust import Trust
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _MAX_WRITES_PER_PEER = 4
+_MAX_QUEUED = 4096
 _POLL_S = 100e-6
 _SLOW_POLL_S = 1e-3
 _SLOW_AFTER_S = 0.02
@@ -84,7 +84,7 @@ class DataServer(Reactor):
         grants: Grants,
         allows_host: Callable[[str], bool],
         write_timeout_s: float,
-        seals: Seals,
+        trust: Trust,
     ) -> None:
         super().__init__("pd-data-server")
         self._transports = transports
@@ -99,32 +99,31 @@ class DataServer(Reactor):
         self._writes: deque[_Write] = deque()
         self._rings = RingPackers(copier, grants, write_timeout_s, self._reply)
         self._watchers = Watchers(grants, self._reply)
-        self._seals = seals
-        self._listener = Listener(self.context, seals, Channel.DATA)
-        if ":" in host:
-            self._listener.socket.setsockopt(zmq.IPV6, 1)
-        port = self._listener.socket.bind_to_random_port(
-            f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-        )
-        self.page_server = PageServer(Endpoint(host, port), TicketKey())
-        self.watch(self._listener.socket, self._on_messages)
+        self._trust = trust
+        listening = listen(host, 0)
+        port = listening.getsockname()[1]
+        self.page_server = PageServer(Endpoint(host, port, trust.key), TicketKey())
+        self._listener = Listener(self, listening, trust, self._on_frame)
         self._progress_at = 0.0
 
-    def _on_messages(self) -> None:
-        for identity, payload in self._listener.receive():
-            try:
-                message = decode_data(payload)
-            except TransferError as e:
-                logger.warning("dropped a frame of a peer: %s", e)
-                continue
-            if not isinstance(message, Fetch | Watch):
-                continue
-            if not self._is_entitled(message):
-                self._refuse(identity, message)
-            elif isinstance(message, Fetch):
-                self._queue.append((identity, message))
-            else:
-                self._watchers.add(identity, message)
+    def _on_frame(self, identity: bytes, payload: bytes) -> None:
+        try:
+            message = decode_data(payload)
+        except TransferError as e:
+            logger.warning("dropped a frame of a peer: %s", e)
+            return
+        if not isinstance(message, Fetch | Watch):
+            return
+        if not self._is_entitled(message):
+            self._refuse(identity, message)
+        elif isinstance(message, Watch):
+            self._watchers.add(identity, message)
+        elif len(self._queue) < _MAX_QUEUED:
+            self._queue.append((identity, message))
+        else:
+            logger.warning("refused a fetch: %d others wait already", _MAX_QUEUED)
+            failed = Cause.TRANSFER_FAILED.value
+            self._reply(identity, Fetched(message.fetch_id, 0, failed))
 
     def _is_entitled(self, message: Fetch | Watch) -> bool:
         """Whether an open was accepted for what it asks for."""
@@ -135,7 +134,7 @@ class DataServer(Reactor):
         )
 
     def _refuse(self, identity: bytes, message: Fetch | Watch) -> None:
-        self._seals.note_refused(Reason.NO_TICKET, f"a consumer of {message.transfer_id[:64]!r}")
+        self._trust.note_refused(Reason.NO_TICKET, f"a consumer of {message.transfer_id[:64]!r}")
         cause = Cause.NO_TICKET.value
         answer: Fetched | Progress
         if isinstance(message, Fetch):

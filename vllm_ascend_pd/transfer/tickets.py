@@ -52,7 +52,8 @@ class PageServer:
 
     def admit(self, lease: LeaseRef, num_blocks: int) -> Worker:
         """What a consumer is told that may read the first ``num_blocks`` blocks of this lease."""
-        return Worker(self.endpoint.host, self.endpoint.port, self.key.issue(lease, num_blocks))
+        at = self.endpoint
+        return Worker(at.host, at.port, self.key.issue(lease, num_blocks), at.key)
 
 
 def lease_of(message: Fetch | Watch) -> LeaseRef:

@@ -26,7 +26,6 @@ class Engine(World):
     def __init__(self, folder: Path, num_batches: int = 1) -> None:
         super().__init__()
         address = folder / "pool"
-        address.touch()
         self.arrived: list[Any] = []
         self.worker = PoolLink("worker", self.arrived.append)
         self.worker.listen(str(address))

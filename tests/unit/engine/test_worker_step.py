@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zmq
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -19,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
+from tests.unit.transfer.raw_peers import silent_server
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.backends.block_copy import BlockCopier, PythonBlockCopier
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
@@ -37,10 +37,10 @@ from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.receive import Loader
-from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
-from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
+from vllm_ascend_pd.transfer.trust import Trust
+from vllm_ascend_pd.types import Cause, LeaseRef, LoadId
 
 NUM_BLOCKS = 8
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -74,7 +74,7 @@ class Side:
         self.engine = FakeTransferEngine()
         self.transports = Transports({"fake": self.engine})
         self.grants = grants = Grants()
-        copier, seals = PythonBlockCopier(), Seals()
+        copier, trust = PythonBlockCopier(), Trust()
         pools = [StagingPool(self.engine, 2, 4 * SPEC.page_size_bytes) for _ in range(2)]
         self.server = DataServer(
             host="127.0.0.1",
@@ -85,9 +85,9 @@ class Side:
             grants=grants,
             allows_host=lambda host: True,
             write_timeout_s=5.0,
-            seals=seals,
+            trust=trust,
         )
-        self.loader = Loader(self.transports.sessions, copier, self.located.layout, pools[1], seals)
+        self.loader = Loader(self.transports.sessions, copier, self.located.layout, pools[1], trust)
         self.server.start()
         self.loader.start()
         self.pool = self.open_pool(copier, pools) if pooled else None
@@ -96,7 +96,7 @@ class Side:
             self.transports,
             pools,
             grants,
-            seals,
+            trust,
             self.server,
             self.loader,
             self.pool,
@@ -393,9 +393,8 @@ def test_step_that_announces_nothing_packs_nothing(pooled: Side) -> None:
 
 def test_cancelled_parked_load_is_reported_once(side: Side) -> None:
     side.step()
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
-        port = silent.bind_to_random_port("tcp://127.0.0.1")
-        peer = PageServer(Endpoint("127.0.0.1", port), TicketKey()).admit(LEASE, 2)
+    with silent_server() as endpoint:
+        peer = PageServer(endpoint, TicketKey()).admit(LEASE, 2)
         assert side.step(StepMeta(loads=(load_spec(side, in_step=False, peers=(peer,)),))) is None
         report = side.step(StepMeta(cancels=(LoadId(1), LoadId(99))))
     assert report is not None

@@ -33,9 +33,10 @@ def test_decode_leg_gets_what_the_client_sent(fields: dict[str, Any]) -> None:
     sent.pop("kv_transfer_params", None)
     body = parse(COMPLETIONS, json.dumps(sent).encode())
     assert json.loads(body.for_decode(None, "d0")) == sent
-    params = concurrent_params("t", KVEndpoint(engine_id="e", host="h", port=1))
+    params = concurrent_params("t", KVEndpoint(engine_id="e", host="h", port=1, key="k"))
     decode = json.loads(body.for_decode(params, "d0"))
-    assert decode.pop("kv_transfer_params")["transfer_id"] == "t"
+    told = decode.pop("kv_transfer_params")
+    assert (told["transfer_id"], told["remote_key"]) == ("t", "k")
     assert decode == sent
 
 
@@ -146,10 +147,10 @@ def test_prefill_answers() -> None:
     assert found.params is not None
     assert json.loads(bytes(found.params)) == params
     assert (found.kv, found.num_prompt_tokens) == (None, 12)
-    params["supports_concurrent"] = True
+    params |= {"supports_concurrent": True, "remote_key": "k"}
     found = parse_prefill_answer(json.dumps(answer).encode())
     assert isinstance(found, Prefilled)
-    expected = KVEndpoint(engine_id="e", host="h", port=7, supports_concurrent=True)
+    expected = KVEndpoint(engine_id="e", host="h", port=7, key="k", supports_concurrent=True)
     assert found.kv == expected
 
 

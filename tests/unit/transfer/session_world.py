@@ -5,7 +5,7 @@ Everything from the scheduler's session and lease down to the frame is the real 
 are scripted. Nothing happens by itself: the test hands over frames, runs turns, moves the clock.
 
     ConsumerProcess                                   ProducerProcess
-      Consumer ─ ControlClient ─ Dealers ═ Link ═ Listener ─ ControlServer ─ LeaseBook ─ Producer
+      Consumer ─ ControlClient ─ Peers ═══ Link ═══ Listener ─ ControlServer ─ LeaseBook ─ Producer
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from __future__ import annotations
 import itertools
 import queue
 import zlib
-from collections import deque
 from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import zmq
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -35,13 +33,13 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer, OpenOutcome
-from vllm_ascend_pd.transfer.dealers import Dealers, _Connection
 from vllm_ascend_pd.transfer.grants import Grants
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.load import LoadResult
-from vllm_ascend_pd.transfer.seal import Channel, Seals, Secret
+from vllm_ascend_pd.transfer.peers import Peers
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LoadId
 from vllm_ascend_pd.wire import FirstToken
 
@@ -52,6 +50,7 @@ LEASE_S = 30.0
 PEER_TIMEOUT_S = 2.0
 HEARTBEAT_S = 10.0
 ARRIVAL_TIMEOUT_S = 5.0
+TRUST = Trust()
 
 init_none_hash(sha256)
 _numbers = itertools.count()
@@ -94,7 +93,6 @@ class Link:
         self.up: list[bytes] = []
         self.down: list[bytes] = []
         self.broken = self.producer is None
-        self.connection: _Connection | None = None
 
     def deliver(self, upwards: bool, frame: bytes) -> None:
         if upwards:
@@ -131,79 +129,48 @@ class Network:
         link.consumer.peers.lose(link)
 
 
-class _ClientSocket:
-    """The socket of one link, as ``Dealers`` uses it."""
+class ScriptedPeers(Peers):
+    """Links instead of connections."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
-
-    def send(self, frame: bytes, flags: int) -> None:
-        if self.link.broken:
-            raise zmq.Again
-        self.link.up.append(frame)
-
-
-class ScriptedDealers(Dealers):
-    """The real connections, on links instead of sockets."""
-
-    def __init__(self, consumer: ConsumerProcess, client: ControlClient, seals: Seals) -> None:
-        super().__init__(client, seals, Channel.CONTROL, client._on_frame, client._on_lost)
+    def __init__(self, consumer: ConsumerProcess, client: ControlClient) -> None:
+        super().__init__(client, TRUST, client._on_frame, client._on_lost)
         self._consumer = consumer
+        self._links: dict[Endpoint, Link] = {}
 
-    def _connect(self, peer: Endpoint) -> _Connection:
-        link = Link(self._consumer, peer)
-        self._consumer.network.links.append(link)
-        socket: Any = _ClientSocket(link)
-        link.connection = _Connection(socket, socket, self._seals.client(self._channel))
-        self._connections[peer] = link.connection
-        return link.connection
+    def __len__(self) -> int:
+        return len(self._links)
 
-    def _close(self, peer: Endpoint) -> None:
-        socket: Any = self._connections.pop(peer).socket
-        links = self._consumer.network.links
-        if socket.link in links:
-            links.remove(socket.link)
+    def send(self, peer: Endpoint, payload: bytes) -> bool:
+        if (link := self._links.get(peer)) is None:
+            link = self._links[peer] = Link(self._consumer, peer)
+            self._consumer.network.links.append(link)
+        if not link.broken:
+            link.up.append(payload)
+        return not link.broken
 
     def receive(self) -> None:
         """What is on a link has not arrived: `take` is how it does."""
 
     def take(self, link: Link, frame: bytes) -> None:
-        if (connection := self._connections.get(link.peer)) is link.connection is not None:
-            self._receive(link.peer, connection, frame)
+        if self._links.get(link.peer) is link:
+            self._on_frame(link.peer, frame)
 
     def lose(self, link: Link) -> None:
-        if self._connections.get(link.peer) is link.connection:
-            self._close(link.peer)
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
             self._on_lost(link.peer, Cause.PEER_UNREACHABLE, "is gone")
 
 
-class _Frame:
-    """A received part of a message, as ``Listener`` uses it."""
-
-    def __init__(self, content: bytes) -> None:
-        self.bytes = self.buffer = content
-
-    def get(self, name: str) -> str:
-        return "127.0.0.1"
-
-
-class _ServerSocket:
-    """The listening socket of one producer, as ``Listener`` uses it."""
+class ScriptedListener:
+    """The other ends of a producer's links."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self.arrived: deque[tuple[bytes, bytes]] = deque()
 
-    def recv_multipart(self, flags: int, copy: bool) -> list[_Frame]:
-        if not self.arrived:
-            raise zmq.Again
-        return [_Frame(part) for part in self.arrived.popleft()]
-
-    def send_multipart(self, parts: list[bytes], flags: int) -> None:
-        identity, frame = parts
+    def send(self, identity: bytes, payload: bytes) -> None:
         for link in self._network.links:
             if link.identity == identity and not link.broken:
-                link.down.append(frame)
+                link.down.append(payload)
 
 
 # The processes.
@@ -224,7 +191,7 @@ def make_manager() -> KVCacheManager:
 class ProducerProcess:
     """One start of a producer: both of its processes, and the prompts that it computes."""
 
-    def __init__(self, network: Network, clock: Clock, secret: Secret | None, port: int) -> None:
+    def __init__(self, network: Network, clock: Clock, port: int) -> None:
         self.network = network
         self.endpoint = Endpoint("127.0.0.1", port)
         self.manager = make_manager()
@@ -233,13 +200,11 @@ class ProducerProcess:
         epoch = Epoch(f"epoch-{next(_numbers)}")
         self.book = LeaseBook(epoch, "same", LEASE_S, clock)
         self.book.page_servers = (PageServer(Endpoint("127.0.0.1", 1), TicketKey()),)
-        self.seals = Seals(secret)
         self.server = ControlServer(
-            "127.0.0.1", 0, self.book, lambda: None, self.seals, ARRIVAL_TIMEOUT_S, clock
+            "127.0.0.1", 0, self.book, lambda: None, TRUST, ARRIVAL_TIMEOUT_S, clock
         )
-        self._socket: Any = _ServerSocket(network)
-        real, self.server._listener.socket = self.server._listener.socket, self._socket
-        self.server.unwatch(real)
+        scripted: Any = ScriptedListener(network)
+        self.server._listener = scripted
         self.producer = Producer(
             self.manager,
             self.book,
@@ -259,8 +224,7 @@ class ProducerProcess:
         network.producers[self.endpoint] = self
 
     def take(self, identity: bytes, frame: bytes) -> None:
-        self._socket.arrived.append((identity, frame))
-        self.server._on_messages()
+        self.server._on_frame(identity, frame)
 
     def arrive(self, tokens: list[int], transfer_id: str | None = None) -> Request | None:
         """A request, with the transfer id that a router chose or without; maybe not accepted."""
@@ -342,13 +306,10 @@ class _Outcomes(queue.SimpleQueue[OpenOutcome]):
 class ConsumerProcess:
     """One start of a consumer's scheduler process. Its worker's loads end as the test says."""
 
-    def __init__(self, network: Network, clock: Clock, secret: Secret | None) -> None:
+    def __init__(self, network: Network, clock: Clock) -> None:
         self.network = network
-        self.seals = Seals(secret)
-        self.client = ControlClient(
-            PEER_TIMEOUT_S, HEARTBEAT_S, self.seals, ARRIVAL_TIMEOUT_S, clock
-        )
-        self.peers = ScriptedDealers(self, self.client, self.seals)
+        self.client = ControlClient(PEER_TIMEOUT_S, HEARTBEAT_S, TRUST, ARRIVAL_TIMEOUT_S, clock)
+        self.peers = ScriptedPeers(self, self.client)
         self.client._peers = self.peers
         self.client.outcomes = _Outcomes()
         pool = BlockPool(NUM_BLOCKS, True, BLOCK_SIZE)

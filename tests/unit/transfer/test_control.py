@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import queue
+import select
 import socket
 import threading
 import time
@@ -11,20 +12,19 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-import zmq
 
+from tests.unit.transfer.raw_peers import RawServer, connected, silent_server
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.transfer import control, dealers
+from vllm_ascend_pd.transfer import control, peers
 from vllm_ascend_pd.transfer.control import (
     ControlClient,
     ControlServer,
     OpenOutcome,
 )
-from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.leases import _MAX_ASKERS, Lease, LeaseBook, tail_digest
-from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
+from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import (
     WIRE_VERSION,
@@ -61,12 +61,12 @@ class Clock:
 class Producer:
     """A lease book behind a control server."""
 
-    def __init__(self, seals: Seals | None = None, port: int = 0) -> None:
+    def __init__(self, trust: Trust | None = None, port: int = 0) -> None:
         self.clock = Clock()
         self.book = LeaseBook(Epoch("epoch"), "same", LEASE_S, self.clock)
         self.book.page_servers = (PAGE_SERVER,)
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.server = ControlServer("127.0.0.1", port, self.book, self.wake, seals or Seals())
+        self.server = ControlServer("127.0.0.1", port, self.book, self.wake, trust or Trust())
         self.server.start()
 
     def wake(self) -> None:
@@ -106,7 +106,7 @@ def make_client() -> Iterator[Callable[..., ControlClient]]:
     clients: list[ControlClient] = []
 
     def make(peer_timeout_s: float = LIMIT_S, heartbeat_s: float = LIMIT_S) -> ControlClient:
-        clients.append(ControlClient(peer_timeout_s, heartbeat_s, Seals()))
+        clients.append(ControlClient(peer_timeout_s, heartbeat_s, Trust()))
         clients[-1].start()
         return clients[-1]
 
@@ -119,8 +119,8 @@ def make_client() -> Iterator[Callable[..., ControlClient]]:
 @pytest.fixture
 def silent() -> Iterator[Endpoint]:
     """A peer that takes everything and answers nothing."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket_:
-        yield Endpoint("127.0.0.1", socket_.bind_to_random_port("tcp://127.0.0.1"))
+    with silent_server() as endpoint:
+        yield endpoint
 
 
 def outcome_of(client: ControlClient) -> OpenOutcome:
@@ -209,10 +209,9 @@ def test_peer_that_goes_away_is_noticed_at_once(
     make_client: Callable[..., ControlClient],
 ) -> None:
     client = make_client(peer_timeout_s=2 * LIMIT_S)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
-        port = peer.bind_to_random_port("tcp://127.0.0.1")
-        client.open("r", Endpoint("127.0.0.1", port), make_open())
-        assert peer.poll(int(LIMIT_S * 1000)), "was not asked"
+    with RawServer() as server:
+        client.open("r", server.endpoint, make_open())
+        server.accept()
     outcome = outcome_of(client)
     assert isinstance(outcome.answer, Refused)
     assert outcome.answer.cause == Cause.PEER_UNREACHABLE.value
@@ -228,9 +227,11 @@ def test_answer_that_came_in_time_counts_however_late_it_is_read(
 
     def get_no_turn() -> None:
         (connection,) = client._peers._connections.values()
-        assert connection.socket.poll(int(1000 * LIMIT_S))
+        assert select.select([connection.stream], [], [], LIMIT_S)[0]
         time.sleep(0.6)
 
+    client.open("connects", producer.endpoint, make_open())
+    assert isinstance(outcome_of(client).answer, Opened)
     client.submit(lambda: bool(both_queued.wait(LIMIT_S)))
     client.open("r", producer.endpoint, make_open())
     client.submit(get_no_turn)
@@ -267,20 +268,18 @@ def test_late_answer_is_not_taken_for_a_later_open(
 ) -> None:
     """The first open is given up; its answer comes when the same lease is asked for again."""
     client = make_client(peer_timeout_s=0.2)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as slow:
-        peer = Endpoint("127.0.0.1", slow.bind_to_random_port("tcp://127.0.0.1"))
-        client.open("first", peer, make_open())
-        assert slow.poll(int(LIMIT_S * 1000))
-        identity, frame = slow.recv_multipart()
-        first = decode_control(frame)
+    with RawServer() as server:
+        client.open("first", server.endpoint, make_open())
+        slow = server.accept()
+        first = decode_control(slow.receive())
         assert isinstance(first, Open)
         assert isinstance(outcome_of(client).answer, Refused)
-        client.open("second", peer, make_open(hashes=(b"x", b"y")))
-        assert slow.poll(int(LIMIT_S * 1000))
+        client.open("second", server.endpoint, make_open(hashes=(b"x", b"y")))
+        slow.receive()
         late = Opened(
             "t", 2, 2, (PAGE_SERVER.admit(LeaseRef("t", 1), 3),), "epoch", open_id=first.open_id
         )
-        slow.send_multipart([identity, encode(late)])
+        slow.send(encode(late))
         outcome = outcome_of(client)
     assert outcome.key == "second"
     assert isinstance(outcome.answer, Refused)
@@ -293,21 +292,10 @@ def test_server_drops_garbage_and_answers_the_next(producer: Producer) -> None:
     producer.lease()
     good = encode(make_open())
     bad_text = good.replace(b"\xa5epoch", b"\xa5epoc\xff")
-    with zmq.Context() as context, make_dealer(context) as peer:
-        peer.connect(f"tcp://{producer.endpoint}")
-        for frame in (
-            b"",
-            b"\xc1",
-            b"garbage",
-            b"\x91" * 5000,
-            bad_text,
-            encode(Heartbeat((), "")),
-        ):
-            peer.send(frame)
-        peer.send_multipart([b"one", b"frame too many"])
-        peer.send(good)
-        assert peer.poll(int(LIMIT_S * 1000)), "no answer"
-        answer = decode_control(peer.recv())
+    garbage = (b"", b"\xc1", b"garbage", b"\x91" * 5000, bad_text, encode(Heartbeat((), "")))
+    with connected(producer.endpoint) as peer:
+        peer.send(*garbage, good)
+        answer = decode_control(peer.receive())
     assert isinstance(answer, Opened)
 
 
@@ -316,18 +304,11 @@ def test_client_survives_garbage_from_a_producer(
 ) -> None:
     producer.lease()
     client = make_client(peer_timeout_s=2.0)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
-        port = liar.bind_to_random_port("tcp://127.0.0.1")
-        client.open("lied to", Endpoint("127.0.0.1", port), make_open())
-        assert liar.poll(int(LIMIT_S * 1000))
-        identity, _ = liar.recv_multipart()
-        for frame in (
-            b"",
-            b"\xc1",
-            encode(make_open()),
-            encode(Opened("else", 1, 0, (), "epoch")),
-        ):
-            liar.send_multipart([identity, frame])
+    with RawServer() as server:
+        client.open("lied to", server.endpoint, make_open())
+        liar = server.accept()
+        liar.receive()
+        liar.send(b"", b"\xc1", encode(make_open()), encode(Opened("else", 1, 0, (), "epoch")))
         outcome = outcome_of(client)
         assert outcome.key == "lied to"
         assert isinstance(outcome.answer, Refused)
@@ -536,7 +517,7 @@ def test_lease_promises_its_token_to_so_many_only(producer: Producer) -> None:
 
 
 def test_idle_client_asks_for_no_turn() -> None:
-    client = ControlClient(peer_timeout_s=1.0, heartbeat_s=1.0, seals=Seals())
+    client = ControlClient(peer_timeout_s=1.0, heartbeat_s=1.0, trust=Trust())
     assert client.on_tick() is None
     client.start()
     client.stop()
@@ -551,7 +532,7 @@ def test_idle_connection_is_closed_and_opened_again(
     client.open("r", producer.endpoint, make_open())
     assert isinstance(outcome_of(client).answer, Opened)
     with monkeypatch.context() as patch:
-        patch.setattr(dealers, "IDLE_CONNECTION_S", 0.0)
+        patch.setattr(peers, "IDLE_CONNECTION_S", 0.0)
         wait_until(lambda: not client._handlers)
     client.open("s", producer.endpoint, make_open())
     assert isinstance(outcome_of(client).answer, Opened)
@@ -574,19 +555,19 @@ def book() -> LeaseBook:
 
 def test_port_that_is_taken_is_an_error_that_names_it(taken_port: int, book: LeaseBook) -> None:
     with pytest.raises(ConfigError, match=rf"kv_port {taken_port} .*another kv_port"):
-        ControlServer("127.0.0.1", taken_port, book, lambda: None, Seals())
+        ControlServer("127.0.0.1", taken_port, book, lambda: None, Trust())
 
 
 def test_address_that_is_not_ours_is_an_error_that_names_it(book: LeaseBook) -> None:
     with pytest.raises(ConfigError, match=r"kv_ip 192\.0\.2\.1"):
-        ControlServer("192.0.2.1", 0, book, lambda: None, Seals())
+        ControlServer("192.0.2.1", 0, book, lambda: None, Trust())
 
 
 def test_default_port_gives_way_to_a_free_one(
     taken_port: int, book: LeaseBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "DEFAULT_KV_PORT", taken_port)
-    server = ControlServer("127.0.0.1", taken_port, book, lambda: None, Seals())
+    server = ControlServer("127.0.0.1", taken_port, book, lambda: None, Trust())
     server.start()
     server.stop()
     assert server.endpoint.port not in (0, taken_port, DEFAULT_KV_PORT)

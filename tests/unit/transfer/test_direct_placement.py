@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tests.unit.transfer.test_send_receive as transfer
+from tests.unit.transfer.raw_peers import connected
 from tests.unit.transfer.test_awaited_loads import Prompt
 from tests.unit.transfer.test_send_receive import (
     NUM_BLOCKS,
@@ -25,7 +25,6 @@ from tests.unit.transfer.test_send_receive import (
 from vllm_ascend_pd.backends.fake_engine import Fault, FaultKind, FaultScript, WriteRequest
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PushMode
-from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
 from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.types import Cause
@@ -409,13 +408,10 @@ def test_pages_outside_of_what_the_consumer_registered_are_not_written(
 
 def ask(pair: Pair, live: LivePages) -> Fetched:
     """One fetch of one page by hand, and its answer."""
-    socket = make_dealer(pair.loader.context)
-    socket.connect(f"tcp://127.0.0.1:{pair.server.page_server.endpoint.port}")
     ticket, sessions = pair.admit().ticket, {"fake": pair.our_engine.session}
     fetch = Fetch(1, "t", "e", ticket, 0, 1, (0,), sessions, 0, PAGE, 0, live=live)
-    socket.send(encode(fetch))
-    assert socket.poll(int(transfer.LIMIT_S * 1000))
-    answer = decode_data(socket.recv())
-    socket.close(0)
+    with connected(pair.server.page_server.endpoint) as peer:
+        peer.send(encode(fetch))
+        answer = decode_data(peer.receive())
     assert isinstance(answer, Fetched)
     return answer

@@ -10,8 +10,8 @@ from itertools import count
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
+from tests.unit.transfer.raw_peers import connected
 from tests.unit.transfer.test_send_receive import ask, wait_until
 from vllm_ascend_pd.backends.block_copy import NativeBlockCopier, PageLayout, Region
 from vllm_ascend_pd.backends.page_ring import RingPacker
@@ -19,12 +19,11 @@ from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY, Transports
 from vllm_ascend_pd.errors import BackendError
-from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.receive import Loader
-from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
+from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, LeaseRef, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, Packing, decode_data, encode
 
@@ -83,7 +82,7 @@ class Host:
             grants=self.grants,
             allows_host=lambda host: False,
             write_timeout_s=write_timeout_s,
-            seals=Seals(),
+            trust=Trust(),
         )
         self.admitted = self.server.page_server.admit(LEASE, NUM_BLOCKS)
         self.loader = Loader(
@@ -91,7 +90,7 @@ class Host:
             NativeBlockCopier(),
             layout_of(self.ours),
             self.pools[1],
-            Seals(),
+            Trust(),
         )
         self.server.start()
         self.loader.start()
@@ -243,13 +242,9 @@ def test_consumer_that_places_nothing_is_given_up(make_host: Callable[..., Host]
     ids = np.arange(NUM_BLOCKS, dtype=np.int64)
     NativeBlockCopier().place_ring(layout_of(host.ours), ids, ring.region, fetch.seed)
     fetch = msgspec.structs.replace(fetch, address=ring.addr)
-    with zmq.Context() as context, make_dealer(context) as dealer:
-        dealer.connect(f"tcp://{host.server.page_server.endpoint}")
-        dealer.send(encode(fetch))
-        answers = []
-        for _ in range(2):
-            assert dealer.poll(10_000), "no answer"
-            answers.append(decode_data(dealer.recv()))
+    with connected(host.server.page_server.endpoint) as peer:
+        peer.send(encode(fetch))
+        answers = [decode_data(peer.receive()) for _ in range(2)]
     assert answers[0] == Packing(fetch.fetch_id)
     assert isinstance(answers[1], Fetched)
     assert (answers[1].cause, answers[1].by_ring) == (Cause.DEADLINE.value, True)

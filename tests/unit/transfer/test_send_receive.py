@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -12,8 +13,8 @@ from itertools import count
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
+from tests.unit.transfer.raw_peers import connected, silent_server
 from vllm_ascend_pd.backends.block_copy import (
     BlockCopier,
     PageLayout,
@@ -31,13 +32,12 @@ from vllm_ascend_pd.backends.fake_engine import (
 )
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
-from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
 from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.receive import Loader
-from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
+from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, Worker, decode_data, encode
 
@@ -78,12 +78,12 @@ class Pair:
         script: FaultScript,
         write_timeout_s: float = 5.0,
         copier: BlockCopier | None = None,
-        seals: Seals | None = None,
-        our_seals: Seals | None = None,
+        trust: Trust | None = None,
+        our_trust: Trust | None = None,
         placement: DirectPlacement | None = None,
     ) -> None:
-        self.seals = seals or Seals()
-        self.our_seals = our_seals or Seals()
+        self.trust = trust or Trust()
+        self.our_trust = our_trust or Trust()
         self.time_passed = 0.0  # lets quarantines end
         copier = copier or PythonBlockCopier()
         self.theirs = Pages(1)
@@ -108,14 +108,14 @@ class Pair:
             grants=self.grants,
             allows_host=lambda host: host == "fake",
             write_timeout_s=write_timeout_s,
-            seals=self.seals,
+            trust=self.trust,
         )
         self.loader = Loader(
             {"fake": self.our_engine.session},
             copier,
             self.ours.layout,
             self.receive_pool,
-            self.our_seals,
+            self.our_trust,
             placement=placement,
         )
         self.server.start()
@@ -155,7 +155,7 @@ class Pair:
     ) -> LoadSpec:
         worker = admitted or self.admit(transfer_id)
         if peer is not None:
-            worker = Worker(peer.host, peer.port, worker.ticket)
+            worker = Worker(peer.host, peer.port, worker.ticket, peer.key)
         return LoadSpec(
             load_id=LoadId(next(self._load_ids)),
             peers=(worker,),
@@ -427,8 +427,8 @@ def silent_peer() -> Iterator[Endpoint]:
 @pytest.fixture
 def silent() -> Iterator[Endpoint]:
     """A producer that takes every fetch and answers none."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        yield Endpoint("127.0.0.1", socket.bind_to_random_port("tcp://127.0.0.1"))
+    with silent_server() as endpoint:
+        yield endpoint
 
 
 def test_silent_peer_ends_in_deadline(make_pair: Callable[..., Pair], silent: Endpoint) -> None:
@@ -454,13 +454,14 @@ def test_piece_that_came_in_time_counts_however_late_it_is_read(
     """The thread had no turn: the interpreter was busy with something else."""
     pair = make_pair()
     pair.grant(0)
+    assert pair.run(pair.spec((0,), (1,))).cause == "", "it connects"
     pair.loader._answer_timeout_s = 0.3
     peers = pair.loader._peers
     send = peers.send
 
     def get_no_turn() -> None:
         (connection,) = peers._connections.values()
-        assert connection.socket.poll(int(1000 * LIMIT_S))
+        assert select.select([connection.stream], [], [], LIMIT_S)[0]
         time.sleep(0.4)
 
     def send_and_get_no_turn(peer: Endpoint, payload: bytes) -> bool:
@@ -537,12 +538,9 @@ def test_revoked_grant_is_refused(make_pair: Callable[..., Pair]) -> None:
 
 def ask(pair: Pair, *frames: bytes) -> Fetched:
     """Send frames as a peer would; the server's answer to the last one."""
-    with zmq.Context() as context, make_dealer(context) as dealer:
-        dealer.connect(f"tcp://{pair.server.page_server.endpoint}")
-        for frame in frames:
-            dealer.send(frame)
-        assert dealer.poll(int(LIMIT_S * 1000)), "no answer"
-        answer = decode_data(dealer.recv())
+    with connected(pair.server.page_server.endpoint) as peer:
+        peer.send(*frames)
+        answer = decode_data(peer.receive())
     assert isinstance(answer, Fetched)
     return answer
 

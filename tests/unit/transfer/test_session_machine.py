@@ -38,7 +38,6 @@ from tests.unit.transfer.session_world import (
     first_token_of,
 )
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
-from vllm_ascend_pd.transfer.seal import Secret
 from vllm_ascend_pd.transfer.session import ConsumerState
 from vllm_ascend_pd.types import Cause, Endpoint
 
@@ -50,8 +49,6 @@ PROMPTS = [
     list(range(500, 500 + BLOCK_SIZE + 1)),
     [7, 8],
 ]
-SECRETS = {"one": Secret(b"1" * 32), "two": Secret(b"2" * 32), "none": None}
-PAIRS = [("none", "none"), ("one", "one")] * 3 + [("one", "two"), ("none", "one")]
 OUTCOMES = {cause.value for cause in Cause} | {"loaded", "local", "not_needed", "first_token"}
 pick = st.integers(0, 999)
 few = st.integers(0, 4)
@@ -65,7 +62,6 @@ class Transfers(RuleBasedStateMachine):
         self.clock = Clock()
         self.network = Network()
         self.consumer: ConsumerProcess | None = None
-        self.secrets: tuple[Secret | None, Secret | None] = (None, None)
         self.keeps_frames = True
         self.params: list[dict[str, Any]] = []
         self.prompt_of: dict[str, list[int]] = {}
@@ -77,13 +73,12 @@ class Transfers(RuleBasedStateMachine):
 
     # The world.
 
-    @initialize(secrets=st.sampled_from(PAIRS), keeps_frames=st.booleans())
-    def begin(self, secrets: tuple[str, str], keeps_frames: bool) -> None:
-        self.secrets = (SECRETS[secrets[0]], SECRETS[secrets[1]])
+    @initialize(keeps_frames=st.booleans())
+    def begin(self, keeps_frames: bool) -> None:
         self.keeps_frames = keeps_frames
         for port in PORTS:
-            ProducerProcess(self.network, self.clock, self.secrets[0], port)
-        self.consumer = ConsumerProcess(self.network, self.clock, self.secrets[1])
+            ProducerProcess(self.network, self.clock, port)
+        self.consumer = ConsumerProcess(self.network, self.clock)
 
     @property
     def producers(self) -> list[ProducerProcess]:
@@ -322,7 +317,7 @@ class Transfers(RuleBasedStateMachine):
 
     def _kill_or_start_consumer(self) -> None:
         if self.consumer is None:
-            self.consumer = ConsumerProcess(self.network, self.clock, self.secrets[1])
+            self.consumer = ConsumerProcess(self.network, self.clock)
             return
         self.ended += self.consumer.ended
         self.num_of_the_dead += len(self.consumer.requests)
@@ -332,7 +327,7 @@ class Transfers(RuleBasedStateMachine):
     def _kill_or_start_producer(self, port: int) -> None:
         alive = self.network.producers.get(Endpoint("127.0.0.1", port))
         if alive is None:
-            ProducerProcess(self.network, self.clock, self.secrets[0], port)
+            ProducerProcess(self.network, self.clock, port)
         else:
             alive.stop()
 
@@ -458,7 +453,7 @@ TestTransfers.settings = settings(
 def test_wrong_reference_beside_a_right_one_leaves_no_heartbeat() -> None:
     """Both name one transfer, in different starts of its producer; each is given back as such."""
     world = Transfers()
-    world.begin(secrets=("none", "none"), keeps_frames=True)
+    world.begin(keeps_frames=True)
     try:
         world.prefill(which=0, prompt=0, ends=True)
         world.request(recent=0, is_answered=True)
@@ -474,7 +469,7 @@ def test_wrong_reference_beside_a_right_one_leaves_no_heartbeat() -> None:
 def test_request_without_an_answer_beside_one_with_leaves_no_heartbeat() -> None:
     """Decode first: only an answer says the epoch, and the last user of the lease got none."""
     world = Transfers()
-    world.begin(secrets=("none", "none"), keeps_frames=True)
+    world.begin(keeps_frames=True)
     try:
         world.both_are_sent_at_once(which=0, prompt=0)
         world.prefill_arrives(recent=0)

@@ -15,9 +15,9 @@ from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
 from vllm_ascend_pd.transfer.receive import Loader
-from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.transfer.shares import Sharding
+from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, LeaseRef, LoadId
 
 NUM_LAYERS = 3
@@ -59,7 +59,7 @@ class Worker:
             grants=grants,
             allows_host=lambda host: host == "fake",
             write_timeout_s=5.0,
-            seals=Seals(),
+            trust=Trust(),
         )
         server.start()
         self.threads.append(server)
@@ -68,7 +68,7 @@ class Worker:
     def load(self, sharding: Sharding) -> Loader:
         sessions = {"fake": self.engine.session}
         copier = PythonBlockCopier()
-        loader = Loader(sessions, copier, self.layout, self.pool, Seals(), sharding=sharding)
+        loader = Loader(sessions, copier, self.layout, self.pool, Trust(), sharding=sharding)
         loader.start()
         self.threads.append(loader)
         return loader

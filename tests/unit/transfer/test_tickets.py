@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
-from tests.unit.transfer.test_send_receive import LIMIT_S, NUM_SLOTS, Pair, make_fetch, wait_until
+from tests.unit.transfer.raw_peers import connected
+from tests.unit.transfer.test_send_receive import NUM_SLOTS, Pair, make_fetch, wait_until
 from vllm_ascend_pd.backends.fake_engine import FaultScript
-from vllm_ascend_pd.transfer.dealers import make_dealer
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, LeaseRef
 from vllm_ascend_pd.wire import (
@@ -131,7 +130,7 @@ def test_load_without_its_ticket_is_refused_counted_and_leaves_nothing(
     wait_until(lambda: bool(results.extend(pair.loader.take_results()) or results))
     assert [r.cause for r in results] == [Cause.NO_TICKET.value]  # type: ignore[attr-defined]
     np.testing.assert_array_equal(pair.ours.bytes, before)
-    assert pair.seals.take_refused()["no_ticket"] >= 1
+    assert pair.trust.take_refused()["no_ticket"] >= 1
     wait_until(lambda: pair.num_free() == (NUM_SLOTS, NUM_SLOTS))
     assert pair.run(pair.spec((2,), (8,), admitted=pair.admit(num_blocks=3))).cause == ""
 
@@ -144,16 +143,14 @@ def test_ticket_of_an_earlier_lease_of_the_same_name_reads_nothing_of_the_next(p
     before = pair.ours.bytes.copy()
     assert pair.run(pair.spec((0,), (8,), admitted=stale)).cause == Cause.LEASE_EXPIRED.value
     np.testing.assert_array_equal(pair.ours.bytes, before)
-    assert not pair.seals.take_refused(), "late, and not forged"
+    assert not pair.trust.take_refused(), "late, and not forged"
     assert pair.run(pair.spec((0,), (8,))).cause == ""
 
 
 def ask(pair: Pair, message: Fetch | Watch) -> Fetched | Progress:
-    with zmq.Context() as context, make_dealer(context) as dealer:
-        dealer.connect(f"tcp://{pair.server.page_server.endpoint}")
-        dealer.send(encode(message))
-        assert dealer.poll(int(LIMIT_S * 1000)), "no answer"
-        answer = decode_data(dealer.recv())
+    with connected(pair.server.page_server.endpoint) as peer:
+        peer.send(encode(message))
+        answer = decode_data(peer.receive())
     assert isinstance(answer, Fetched | Progress)
     return answer
 
@@ -173,7 +170,7 @@ def test_forged_message_is_answered_with_the_cause_and_remembered_nowhere(
     ticket = changed(pair.admit().ticket, mac=b"")
     made = message(ticket) if message is watch_with else message(pair, ticket)
     assert ask(pair, made).cause == Cause.NO_TICKET.value
-    assert pair.seals.take_refused() == {"no_ticket": 1}
+    assert pair.trust.take_refused() == {"no_ticket": 1}
     assert not pair.server._watchers
     assert not pair.server._queue
 

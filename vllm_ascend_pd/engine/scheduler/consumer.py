@@ -13,6 +13,7 @@ from vllm_ascend_pd.config import LoadMode, SecurityConfig, TransferConfig
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.leases import tail_digest
 from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState
 from vllm_ascend_pd.transfer.shares import Source
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.transfer.shares import Sharding
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _FIRST_BYTES_PER_MS = 300_000.0
 _SMOOTHING = 0.3
@@ -96,6 +97,11 @@ class Consumer:
             return Cause.PEER_NOT_ALLOWED, (
                 f"kv_transfer_params.remote_host {remote.remote_host!r} is neither a loopback"
                 " address nor in security.allowed_peers"
+            )
+        if not remote.remote_key and self._security.secret_file is None:
+            return Cause.BAD_PARAMS, (
+                "kv_transfer_params.remote_key is missing: the router must pass on all that the"
+                " producer returned, or security.secret_file be set on all engines"
             )
         number = next(self._numbers)
         session = RemotePrompt(request, remote, self._transfer, self._block_size, number)
@@ -190,9 +196,16 @@ class Consumer:
         ]
 
     def _check_workers(self, answer: Opened | Refused) -> Opened | Refused:
-        """Refuse a producer whose workers divide pages in a way that this engine cannot load."""
+        """Refuse a producer whose workers are where this engine must not connect to, or divide
+        pages in a way that it cannot load.
+        """
         if isinstance(answer, Refused):
             return answer
+        for worker in answer.workers:
+            if not self._security.allows(worker.host):
+                detail = f"its worker at {worker.host!r} is neither on a loopback address nor in"
+                detail += " security.allowed_peers"
+                return Refused(answer.transfer_id, Cause.PEER_NOT_ALLOWED.value, detail)
         ours, num_peers = self._sharding, len(answer.workers)
         detail = ""
         try:

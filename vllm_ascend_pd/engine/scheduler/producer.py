@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
 from vllm_ascend_pd.transfer.session import ProducerState
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.metrics import Stats
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _COMPLETE = (
     RequestStatus.FINISHED_STOPPED,
@@ -239,6 +239,7 @@ class Producer:
             remote_engine_id=self._engine_id,
             remote_host=self._endpoint.host,
             remote_port=self._endpoint.port,
+            remote_key=self._endpoint.key,
             remote_block_ids=lease.block_ids,
             tp_size=self._num_workers,
             transfer_id=lease.transfer_id,

@@ -42,7 +42,7 @@ class RemotePrompt:
         self.key = request.request_id, number
         """Unlike the request's id it is not used again."""
         self.remote = remote
-        self.control = Endpoint(remote.remote_host, remote.remote_port)
+        self.control = Endpoint(remote.remote_host, remote.remote_port, remote.remote_key)
         self.state = ConsumerState.OPENING
         self.queued_status = request.status
         """The status to return to when nothing is pending any more."""

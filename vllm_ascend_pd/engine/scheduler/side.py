@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -35,11 +34,12 @@ from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import bytes_per_block, can_divide_pages, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
-from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.session import ConsumerState
+from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, Epoch, LeaseRef, LoadId
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
     from vllm_ascend_pd.transfer.tickets import PageServer
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _COLLECT_S = 0.0002
 """What peers and the pool have said is looked at so often within a pass."""
@@ -100,7 +100,7 @@ class SchedulerSide:
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
         transfer = config.transfer
-        self._seals = Seals.load(config.security.secret_file)
+        self._trust = Trust.load(config.security.secret_file)
         self._book = LeaseBook(epoch, identity, transfer.lease_s, time.monotonic)
         sampling_key = make_sampling_key(scheduler.vllm_config, transfer.first_token)
         self._server: ControlServer | None = None
@@ -113,7 +113,7 @@ class SchedulerSide:
                 config.port,
                 self._book,
                 self._wake,
-                self._seals,
+                self._trust,
                 transfer.arrival_timeout_s,
             )
             self._producer = Producer(
@@ -138,7 +138,7 @@ class SchedulerSide:
             self._client = ControlClient(
                 transfer.peer_timeout_s,
                 transfer.lease_s / 3,
-                self._seals,
+                self._trust,
                 transfer.arrival_timeout_s,
             )
             self._consumer = Consumer(
@@ -485,7 +485,7 @@ class SchedulerSide:
             self._pool.free_blocks(reversed(self._loads.take_rested()))
             if bad_block_ids:
                 self._recover(bad_block_ids)
-        self._count_refused(self._seals.take_refused())
+        self._count_refused(self._trust.take_refused())
         if self._registrar is not None and self._registrar.state is not self._told_state:
             self._told_state = self._registrar.state
             self._stats.set("router_registered", int(self._told_state.registered))

@@ -28,8 +28,8 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transfer.grants import Grants
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
 from vllm_ascend_pd.transfer.receive import Loader
-from vllm_ascend_pd.transfer.seal import Seals
 from vllm_ascend_pd.transfer.send import DataServer
+from vllm_ascend_pd.transfer.trust import Trust
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def _create(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
 ) -> WorkerSide:
     config = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config)
-    seals = Seals.load(config.security.secret_file)
+    trust = Trust.load(config.security.secret_file)
     caches = locate(kv_cache_config, kv_caches)
     own = sharding(vllm_config)
     transfer = config.transfer
@@ -115,7 +115,7 @@ def _create(
             grants=grants,
             allows_host=config.security.allows,
             write_timeout_s=transfer.load_timeout_s,
-            seals=seals,
+            trust=trust,
         )
         server.start()
     if config.role.consumes:
@@ -124,7 +124,7 @@ def _create(
             copier,
             caches.layout,
             make_pool(),
-            seals,
+            trust,
             transfer.peer_timeout_s,
             transfer.push_mode,
             own,
@@ -149,7 +149,7 @@ def _create(
         caches.layout.page_bytes,
         type(copier).__name__,
     )
-    parts = (caches.layer_index, transports, pools, grants, seals, server, loader, pool, own.rank)
+    parts = (caches.layer_index, transports, pools, grants, trust, server, loader, pool, own.rank)
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)
     return WorkerSide(*parts)

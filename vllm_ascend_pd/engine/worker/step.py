@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.grants import Grants
     from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.transfer.receive import Loader
-    from vllm_ascend_pd.transfer.seal import Seals
     from vllm_ascend_pd.transfer.send import DataServer
+    from vllm_ascend_pd.transfer.trust import Trust
     from vllm_ascend_pd.types import LoadId
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class WorkerSide:
         transports: Transports,
         pools: Sequence[StagingPool],
         grants: Grants,
-        seals: Seals,
+        trust: Trust,
         server: DataServer | None,
         loader: Loader | None,
         pool: PoolIO | None = None,
@@ -121,7 +121,7 @@ class WorkerSide:
         self._transports = transports
         self._pools = pools
         self._grants = grants
-        self._seals = seals
+        self._trust = trust
         self._server = server
         has_loads = loader is not None or pool is not None
         self._loader = Loaders(loader, pool) if has_loads else None
@@ -217,7 +217,7 @@ class WorkerSide:
         if not self._reported_server and self._server is not None:
             self._reported_server = True
             servers = {self._rank: self._server.page_server}
-        refused = self._seals.take_refused()
+        refused = self._trust.take_refused()
         if not results and not refused and not servers and not rested:
             return None
         return StepReport(tuple(results), servers, refused, tuple(rested))

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames over one stream socket."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import time
+from functools import partial
+from selectors import EVENT_READ, EVENT_WRITE
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.transfer.reactor import Reactor
+
+MAX_FRAME_BYTES = 8 << 20
+"""Some hundred thousand block hashes."""
+MAX_WAITING_BYTES = 4 * MAX_FRAME_BYTES
+"""Sent, and not taken by the peer."""
+_PREFIX_BYTES = 4
+_READ_BYTES = 64 << 10
+_MAX_READS_A_TURN = 16
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class FloodError(OSError):
+    """A peer sends more than any engine does, or does not take its answers."""
+
+
+class Connection:
+    """``| length 4, big endian | payload |``, in TLS if it is wrapped. Never blocks. Reactor
+    thread.
+
+    It connects, makes its handshake, is open, and ends once, also while it connects. What is sent
+    before it is open waits. ``on_end`` is called on a later turn.
+
+    The first frame of the accepting end is empty: by it the other one knows that it is accepted.
+    What it sent before would hide from it why it was not.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        stream: socket.socket,
+        wrap: Callable[[socket.socket], ssl.SSLSocket] | None,
+        on_frame: Callable[[bytes], None],
+        on_end: Callable[[Exception | None], None],
+        on_handshake: Callable[[], None] | None = None,
+        on_held: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_end`` is told the error, or ``None`` when the peer has closed it in order;
+        ``on_handshake`` is called where it connects, and raises if it was the wrong peer's;
+        ``on_held`` is called when something came that is not a whole frame yet.
+        """
+        self.stream = stream
+        self.is_open = False
+        self.is_ended = False
+        self.used_at = self.made_at = time.monotonic()
+        """When it was last sent or heard something; when it was made."""
+        self._reactor = reactor
+        self._wrap = wrap
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._on_handshake = on_handshake
+        self._is_handshaken = False
+        self._on_held = on_held
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._fd = stream.fileno()
+        self._events = EVENT_READ | EVENT_WRITE
+        reactor.watch(self._fd, self.proceed, self._events)
+
+    @property
+    def num_held_bytes(self) -> int:
+        return len(self._incoming) + len(self._outgoing)
+
+    def send(self, payload: bytes) -> bool:
+        """Queue one frame; ``False`` when it is too long or too much waits."""
+        num_bytes = len(payload)
+        if num_bytes > MAX_FRAME_BYTES or len(self._outgoing) + num_bytes > MAX_WAITING_BYTES:
+            return False
+        self.used_at = time.monotonic()
+        if self.is_ended:
+            return True  # which is told on a later turn
+        self._outgoing += num_bytes.to_bytes(_PREFIX_BYTES, "big")
+        self._outgoing += payload
+        if self.is_open:
+            self._attempt(self._flush)
+        return True
+
+    def receive(self) -> None:
+        """Take what has arrived."""
+        if self._is_handshaken:
+            self._attempt(self._read)
+
+    def proceed(self) -> None:
+        """Do what is possible now."""
+        self._attempt(self._proceed)
+
+    def end(self, error: Exception | None) -> None:
+        """Close it. Idempotent."""
+        if not self.is_ended:
+            self.close()
+            self._reactor.submit(partial(self._on_end, error))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Without a word to anybody; what was sent leaves within ``linger_s``."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        self._reactor.unwatch(self._fd)
+        if linger_s and self.is_open and self._outgoing:
+            with contextlib.suppress(OSError):
+                self.stream.settimeout(linger_s)
+                self.stream.sendall(self._outgoing)
+        self.stream.close()
+        self._incoming.clear()
+        self._outgoing.clear()
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        if self.is_ended:
+            return
+        try:
+            action()
+        except OSError as e:  # those of TLS too
+            self.end(e)
+
+    def _proceed(self) -> None:
+        if not self._is_handshaken and not self._shake_hands():
+            return
+        self._flush()
+        self._read()
+
+    def _shake_hands(self) -> bool:
+        if not isinstance(self.stream, ssl.SSLSocket):
+            if error := self.stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, os.strerror(error))
+            try:
+                self.stream.getpeername()
+            except OSError as e:
+                if e.errno == errno.ENOTCONN:
+                    return False
+                raise
+            if self._wrap is not None:
+                self.stream = self._wrap(self.stream)
+        if isinstance(self.stream, ssl.SSLSocket):
+            try:
+                self.stream.do_handshake()
+            except ssl.SSLWantReadError:
+                self._await(EVENT_READ)
+                return False
+            except ssl.SSLWantWriteError:
+                self._await(EVENT_READ | EVENT_WRITE)
+                return False
+        self._is_handshaken = True
+        if self._on_handshake is not None:
+            self._on_handshake()
+        else:
+            self._outgoing[:0] = bytes(_PREFIX_BYTES)
+            self.is_open = True
+        return True
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing and self.is_open:
+                del self._outgoing[: self.stream.send(self._outgoing)]
+        except _NOT_NOW:
+            self._await(EVENT_READ | EVENT_WRITE)
+        else:
+            self._await(EVENT_READ)
+
+    def _await(self, events: int) -> None:
+        if events != self._events:
+            self._events = events
+            self._reactor.watch(self._fd, self.proceed, events)
+
+    def _read(self) -> None:
+        for _ in range(_MAX_READS_A_TURN):
+            try:
+                data = self.stream.recv(_READ_BYTES)
+            except _NOT_NOW:
+                return
+            if not data:
+                self.end(None)
+                return
+            self.used_at = time.monotonic()
+            self._incoming += data
+            self._take_frames()
+            if self._incoming:
+                self._on_held()
+            if self.is_ended:
+                return
+        # TLS may hold more, of which the socket says nothing.
+        self._reactor.submit(self.proceed)
+
+    def _take_frames(self) -> None:
+        while len(self._incoming) >= _PREFIX_BYTES and not self.is_ended:
+            num_bytes = int.from_bytes(self._incoming[:_PREFIX_BYTES], "big")
+            if num_bytes > MAX_FRAME_BYTES:
+                raise FloodError(f"a frame of {num_bytes} bytes")
+            stop = _PREFIX_BYTES + num_bytes
+            if len(self._incoming) < stop:
+                return
+            frame = bytes(self._incoming[_PREFIX_BYTES:stop])
+            del self._incoming[:stop]
+            if self.is_open:
+                self._reactor.guard(partial(self._on_frame, frame))
+            elif frame:
+                raise FloodError("frames before it was accepted")
+            else:
+                self.is_open = True
+                self._flush()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections from one reactor to many peers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import ssl
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.transfer.connection import Connection
+from vllm_ascend_pd.transfer.trust import WrongKeyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from vllm_ascend_pd.transfer.reactor import Reactor
+    from vllm_ascend_pd.transfer.trust import Trust
+    from vllm_ascend_pd.types import Cause, Endpoint
+
+IDLE_CONNECTION_S = 300.0
+OPEN_WITHIN_S = 10.0
+_MAX_CONNECTIONS = 1024
+_MAX_OPENING = 64
+_LINGER_S = 0.2
+_MAX_UNHEARD_MS = 3000
+_OPTIONS = {
+    socket.TCP_NODELAY: 1,
+    # A host that is gone is noticed in half a minute; a process that is stopped is not gone.
+    socket.TCP_KEEPIDLE: 15,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    # After so long without an acknowledgement a connection is lost, also when nobody says so: a
+    # cable that was cut. Else it would wake, long after it was mended, at the end of TCP's backoff.
+    socket.TCP_USER_TIMEOUT: _MAX_UNHEARD_MS,
+}
+
+
+class Peers:
+    """One connection a peer, made on first use, closed when idle or lost. Reactor thread only.
+
+    ``on_frame(peer, payload)`` is called for what a peer sends. When its connection broke or was
+    refused, ``on_lost(peer, cause, text)`` is called, so that nobody waits for the answer of a dead
+    process; ``text`` says what happened, to follow the peer's name. Only the next ``send`` makes a
+    new one.
+
+    Requests name peers, so their number is bounded: who is slow to open gives way to another, and
+    so does who was silent longest.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        trust: Trust,
+        on_frame: Callable[[Endpoint, bytes], None],
+        on_lost: Callable[[Endpoint, Cause, str], None],
+    ) -> None:
+        self._reactor = reactor
+        self._trust = trust
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._connections: dict[Endpoint, Connection] = {}
+        reactor.at_end.append(self._close)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def send(self, peer: Endpoint, payload: bytes) -> bool:
+        """Queue one payload; ``False`` when the queue to this peer is full."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            self._make_room()
+            connection = self._connections[peer] = self._connect(peer)
+        return connection.send(payload)
+
+    def receive(self) -> None:
+        """Take what has arrived. One whose deadline is over does so before it gives up, for its
+        thread may have had no turn meanwhile.
+        """
+        for connection in list(self._connections.values()):
+            connection.receive()
+
+    def tidy(self, awaited: Collection[Endpoint] = ()) -> float | None:
+        """End what does not open, and what is idle, but not those of which an answer is
+        ``awaited``, however late. Returns when to come again, if something opens.
+        """
+        now = time.monotonic()
+        next_end = None
+        for peer, connection in list(self._connections.items()):
+            if not connection.is_open:
+                left = connection.made_at + OPEN_WITHIN_S - now
+                if left <= 0:
+                    connection.end(TimeoutError("it does not open"))
+                elif next_end is None or left < next_end:
+                    next_end = left
+            elif connection.used_at < now - IDLE_CONNECTION_S and peer not in awaited:
+                del self._connections[peer]
+                connection.close()
+        return next_end
+
+    def _close(self) -> None:
+        for connection in self._connections.values():
+            connection.close(_LINGER_S)
+
+    def _make_room(self) -> None:
+        everyone = [c for c in self._connections.values() if not c.is_ended]
+        opening = [c for c in everyone if not c.is_open]
+        if len(opening) >= _MAX_OPENING:
+            opening[0].end(TimeoutError("others were asked meanwhile"))
+        elif len(everyone) >= _MAX_CONNECTIONS:
+            min(everyone, key=lambda c: c.used_at).end(TimeoutError("others were asked meanwhile"))
+
+    def _connect(self, peer: Endpoint) -> Connection:
+        family = socket.AF_INET6 if ":" in peer.host else socket.AF_INET
+        stream = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        set_options(stream)
+        host = "127.0.0.1" if peer.host == "localhost" else peer.host
+        error = stream.connect_ex((host, peer.port))
+        connection = Connection(
+            self._reactor,
+            stream,
+            self._trust.connect,
+            on_frame=partial(self._on_frame, peer),
+            on_end=partial(self._on_end, peer),
+            on_handshake=lambda: self._check(peer, connection),
+        )
+        if error not in (0, errno.EINPROGRESS):
+            connection.end(OSError(error, os.strerror(error)))
+        return connection
+
+    def _check(self, peer: Endpoint, connection: Connection) -> None:
+        assert isinstance(connection.stream, ssl.SSLSocket)
+        if not self._trust.knows(connection.stream, peer.key):
+            raise WrongKeyError
+
+    def _on_end(self, peer: Endpoint, error: Exception | None) -> None:
+        del self._connections[peer]
+        self._on_lost(peer, *self._trust.explain(error))
+
+
+def set_options(stream: socket.socket) -> None:
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _OPTIONS.items():
+        stream.setsockopt(socket.IPPROTO_TCP, option, value)
