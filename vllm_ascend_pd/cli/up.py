@@ -108,6 +108,10 @@ def up(
             raise typer.BadParameter("give a model, or --config", param_hint="MODEL")
         plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
         here = launch.find_local_host(plan_of, host)
+        logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
+        secrets: list[Path] = []
+        if not dry_run:
+            plan_of, secrets = launch.with_secrets(plan_of, logs.absolute())
         programs = Programs() if dry_run else launch.find_programs()
         plan = make_plan(plan_of, Machine.this(), here, FreePorts(), programs)
         if dry_run:
@@ -120,9 +124,10 @@ def up(
         launch.refuse_busy_ports(commands)
         if any(command.role in ("prefill", "decode") for command in commands):
             asyncio.run(launch.refuse_unpatched_engine())
+        launch.write_secrets(secrets)
         token_file = plan_of.extra_config.get("router", {}).get("token_file")
         manner = launch.Manner(
-            log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S"),
+            logs,
             Patience(startup_s=startup_timeout),
             Rotation(parse_size("--log-max-size", log_max_size), log_files),
             Path(token_file) if token_file else None,

@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import secrets
 import shutil
 import signal
 import sys
@@ -84,6 +86,30 @@ def find_local_host(topology: Topology, name: str | None) -> str:
             " with --host"
         )
     return here[0]
+
+
+def with_secrets(topology: Topology, folder: Path) -> tuple[Topology, list[Path]]:
+    """The same with a secret of the engines and a token for the router, and which files are to be
+    made for that: where all run on this machine, and the user names none.
+    """
+    if len(topology.hosts) > 1:
+        return topology, []
+    extra, paths = dict(topology.extra_config), []
+    for section, option in (("security", "secret_file"), ("router", "token_file")):
+        values = extra.get(section, {})
+        if isinstance(values, dict) and option not in values:
+            paths.append(folder / f".{option.removesuffix('_file')}")
+            extra[section] = {**values, option: str(paths[-1])}
+    return msgspec.structs.replace(topology, extra_config=extra), paths
+
+
+def write_secrets(paths: Sequence[Path]) -> None:
+    """New ones, which only this user may read."""
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(secrets.token_hex(32))
 
 
 def refuse_busy_ports(commands: Sequence[Command]) -> None:

@@ -14,7 +14,8 @@ that hold the same share (fewer KV heads than workers, MLA) have the same keys.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import hmac
+from dataclasses import dataclass, field
 
 FORMAT_VERSION = 1
 """Of keys and values. 1: header of 64 bytes, then the pages, layer-major."""
@@ -32,16 +33,26 @@ class KeySpace:
     prefix: str
     seed: int
     """Starts every checksum of this space: a value of another space never verifies."""
+    _secret: bytes = field(default=b"", repr=False)
 
     @classmethod
-    def of(cls, fingerprint: str, share: int = 0, num_shares: int = 1) -> KeySpace:
+    def of(
+        cls, fingerprint: str, share: int = 0, num_shares: int = 1, secret: bytes = b""
+    ) -> KeySpace:
         """``fingerprint`` names model, dtype, layout, block size and packing; ``share`` of
-        ``num_shares`` are the KV heads.
+        ``num_shares`` are the KV heads. Who has another ``secret`` shares no key.
         """
-        text = f"{fingerprint} format={FORMAT_VERSION} tp={share}/{num_shares}"
-        digest = hashlib.sha256(text.encode())
-        seed = int.from_bytes(digest.digest()[-8:], "little") >> 1
-        return cls(f"{PREFIX}{digest.hexdigest()[:_DIGEST_LENGTH]}/", seed)
+        text = f"{fingerprint} format={FORMAT_VERSION} tp={share}/{num_shares}".encode()
+        digest = hmac.digest(secret, text, "sha256") if secret else hashlib.sha256(text).digest()
+        seed = int.from_bytes(digest[-8:], "little") >> 1
+        return cls(f"{PREFIX}{digest.hex()[:_DIGEST_LENGTH]}/", seed, secret)
+
+    def sign(self, checksum: int, block_hash: bytes) -> int:
+        """What a value shows as its checksum: with a secret, only who has it can say."""
+        if not self._secret:
+            return checksum
+        said = checksum.to_bytes(8, "little") + block_hash
+        return int.from_bytes(hmac.digest(self._secret, said, "sha256")[:8], "little")
 
     def key(self, block_hash: bytes) -> str:
         return self.prefix + block_hash.hex()

@@ -5,7 +5,8 @@
     |<------------------------- 64 bytes -------------------------------->|<---- num_bytes ----->|
 
 The checksum covers the pages, starts from the key space's seed and the block hash, and is computed
-in the same pass that copies them. It is checked on every read, whatever the tier.
+in the same pass that copies them; with a secret it is signed. It is checked on every read, whatever
+the tier.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class BlockValues:
     def __init__(self, copier: BlockCopier, layout: PageLayout, space: KeySpace) -> None:
         self._copier = copier
         self._layout = layout
-        self._seed = space.seed
+        self._space = space
         self._page_bytes = layout.num_bytes(1)
 
     @property
@@ -63,6 +64,7 @@ class BlockValues:
     def seal(self, total: int, block_hash: bytes, staging: Region, offset: int) -> None:
         """Complete the value at ``staging[offset:]``, of which all layers have been packed."""
         checksum = finish_checksum(total, self._page_bytes, self._seed_of(block_hash))
+        checksum = self._space.sign(checksum, block_hash)
         header = _HEADER.pack(
             _MAGIC, FORMAT_VERSION, 0, self._page_bytes, checksum, block_hash[:32].ljust(32, b"\0")
         )
@@ -87,7 +89,7 @@ class BlockValues:
         checksum = self._copier.scatter(
             self._layout, ids, staging, offset + HEADER_BYTES, self._seed_of(block_hash)
         )
-        return Status.OK if checksum == expected else Status.DAMAGED
+        return Status.OK if self._space.sign(checksum, block_hash) == expected else Status.DAMAGED
 
     def _seed_of(self, block_hash: bytes) -> int:
-        return (self._seed ^ int.from_bytes(block_hash[:8], "little")) & _MASK
+        return (self._space.seed ^ int.from_bytes(block_hash[:8], "little")) & _MASK

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,6 +78,20 @@ def test_value_of_another_key_space_is_not_taken(memory: Memory) -> None:
     memory.pack(memory.values())
     other = memory.values(KeySpace.of("model=b dtype=float32"))
     assert other.unpack(3, HASH, memory.staging, 0) is Status.DAMAGED
+
+
+def test_value_is_signed_with_the_secret(memory: Memory) -> None:
+    """Who knows the key space can compute the checksum of pages, and not what shows it."""
+    fingerprint = "model=a dtype=float32"
+    ours = KeySpace.of(fingerprint, secret=b"s" * 32)
+    memory.pack(memory.values(ours))
+    assert memory.values(ours).unpack(3, HASH, memory.staging, 0) is Status.OK
+    forged = replace(ours, _secret=b"")
+    memory.pack(memory.values(forged))
+    assert memory.values(ours).unpack(3, HASH, memory.staging, 0) is Status.DAMAGED
+    spaces = [ours, KeySpace.of(fingerprint, secret=b"o" * 32), KeySpace.of(fingerprint)]
+    assert len({space.key(HASH) for space in spaces}) == 3
+    assert "sss" not in repr(ours)
 
 
 def test_damaged_header_leaves_the_pages_alone(memory: Memory) -> None:

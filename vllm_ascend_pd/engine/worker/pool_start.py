@@ -20,6 +20,7 @@ from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.mooncake_tier import PoolBackend, Workers
 from vllm_ascend_pd.pool.values import BlockValues
+from vllm_ascend_pd.transfer.trust import Secret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +56,12 @@ def start_pool(
     """
     assert config.pool is not None
     own = sharding(vllm_config)
-    space = KeySpace.of(fingerprint(vllm_config, kv_cache_config), own.share.index, own.share.count)
+    secret = b""
+    if (path := config.security.secret_file) is not None:
+        secret = Secret.load(path).derive(b"pool checksum 1")
+    space = KeySpace.of(
+        fingerprint(vllm_config, kv_cache_config), own.share.index, own.share.count, secret
+    )
     workers = Workers(own.rank, own.num_workers, _from_first_worker)
     backend = PoolBackend(config.pool, config.host, shared, workers)
     tier: Tier = backend.tier
