@@ -66,7 +66,7 @@ class StepReport(KVConnectorWorkerMetadata):
     page_servers: dict[int, PageServer] = field(default_factory=dict)
     """By tensor-parallel rank: in a worker's first report."""
     refused_frames: dict[str, int] = field(default_factory=dict)
-    """Number by reason (``transfer.seal.Reason``) since the last report."""
+    """Number by reason (``transfer.trust.Reason``) since the last report."""
     rested: tuple[LoadId, ...] = ()
     """Loads that ended with ``num_resting``: a worker for each entry has nothing more to fear."""
 

@@ -193,7 +193,7 @@ class ProducerProcess:
 
     def __init__(self, network: Network, clock: Clock, port: int) -> None:
         self.network = network
-        self.endpoint = Endpoint("127.0.0.1", port)
+        self.endpoint = Endpoint("127.0.0.1", port, TRUST.key)
         self.manager = make_manager()
         self.pool = self.manager.block_pool
         self.num_free = self.pool.get_num_free_blocks()

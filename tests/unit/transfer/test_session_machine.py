@@ -31,6 +31,7 @@ from tests.unit.transfer.session_world import (
     HEARTBEAT_S,
     LEASE_S,
     PEER_TIMEOUT_S,
+    TRUST,
     Clock,
     ConsumerProcess,
     Network,
@@ -114,7 +115,7 @@ class Transfers(RuleBasedStateMachine):
         """A router chooses the transfer id; which request comes first is not known."""
         transfer_id = f"chosen-{len(self.routed)}"
         tokens = PROMPTS[prompt % len(PROMPTS)]
-        endpoint = Endpoint("127.0.0.1", PORTS[which % len(PORTS)])
+        endpoint = Endpoint("127.0.0.1", PORTS[which % len(PORTS)], TRUST.key)
         self.routed.append((endpoint, transfer_id))
         self.prompt_of[transfer_id] = tokens
         self.params.append(
@@ -122,6 +123,7 @@ class Transfers(RuleBasedStateMachine):
                 "remote_engine_id": "p",
                 "remote_host": endpoint.host,
                 "remote_port": endpoint.port,
+                "remote_key": endpoint.key,
                 "transfer_id": transfer_id,
             }
         )
@@ -325,7 +327,7 @@ class Transfers(RuleBasedStateMachine):
         self.consumer = None
 
     def _kill_or_start_producer(self, port: int) -> None:
-        alive = self.network.producers.get(Endpoint("127.0.0.1", port))
+        alive = self.network.producers.get(Endpoint("127.0.0.1", port, TRUST.key))
         if alive is None:
             ProducerProcess(self.network, self.clock, port)
         else:
