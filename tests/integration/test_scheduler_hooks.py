@@ -1480,7 +1480,6 @@ def test_preempted_request_that_the_pool_has_nothing_for_is_resumed(
     """Also when the answer is folded in by the very pass that comes to it."""
     engine = engines.make("kv_both", pool={"put": False})
     address = tmp_path / "pool"
-    address.touch()
     lookups: list[Any] = []
     worker = PoolLink("worker", lookups.append)
     worker.listen(str(address))

@@ -90,6 +90,8 @@ class Peers:
         now = time.monotonic()
         next_end = None
         for peer, connection in list(self._connections.items()):
+            if connection.is_ended:
+                continue  # which is told on this turn
             if not connection.is_open:
                 left = connection.made_at + OPEN_WITHIN_S - now
                 if left <= 0:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The secret and the token that ``vllm-pd up`` makes by itself."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from tests.unit.cluster.test_plan import HOSTS, plan
+from vllm_ascend_pd.cluster import topology
+from vllm_ascend_pd.cluster.launch import with_secrets, write_secrets
+from vllm_ascend_pd.cluster.plan import Plan
+from vllm_ascend_pd.transfer.trust import Trust
+
+
+def parse(**values: Any) -> topology.Topology:
+    return topology.parse({"model": "m", **values})
+
+
+def sections(made: Plan, name: str) -> list[Any]:
+    """What every engine of a plan gets."""
+    engines = [c.argv for c in made.commands if c.role in ("prefill", "decode")]
+    configs = [json.loads(argv[argv.index("--kv-transfer-config") + 1]) for argv in engines]
+    return [config["kv_connector_extra_config"][name] for config in configs]
+
+
+def test_engines_and_router_of_one_machine_share_what_is_made_at_each_start(tmp_path: Path) -> None:
+    made, paths = with_secrets(parse(), tmp_path / "logs")
+    secret, token = paths
+    keys = set()
+    for _ in range(2):
+        write_secrets(paths)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+        keys |= {Trust.load(str(secret)).key, token.read_text()}
+    assert len(keys) == 4
+    planned = plan(extra_config=made.extra_config)
+    assert sections(planned, "security") == [{"secret_file": str(secret)}] * 2
+    assert [section["token_file"] for section in sections(planned, "router")] == [str(token)] * 2
+    router = planned.commands[-1].argv
+    assert router[router.index("--registration-token-file") + 1] == str(token)
+
+
+def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
+    extra = {"security": {"secret_file": "/etc/s"}, "router": {"token_file": "/etc/t"}}
+    made = parse(extra_config=extra)
+    assert with_secrets(made, tmp_path) == (made, [])
+
+
+def test_several_hosts_need_files_of_the_user(tmp_path: Path) -> None:
+    made = parse(hosts=HOSTS, router={"host": "a"}, prefill=[{"host": "a"}], decode=[{"host": "b"}])
+    assert with_secrets(made, tmp_path) == (made, [])
