@@ -518,6 +518,9 @@ def fail_all(spec: LoadSpec) -> str:
 
 # The producer.
 
+CHOSEN = {"do_remote_decode": True, "transfer_id": "chosen"}
+"""Both requests are sent at once: the router has chosen the transfer id."""
+
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 96, 100])
 def test_grant_is_in_the_step_that_completes_the_prompt(producer: Engine, num_tokens: int) -> None:
@@ -530,6 +533,34 @@ def test_grant_is_in_the_step_that_completes_the_prompt(producer: Engine, num_to
     params = producer.params["p"]
     assert params is not None
     assert params["transfer_id"] == grant.lease.transfer_id
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_hits_that_another_request_computes_in_the_same_step_cannot_be_read_before_its_end(
+    producer: Engine,
+) -> None:
+    prompt = prompt_of(2 * BLOCK_SIZE + 5)
+    producer.add("first", prompt)
+    producer.add("second", prompt, CHOSEN)
+    step = producer.schedule()
+    assert step.output.num_scheduled_tokens == {"first": len(prompt), "second": 5}
+    (grant,) = step.meta.grants
+    assert (grant.num_ready, grant.num_coming) == (0, 3)
+    producer.finish_step()
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_blocks_of_earlier_steps_can_be_read_while_the_next_chunk_is_computed(
+    engines: Engines,
+) -> None:
+    producer = engines.make("kv_producer", scheduler_fields={"max_num_batched_tokens": 40})
+    producer.scheduler.max_num_scheduled_tokens = 40
+    producer.add("p", prompt_of(100), CHOSEN)
+    grants = []
+    for _ in range(3):
+        grants += producer.schedule().meta.grants
+        producer.finish_step()
+    assert [(grant.num_ready, grant.num_coming) for grant in grants] == [(0, 2), (2, 5), (5, 7)]
     producer.scheduler.reset_prefix_cache()
 
 
@@ -641,10 +672,6 @@ def test_sample_that_ends_first_keeps_the_shared_lease(producer: Engine) -> None
     producer.run_to_end()
     assert producer.params.get("0_p") is not None
     producer.scheduler.reset_prefix_cache()
-
-
-CHOSEN = {"do_remote_decode": True, "transfer_id": "chosen"}
-"""Both requests are sent at once: the router has chosen the transfer id."""
 
 
 def add_samples(producer: Engine, params: dict[str, Any], *max_tokens: int) -> None:

@@ -162,7 +162,8 @@ class Producer:
             prompt = self._keep(key, self._make_lease(request, transfer_id, False))
             num_before = 0
         lease = prompt.lease
-        if prompt.owner is None and lease.state is ProducerState.OPEN:
+        is_admitted = prompt.owner is None
+        if is_admitted and lease.state is ProducerState.OPEN:
             prompt.owner = request
         if num_before >= request.num_prompt_tokens or prompt.owner is not request:
             return None
@@ -172,7 +173,8 @@ class Producer:
             self._held.add(prompt)
             return None
         self._held.discard(prompt)
-        return self._spec(lease, num_before, num_after)
+        # Its first hits may be blocks that another request computes in this very step.
+        return self._spec(lease, 0 if is_admitted else num_before, num_after)
 
     def _build_held(self) -> list[GrantSpec]:
         """What was held back and stands on good KV now."""
