@@ -139,6 +139,21 @@ def test_errors_are_json_as_openai_writes_them() -> None:
     run(test)
 
 
+def test_what_is_refused_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def test() -> None:
+        async with deployed(config=replace(FAST, access_log="text")) as d:
+            for line in (b"GET /v1/../sleep HTTP/1.1", b"GET /sleep HTTP/1.1", b"not HTTP"):
+                await ask(d, line)
+            assert d.count("requests_total", outcome="client_error") == 3
+            told = [r.getMessage() for r in caplog.records if "client_error" in r.getMessage()]
+            assert len(told) == 3
+            assert not any(record.exc_info for record in caplog.records)
+
+    run(test)
+
+
 def test_bug_of_ours_is_500_in_json_and_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ class Line(msgspec.Struct, omit_defaults=True):
     error: str | None = None
 
     @classmethod
-    def of(cls, request: web.Request, trace: Trace) -> Line:
+    def of(cls, request: web.BaseRequest, trace: Trace) -> Line:
         return cls(
             datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             trace.request_id,
@@ -84,7 +84,7 @@ class AccessLog:
     def __init__(self, form: AccessLogFormat) -> None:
         self._form = form
 
-    def write(self, request: web.Request, trace: Trace) -> None:
+    def write(self, request: web.BaseRequest, trace: Trace) -> None:
         if self._form == "off" or not logger.isEnabledFor(logging.INFO):
             return
         line = Line.of(request, trace)

@@ -294,6 +294,12 @@ class Router:
             return True
         return self._keys.accepts(bearer_token(request.headers.get("Authorization")))
 
+    def refused(self, request: web.BaseRequest, status: int, message: str) -> None:
+        """No handler has answered it."""
+        trace = Trace(request_id(request), outcome="client_error", status=status, error=message)
+        self.metrics.add("requests", trace.outcome)
+        self.access_log.write(request, trace)
+
     def _refuse(
         self, trace: Trace, status: int, kind: str, message: str, param: str | None = None
     ) -> web.Response:

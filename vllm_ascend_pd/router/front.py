@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from aiohttp import web
@@ -19,6 +19,9 @@ from vllm_ascend_pd.router.answers import error_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    Refused = Callable[[web.BaseRequest, int, str], None]
+    """Told of a request, the status of its answer, and why."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +32,11 @@ _PLAIN = re.compile(r"(?:/[A-Za-z0-9_~:@!$&'()*+,=.-]+)*/?")
 _DOTS = frozenset({".", ".."})
 
 
-class BadTarget(Exception):
-    """Answered with 400."""
+class BadTarget(web.HTTPBadRequest):
+    """``text`` says why."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text=text)
 
 
 def engine_target(raw_target: str) -> str:
@@ -58,20 +64,18 @@ async def check_target(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Refuse a bad target; a handler finds a good one as ``TARGET``."""
-    try:
-        target = request[TARGET] = engine_target(request.raw_path)
-        path, question, query = target.partition("?")
-        if path.endswith("/") and path != "/":
-            # As vLLM answers, but with our address and not the engine's.
-            headers = {"Location": path.rstrip("/") + question + query}
-            return error_response(307, "redirect", "without the slash at the end", headers=headers)
-        return await handler(request)
-    except BadTarget as e:
-        return error_response(400, "bad_request", str(e))
+    target = request[TARGET] = engine_target(request.raw_path)
+    path, question, query = target.partition("?")
+    if path.endswith("/") and path != "/":
+        # As vLLM answers, but with our address and not the engine's.
+        raise web.HTTPTemporaryRedirect(path.rstrip("/") + question + query)
+    return await handler(request)
 
 
 class _Connection(web.RequestHandler):
     """One of a client."""
+
+    refused: Refused
 
     def handle_error(
         self,
@@ -87,7 +91,7 @@ class _Connection(web.RequestHandler):
             logger.error("%s %r", request.method, request.path, exc_info=exc)
             message = None
         else:
-            logger.info("%s sent no HTTP: %r", request.remote, message)
+            self.refused(request, status, f"no HTTP: {message!r}")
         if request.writer.output_size > 0:
             raise ConnectionError("a part of another answer was sent")
         phrase = HTTPStatus(status).phrase
@@ -97,12 +101,21 @@ class _Connection(web.RequestHandler):
 
 
 class _Server(web.Server):
+    refused: Refused
+
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
+        connection = _Connection(self, loop=self._loop, **self._kwargs)
+        connection.refused = self.refused
+        return connection
 
 
 class Runner(web.AppRunner):
     """aiohttp's, with our connections and our errors."""
+
+    def __init__(self, app: web.Application, refused: Refused, **options: Any) -> None:
+        """``refused`` hears of each request that no handler has answered."""
+        super().__init__(app, **options)
+        self._refused = refused
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -111,15 +124,23 @@ class Runner(web.AppRunner):
             try:
                 return await made.request_handler(request)
             except web.HTTPException as e:
-                phrase = HTTPStatus(e.status).phrase
-                message = f"{phrase}: {request.method} {request.path}"
-                allow = {name: e.headers[name] for name in ("Allow",) if name in e.headers}
-                return error_response(e.status, phrase, message, headers=allow)
+                return self._answer(request, e)
 
-        return _Server(
+        server = _Server(
             handle,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,
             **made._kwargs,
         )
+        server.refused = self._refused
+        return server
+
+    def _answer(self, request: web.BaseRequest, e: web.HTTPException) -> web.Response:
+        phrase = HTTPStatus(e.status).phrase
+        message = f"{phrase}: {request.method} {request.path}"
+        if isinstance(e, BadTarget):
+            message = e.text or phrase
+        self._refused(request, e.status, message)
+        headers = {name: e.headers[name] for name in ("Allow", "Location") if name in e.headers}
+        return error_response(e.status, phrase, message, headers=headers)

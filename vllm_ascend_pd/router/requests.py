@@ -35,7 +35,7 @@ class BodyError(Exception):
         self.status = status
 
 
-def request_id(request: web.Request) -> str:
+def request_id(request: web.BaseRequest) -> str:
     """The client's, if it is one that logs can carry; else a new one."""
     given = request.headers.get("x-request-id")
     return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

@@ -78,6 +78,7 @@ class RouterServer:
         limits = self.config.limits
         runner = self._runner = Runner(
             self.router.application(),
+            self.router.refused,
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=self.config.timeouts.head_s,
