@@ -17,6 +17,8 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import resource
 import socket
 import statistics
 import subprocess
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -270,6 +273,63 @@ def hold(options: argparse.Namespace, folder: Path) -> None:
     asyncio.run(run())
 
 
+def burst(options: argparse.Namespace, folder: Path) -> None:
+    """Many streams begun at once, in front of two engines of one uvicorn process each."""
+
+    async def one(port: int, results: Counter[str]) -> float | None:
+        body = json.dumps({**BODY, "max_tokens": 8, "stream": True}).encode()
+        started = time.monotonic()
+        first = None
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            answer = await reader.read(1 << 16)
+            first = time.monotonic() - started
+            answer += await reader.read()
+            writer.close()
+            is_whole = answer.count(b'"text"') == 8 and b"[DONE]" in answer
+            results["whole" if is_whole else answer[9:12].decode() or "nothing"] += 1
+        except OSError as e:
+            results[type(e).__name__] += 1
+        return first
+
+    async def run(port: int) -> None:
+        results: Counter[str] = Counter()
+        started = time.monotonic()
+        waits = await asyncio.gather(*(one(port, results) for _ in range(options.burst)))
+        seconds = time.monotonic() - started
+        found = sorted(wait for wait in waits if wait is not None)
+        p50, p99 = found[len(found) // 2], found[int(len(found) * 0.99)]
+        told = ", ".join(f"{count} {what}" for what, count in results.most_common())
+        print(f"{options.burst} at once: {told}; {seconds:.1f} s in all, "
+              f"first byte after {p50:.2f} s (p50), {p99:.2f} s (p99)")  # fmt: skip
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    engine = [sys.executable, str(ROOT / "benchmarks/uvicorn_engine.py")]
+    ports = [free_port(), free_port()]
+    with contextlib.ExitStack() as stack:
+        for name, port, token_s in zip("pd", ports, ("0", "0.02"), strict=True):
+            log = folder / f"{name}.log"
+            stack.enter_context(process([*engine, str(port), "1e-5", token_s], OTHER_CORE, log))
+            wait_for(f"http://127.0.0.1:{port}/health", log, None)
+        port, log = free_port(), folder / "router.log"
+        command = commands(options, *ports, port)["ours"] + options.router_option
+        stack.enter_context(process(command, ROUTER_CORE, log))
+        wait_for(f"http://127.0.0.1:{port}/health", log, None)
+        for _ in range(options.rounds):
+            asyncio.run(run(port))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+            text = response.read().decode()
+        print(*(line for line in text.splitlines() if re.match(SHOWN, line)), sep="\n")
+        print(log.read_text()[-1500:])
+
+
+SHOWN = (
+    "vllm:pd_router_(requests_total|retries_total|queue|legs_total|prefill_skips|refused).* [^0]"
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -280,9 +340,14 @@ def main() -> None:
     parser.add_argument("--rust", type=Path, help="the vllm-router command of the package")
     parser.add_argument("--soak", type=int, default=0, help="requests; memory instead of speed")
     parser.add_argument("--streams", type=int, default=0, help="streams to hold at once")
+    parser.add_argument("--burst", type=int, default=0, help="streams to begin at once")
+    parser.add_argument("--router-option", action="append", default=[], help="for --burst")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if options.burst:
+            burst(options, folder)
+            return
         if options.streams:
             hold(options, folder)
             return

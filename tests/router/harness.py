@@ -124,10 +124,12 @@ async def nothing_in_progress(deployment: Deployment) -> None:
     await until(lambda: not any(e.num_in_progress for e in engines), "engines still work")
 
 
-async def until(condition: Callable[[], bool], what: str = "condition") -> None:
+async def until(
+    condition: Callable[[], bool], what: str = "condition", patience_s: float = PATIENCE_S
+) -> None:
     """Wait for something that must come true soon."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + PATIENCE_S
+    end = loop.time() + patience_s
     while not condition():
         assert loop.time() < end, what
         await asyncio.sleep(0.005)

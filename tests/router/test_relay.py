@@ -93,6 +93,7 @@ def test_concurrent_order_after_the_producer_said_that_it_can() -> None:
                 "remote_engine_id": "p0",
                 "remote_host": "127.0.0.1",
                 "remote_port": 14579,
+                "remote_key": "scripted",
             }
 
     run(test)

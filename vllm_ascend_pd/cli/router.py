@@ -164,6 +164,13 @@ def router(
         float, option(TIMES, "A decode leg that is not streamed, seconds.")
     ] = 3600.0,
     max_attempts: Annotated[int, option(TIMES, "Pairs to try for one request.")] = 3,
+    max_requests: Annotated[
+        int, option(TIMES, "Requests in progress on one engine; more wait in the router.")
+    ] = 1024,
+    max_queued: Annotated[int, option(TIMES, "Requests that wait; more get 429.")] = 4096,
+    queue_timeout: Annotated[
+        float, option(TIMES, "For room on an engine, then 429; seconds.")
+    ] = 60.0,
     probe_interval: Annotated[float, option(TIMES, "Between two health probes, seconds.")] = 2.0,
     engine_stats_interval: Annotated[
         float, option(TIMES, "Between two looks at an engine's metrics, seconds; 0: each probe.")
@@ -233,6 +240,7 @@ def router(
                 answer_s=answer_timeout,
             ),
             retries=router_config.Retries(max_attempts=max_attempts),
+            queueing=router_config.Queueing(max_requests, max_queued, queue_timeout),
             probes=router_config.Probes(
                 interval_s=probe_interval, load_interval_s=engine_stats_interval
             ),

@@ -16,10 +16,12 @@ from vllm_ascend_pd.router.apis import MESSAGES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from vllm_ascend_pd.router.admission import Refused
     from vllm_ascend_pd.router.failures import Failure
-    from vllm_ascend_pd.router.http_client import Response
+    from vllm_ascend_pd.router.http_exchange import Response
     from vllm_ascend_pd.router.legs import Answer
     from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.selection import Unavailable
     from vllm_ascend_pd.router.trace import Trace
 
 NEVER_WAITS_BYTES = 32 << 10
@@ -71,6 +73,13 @@ def error_response(
         content_type="application/json",
         headers=headers,
     )
+
+
+def not_admitted(trace: Trace, why: Unavailable | Refused) -> web.Response:
+    """For a request that no engine gets."""
+    trace.status, trace.outcome, trace.error = why.status, why.outcome, why.message
+    headers = {"Retry-After": str(why.retry_after_s), "x-request-id": trace.request_id}
+    return error_response(why.status, why.kind, why.message, headers=headers)
 
 
 def answer_headers(

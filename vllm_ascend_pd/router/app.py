@@ -11,12 +11,14 @@ from aiohttp import web
 
 from vllm_ascend_pd import __version__, registration
 from vllm_ascend_pd.router.access_log import AccessLog
+from vllm_ascend_pd.router.admission import Admission
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.apis import APIS, BATCH
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.bodies import BadRequest
 from vllm_ascend_pd.router.config import RouterConfig, read_secret
 from vllm_ascend_pd.router.cors import CrossOrigin
+from vllm_ascend_pd.router.deadlines import LoopLag
 from vllm_ascend_pd.router.discovery.registered import (
     Heartbeats,
     Registered,
@@ -91,8 +93,13 @@ class Router:
         self.skipper = Skipper(config.skipping)
         self.policy = make_policy(config.policy)
         labels = Labels(frozenset(config.prefill_labels), frozenset(config.decode_labels))
+        queueing = config.queueing.share(config.num_workers)
         self.selector = Selector(
-            self.registry, self.policy, labels, require_prefill=config.require_prefill
+            self.registry,
+            self.policy,
+            labels,
+            require_prefill=config.require_prefill,
+            max_requests=queueing.max_requests,
         )
         self.metrics = Metrics(
             lambda: self.registry,
@@ -101,12 +108,15 @@ class Router:
             config.stats_window_s,
         )
         lengths = PromptLengths()
+        self.admission = Admission(self.selector, queueing, self.metrics)
+        self.metrics.num_queued = lambda: self.admission.num_queued
         self.legs = Legs(config.timeouts, self.metrics)
         budget = RetryBudget(config.retries.budget_ratio, config.retries.budget_burst)
         self.tracing = tracing or make_tracing(config.otlp_endpoint)
         self.relay = Relay(
             config,
             self.selector,
+            self.admission,
             self.skipper,
             self.legs,
             budget,
@@ -114,11 +124,15 @@ class Router:
             self.metrics,
             self.tracing,
         )
-        self.passthrough = Passthrough(config, self.selector, self.legs, self.metrics)
+        self.passthrough = Passthrough(
+            config, self.selector, self.admission, self.legs, self.metrics
+        )
         self.generation = Generation(self.relay, self.selector, self.passthrough, lengths, config)
         auth = self._engine_authorization
         self.cross_origin = CrossOrigin(config.cors)
-        self.prober = Prober(config.probes, [(b"authorization", auth)] if auth else [])
+        self.lag = LoopLag(self.metrics.loop_lag.observe)
+        headers = [(b"authorization", auth)] if auth else []
+        self.prober = Prober(config.probes, headers, self._connect_prober)
         self.access_log = AccessLog(config.access_log)
         self._retired: set[Instance] = set()
         self._alone = Registered(self.follow)
@@ -152,8 +166,12 @@ class Router:
         for path in ENGINE_PATHS:
             app.router.add_post(path, self._pass)
         app.router.add_route("*", "/v1/{path:.*}", self._pass)
+        app.on_startup.append(self._start)
         app.on_cleanup.append(self._close)  # requests in progress have ended
         return app
+
+    async def _start(self, app: web.Application) -> None:
+        self.lag.start()
 
     async def _close(self, app: web.Application) -> None:
         await self.prober.close()
@@ -162,6 +180,7 @@ class Router:
         for instance in (*self.registry, *self._retired):
             instance.client.close()
         self.tracing.close()
+        self.lag.stop()
 
     # Routes.
 
@@ -309,10 +328,14 @@ class Router:
         return error_response(status, kind, message, param=param, headers=headers)
 
     def _make_instance(self, spec: InstanceSpec) -> Instance:
-        client = EngineClient(
-            spec.url, connect_timeout_s=self.config.timeouts.connect_s, tls=self._engine_tls
-        )
+        client = self._connect(spec.url, self.config.timeouts.connect_s)
         return Instance(spec, client, self.config.probes.failure_threshold)
+
+    def _connect_prober(self, url: str) -> EngineClient:
+        return self._connect(url, self.config.probes.timeout_s)
+
+    def _connect(self, url: str, timeout_s: float) -> EngineClient:
+        return EngineClient(url, connect_timeout_s=timeout_s, tls=self._engine_tls, lag=self.lag)
 
     def _added(self, instance: Instance) -> None:
         self.prober.watch(instance)

@@ -67,6 +67,30 @@ class Retries:
 
 
 @dataclass(frozen=True, slots=True)
+class Queueing:
+    """How many requests engines get, and how long others wait."""
+
+    max_requests: int = 1024
+    """In progress on one instance."""
+    max_queued: int = 4096
+    """Waiting for room on any."""
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_requests < 1 or self.max_queued < 0 or not self.timeout_s > 0:
+            raise ConfigError(
+                "--max-requests must be at least 1, --max-queued not negative, --queue-timeout"
+                " positive"
+            )
+
+    def share(self, num_workers: int) -> Queueing:
+        """Of one of several workers."""
+        return Queueing(
+            -(-self.max_requests // num_workers), -(-self.max_queued // num_workers), self.timeout_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Probes:
     """How the router watches its engines."""
 
@@ -182,6 +206,7 @@ class RouterConfig:
     log_level: str = "info"
     timeouts: Timeouts = field(default_factory=Timeouts)
     retries: Retries = field(default_factory=Retries)
+    queueing: Queueing = field(default_factory=Queueing)
     probes: Probes = field(default_factory=Probes)
     limits: Limits = field(default_factory=Limits)
     cors: CORS = field(default_factory=CORS)

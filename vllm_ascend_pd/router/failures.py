@@ -11,7 +11,12 @@ class FailureKind(str, Enum):
     """The value is the label of the metric."""
 
     CONNECT = "connect"
-    """Nothing was sent: refused, unreachable, or no connection in time."""
+    """Nothing was sent: refused or unreachable."""
+    CONNECT_TIMEOUT = "connect_timeout"
+    """No connection in time, or no address: the engine is away, or it or a name server has too
+    much to do."""
+    ROUTER = "router"
+    """The router's own: it has no file descriptor, port or memory left."""
     DISCONNECT = "disconnect"
     """The engine closed the connection before it answered."""
     TRUNCATED = "truncated"
@@ -27,6 +32,10 @@ class FailureKind(str, Enum):
     """The prefill engine answered 4xx while the decode engine waited for it."""
     DOWN = "down"
     """The engine stopped to answer probes while we waited for it."""
+
+
+BLAMELESS = (FailureKind.CONNECT_TIMEOUT, FailureKind.ROUTER)
+"""They say nothing of the engine: as many requests at once may bring them about. Its probes do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,10 @@ from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import EngineLoad, Instance
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_ascend_pd.router.config import Probes
-    from vllm_ascend_pd.router.http_client import Headers
+    from vllm_ascend_pd.router.http_client import EngineClient, Headers
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,13 @@ class _Models(msgspec.Struct):
 class Prober:
     """One task per instance, from ``watch`` to ``forget``. Event loop thread."""
 
-    def __init__(self, probes: Probes, engine_headers: Headers) -> None:
+    def __init__(
+        self, probes: Probes, engine_headers: Headers, connect: Callable[[str], EngineClient]
+    ) -> None:
+        """``connect``: to an engine's url, apart from requests, whose number delays no probe."""
         self._probes = probes
+        self._connect = connect
+        self._clients: dict[Instance, EngineClient] = {}
         self._headers = tuple(engine_headers)
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
         self.models: dict[Instance, list[Any]] = {}
@@ -55,6 +62,7 @@ class Prober:
         return instance in self._asked
 
     def watch(self, instance: Instance) -> None:
+        self._clients[instance] = self._connect(instance.spec.url)
         self._tasks[instance] = asyncio.ensure_future(self._watch(instance))
 
     def forget(self, instance: Instance) -> None:
@@ -62,6 +70,8 @@ class Prober:
         self._asked.discard(instance)
         if task := self._tasks.pop(instance, None):
             task.cancel()
+        if client := self._clients.pop(instance, None):
+            client.close()
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -73,9 +83,11 @@ class Prober:
         num_failed = num_rounds = 0
         while True:
             try:
+                began = time.monotonic()
                 failure = await self._probe(instance)
-                num_failed = num_failed + 1 if failure else 0
-                self._judge(instance, failure, num_failed)
+                if not _tells_nothing(failure, began, instance):
+                    num_failed = num_failed + 1 if failure else 0
+                    self._judge(instance, failure, num_failed)
                 if failure is None:
                     if instance not in self.models or num_rounds % MODELS_EVERY == 0:
                         await self._read_models(instance)
@@ -99,7 +111,9 @@ class Prober:
             breaker.probe_failed(unreachable=failure.kind is FailureKind.CONNECT)
         elif failure.kind is FailureKind.CONNECT:
             instance.failed(failure, "probe")
-        elif num_failed >= self._probes.failure_threshold:
+        elif (
+            failure.kind is not FailureKind.ROUTER and num_failed >= self._probes.failure_threshold
+        ):
             down = Failure(FailureKind.DOWN, f"{num_failed} probes failed, last {failure}")
             instance.failed(down, "probe")
         if breaker.state is BreakerState.OPEN:
@@ -135,7 +149,7 @@ class Prober:
             instance.load = parse_load(result[1])
 
     async def _get(self, instance: Instance, target: bytes) -> tuple[int, bytes] | Failure:
-        response = await instance.client.request(
+        response = await self._clients[instance].request(
             b"GET",
             target,
             self._headers,
@@ -150,6 +164,14 @@ class Prober:
         finally:
             response.close()
         return body if isinstance(body, Failure) else (response.status, body)
+
+
+def _tells_nothing(failure: Failure | None, began: float, instance: Instance) -> bool:
+    """Of an engine that had other things to say first, or of the router alone."""
+    if failure is None:
+        return False
+    is_late = failure.kind in (FailureKind.CONNECT_TIMEOUT, FailureKind.TIMEOUT)
+    return failure.kind is FailureKind.ROUTER or (is_late and instance.client.heard_at > began)
 
 
 def parse_load(text: bytes) -> EngineLoad:

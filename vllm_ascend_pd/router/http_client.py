@@ -1,284 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 to engines: one exchange at a time on a kept connection, with a deadline for each phase.
-
-A general client costs more than the rest of the router together. This one knows no redirects,
-cookies, proxies or compression; parsing is httptools' (llhttp), as in uvicorn on the other side.
-"""
+"""The connections to one engine: kept, given on, and made a few at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 import ssl
 from collections import deque
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-import httptools
-
-from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
+from vllm_ascend_pd.router.deadlines import Deadline, LoopLag
 from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.http_exchange import Connection, Response
 
-MAX_HEAD_BYTES = 64 * 1024
-HIGH_WATER_BYTES = 1 << 20
 KEEP_IDLE_S = 4.0
 """Below uvicorn's 5 s, so that it is rarely the engine that closes."""
 
-STALE_S = 0.05
-"""A kept connection that closes so soon after a request was probably closed before it."""
+MAX_CONNECTING = 32
+"""Connections to one engine that are being made at a time: more would only fill its backlog, and
+each looks the name up."""
+
+OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 Headers = Iterable[tuple[bytes, bytes]]
-
-
-class Connection(asyncio.Protocol):
-    """One TCP connection. ``response`` is the exchange in progress; ``None`` while idle."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._parser = httptools.HttpResponseParser(self)
-        self.transport: asyncio.Transport | None = None
-        self.response: Response | None = None
-        self.idle_since = 0.0
-        self.closed = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
-
-    def data_received(self, data: bytes) -> None:
-        response = self.response
-        if response is None:
-            self.abort()  # nothing was asked
-            return
-        response.num_received += len(data)
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
-            response.fail(Failure(FailureKind.PROTOCOL, f"not an HTTP answer: {e}"))
-            return
-        if response.status == 0 and response.num_received > MAX_HEAD_BYTES:
-            response.fail(Failure(FailureKind.PROTOCOL, f"head over {MAX_HEAD_BYTES} bytes"))
-
-    def eof_received(self) -> bool:
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
-        self._client.forget(self)
-        if self.response is not None:
-            self.response.connection_lost(exc)
-
-    # What httptools calls.
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self.response is not None:
-            self.response.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        response = self.response
-        status = self._parser.get_status_code()
-        if response is None:
-            return
-        if status < 200:
-            response.headers.clear()
-            return
-        response.status = status
-        names = {name for name, _ in response.headers}
-        no_body = status in (204, 304)
-        response.until_eof = not (
-            no_body or b"content-length" in names or b"transfer-encoding" in names
-        )
-        response.wake()
-
-    def on_body(self, body: bytes) -> None:
-        if self.response is not None:
-            self.response.feed(body)
-
-    def on_message_complete(self) -> None:
-        response = self.response
-        if response is None or response.status == 0:
-            return
-        self.response = None
-        keep = self._parser.should_keep_alive() and not self.closed
-        response.finish()
-        if keep:
-            self._client.keep(self)
-        else:
-            self.abort()
-
-    def abort(self) -> None:
-        self.closed = True
-        if self.transport is not None:
-            self.transport.abort()
-
-
-class Response:
-    """An engine's answer. Read it whole, or in pieces with ``next``; then ``close`` it."""
-
-    __slots__ = (
-        "_buffered",
-        "_chunks",
-        "_connection",
-        "_failure",
-        "_finished",
-        "_loop",
-        "_paused",
-        "_sent_at",
-        "_timer",
-        "_waiter",
-        "headers",
-        "num_received",
-        "status",
-        "until_eof",
-    )
-
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        self._connection = connection
-        self._loop = loop
-        self._chunks: deque[bytes] = deque()
-        self._buffered = 0
-        self._finished = False
-        self._failure: Failure | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._paused = False
-        self._sent_at = loop.time()
-        self.status = 0
-        """0 until the head has arrived."""
-        self.headers: list[tuple[bytes, bytes]] = []
-        """Names in lower case."""
-        self.num_received = 0
-        self.until_eof = False
-
-    def header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self.headers if key == name), None)
-
-    def set_deadline(self, seconds: float | None, phase: str) -> None:
-        """From now on until the next call; ``None`` is no deadline."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if seconds is not None and not self._finished and self._failure is None:
-            self._timer = self._loop.call_later(seconds, self._expire, seconds, phase)
-
-    def _expire(self, seconds: float, phase: str) -> None:
-        if self._paused:  # it is the client that does not read
-            self.set_deadline(seconds, phase)
-            return
-        self.fail(Failure(FailureKind.TIMEOUT, f"{phase} took longer than {seconds:g} s"))
-
-    async def head(self) -> Failure | None:
-        """Wait for status and headers."""
-        while self.status == 0 and self._failure is None:
-            await self._wait()
-        return self._failure if self.status == 0 else None
-
-    async def next(self) -> bytes | Failure | None:
-        """The next bytes of the body, all that are there; ``None`` at its end."""
-        while not self._chunks and not self._finished and self._failure is None:
-            await self._wait()
-        if self._chunks:
-            data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
-            self._chunks.clear()
-            self._buffered = 0
-            self._resume()
-            return data
-        return self._failure
-
-    async def read(self) -> bytes | Failure:
-        """The whole body."""
-        parts: list[bytes] = []
-        while True:
-            part = await self.next()
-            if part is None:
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-            if isinstance(part, Failure):
-                return part
-            parts.append(part)
-
-    def was_stale(self, failure: Failure) -> bool:
-        """Whether the engine had closed the kept connection before our request came to it."""
-        at_once = self._loop.time() - self._sent_at < STALE_S
-        return failure.kind is FailureKind.DISCONNECT and at_once and not self.num_received
-
-    def close(self) -> None:
-        """End of the exchange: an unfinished answer closes its connection, which engines notice."""
-        if not self._finished:
-            self.fail(Failure(FailureKind.DISCONNECT, "given up by the router"))
-
-    # What the connection calls.
-
-    def wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def feed(self, data: bytes) -> None:
-        self._chunks.append(data)
-        self._buffered += len(data)
-        if self._buffered > HIGH_WATER_BYTES and not self._paused:
-            transport = self._connection.transport
-            if transport is not None and not transport.is_closing():
-                self._paused = True
-                transport.pause_reading()
-        self.wake()
-
-    def finish(self) -> None:
-        self._finished = True
-        self._resume()
-        self.set_deadline(None, "")
-        self.wake()
-
-    def fail(self, failure: Failure) -> None:
-        """Ends the exchange and its connection; the first failure stays."""
-        if self._finished or self._failure is not None:
-            return
-        self.set_deadline(None, "")
-        self._failure = failure
-        self._connection.abort()
-        self.wake()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.until_eof and exc is None and self.status:
-            self.finish()
-        elif self.status:
-            self.fail(Failure(FailureKind.TRUNCATED, f"connection lost within the answer: {exc}"))
-        else:
-            reason = str(exc) if exc else "closed"
-            self.fail(
-                Failure(FailureKind.DISCONNECT, f"connection lost before the answer: {reason}")
-            )
-
-    def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            transport = self._connection.transport
-            if transport is not None and not transport.is_closing():
-                transport.resume_reading()
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        await self._waiter
 
 
 class EngineClient:
     """Connections to one engine; event loop thread. ``num_busy`` exchanges are in progress."""
 
     def __init__(
-        self, url: str, *, connect_timeout_s: float, tls: ssl.SSLContext | None = None
+        self,
+        url: str,
+        *,
+        connect_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+        lag: LoopLag | None = None,
     ) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None
         self._host, self._port = parts.hostname, parts.port
         self._connect_timeout_s = connect_timeout_s
+        self._lag = lag or LoopLag()
         if parts.scheme == "https" and tls is None:
             tls = ssl.create_default_context()
         self._tls = tls if parts.scheme == "https" else None
         self._host_header = b"host: " + parts.netloc.encode() + b"\r\n"
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
+        self._num_connecting = 0
+        self._waiters: deque[asyncio.Future[Connection | Failure | None]] = deque()
+        """Exchanges without a connection. ``None``: it may make one now."""
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
+        self.heard_at = 0.0
+        """When something came from the engine last, on the monotonic clock."""
 
     @property
     def num_open(self) -> int:
@@ -308,13 +87,14 @@ class EngineClient:
         lines.append(body)
         message = b"".join(lines)
         while True:
-            connection = self._take_idle()
-            reused = connection is not None
+            connection, reused = self._take_idle(), True
             if connection is None:
-                connected = await self._connect()
-                if isinstance(connected, Failure):
-                    return connected
-                connection = connected
+                found, reused = await self._find_connection(head_timeout_s)
+                if isinstance(found, Failure):
+                    return found
+                connection = found
+            if connection.closed:
+                continue
             response = self._send(connection, message)
             response.set_deadline(head_timeout_s, phase)
             try:
@@ -328,7 +108,7 @@ class EngineClient:
                 return failure
 
     def _send(self, connection: Connection, message: bytes) -> Response:
-        response = Response(connection, asyncio.get_running_loop())
+        response = Response(connection, asyncio.get_running_loop(), self._lag)
         connection.response = response
         assert connection.transport is not None
         connection.transport.write(message)
@@ -341,20 +121,75 @@ class EngineClient:
                 return connection
         return None
 
-    async def _connect(self) -> Connection | Failure:
-        loop = asyncio.get_running_loop()
-        opening = loop.create_connection(
-            lambda: Connection(self), self._host, self._port, ssl=self._tls
+    async def _find_connection(self, timeout_s: float | None) -> tuple[Connection | Failure, bool]:
+        """A new one, or one that became free before it was this caller's turn to make one (then
+        ``True``). Turns are taken in order."""
+        if self._num_connecting < MAX_CONNECTING:
+            self._num_connecting += 1
+        else:
+            given = await self._wait_for_turn(timeout_s)
+            if given is not None:
+                return given, True
+        try:
+            return await self._connect(), False
+        finally:
+            self._num_connecting -= 1
+            if self._give(None):
+                self._num_connecting += 1
+
+    async def _wait_for_turn(self, timeout_s: float | None) -> Connection | Failure | None:
+        turn: asyncio.Future[Connection | Failure | None]
+        turn = asyncio.get_running_loop().create_future()
+        self._waiters.append(turn)
+        late = Failure(FailureKind.CONNECT_TIMEOUT, f"no connection was free within {timeout_s} s")
+        deadline = (
+            Deadline(timeout_s, self._lag, lambda: _settle(turn, late)) if timeout_s else None
         )
         try:
-            async with timeout(self._connect_timeout_s):
-                _, connection = await opening
-        except TIMED_OUT:
-            return Failure(
-                FailureKind.CONNECT, f"no connection within {self._connect_timeout_s:g} s"
-            )
-        except (OSError, ssl.SSLError) as e:
-            return Failure(FailureKind.CONNECT, str(e))
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._take_back(turn.result())
+            raise
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+
+    def _take_back(self, given: Connection | Failure | None) -> None:
+        """Of a caller that left before it could use it."""
+        if isinstance(given, Connection) and not given.closed:
+            self.keep(given)
+        elif given is None and not self._give(None):
+            self._num_connecting -= 1
+
+    def _give(self, given: Connection | Failure | None) -> bool:
+        """To the first that waits; whether there is one."""
+        while self._waiters:
+            if _settle(self._waiters.popleft(), given):
+                return True
+        return False
+
+    async def _connect(self) -> Connection | Failure:
+        loop = asyncio.get_running_loop()
+        opening = asyncio.ensure_future(
+            loop.create_connection(lambda: Connection(self), self._host, self._port, ssl=self._tls)
+        )
+        deadline = Deadline(self._connect_timeout_s, self._lag, opening.cancel)
+        try:
+            await asyncio.wait({opening})
+        except asyncio.CancelledError:
+            opening.cancel()
+            opening.add_done_callback(_abort_opened)
+            raise
+        finally:
+            deadline.cancel()
+        if opening.cancelled():
+            detail = f"no connection within {self._connect_timeout_s:g} s"
+            return Failure(FailureKind.CONNECT_TIMEOUT, detail)
+        error = opening.exception()
+        if isinstance(error, OSError):  # of TLS, too
+            return Failure(kind_of(error), str(error))
+        _, connection = opening.result()
         self._open.add(connection)
         if connection.closed:
             self._open.discard(connection)
@@ -365,6 +200,8 @@ class EngineClient:
         """An exchange is over, and the connection can carry another one."""
         if self._closed:
             connection.abort()
+            return
+        if self._give(connection):
             return
         loop = asyncio.get_running_loop()
         connection.idle_since = loop.time()
@@ -393,6 +230,8 @@ class EngineClient:
             response = connection.response
             if response is not None and response.status == 0:
                 response.fail(failure)
+        while self._give(failure):
+            pass
 
     def retire(self) -> None:
         """Close every connection as soon as its exchange is over."""
@@ -410,3 +249,27 @@ class EngineClient:
         for connection in list(self._open):
             connection.abort()
         self._idle.clear()
+        while self._give(Failure(FailureKind.ROUTER, "the router stops")):
+            pass
+
+
+def kind_of(error: OSError) -> FailureKind:
+    if isinstance(error, socket.gaierror):
+        return FailureKind.CONNECT_TIMEOUT
+    return FailureKind.ROUTER if error.errno in OWN_ERRORS else FailureKind.CONNECT
+
+
+def _settle(
+    turn: asyncio.Future[Connection | Failure | None], given: Connection | Failure | None
+) -> bool:
+    """Whether somebody still waits for it."""
+    if turn.done():
+        return False
+    turn.set_result(given)
+    return True
+
+
+def _abort_opened(opening: asyncio.Future[tuple[asyncio.Transport, Connection]]) -> None:
+    """A connection that nobody wants any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[1].abort()

@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_ascend_pd.registration import KVEndpoint, KVEvents, Role, State
 from vllm_ascend_pd.router.breaker import Breaker
-from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Instance:
         """As registered, or as ``/v1/models`` said."""
         self.kv = spec.kv
         """Of a producer that can be asked in concurrent order."""
+        self.num_admitted = 0
+        """Requests that have room here, whether a leg of theirs has begun or not."""
         self.num_active = 0
         """Legs in progress."""
         self.num_active_tokens = 0
@@ -96,6 +98,8 @@ class Instance:
         """A leg or a probe failed."""
         self.num_failures += 1
         self.errors.append(RecentError(time.time(), f"{what}: {failure}"))
+        if failure.kind in BLAMELESS:
+            return
         unreachable = failure.kind in (FailureKind.CONNECT, FailureKind.DOWN)
         if self.breaker.failed(unreachable=unreachable):
             logger.warning("%s is out: %s: %s", self.instance_id, what, failure)

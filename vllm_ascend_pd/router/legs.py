@@ -15,7 +15,8 @@ from vllm_ascend_pd.router.prefilled import Prefilled, parse_prefill_answer
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.bodies import Body
     from vllm_ascend_pd.router.config import Timeouts
-    from vllm_ascend_pd.router.http_client import Headers, Response
+    from vllm_ascend_pd.router.http_client import Headers
+    from vllm_ascend_pd.router.http_exchange import Response
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
 

@@ -30,6 +30,7 @@ OUTCOMES = (
     "client_error",
     "unauthorized",
     "unavailable",
+    "refused",
     "failed",
     "timeout",
     "broken_stream",
@@ -84,10 +85,14 @@ class Metrics:
         self.prefill_leg = Histogram()
         self.decode_leg = Histogram()
         self.handover = Histogram()
+        self.queue = Histogram()
+        self.loop_lag = Histogram()
         self.num_requests = 0
         """In progress now."""
         self.num_waiting = 0
         """Of them, those for engines whose answer has not begun."""
+        self.num_queued: Callable[[], int] = lambda: 0
+        """Of those, the ones that engines have no room for."""
 
     def add(self, name: str, *labels: str, by: float = 1) -> None:
         """To a counter of ``COUNTERS``."""
@@ -122,6 +127,7 @@ class Metrics:
             {name: getattr(self, name) for name in HISTOGRAMS},
             self.num_requests,
             self.num_waiting,
+            self.num_queued(),
             [InstanceSnapshot.of(instance) for instance in self._instances()],
             self._break_evens(),
             self._degraded(),

@@ -21,7 +21,7 @@ LIMIT: Schema = {"type": ["integer", "null"], "minimum": 1}
 MODEL: Schema = {"type": ["string", "null"]}
 FLAG: Schema = {"type": ["boolean", "null"]}
 STREAM_OPTIONS: Schema = {"type": ["object", "null"], "properties": {"include_usage": FLAG}}
-GENERATION_ERRORS = (400, 401, 404, 408, 413, 422, 502, 503, 504)
+GENERATION_ERRORS = (400, 401, 404, 408, 413, 422, 429, 502, 503, 504)
 ROLE: Schema = {"enum": list(get_args(registration.Role))}
 STATE: Schema = {"enum": list(get_args(registration.State))}
 
@@ -89,6 +89,7 @@ SCHEMAS: dict[str, Schema] = {
             "order": {"enum": list(ORDERS)},
             "num_workers": {"type": "integer", "minimum": 1},
             "in_progress": COUNT,
+            "queued": COUNT,
             "degraded": _map({"enum": ["no_prefill", "no_decode", "no_partner", "unavailable"]}),
             "requests": _map(INTEGER),
             "instances": _list(OBJECT),
@@ -138,7 +139,7 @@ def _answer(description: str, content: Schema | None = None) -> Schema:
 def _operation(name: str, summary: str, answers: dict[int, Schema], *errors: int) -> Schema:
     responses = {str(status): answer for status, answer in answers.items()}
     for status in errors:
-        kind = "Unavailable" if status == 503 else "Error"
+        kind = "Unavailable" if status in (429, 503) else "Error"
         responses[str(status)] = {"$ref": f"#/components/responses/{kind}"}
     return {"operationId": name, "summary": summary, "responses": responses}
 

@@ -40,6 +40,7 @@ def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:
         "order": config.order,
         "num_workers": config.num_workers,
         "in_progress": snapshot.num_requests,
+        "queued": snapshot.num_queued,
         "degraded": snapshot.degraded,
         "requests": {outcome: requests.get(outcome, 0) for outcome in OUTCOMES},
         "break_even_tokens": snapshot.break_evens,

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.answers import (
     EventStream,
     answer_headers,
     error_event,
     error_response,
+    not_admitted,
     whole_answer,
 )
 from vllm_ascend_pd.router.bodies import parse_other
@@ -20,14 +22,16 @@ from vllm_ascend_pd.router.models import check_model, model_of_form
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.relay import told_to_client
 from vllm_ascend_pd.router.requests import read_body, session_of
-from vllm_ascend_pd.router.selection import Selector, Unavailable
+from vllm_ascend_pd.router.selection import Unavailable
 from vllm_ascend_pd.router.stored import response_of
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.selection import Selector
     from vllm_ascend_pd.router.trace import Trace
 
 REFUSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -50,10 +54,16 @@ class Passthrough:
     """Event loop thread. No retries: the router does not know what these requests do."""
 
     def __init__(
-        self, config: RouterConfig, selector: Selector, legs: Legs, metrics: Metrics
+        self,
+        config: RouterConfig,
+        selector: Selector,
+        admission: Admission,
+        legs: Legs,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self._selector = selector
+        self._admission = admission
         self._legs = legs
         self._metrics = metrics
 
@@ -83,7 +93,6 @@ class Passthrough:
         self, request: web.Request, trace: Trace, headers: list[tuple[bytes, bytes]], raw: bytes
     ) -> web.StreamResponse:
         """``BadRequest`` if it cannot be told which engine is meant."""
-        own = {"x-request-id": trace.request_id}
         model = None
         if request.content_type.startswith("multipart/"):
             model = model_of_form(raw, request.headers["Content-Type"])
@@ -93,11 +102,25 @@ class Passthrough:
             check_model(model, self._selector.decodes)
         session = session_of(request, self._config.session_key)
         routed = Routed(0, 0, session, previous_response=response_of(request.path))
-        instance = self._selector.decode(routed, model, ())
-        if isinstance(instance, Unavailable):
-            trace.status, trace.outcome = 503, "unavailable"
-            own["Retry-After"] = str(instance.retry_after_s)
-            return error_response(503, "service_unavailable", instance.message, headers=own)
+        if not raw:  # small, and it may be what makes room
+            instance = self._selector.decode(routed, model)
+            if isinstance(instance, Unavailable):
+                return not_admitted(trace, instance)
+            return await self._pass_on(request, trace, headers, raw, instance)
+        admitted = await self._admission.admit(routed, model, (), "passed on")
+        if not isinstance(admitted, Admitted):
+            return not_admitted(trace, admitted)
+        with admitted:
+            return await self._pass_on(request, trace, headers, raw, admitted.pair.decode)
+
+    async def _pass_on(
+        self,
+        request: web.Request,
+        trace: Trace,
+        headers: list[tuple[bytes, bytes]],
+        raw: bytes,
+        instance: Instance,
+    ) -> web.StreamResponse:
         trace.decode, trace.order, trace.num_attempts = instance.instance_id, "passthrough", 1
         with self._legs.open(instance, "passthrough", 0) as leg:
             response = await instance.client.request(

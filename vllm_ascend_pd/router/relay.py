@@ -17,15 +17,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.answers import (
     EventStream,
     answer_headers,
     error_event,
     error_response,
+    not_admitted,
     whole_answer,
 )
 from vllm_ascend_pd.router.bodies import Body, concurrent_params
-from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
 from vllm_ascend_pd.router.selection import Selector, Unavailable
@@ -62,6 +64,10 @@ class Job:
     """Why no prefill instance is looked for."""
     skipped: str | None = None
     """Why the attempt has no prefill leg."""
+    admitted: Admitted | None = None
+    """Of the attempt under way."""
+    began: float = 0.0
+    """When it was admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,7 @@ class Relay:
         self,
         config: RouterConfig,
         selector: Selector,
+        admission: Admission,
         skipper: Skipper,
         legs: Legs,
         budget: RetryBudget,
@@ -88,6 +95,7 @@ class Relay:
     ) -> None:
         self._config = config
         self._selector = selector
+        self._admission = admission
         self._skipper = skipper
         self._legs = legs
         self._budget = budget
@@ -112,13 +120,17 @@ class Relay:
         job.alone = job.body.decode_only
         self._budget.request()
         while True:
-            pair = self._selector.choose(job.routed, job.body.model, excluded, job.alone)
-            if isinstance(pair, Unavailable):
-                return self._give_up(job, failed) if failed else self._unavailable(job, pair)
-            if failed is not None:
-                self._metrics.add("retries", failed.failure.kind.value)
-            trace.num_attempts += 1
-            result = await self._attempt(job, pair)
+            admitted = await self._admission.admit(
+                job.routed, job.body.model, excluded, job.alone, again=failed is not None
+            )
+            if not isinstance(admitted, Admitted):
+                return self._give_up(job, failed) if failed else not_admitted(trace, admitted)
+            with admitted:
+                if failed is not None:
+                    self._metrics.add("retries", failed.failure.kind.value)
+                trace.num_attempts += 1
+                job.admitted, job.began = admitted, time.monotonic()
+                result = await self._attempt(job, admitted.pair)
             if not isinstance(result, LegFailed):
                 return result
             failed = result
@@ -206,6 +218,8 @@ class Relay:
         num_tokens = job.routed.num_prompt_tokens
         with self._tracing.leg(job.trace, "prefill", instance, job.headers) as headers:
             result = await self._legs.prefill(instance, job.body, headers, sent, num_tokens)
+        if job.admitted is not None:
+            job.admitted.prefilled()
         if isinstance(result, Prefilled):
             instance.kv = result.kv or instance.spec.kv
             cached = result.num_cached_tokens
@@ -241,7 +255,7 @@ class Relay:
             if job.trace.order != "decode-only":
                 self._metrics.handover.observe(now - leg.started)
             if isinstance(result, Stream) and job.trace.num_attempts == 1:
-                self._skipper.learn(job.body, job.routed, job.skipped, job.trace.ttft_s)
+                self._skipper.learn(job.body, job.routed, job.skipped, now - job.began)
             # What D has of a prompt that P computes is not told apart from what P sends.
             is_alone = job.trace.order == "decode-only"
             if isinstance(result, Answer):
@@ -276,15 +290,6 @@ class Relay:
         finally:
             trace.num_bytes = events.num_bytes
             stream.response.close()
-
-    def _unavailable(self, job: Job, unavailable: Unavailable) -> web.Response:
-        job.trace.status, job.trace.outcome = 503, "unavailable"
-        job.trace.error = unavailable.message
-        headers = {
-            "Retry-After": str(unavailable.retry_after_s),
-            "x-request-id": job.trace.request_id,
-        }
-        return error_response(503, "service_unavailable", unavailable.message, headers=headers)
 
     def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
         """No further attempt; the last failure says why."""
@@ -334,5 +339,5 @@ async def _cancel(leg: asyncio.Task[Any]) -> None:
 
 def told_to_client(failure: Failure) -> str:
     """Without what the system said of addresses; that is in the log."""
-    inward = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.TRUNCATED)
+    inward = (*BLAMELESS, FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.TRUNCATED)
     return failure.kind.value if failure.kind in inward else str(failure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_ascend_pd.router import stored
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, are_partners
@@ -24,6 +24,14 @@ class Unavailable:
 
     message: str
     retry_after_s: int
+    status: ClassVar = 503
+    kind: ClassVar = "service_unavailable"
+    outcome: ClassVar = "unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """There are engines, and none has room."""
 
 
 class Labels(NamedTuple):
@@ -48,13 +56,21 @@ class Selector:
     """Event loop thread."""
 
     def __init__(
-        self, registry: Registry, policy: Policy, labels: Labels, *, require_prefill: bool = False
+        self,
+        registry: Registry,
+        policy: Policy,
+        labels: Labels,
+        *,
+        require_prefill: bool = False,
+        max_requests: int = 1024,
     ) -> None:
-        """``require_prefill``: no engine computes a prompt alone for lack of another one."""
+        """``require_prefill``: no engine computes a prompt alone for lack of another one.
+        ``max_requests``: for which an instance has room."""
         self._registry = registry
         self.policy = policy
         self._labels = labels
         self._require_prefill = require_prefill
+        self._max_requests = max_requests
 
     @property
     def decodes(self) -> Sequence[Instance]:
@@ -67,29 +83,56 @@ class Selector:
         model: str | None,
         excluded: Collection[Instance] = (),
         alone: str | None = None,
-    ) -> Pair | Unavailable:
+    ) -> Pair | Unavailable | Full:
         """A pair, or one engine for all of it if there is no other, or if ``alone`` says why; the
         one that has the response which the request goes on from, if there is one."""
-        if request.previous_response is not None:
-            owner = stored.owner(request.previous_response, self._registry)
-            if owner is not None:
-                usable = owner.breaker.allows(owner.num_active) and owner not in excluded
-                missing = self._unavailable(owner.spec.role, (owner,), model)
-                return Pair(owner, owner, alone) if usable else missing
+        owner = self._owner(request, model, excluded)
+        if owner is not None:
+            if isinstance(owner, Unavailable):
+                return owner
+            return Pair(owner, owner, alone) if self._with_room((owner,)) else Full()
         found = self.candidates(model, excluded, alone)
         if isinstance(found, Unavailable):
             return found
-        if found.alone is None:
-            return self.policy.choose(request, found.prefills, found.decodes)
-        instance = self.policy.choose_decode(request, found.decodes)
-        return Pair(instance, instance, found.alone)
+        decodes = self._with_room(found.decodes)
+        if found.alone is not None:
+            if not decodes:
+                return Full()
+            instance = self.policy.choose_decode(request, decodes)
+            return Pair(instance, instance, found.alone)
+        prefills = _with_partner(self._with_room(found.prefills), decodes)
+        return self.policy.choose(request, prefills, decodes) if prefills else Full()
 
     def decode(
         self, request: Routed, model: str | None, excluded: Collection[Instance] = ()
     ) -> Instance | Unavailable:
-        """For a request that one engine serves alone."""
-        pair = self.choose(request, model, excluded, "passed on")
-        return pair if isinstance(pair, Unavailable) else pair.decode
+        """One engine, for what needs no room."""
+        owner = self._owner(request, model, excluded)
+        if owner is not None:
+            return owner
+        found = self.candidates(model, excluded, "passed on")
+        if isinstance(found, Unavailable):
+            return found
+        return self.policy.choose_decode(request, found.decodes)
+
+    def _owner(
+        self, request: Routed, model: str | None, excluded: Collection[Instance]
+    ) -> Instance | Unavailable | None:
+        """Who has the response that a request goes on from, if it is one of these."""
+        if request.previous_response is None:
+            return None
+        owner = stored.owner(request.previous_response, self._registry)
+        if owner is None:
+            return None
+        usable = owner.breaker.allows(owner.num_active) and owner not in excluded
+        return owner if usable else self._unavailable(owner.spec.role, (owner,), model)
+
+    def known(self, model: str | None) -> str | None:
+        """The model, if an engine told of it."""
+        return model if any(model in i.models for i in self._registry) else None
+
+    def _with_room(self, instances: Sequence[Instance]) -> Sequence[Instance]:
+        return [i for i in instances if i.num_admitted < self._max_requests]
 
     def candidates(
         self,
@@ -139,7 +182,7 @@ class Selector:
             usable = [i for i in usable if dict(i.spec.labels).get("model") in labels]
         serving = [i for i in usable if i.serves(model)]
         # A name that nobody serves is the engine's to refuse; one that somebody serves is his.
-        known = serving or any(model in i.models for i in self._registry)
+        known = serving or self.known(model) is not None
         return serving if known else usable
 
     def _no_pair(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import time
@@ -52,6 +53,14 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         return sock
     except OSError as e:
         raise ConfigError(f"--host {host} --port {port}: {e}") from e
+
+
+def raise_file_limit() -> None:
+    """As many connections as the system allows: each request has one, and one to each engine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if soft != hard:
+        logger.info("up to %d open files, not %d", hard, soft)
 
 
 def url_of(config: RouterConfig, sock: socket.socket) -> str:
@@ -154,6 +163,7 @@ def serve(config: RouterConfig, on_ready: Callable[[str], None]) -> None:
 async def _serve(
     config: RouterConfig, sock: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
+    raise_file_limit()
     stopping = Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.ask)

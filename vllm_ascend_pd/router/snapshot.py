@@ -40,6 +40,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefix_cached_tokens": ("Prompt tokens that engines said they had", ("role",)),
     "prefix_prompt_tokens": ("Prompt tokens of requests whose engine said that", ("role",)),
     "prefill_skips": ("Requests without a prefill leg, by reason", ("reason",)),
+    "refused": (
+        "Requests that waited too long for room, or found too many waiting",
+        ("reason",),
+    ),
     "worker_restarts": ("Workers that ended by themselves and were started again", ()),
 }
 HISTOGRAMS = {
@@ -47,6 +51,8 @@ HISTOGRAMS = {
     "itl": "Between two pieces of a stream",
     "prefill_leg": "Prefill leg, all of it",
     "decode_leg": "Decode leg, all of it",
+    "loop_lag": "How late the event loop was, looked at every 0.1 s",
+    "queue": "Wait of a request that engines had no room for",
     "handover": "Decode leg to its first byte, for a prompt that another engine computed",
 }
 """Exposed as ``<name>_seconds``."""
@@ -56,6 +62,7 @@ INSTANCE_GAUGES: dict[str, tuple[str, Callable[[InstanceSnapshot], float]]] = {
         "0 closed, 0.5 half open, 1 open",
         lambda i: {"closed": 0.0, "half_open": 0.5}.get(i.breaker, 1.0),
     ),
+    "admitted": ("Requests that have room on it", lambda i: i.num_admitted),
     "active_legs": ("Legs in progress", lambda i: i.num_active),
     "active_tokens": ("Tokens of the legs in progress", lambda i: i.num_active_tokens),
     "connections": ("TCP connections", lambda i: i.num_connections),
@@ -110,6 +117,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
     breaker: str
     is_available: bool
     models: tuple[str, ...]
+    num_admitted: int
     num_active: int
     num_active_tokens: int
     num_connections: int
@@ -136,6 +144,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
             breaker=instance.breaker.state.value,
             is_available=instance.is_available,
             models=instance.models,
+            num_admitted=instance.num_admitted,
             num_active=instance.num_active,
             num_active_tokens=instance.num_active_tokens,
             num_connections=instance.client.num_open,
@@ -162,6 +171,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
         self.prefix_index = min(self.prefix_index, other.prefix_index, key=_INDEXES.index)
         self.num_prefix_blocks = min(self.num_prefix_blocks, other.num_prefix_blocks)
         self.models = self.models or other.models
+        self.num_admitted += other.num_admitted
         self.num_active += other.num_active
         self.num_active_tokens += other.num_active_tokens
         self.num_connections += other.num_connections
@@ -183,6 +193,8 @@ class Snapshot(msgspec.Struct):
     """In progress."""
     num_waiting: int = 0
     """Of them, those whose answer has not begun."""
+    num_queued: int = 0
+    """Of those, the ones that engines have no room for."""
     instances: list[InstanceSnapshot] = []
     break_evens: dict[str, int] = {}
     """By model: tokens up to which D computes a prompt itself, as measured."""
@@ -232,6 +244,7 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
         histograms,
         sum(snapshot.num_requests for snapshot in running),
         sum(snapshot.num_waiting for snapshot in running),
+        sum(snapshot.num_queued for snapshot in running),
         list(instances.values()),
         break_evens,
         {model: why for one in running for model, why in one.degraded.items()},
@@ -258,6 +271,7 @@ class _Families(Collector):
         for name, text, value in (
             ("requests_in_progress", "Requests in progress", snapshot.num_requests),
             ("requests_waiting", "Of them, those without a first byte", snapshot.num_waiting),
+            ("requests_queued", "Of those, the ones that wait for room", snapshot.num_queued),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
         text = "Prompts of up to so many tokens are computed by an idle D, as measured"

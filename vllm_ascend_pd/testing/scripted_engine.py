@@ -100,6 +100,7 @@ class ScriptedEngine:
     received: list[Received] = field(default_factory=list)
     """Generation requests and those for unknown paths."""
     num_in_progress: int = 0
+    most_in_progress: int = 0
     num_tokenized: int = 0
     num_given_up: int = 0
     """Requests whose client left before the answer's end."""
@@ -118,6 +119,10 @@ class ScriptedEngine:
             if match is None:
                 raise ValueError(f"not a fault: {word!r}")
             self._faults.appendleft((match[1], float(match[2] or 0)))
+
+    def script_nothing(self) -> None:
+        """What is left of a script is not done."""
+        self._faults.clear()
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
@@ -186,6 +191,7 @@ class ScriptedEngine:
         self.received.append(request)
         fault, number = self._faults.popleft() if self._faults else ("ok", 0.0)
         self.num_in_progress += 1
+        self.most_in_progress = max(self.most_in_progress, self.num_in_progress)
         answering = asyncio.ensure_future(self._follow(fault, number, request, writer))
         # Like uvicorn: a client that closes its side ends the request.
         leaving = asyncio.ensure_future(reader.read(1))

@@ -32,6 +32,7 @@ def instance(name: str, **changes: Any) -> InstanceSnapshot:
         "breaker": "closed",
         "is_available": True,
         "models": (),
+        "num_admitted": 1,
         "num_active": 1,
         "num_active_tokens": 10,
         "num_connections": 2,

@@ -29,6 +29,7 @@ from vllm_ascend_pd.router.server import (
     RouterServer,
     Stopping,
     bind,
+    raise_file_limit,
     run_until_stopped,
 )
 from vllm_ascend_pd.router.snapshot import Snapshot
@@ -157,6 +158,7 @@ def _read(size: int) -> bytes:
 
 
 async def _run(order: Order) -> None:
+    raise_file_limit()
     stopping = Stopping()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)  # of a terminal: the keeper gets it, too

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to one engine: made a few at a time, given on in order, not late by our own fault."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+import uvloop
+
+from tests.router.harness import run
+from vllm_ascend_pd.router.deadlines import Deadline, LoopLag
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.http_client import MAX_CONNECTING, EngineClient, kind_of
+from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+
+
+async def get(client: EngineClient, timeout_s: float = 40.0) -> int | Failure:
+    """The status."""
+    response = await client.request(
+        b"GET", b"/v1/models", (), b"", head_timeout_s=timeout_s, phase="answer"
+    )
+    if isinstance(response, Failure):
+        return response
+    try:
+        await response.read()
+        return response.status
+    finally:
+        response.close()
+
+
+@asynccontextmanager
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    one = ScriptedEngine()
+    await one.start()
+    try:
+        yield one
+    finally:
+        await one.stop()
+
+
+@contextmanager
+def full_backlog() -> Iterator[str]:
+    """Of a server that accepts nobody: its URL."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        address = server.getsockname()
+        with socket.create_connection(address):
+            yield f"http://127.0.0.1:{address[1]}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_callers_that_leave_cost_nobody_a_turn(seed: int) -> None:
+    async def test() -> None:
+        chance = random.Random(seed)
+        async with engine() as one:
+            client = EngineClient(one.url, connect_timeout_s=40)
+            asking = [asyncio.ensure_future(get(client)) for _ in range(6 * MAX_CONNECTING)]
+            leaving = chance.sample(asking, 4 * MAX_CONNECTING)
+            for task in leaving:
+                task.cancel()
+                for _ in range(chance.randrange(3)):
+                    await asyncio.sleep(0)
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+            for task, answer in zip(asking, answers, strict=True):
+                assert answer == 200 or (task in leaving and task.cancelled())
+            again = [get(client) for _ in range(3 * MAX_CONNECTING)]
+            assert set(await asyncio.gather(*again)) == {200}
+            client.close()
+
+    run(test)
+
+
+def test_one_connection_serves_those_that_wait_for_a_turn() -> None:
+    async def test() -> None:
+        async with engine() as one:
+            client = EngineClient(one.url, connect_timeout_s=40)
+            assert set(await asyncio.gather(*(get(client) for _ in range(400)))) == {200}
+            assert client.num_open < 400
+            client.close()
+
+    run(test)
+
+
+def test_no_connection_in_time_says_so_and_all_get_their_turn() -> None:
+    async def test() -> None:
+        with full_backlog() as url:
+            client = EngineClient(url, connect_timeout_s=0.05)
+            asked = 3 * MAX_CONNECTING
+            answers = await asyncio.gather(*(get(client, 2.0) for _ in range(asked)))
+            kinds = {a.kind for a in answers if isinstance(a, Failure)}
+            # A few fit into the backlog, and get no answer.
+            assert (
+                FailureKind.CONNECT_TIMEOUT
+                in kinds
+                <= {
+                    FailureKind.CONNECT_TIMEOUT,
+                    FailureKind.TIMEOUT,
+                }
+            )
+            client.close()
+
+    run(test)
+
+
+def test_those_in_line_hear_that_the_engine_is_gone() -> None:
+    async def test() -> None:
+        with full_backlog() as url:
+            client = EngineClient(url, connect_timeout_s=40)
+            asking = [asyncio.ensure_future(get(client)) for _ in range(2 * MAX_CONNECTING)]
+            await asyncio.sleep(0)
+            down = Failure(FailureKind.DOWN, "test")
+            client.fail_waiting(down)
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)
+            answers = [task.result() for task in asking if task.done()]
+            assert answers.count(down) >= MAX_CONNECTING
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, ""), FailureKind.CONNECT),
+        (OSError(errno.EHOSTUNREACH, ""), FailureKind.CONNECT),
+        (OSError(errno.EMFILE, ""), FailureKind.ROUTER),
+        (OSError(errno.EADDRNOTAVAIL, ""), FailureKind.ROUTER),
+        (socket.gaierror(socket.EAI_AGAIN, ""), FailureKind.CONNECT_TIMEOUT),
+    ],
+)
+def test_who_is_to_blame_for_a_connection(error: OSError, kind: FailureKind) -> None:
+    assert kind_of(error) is kind
+
+
+@contextmanager
+def answering_thread() -> Iterator[str]:
+    """A server of another thread, which answers at once whatever this one does; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_answer_that_came_while_the_router_did_something_else_is_in_time() -> None:
+    """On uvloop, which looks at its timers before its sockets."""
+
+    async def test() -> int | Failure:
+        lag = LoopLag()
+        lag.start()
+        with answering_thread() as url:
+            client = EngineClient(url, connect_timeout_s=0.1, lag=lag)
+            asking = asyncio.ensure_future(get(client, 0.1))
+            while not asking.done():
+                await asyncio.sleep(0.001)
+                time.sleep(0.2)
+            client.close()
+        lag.stop()
+        return await asking
+
+    assert uvloop.run(test()) == 200
+
+
+def test_deadline_of_a_loop_that_is_in_time_ends() -> None:
+    async def test() -> None:
+        lag = LoopLag()
+        lag.start()
+        expired = asyncio.Event()
+        deadline = Deadline(0.01, lag, expired.set)
+        await expired.wait()
+        assert deadline.has_expired
+        lag.stop()
+
+    run(test)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may be sent to engines now, and who waits.
+
+An instance has room for so many requests. One that needs a pair is admitted when both have room, so
+that nobody holds one engine while waiting for another. Who finds no room waits in line, first come,
+first served; requests for different models, or for one engine alone, do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm_ascend_pd.router.selection import Full, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from vllm_ascend_pd.router.config import Queueing
+    from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.policies.base import Pair, Routed
+    from vllm_ascend_pd.router.selection import Selector
+
+LOOK_EVERY_S = 0.25
+"""While somebody waits: an engine may have come, or have come back."""
+MAX_RETRY_AFTER_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Too many wait, or one has waited too long; sent as 429."""
+
+    message: str
+    retry_after_s: int
+    status: ClassVar = 429
+    kind: ClassVar = "too_many_requests"
+    outcome: ClassVar = "refused"
+
+
+class Admitted:
+    """Room on a pair's engines, held until the end of ``with``."""
+
+    __slots__ = ("_admission", "_held", "pair")
+
+    def __init__(self, admission: Admission, pair: Pair) -> None:
+        self._admission = admission
+        self.pair = pair
+        self._held = {pair.prefill, pair.decode}
+        for instance in self._held:
+            instance.num_admitted += 1
+
+    def __enter__(self) -> Admitted:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def prefilled(self) -> None:
+        """The prefill engine has done its part."""
+        if self.pair.prefill is not self.pair.decode:
+            self._give_back({self.pair.prefill})
+
+    def release(self) -> None:
+        self._give_back(self._held.copy())
+
+    def _give_back(self, instances: set[Instance]) -> None:
+        for instance in instances & self._held:
+            instance.num_admitted -= 1
+        self._held -= instances
+        self._admission.look()
+
+
+Outcome = Admitted | Unavailable | Refused
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A request in line."""
+
+    request: Routed
+    model: str | None
+    excluded: frozenset[Instance]
+    alone: str | None
+    outcome: asyncio.Future[Outcome]
+    since: float = field(default_factory=time.monotonic)
+
+
+class Admission:
+    """Event loop thread."""
+
+    def __init__(self, selector: Selector, queueing: Queueing, metrics: Metrics) -> None:
+        self._selector = selector
+        self._queueing = queueing
+        self._metrics = metrics
+        self._lines: dict[tuple[str | None, bool], dict[_Waiter, None]] = {}
+        """By what they wait for; each in order of arrival."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_queued(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    async def admit(
+        self,
+        request: Routed,
+        model: str | None,
+        excluded: Collection[Instance] = (),
+        alone: str | None = None,
+        *,
+        again: bool = False,
+    ) -> Outcome:
+        """Room on a pair, at once or after a wait. ``again``: it was admitted before, and goes to
+        the head of the line. A cancelled caller leaves the line."""
+        key = (self._selector.known(model), alone is not None)
+        if again or key not in self._lines:
+            placed = self._place(request, model, excluded, alone)
+            if not isinstance(placed, Full):
+                return placed
+        if self.num_queued >= self._queueing.max_queued and not again:
+            return self._refused("full", f"{self.num_queued} requests wait already")
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(request, model, frozenset(excluded), alone, outcome)
+        return await self._wait(waiter, key, again)
+
+    async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool], again: bool) -> Outcome:
+        line = self._lines.setdefault(key, {})
+        line[waiter] = None
+        if again:
+            self._lines[key] = {waiter: None, **line}
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(self._queueing.timeout_s, self._expire, waiter)
+        self.look()
+        self._look_later()
+        try:
+            outcome = await waiter.outcome
+        except asyncio.CancelledError:
+            if waiter.outcome.done() and not waiter.outcome.cancelled():
+                given = waiter.outcome.result()
+                if isinstance(given, Admitted):
+                    given.release()
+            raise
+        finally:
+            deadline.cancel()
+            self._leave(waiter, key)
+        self._metrics.queue.observe(time.monotonic() - waiter.since)
+        return outcome
+
+    def look(self) -> None:
+        """Admit those for whom there is room now."""
+        for line in sorted(self._lines.values(), key=lambda line: next(iter(line)).since):
+            for waiter in line:
+                if waiter.outcome.done():
+                    continue
+                placed = self._place(waiter.request, waiter.model, waiter.excluded, waiter.alone)
+                if not isinstance(placed, Full):
+                    waiter.outcome.set_result(placed)
+                elif not waiter.excluded and waiter.request.previous_response is None:
+                    break  # those behind it can use no other engines
+
+    def _place(
+        self,
+        request: Routed,
+        model: str | None,
+        excluded: Collection[Instance],
+        alone: str | None,
+    ) -> Admitted | Unavailable | Full:
+        found = self._selector.choose(request, model, excluded, alone)
+        return found if isinstance(found, Unavailable | Full) else Admitted(self, found)
+
+    def _leave(self, waiter: _Waiter, key: tuple[str | None, bool]) -> None:
+        line = self._lines[key]
+        del line[waiter]
+        if not line:
+            del self._lines[key]
+
+    def _expire(self, waiter: _Waiter) -> None:
+        if not waiter.outcome.done():
+            message = f"no engine had room within {self._queueing.timeout_s:g} s"
+            waiter.outcome.set_result(self._refused("deadline", message))
+
+    def _refused(self, reason: str, message: str) -> Refused:
+        self._metrics.add("refused", reason)
+        now = time.monotonic()
+        longest_s = max((now - next(iter(line)).since for line in self._lines.values()), default=0)
+        after_s = min(max(1, math.ceil(longest_s)), MAX_RETRY_AFTER_S)
+        return Refused(f"too many requests: {message}", after_s)
+
+    def _look_later(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(LOOK_EVERY_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        if self._lines:
+            self.look()
+            self._look_later()
