@@ -50,7 +50,7 @@ def make_pages(options: argparse.Namespace) -> tuple[np.ndarray, PageLayout]:
 
 
 def make_trust(options: argparse.Namespace) -> Trust:
-    return Trust(Secret(b"0123456789abcdef" * 2) if options.sealed else None)
+    return Trust(Secret(b"0123456789abcdef" * 2) if options.secret else None)
 
 
 def open_transport(name: str) -> Transports:
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=(MOONCAKE, SHARED_MEMORY), default=MOONCAKE)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tail", action="store_true", help="the last block travels first")
-    parser.add_argument("--sealed", action="store_true", help="with security.secret_file")
+    parser.add_argument("--secret", action="store_true", help="with security.secret_file")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     pipe, child = context.Pipe()

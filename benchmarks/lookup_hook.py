@@ -106,6 +106,7 @@ def add_waiting(
             remote_engine_id=f"peer-{peer}",
             remote_host="127.0.0.1",
             remote_port=20000 + peer,
+            remote_key="key",
             transfer_id=f"t{number}",
             remote_epoch=f"e{peer}",
         )
@@ -127,7 +128,7 @@ def add_waiting(
                 f"t{number}",
                 num_full,
                 num_tokens - 1 - num_full * block_size,
-                (Worker("127.0.0.1", 1, Ticket(1, num_full + 1, b"")),),
+                (Worker("127.0.0.1", 1, Ticket(1, num_full + 1, b""), "key"),),
                 "e",
             )
         )

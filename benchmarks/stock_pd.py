@@ -130,7 +130,7 @@ class SetUp:
             assert self.producer is not None
             params = {"do_remote_decode": True}
             answer = await client.complete(self.producer, list(range(10, 400)), params)
-            wanted = ("remote_engine_id", "remote_host", "remote_port")
+            wanted = ("remote_engine_id", "remote_host", "remote_port", "remote_key")
             self.where = {name: answer["kv_transfer_params"][name] for name in wanted}
             params = answer["kv_transfer_params"]
             await client.stream(self.consumer, list(range(10, 400)), 1, params)

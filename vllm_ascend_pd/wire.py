@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.types import Endpoint
+from vllm_ascend_pd.types import Cause, Endpoint
 
 # History: 1 - first version (prefill first, the consumer asks for pieces).
 #          2 - a consumer names its session on every transport; waiting, watch and progress, for
@@ -32,6 +32,10 @@ _MAX_ITEMS = 1 << 18
 Name = Annotated[str, msgspec.Meta(max_length=_MAX_PARAM_LENGTH, pattern=r"^[ -~]*\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=16384, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 """Neither begins a line of its own in a log."""
+CauseName = Annotated[
+    str, msgspec.Meta(pattern=f"^({'|'.join(cause.value for cause in Cause)})?\\Z")
+]
+"""A value of ``types.Cause``, or none: it becomes a label of a metric."""
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Digests = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=_MAX_ITEMS)]
@@ -126,7 +130,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Producer: no; ``cause`` is a value of ``types.Cause``, ``detail`` is for a person."""
 
     transfer_id: Name
-    cause: Name
+    cause: CauseName
     detail: Text
     open_id: int = 0
 
@@ -171,7 +175,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     num_ready: int
     num_coming: int
     num_layers_done: int
-    cause: Name = ""
+    cause: CauseName = ""
 
 
 class PageRun(msgspec.Struct, frozen=True, array_like=True):
@@ -238,7 +242,7 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
 
     fetch_id: int
     checksum: int
-    cause: Name = ""
+    cause: CauseName = ""
     transport: Name = ""
     by_ring: bool = False
     """Whether the pages went through the ring; then nothing of it is written any more."""

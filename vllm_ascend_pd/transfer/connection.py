@@ -14,7 +14,7 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vllm_ascend_pd.transfer.reactor import Reactor
 
@@ -215,3 +215,13 @@ class Connection:
             else:
                 self.is_open = True
                 self._flush()
+
+
+def make_room(connections: Iterable[Connection], max_opening: int, max_in_all: int) -> None:
+    """End one where there are so many: the one that opens longest, or was silent longest."""
+    everyone = [c for c in connections if not c.is_ended]
+    opening = [c for c in everyone if not c.is_open]
+    if opening and len(opening) >= max_opening:
+        opening[0].end(TimeoutError("others came meanwhile"))
+    elif everyone and len(everyone) >= max_in_all:
+        min(everyone, key=lambda c: c.used_at).end(TimeoutError("others came meanwhile"))

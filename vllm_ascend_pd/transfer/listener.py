@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.transfer.connection import Connection, FloodError
+from vllm_ascend_pd.transfer.connection import Connection, FloodError, make_room
 from vllm_ascend_pd.transfer.peers import set_options
 from vllm_ascend_pd.transfer.trust import reason_of
 
@@ -90,9 +90,9 @@ class Listener:
                 return
             except OSError as e:  # no descriptor is left, or the peer has gone meanwhile
                 logger.warning("a connection could not be accepted: %s", e)
-                self._make_room(0, 0)
+                make_room(self._connections.values(), 0, 0)
                 return
-            self._make_room(_MAX_HANDSHAKES, _MAX_CONNECTIONS)
+            make_room(self._connections.values(), _MAX_HANDSHAKES, _MAX_CONNECTIONS)
             self._add(stream, str(address[0]) if address else "a process of this user")
 
     def _add(self, stream: socket.socket, address: str) -> None:
@@ -111,14 +111,6 @@ class Listener:
             on_end=partial(self._on_end, identity, address),
             on_held=partial(self._check_memory, identity),
         )
-
-    def _make_room(self, max_handshakes: int, max_connections: int) -> None:
-        everyone = [c for c in self._connections.values() if not c.is_ended]
-        handshakes = [c for c in everyone if not c.is_open]
-        if handshakes and len(handshakes) >= max_handshakes:
-            handshakes[0].end(TimeoutError("others came meanwhile"))
-        elif everyone and len(everyone) >= max_connections:
-            min(everyone, key=lambda c: c.used_at).end(TimeoutError("others came meanwhile"))
 
     def _check_memory(self, identity: bytes) -> None:
         if self._connections[identity].num_held_bytes <= _MAX_HELD_BYTES // _MAX_CONNECTIONS:

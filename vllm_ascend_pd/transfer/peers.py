@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.transfer.connection import Connection
+from vllm_ascend_pd.transfer.connection import Connection, make_room
 from vllm_ascend_pd.transfer.trust import WrongKeyError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Peers:
         """Queue one payload; ``False`` when the queue to this peer is full."""
         connection = self._connections.get(peer)
         if connection is None:
-            self._make_room()
+            make_room(self._connections.values(), _MAX_OPENING, _MAX_CONNECTIONS)
             connection = self._connections[peer] = self._connect(peer)
         return connection.send(payload)
 
@@ -106,14 +106,6 @@ class Peers:
     def _close(self) -> None:
         for connection in self._connections.values():
             connection.close(_LINGER_S)
-
-    def _make_room(self) -> None:
-        everyone = [c for c in self._connections.values() if not c.is_ended]
-        opening = [c for c in everyone if not c.is_open]
-        if len(opening) >= _MAX_OPENING:
-            opening[0].end(TimeoutError("others were asked meanwhile"))
-        elif len(everyone) >= _MAX_CONNECTIONS:
-            min(everyone, key=lambda c: c.used_at).end(TimeoutError("others were asked meanwhile"))
 
     def _connect(self, peer: Endpoint) -> Connection:
         family = socket.AF_INET6 if ":" in peer.host else socket.AF_INET

@@ -433,7 +433,8 @@ class Loader(Reactor):
         flight = self._in_flight.pop(message.fetch_id, None)
         if flight is None:
             return
-        flight.load.transport = message.transport
+        if message.transport in self._sessions:  # it becomes a label of a metric
+            flight.load.transport = message.transport
         if message.transport:
             self._rings.note_answer(peer, message.by_ring)
         if flight.is_live:

@@ -150,7 +150,6 @@ def test_with_a_secret_no_key_need_travel(
 def test_wrong_secrets_are_refused_at_once_and_named_on_both_sides(
     make_producer: MakeProducer,
     make_client: MakeClient,
-    caplog: pytest.LogCaptureFixture,
     ours: Secret | None,
     theirs: Secret | None,
     fix: str,
@@ -166,8 +165,7 @@ def test_wrong_secrets_are_refused_at_once_and_named_on_both_sides(
         assert str(producer.endpoint) in outcome.answer.detail
         assert fix in outcome.answer.detail
     assert our_trust.take_refused() == {"wrong_secret": 2}
-    wait_until(lambda: "refused 127.0.0.1" in caplog.text)
-    assert "wrong_secret" in trust.take_refused()
+    wait_until(lambda: "wrong_secret" in trust.take_refused())
     assert len(producer.book) == 1
 
 
