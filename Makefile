@@ -15,7 +15,7 @@ export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench lint patch unpatch status clean
+.PHONY: help venv demo test bench lint patch unpatch status lock clean
 
 help: ## list the targets
 	@echo "make <target>:"
@@ -56,6 +56,9 @@ unpatch: ## restore the engine's released files, byte for byte
 
 status: ## say in which state each patched file is
 	@$(PATCHES) status --python $(BIN)/python
+
+lock: ## choose the versions in tools/requirements anew
+	@$(BOOTSTRAP) --lock
 
 clean: ## remove what was built, and caches; .venv stays
 	rm -rf build .cache *.egg-info vllm_ascend_pd/_C*.so

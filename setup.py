@@ -16,13 +16,24 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+NATIVE_SOURCES = [ROOT / "CMakeLists.txt", *(ROOT / "csrc").glob("*")]
 REQUIRE_NATIVE = os.environ.get("VLLM_ASCEND_PD_REQUIRE_NATIVE") == "1"
+
+
+def is_newer(made: Path, sources: list[Path]) -> bool:
+    return made.is_file() and all(made.stat().st_mtime > s.stat().st_mtime for s in sources)
 
 
 class CMakeBuild(build_ext):
     """Hands each extension to CMake."""
 
     def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        in_source = ROOT / self.get_ext_filename(ext.name)
+        if self.editable_mode and in_source != target and is_newer(in_source, NATIVE_SOURCES):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(in_source, target)
+            return
         try:
             self._build_with_cmake(ext)
         except (OSError, ImportError, subprocess.CalledProcessError) as error:

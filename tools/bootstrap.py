@@ -2,11 +2,11 @@
 """Make .venv: the pinned engine, Mooncake, this package with its native extension, and the patches.
 
 Standard library only, so that the system's python3 (3.10 to 3.12) can run it in a fresh checkout.
-It looks at the host, says which wheels it takes and why, installs what is missing and leaves the
-rest alone: a second run takes about a second and changes nothing.
+It looks at the host, says which wheels it takes and why, fetches uv with pip, and lets uv install
+what is missing. A second run takes about a second and changes nothing.
 """
 
-# Up to the import of bootstrap_run this file has to run on older Pythons too, to say what is wrong.
+# Up to the import of bootstrap_install this file runs on older Pythons too, to say what is wrong.
 from __future__ import annotations
 
 import argparse
@@ -23,8 +23,8 @@ examples:
   python3 tools/bootstrap.py --device cpu  a host with an accelerator, used as a CPU host
   . .venv/bin/activate                     afterwards: `vllm`, `pytest` and so on
 
-Where packages come from is pip's own configuration (`pip config`, PIP_* variables). What pip and
-the compiler print goes to .venv/bootstrap.log.
+Where packages come from is pip's own configuration (`pip config`, PIP_* variables), which uv is
+told; UV_* variables come before it.
 """
 
 
@@ -64,8 +64,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--venv", default=".venv", metavar="DIR", help="the environment (default: %(default)s)")
     add("--plan", action="store_true", help="say what would be installed, and stop")
     add("--yes", action="store_true", help="go on with a plan that was not yet run on hardware")
-    add("--unlocked", action="store_true", help="let pip choose what tools/requirements pins")
-    add("--freeze", action="store_true", help="write the installed versions to tools/requirements")
+    add("--lock", action="store_true", help="choose the versions in tools/requirements anew")
     add("--no-system-check", action="store_true", help="do not look for Debian packages")
     return parser.parse_args(argv)
 
@@ -74,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         go_on_with_supported_python()
-    from bootstrap_run import run
+    from bootstrap_install import run
 
     return run(arguments)
 

