@@ -15,7 +15,7 @@ export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench lint patch unpatch status lock clean
+.PHONY: help venv demo test wheel bench lint patch unpatch status lock clean
 
 help: ## list the targets
 	@echo "make <target>:"
@@ -48,6 +48,13 @@ lint: venv ## run every check of .pre-commit-config.yaml on all files
 	$(BIN)/pre-commit run --all-files
 	$(BIN)/pre-commit run --all-files --hook-stage pre-push mypy
 
+wheel: venv ## build wheels that install, patch and serve without this checkout, in dist
+	rm -rf build/lib* build/bdist*
+	PATH="$(CURDIR)/$(BIN):$$PATH" VLLM_ASCEND_PD_REQUIRE_NATIVE=1 $(VENV)/uv/bin/uv build --quiet --wheel \
+	    --no-build-isolation --python $(BIN)/python --out-dir dist
+	@$(PYTHON) tools/engine_alias.py dist
+	@ls dist
+
 patch: venv ## apply the patches to the installed engine
 	$(PATCHES) apply --python $(BIN)/python
 
@@ -61,6 +68,6 @@ lock: ## choose the versions in tools/requirements anew
 	@$(BOOTSTRAP) --lock
 
 clean: ## remove what was built, and caches; .venv stays
-	rm -rf build .cache *.egg-info vllm_ascend_pd/_C*.so
+	rm -rf build dist .cache *.egg-info vllm_ascend_pd/_C*.so
 	rm -rf .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find vllm_ascend_pd tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -72,18 +72,10 @@ class CMakeBuild(build_ext):
 
 
 class PythonBuild(build_py):
-    """Adds the patch series and the tool that applies it, which the doctor runs.
+    """Adds the patch series and the tool that applies it: ``vllm-pd patch``.
 
     An editable install finds both in the source tree.
     """
-
-    TOOLS = (
-        "apply_patches.py",
-        "check_patches.py",
-        "patch_series.py",
-        "patch_writes.py",
-        "scratch_repo.py",
-    )
 
     def run(self) -> None:
         super().run()
@@ -93,8 +85,8 @@ class PythonBuild(build_py):
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(ROOT / "patches", target / "patches")
         (target / "tools").mkdir()
-        for name in self.TOOLS:
-            shutil.copy2(ROOT / "tools" / name, target / "tools" / name)
+        for tool in (*(ROOT / "tools").glob("*patch*.py"), ROOT / "tools" / "scratch_repo.py"):
+            shutil.copy2(tool, target / "tools" / tool.name)
 
 
 # `optional` lets an editable or wheel build go on where the file is missing.

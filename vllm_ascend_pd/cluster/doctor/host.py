@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 import vllm_ascend_pd
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 from vllm_ascend_pd.cluster.machine import can_listen, port_owner
+from vllm_ascend_pd.cluster.patching import patch_tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,13 +34,6 @@ _LIBRARY_PACKAGES = {
     "libgomp.so.1": "libgomp1",
 }
 """Debian and Ubuntu packages of libraries that Mooncake needs from the system."""
-
-
-def patch_tool() -> Path:
-    """``apply_patches.py`` of the source tree, or the copy that an installed package carries."""
-    package = Path(vllm_ascend_pd.__file__).parent
-    source = package.parent / "tools" / "apply_patches.py"
-    return source if source.is_file() else package / "_patching" / "tools" / "apply_patches.py"
 
 
 async def run_command(*argv: str) -> tuple[int, str, str]:
