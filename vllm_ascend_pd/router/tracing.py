@@ -121,7 +121,8 @@ def make_tracing(endpoint: str | None) -> Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as e:
-        message = "--otlp-endpoint: pip install 'vllm-ascend-pd[tracing]'"
+        packages = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        message = f"--otlp-endpoint: pip install {packages}"
         raise ConfigError(message) from e
     provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

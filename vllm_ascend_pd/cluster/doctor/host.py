@@ -180,8 +180,8 @@ class NativeExtension:
             warn(
                 self.name,
                 f"not there, so KV is copied by Python, slowly ({reason})",
-                "VLLM_ASCEND_PD_REQUIRE_NATIVE=1 pip install --force-reinstall --no-deps"
-                f" {_OUR_DISTRIBUTION}",
+                "in a checkout: make venv, which says what the compiler lacks; else install a wheel"
+                " that make wheel has built",
             )
         ]
 

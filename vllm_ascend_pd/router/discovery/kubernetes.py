@@ -87,7 +87,7 @@ class KubernetesDiscovery:
             client = import_module("kubernetes.aio.client")
             config = import_module("kubernetes.aio.config")
         except ImportError as e:
-            message = "--service-discovery k8s: pip install 'vllm-ascend-pd[kubernetes]'"
+            message = "--service-discovery k8s: pip install 'kubernetes>=37'"
             raise ConfigError(message) from e
         configuration = client.Configuration()
         try:
