@@ -53,6 +53,7 @@ wheel: venv ## build wheels that install, patch and serve without this checkout,
 	PATH="$(CURDIR)/$(BIN):$$PATH" VLLM_ASCEND_PD_REQUIRE_NATIVE=1 $(VENV)/uv/bin/uv build --quiet --wheel \
 	    --no-build-isolation --python $(BIN)/python --out-dir dist
 	@$(PYTHON) tools/engine_alias.py dist
+	@cp tools/requirements/*.txt dist
 	@ls dist
 
 patch: venv ## apply the patches to the installed engine
