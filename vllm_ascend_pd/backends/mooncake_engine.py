@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_ascend_pd.backends.regions import RegionTable, check_batch
@@ -38,6 +39,12 @@ _ENV_DEFAULTS = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_LOG_LEVEL": "ERROR",
 }
+
+_ASCEND_BUILD = "ascend_transport.so"
+"""A library that only the package for NPUs has; another one would go over TCP without a word."""
+_FORCE_TCP = "MC_FORCE_TCP"
+_BY_US = "true"
+"""A value that tells us apart from a user, who writes 1; to Mooncake all are the same."""
 
 IMPORT_HELP = (
     "Mooncake cannot be loaded: {error}. Install the extra of this host, vllm-ascend-pd[cpu], "
@@ -228,10 +235,12 @@ class MooncakeTransferEngine(TransferEngine):
         self._contact_timeout_s = contact_timeout_s
         self._protocol = protocol
         self._bind_thread = bind_thread
-        engine = _load_mooncake()()
+        set_mooncake_env(protocol)
+        engine = _load_mooncake(protocol)()
         if rc := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise BackendError(f"Mooncake cannot listen for {host!r} ({protocol}): rc {rc}")
         self._session = f"{host}:{engine.get_rpc_port()}"
+        logger.info("Mooncake listens at %s, over %s only", self._session, protocol)
         self._regions = RegionTable()
         # All fields below are read and written by any thread, under the lock. Mooncake is never
         # called under it; whoever calls it holds its own reference to the engine.
@@ -426,17 +435,39 @@ class MooncakeTransferEngine(TransferEngine):
             return []
 
 
-def set_mooncake_env() -> None:
-    """Shorter timeouts than Mooncake's own; before it is imported."""
+def set_mooncake_env(protocol: str) -> None:
+    """Before Mooncake is imported: the protocol, and shorter timeouts than its own.
+
+    Mooncake itself takes no notice of the protocol that it is asked for: its build for NPUs goes
+    over their links, and any other over RDMA where the host has a card for it, but not with this
+    variable, whatever its value.
+
+    Raises:
+        BackendError: the variable is set, for another protocol than TCP.
+    """
+    if os.environ.get(_FORCE_TCP) == _BY_US:
+        del os.environ[_FORCE_TCP]
+    if protocol == "tcp":
+        os.environ.setdefault(_FORCE_TCP, _BY_US)
+    elif _FORCE_TCP in os.environ:
+        raise BackendError(
+            f"{_FORCE_TCP} is set, with which Mooncake uses TCP whatever it is asked for, here"
+            f" {protocol}: unset it, or set transfer.protocol to tcp"
+        )
     for name, value in _ENV_DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
-def _load_mooncake() -> Callable[[], _NativeEngine]:
-    set_mooncake_env()
+def _load_mooncake(protocol: str) -> Callable[[], _NativeEngine]:
     try:
+        from mooncake import engine
         from mooncake.engine import TransferEngine as NativeEngine
     except ImportError as error:
         raise ImportError(IMPORT_HELP.format(error=error)) from error
+    if protocol == "ascend" and not Path(engine.__file__).with_name(_ASCEND_BUILD).exists():
+        raise BackendError(
+            "transfer.protocol is ascend, and this Mooncake is not the build for NPUs: install"
+            " vllm-ascend-pd[ascend], or set it to tcp"
+        )
     native: Callable[[], _NativeEngine] = NativeEngine
     return native

@@ -92,6 +92,7 @@ class MooncakeStore:
 
     def __init__(self, options: StoreOptions) -> None:
         self._options = options
+        set_mooncake_env("tcp" if options.shared is None else options.shared.protocol)
         self._make = _load_store()
         # All fields below are read and written by any thread, under the lock. Mooncake is called
         # outside it, by callers that are counted.
@@ -370,7 +371,6 @@ def mapping_of(address: int) -> range:
 
 
 def _load_store() -> Callable[[], _Store]:
-    set_mooncake_env()
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:

@@ -8,6 +8,7 @@ the real one does; its calls and return codes are those that vllm-ascend relies 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from itertools import count
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ class NativeEngine:
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int:
         self.calls.append(("initialize", host, metadata, protocol, device))
+        self.forces_tcp = "MC_FORCE_TCP" in os.environ
         NativeEngine._sessions[f"{host}:{self.port}"] = self
         return self.rc
 

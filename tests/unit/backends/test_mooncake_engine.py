@@ -17,6 +17,7 @@ import pytest
 from vllm_ascend_pd.backends import mooncake_engine
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
+from vllm_ascend_pd.errors import BackendError
 
 DONE, RUNNING, FAILED = TransferStatus.DONE, TransferStatus.RUNNING, TransferStatus.FAILED
 NUM_BYTES = 64 << 20
@@ -148,9 +149,27 @@ def test_the_environment_of_the_user_wins(monkeypatch, mooncake):
     for name in mooncake_engine._ENV_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "77")
-    mooncake_engine._load_mooncake()
+    mooncake_engine.set_mooncake_env("tcp")
     expected = {**mooncake_engine._ENV_DEFAULTS, "MC_TRANSFER_TIMEOUT": "77"}
     assert {name: os.environ[name] for name in expected} == expected
+
+
+def test_tcp_is_what_mooncake_uses_whatever_the_host_has() -> None:
+    code = PEER.partition("memory =")[0]
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MC_LOG_LEVEL": "INFO"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "using TCP transport only" in said.stderr
+
+
+def test_links_of_npus_are_refused_without_mooncakes_build_for_them(monkeypatch) -> None:
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    with pytest.raises(BackendError, match="not the build for NPUs: install"):
+        MooncakeTransferEngine("127.0.0.1", protocol="ascend")
 
 
 def test_a_missing_library_is_explained(monkeypatch):

@@ -23,7 +23,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeEngine]:
     native = NativeEngine()
     native.port = 15001
     native._move = lambda *args: 0  # type: ignore[method-assign] -- the addresses are made up
-    monkeypatch.setattr(mooncake_engine, "_load_mooncake", lambda: lambda: native)
+    monkeypatch.setattr(mooncake_engine, "_load_mooncake", lambda protocol: lambda: native)
     yield native
     native.close()
 
@@ -33,6 +33,27 @@ def test_protocol_is_passed_on(native: NativeEngine, protocol: str) -> None:
     engine = MooncakeTransferEngine("10.0.0.1", protocol=protocol)
     assert native.calls == [("initialize", "10.0.0.1", "P2PHANDSHAKE", protocol, "")]
     assert engine.session == "10.0.0.1:15001"
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_tcp_is_forced_since_mooncake_would_take_what_it_finds(
+    native: NativeEngine, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    if before is not None:
+        monkeypatch.setenv("MC_FORCE_TCP", before)
+    MooncakeTransferEngine("10.0.0.1", protocol="tcp")
+    assert native.forces_tcp
+
+
+def test_the_links_of_npus_are_not_ruled_out(
+    native: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MooncakeTransferEngine("10.0.0.1", protocol="tcp")
+    MooncakeTransferEngine("10.0.0.1", protocol="ascend")
+    assert not native.forces_tcp
+    monkeypatch.setenv("MC_FORCE_TCP", "0")
+    with pytest.raises(BackendError, match=r"MC_FORCE_TCP is set.*unset it"):
+        MooncakeTransferEngine("10.0.0.1", protocol="ascend")
 
 
 def test_failure_to_open_names_the_protocol(native: NativeEngine) -> None:

@@ -68,7 +68,9 @@ class Host:
             "start_pool": start_pool,
         }.items():
             self._monkeypatch.setattr(side, name, value)
-        self._monkeypatch.setattr(mooncake_engine, "_load_mooncake", lambda: lambda: self.native)
+        self._monkeypatch.setattr(
+            mooncake_engine, "_load_mooncake", lambda protocol: lambda: self.native
+        )
         extra: dict[str, Any] = {"transfer": {"protocol": "ascend", **transfer}}
         if pool:
             extra["pool"] = {}
