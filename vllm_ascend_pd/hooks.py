@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 IN_ENGINE = "InEngine"
 """The reserved ``kv_connector`` name that selects the in-engine path."""
@@ -95,6 +96,7 @@ class WorkerHooks(Protocol):
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None: ...
     def loads_under_way(self) -> bool: ...
+    def loads_in_step(self) -> bool: ...
     def take_armed_step(self, wait_all: bool) -> AbstractContextManager[object] | None: ...
     def step_output(self) -> AbstractContextManager[KVConnectorOutput | None]: ...
     def no_forward(self) -> ModelRunnerOutput: ...
@@ -156,6 +158,27 @@ def begin_step(scheduler_output: SchedulerOutput) -> None:
 def peer_tokens(new_request: NewRequestData) -> list[int]:
     """Output tokens of a request that is new to the worker: the first, if a peer has sampled it."""
     return (new_request.prefill_token_ids or [])[new_request.prompt_len :]
+
+
+def keep_generators(requests: dict[str, CachedRequestState], request_ids: list[str]) -> None:
+    """Before a step that loads KV: what it samples may be dropped, so what it draws is undone."""
+    if _worker is None or not _worker.loads_in_step():
+        return
+    for request_id in request_ids:
+        request = requests[request_id]
+        if request.generator is not None:
+            kept = len(request.output_token_ids), request.generator.get_state()
+            # The last two: a step may be under way already when the load of the one before fails.
+            request.pd_kept = (*getattr(request, "pd_kept", ())[-1:], kept)
+
+
+def rewind_generator(request: CachedRequestState) -> None:
+    """The request is resumed without its last tokens: draw for the next one as for the first of
+    these.
+    """
+    state = dict(getattr(request, "pd_kept", ())).get(len(request.output_token_ids))
+    if state is not None and request.generator is not None:
+        request.generator.set_state(state)
 
 
 def overlaps_loads(cudagraph_mode: Any) -> bool:

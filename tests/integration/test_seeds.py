@@ -72,16 +72,24 @@ def test_a_seed_and_drafts(
     assert chunked.ask(prompt, 24, **SEEDED).token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("load_mode", ["step", "park"])
 @pytest.mark.parametrize("faults", ["fail", "ok,corrupt", "ok*4,fail"])
 def test_a_failed_load_draws_no_random_numbers(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]], faults: str
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    load_mode: str,
+    faults: str,
 ) -> None:
     slots = {"staging_slot_bytes": 64 * 1024, "staging_slots": 256}
     producer = engines.shared("kv_producer", faults="ok*", transfer=slots)
-    consumer = engines.shared("kv_consumer", transfer={**slots, "load_mode": "park"})
+    consumer = engines.shared("kv_consumer", transfer={**slots, "load_mode": load_mode})
     prompt = prompt_of(9 * BLOCK_SIZE + 7)
     known = producer.prefill(prompt)
     producer.set_faults(f"{faults},ok*")
+    before = consumer.metrics().get("recovered_requests", 0)
     answer = consumer.ask(prompt, 12, known, **SEEDED)
     producer.set_faults("ok*")
+    recovered = consumer.metrics().get("recovered_requests", 0) - before
+    assert recovered == (load_mode == "step"), "a sample was dropped"
     assert answer.token_ids == single(prompt, 12, **SEEDED).token_ids

@@ -7,8 +7,10 @@ import json
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from vllm_ascend_pd import hooks
 
@@ -34,6 +36,25 @@ def test_nothing_is_active_before_a_worker_is_installed() -> None:
     assert hooks.current_step is None
     hooks.begin_step(SimpleNamespace())  # type: ignore[arg-type]
     assert hooks.current_step is None
+
+
+@pytest.mark.parametrize(("loads", "dropped"), [(True, 1), (True, 2), (False, 1)])
+def test_what_dropped_samples_drew_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, loads: bool, dropped: int
+) -> None:
+    """With two samples dropped, a step was under way already when the load of one failed."""
+    monkeypatch.setattr(hooks, "_worker", SimpleNamespace(loads_in_step=lambda: loads))
+    generator = torch.Generator().manual_seed(7)
+    request: Any = SimpleNamespace(generator=generator, output_token_ids=[])
+    for _ in range(5):
+        hooks.keep_generators({"a": request}, ["a"])
+        drawn = torch.rand(1, generator=generator).item()
+        request.output_token_ids.append(drawn)
+    lost = request.output_token_ids[-dropped:]
+    del request.output_token_ids[-dropped:]
+    hooks.rewind_generator(request)
+    again = [torch.rand(1, generator=generator).item() for _ in lost]
+    assert (again == lost) is loads
 
 
 def test_idle_step_is_the_same_object_each_time() -> None:

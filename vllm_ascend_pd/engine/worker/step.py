@@ -158,6 +158,10 @@ class WorkerSide:
         self._packs_ahead = self._pool is not None and self._pool.ahead.begin_step(meta.ahead)
         self._armed = self._has_loads or self._has_grants or self._packs_ahead
 
+    def loads_in_step(self) -> bool:
+        """Whether the armed step computes on KV that is loaded, or fails to be, meanwhile."""
+        return self._armed and self._has_loads
+
     def loads_under_way(self) -> bool:
         """Whether the armed step has KV that has not landed yet."""
         return self._armed and self._loader is not None and self._loader.in_step_under_way()
