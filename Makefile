@@ -15,7 +15,7 @@ export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test wheel bench lint patch unpatch status lock clean
+.PHONY: help venv demo test wheel check-wheel bench lint patch unpatch status lock clean
 
 help: ## list the targets
 	@echo "make <target>:"
@@ -55,6 +55,9 @@ wheel: venv ## build wheels that install, patch and serve without this checkout,
 	@$(PYTHON) tools/engine_alias.py dist
 	@cp tools/requirements/*.txt dist
 	@ls dist
+
+check-wheel: wheel ## install the wheels in a new environment, patch its engine, and serve
+	$(PYTHON) tools/check_wheel.py
 
 patch: venv ## apply the patches to the installed engine
 	$(PATCHES) apply --python $(BIN)/python

@@ -179,21 +179,21 @@ class Environment:
             reason = f"{self.path} was made for a {done['device']} host, not {plan.device}"
             fix = "remove it, or name another: --venv DIR"
             raise StepError("virtual environment", reason, fix)
-        self._make()
+        self.make()
         stamp = self._stamp(plan)
         if done.get("stamp") == stamp and self._has(plan):
             return False
         self._records.write_text(json.dumps({"device": plan.device}) + "\n")
-        settings = self._fetch_uv()
-        self._uv_install("build tools", [*host.BUILD_TOOLS, *self._constraints(plan)], settings)
+        settings = self.fetch_uv()
+        self.uv_install("build tools", [*host.BUILD_TOOLS, *self._constraints(plan)], settings)
         with self._building_extension():
             if plan.device == "cpu":
                 self._install_cpu(plan, settings)
             else:
                 wanted = [*plan.requirements, plan.mooncake, f"{REPO}[cluster,dev]"]
-                self._uv_install("the engine, Mooncake and tools", wanted, settings)
+                self.uv_install("the engine, Mooncake and tools", wanted, settings)
         project = ["--no-deps", "--no-build-isolation", "--editable", str(REPO)]
-        self._uv_install("this package", project, {**settings, **self._build_env()}, BUILD_FIX)
+        self.uv_install("this package", project, {**settings, **self._build_env()}, BUILD_FIX)
         self._records.write_text(json.dumps({"device": plan.device, "stamp": stamp}) + "\n")
         return True
 
@@ -207,8 +207,8 @@ class Environment:
 
     def lock(self) -> None:
         """Choose the versions in ``tools/requirements`` anew, for every supported Python."""
-        self._make()
-        settings = self._fetch_uv()
+        self.make()
+        settings = self.fetch_uv()
         sources = ["pyproject.toml", str(REQUIREMENTS / "cpu.in")]
         sources += [f"--extra={name}" for name in LOCKED_EXTRAS]
         options = ["--universal", "--upgrade", "--quiet", "--no-annotate"]
@@ -226,7 +226,7 @@ class Environment:
             return {}
         return records
 
-    def _make(self) -> None:
+    def make(self) -> None:
         """Make the virtual environment, or keep the one that works."""
         path, title = self.path, "virtual environment"
         if self.python.exists() and (path / "pyvenv.cfg").exists():
@@ -240,7 +240,7 @@ class Environment:
         command = [sys.executable, "-m", "venv", *(["--clear"] if broken else [])]
         call(title, [*command, *(["--without-pip"] if _has_pip() else []), str(path)], fix)
 
-    def _fetch_uv(self) -> dict[str, str]:
+    def fetch_uv(self) -> dict[str, str]:
         """Have uv, by pip; returns where it takes packages from."""
         pip = [sys.executable if _has_pip() else str(self.python), "-m", "pip"]
         if not (self._uv_folder / f"uv-{UV}.dist-info").is_dir():
@@ -252,7 +252,7 @@ class Environment:
         settings = uv_settings(listed.stdout)
         return {key: value for key, value in settings.items() if key not in os.environ}
 
-    def _uv_install(
+    def uv_install(
         self, title: str, what: Sequence[str], env: dict[str, str], fix: str = INDEX_FIX
     ) -> None:
         command = [str(self._uv), "pip", "install", "--python", str(self.python), *what]
@@ -263,17 +263,17 @@ class Environment:
         locked = ["--requirement", str(lock_file(self._python_version()))]
         build = REPO / "build" / "alias"
         others = ["--no-deps", engine, plan.mooncake, *locked, str(write_alias_wheel(build))]
-        source = self._source_of(torch, settings)
+        source = self.source_of(torch, settings)
         if source is None:
             plain = torch.partition("+")[0]
             print(f"no index has {torch}: taking {plain}, with what it needs for GPUs", flush=True)
-            self._uv_install("torch", [plain], settings)
-            self._uv_install("the engine, Mooncake and tools", others, settings)
+            self.uv_install("torch", [plain], settings)
+            self.uv_install("the engine, Mooncake and tools", others, settings)
         else:
             title = "torch, the engine, Mooncake and tools"
-            self._uv_install(title, [*source, torch, *others], settings)
+            self.uv_install(title, [*source, torch, *others], settings)
 
-    def _source_of(self, torch: str, settings: dict[str, str]) -> list[str] | None:
+    def source_of(self, torch: str, settings: dict[str, str]) -> list[str] | None:
         """Options with which uv finds the CPU build: where pip is told to look, or torch's own."""
         command = [str(self._uv), "pip", "install", "--python", str(self.python), "--dry-run"]
         for options in ([], ["--torch-backend", "cpu"]):

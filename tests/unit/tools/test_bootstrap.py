@@ -224,7 +224,7 @@ def test_nothing_is_installed_twice_and_what_is_gone_is_installed_again(
     (venv / "native-extension.log").touch()
     monkeypatch.setattr(bootstrap_install, "call", record)
     monkeypatch.setattr(Environment, "_building_extension", lambda self: contextlib.nullcontext())
-    monkeypatch.setattr(Environment, "_source_of", lambda self, torch, settings: [])
+    monkeypatch.setattr(Environment, "source_of", lambda self, torch, settings: [])
     environment, plan = Environment(venv), host.PLANS["cpu"]
     assert environment.install(plan)
     assert ran == ["uv", "build tools", "torch, the engine, Mooncake and tools", "this package"]
