@@ -7,6 +7,7 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import shlex
 import sys
@@ -226,7 +227,12 @@ class MooncakeLibraries:
             ]
         if not missing:
             names = ", ".join(part.name for part in parts)
-            return [ok(self.name, f"all are found ({names})")]
+            findings = [ok(self.name, f"all are found ({names})")]
+            is_for_npus = (self._folder / "ascend_transport.so").exists()
+            if is_for_npus and "MC_FORCE_TCP" in os.environ:
+                found = "MC_FORCE_TCP is set: no engine with transfer.protocol ascend starts"
+                findings.append(warn(self.name, found, "unset MC_FORCE_TCP"))
+            return findings
         packages = sorted(_LIBRARY_PACKAGES.get(name, "") for name in missing)
         known = [package for package in packages if package]
         fix = f"apt-get install {' '.join(known)}" if known else "install the package that has it"

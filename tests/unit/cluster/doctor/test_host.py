@@ -120,6 +120,18 @@ def compile_library(path: Path, code: str, *libraries: str) -> None:
     subprocess.run([*command, *libraries], check=True, capture_output=True)
 
 
+def test_a_variable_that_keeps_npus_from_their_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_library(tmp_path / "engine.so", "int f(void) { return 1; }")
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    assert only(host.MooncakeLibraries(tmp_path)).verdict is Verdict.OK  # no build for NPUs
+    (tmp_path / "ascend_transport.so").touch()
+    libraries, variable = asyncio.run(host.MooncakeLibraries(tmp_path).run())
+    assert (libraries.verdict, variable.verdict) == (Verdict.OK, Verdict.WARN)
+    assert variable.fix == "unset MC_FORCE_TCP"
+
+
 def test_no_mooncake(tmp_path: Path) -> None:
     finding = only(host.MooncakeLibraries(tmp_path))
     assert finding.verdict is Verdict.FAIL
