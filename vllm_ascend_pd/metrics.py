@@ -17,6 +17,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "prompt_tokens": ("Prompt tokens by where their KV came from", "source"),
     "first_tokens": ("First tokens of requests with a peer, by who sampled them", "source"),
     "frames_refused": ("Peers and messages that were refused, by what was wrong", "reason"),
+    "internal_errors": ("What raised in a thread of transfers; each is in the log", "thread"),
     "pool_lookups": ("Lookups in the pool, by how they ended", "outcome"),
     "pool_lookup_ms": ("Milliseconds that requests waited for lookups, added up", None),
     "pool_decisions": ("What was taken of what the pool had: all, part, none", "decision"),

@@ -69,15 +69,19 @@ class StepReport(KVConnectorWorkerMetadata):
     """Number by reason (``transfer.trust.Reason``) since the last report."""
     rested: tuple[LoadId, ...] = ()
     """Loads that ended with ``num_resting``: a worker for each entry has nothing more to fear."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """What raised since the last report, number by thread."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """The reports of two sets of workers on the same step."""
         assert isinstance(other, StepReport)
-        refused = Counter(self.refused_frames)
+        refused, errors = Counter(self.refused_frames), Counter(self.errors)
         refused.update(other.refused_frames)
+        errors.update(other.errors)
         return StepReport(
             self.results + other.results,
             self.page_servers | other.page_servers,
             dict(refused),
             self.rested + other.rested,
+            dict(errors),
         )

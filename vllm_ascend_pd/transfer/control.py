@@ -9,6 +9,7 @@ import itertools
 import queue
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -98,8 +99,12 @@ class ControlServer(Reactor):
             if self._book.release(message.transfer_id, message.epoch):
                 self._wake_scheduler()
 
+    def _ask_book(self, identity: bytes, request: Open) -> Opened | Waiting | Refused:
+        failed = Refused(request.transfer_id, Cause.TRANSFER_FAILED.value, "see the producer's log")
+        return self.attempt(partial(self._book.open, request, identity), lambda: failed)
+
     def _on_open(self, identity: bytes, request: Open) -> None:
-        answer = self._book.open(request, identity)
+        answer = self._ask_book(identity, request)
         if isinstance(answer, Waiting):
             num_hashes = sum(len(waiting[1].block_hashes) for waiting in self._waiting)
             num_hashes += len(request.block_hashes)
@@ -130,7 +135,7 @@ class ControlServer(Reactor):
         waiting, self._waiting = self._waiting, []
         now = self._clock()
         for identity, request, until in waiting:
-            answer = self._book.open(request, identity)
+            answer = self._ask_book(identity, request)
             if isinstance(answer, Waiting):
                 if now < until:
                     self._waiting.append((identity, request, until))

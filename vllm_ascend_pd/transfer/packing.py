@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.backends.page_ring import SupportsRing
@@ -61,7 +62,10 @@ class RingPackers:
         grants: Grants,
         timeout_s: float,
         reply: Callable[[bytes, Fetched | Packing], None],
+        attempt: Callable[[Callable[[], bool], Callable[[], bool]], bool],
     ) -> None:
+        """``attempt``: that of the reactor."""
+        self._attempt = attempt
         self._copier = copier
         self._grants = grants
         self._timeout_s = timeout_s
@@ -96,21 +100,31 @@ class RingPackers:
         deadline = time.monotonic() + self._timeout_s
         piece = _Piece(identity, fetch, route, engine, window, packer, deadline)
         self._pieces.append(piece)
-        self._pack(piece, _PATIENCE_S)
+        self._go_on(piece, _PATIENCE_S)
         return True
 
     def go_on(self, may_wait: bool) -> bool:
         """Pack where consumers have made room; whether any had."""
         progress = False
         for piece in list(self._pieces):
-            if piece.is_mapped():
-                progress |= self._pack(piece, _PATIENCE_S if may_wait else 0.0)
-            else:
-                self._end(piece, Cause.TRANSFER_FAILED.value)
+            progress |= self._go_on(piece, _PATIENCE_S if may_wait else 0.0)
         return progress
+
+    def _go_on(self, piece: _Piece, patience_s: float) -> bool:
+        return self._attempt(partial(self._pack, piece, patience_s), partial(self._fail, piece))
+
+    def _fail(self, piece: _Piece) -> bool:
+        """It raised, perhaps in the middle of its end."""
+        if piece in self._pieces:
+            self._pieces.remove(piece)
+            self._answer(piece, Cause.TRANSFER_FAILED.value, 0)
+        return True
 
     def _pack(self, piece: _Piece, patience_s: float) -> bool:
         """As far as there is room; whether there was any."""
+        if not piece.is_mapped():
+            self._end(piece, Cause.TRANSFER_FAILED.value)
+            return False
         num_bytes_left = piece.packer.num_bytes_left
         status = piece.packer.run(patience_s)
         progress = piece.packer.num_bytes_left < num_bytes_left
@@ -128,13 +142,17 @@ class RingPackers:
 
     def _end(self, piece: _Piece, cause: str) -> None:
         """Answer. What was packed counts if its pages are still those of the lease."""
+        if not cause:
+            if lease_of(piece.fetch) in self._grants:
+                piece.packer.confirm()
+            else:
+                cause = Cause.LEASE_EXPIRED.value
+        checksum = piece.packer.checksum
         self._pieces.remove(piece)
-        fetch = piece.fetch
+        self._answer(piece, cause, checksum)
+
+    def _answer(self, piece: _Piece, cause: str, checksum: int) -> None:
         if cause:
             logger.warning("a piece for a peer ended with %s", cause)
-        elif lease_of(fetch) not in self._grants:
-            cause = Cause.LEASE_EXPIRED.value
-        else:
-            piece.packer.confirm()
-        answer = Fetched(fetch.fetch_id, piece.packer.checksum, cause, piece.route.name, True)
-        self._reply(piece.identity, answer)
+        fetch_id = piece.fetch.fetch_id
+        self._reply(piece.identity, Fetched(fetch_id, checksum, cause, piece.route.name, True))

@@ -7,7 +7,7 @@ import os
 import queue
 import selectors
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm_ascend_pd.log_limit import limited_logger
 
@@ -16,20 +16,24 @@ if TYPE_CHECKING:
 
 logger = limited_logger(__name__)
 
+T = TypeVar("T")
+
 
 class Reactor(threading.Thread):
     """Runs handlers of sockets and commands one after another, on its own thread.
 
     What owns sockets registers them with ``watch``, and how to close them in ``at_end``; subclasses
     override ``on_tick``. Every public method of a subclass that touches its state goes through
-    ``submit``. An exception in a handler is logged and counted in ``num_errors``; the thread lives
-    on, because others depend on its deadlines.
+    ``submit``. An exception is logged and counted in ``num_errors``, and the thread lives on,
+    because others depend on its deadlines. What somebody waits for is done in ``attempt``, so that
+    it ends with an answer in any case.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
         self.num_errors = 0
         self.at_end: list[Callable[[], None]] = []
+        self._num_told_errors = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Under the lock, because the number of a closed descriptor may be another one's at once.
@@ -105,11 +109,21 @@ class Reactor(threading.Thread):
             self._can_wake = False
             os.close(self._wake)
 
-    def guard(self, call: Callable[[], float | None] | Callable[[], None]) -> float | None:
-        """Run it; what it raises ends here."""
+    def take_errors(self) -> dict[str, int]:
+        """How many since the last call, by the thread's name; one other thread."""
+        num_errors = self.num_errors
+        num_new, self._num_told_errors = num_errors - self._num_told_errors, num_errors
+        return {self.name: num_new} if num_new else {}
+
+    def attempt(self, call: Callable[[], T], failed: Callable[[], T]) -> T:
+        """What ``call`` returns, or ``failed`` when it raises. Reactor thread."""
         try:
             return call()
         except Exception:  # a thread boundary: others wait for this thread's deadlines
             self.num_errors += 1
             logger.exception("%s: a handler failed", self.name)
-            return 1.0
+            return failed()
+
+    def guard(self, call: Callable[[], float | None] | Callable[[], None]) -> float | None:
+        """Run it; what it raises ends here."""
+        return self.attempt(call, lambda: 1.0)

@@ -9,6 +9,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -105,7 +106,7 @@ class Loader(Reactor):
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
         self._live_pages = LivePageWrites(copier, layout)
-        self._rings = Rings(sessions, copier, self._in_flight)
+        self._rings = Rings(sessions, copier, self._in_flight, self.attempt, self._fail)
         self._heard_at: dict[Endpoint, float] = {}
         self._next_fetch_id = random.getrandbits(48)
         self._landed = threading.Condition()
@@ -245,6 +246,10 @@ class Loader(Reactor):
             with self._landed:
                 self._landed.notify_all()
 
+    def _fail(self, load: Load) -> None:
+        """Something raised."""
+        self._end(load, Cause.TRANSFER_FAILED.value)
+
     # Reactor thread.
 
     def on_tick(self) -> float | None:
@@ -253,8 +258,7 @@ class Loader(Reactor):
             self._peers.receive()
             for fetch_id, flight in list(self._in_flight.items()):
                 if now >= self._flight_deadline(flight):
-                    del self._in_flight[fetch_id]
-                    self._give_up(fetch_id, flight)
+                    self._give_up(fetch_id)
                     self._end(flight.load, Cause.DEADLINE.value)
         for load in list(self._active):
             if now >= load.deadline:
@@ -365,50 +369,54 @@ class Loader(Reactor):
                 slot = self._pool.acquire()
                 if slot is None:
                     return
-                self._send_fetch(load, load.pieces.popleft(), slot)
+                ask = partial(self._send_fetch, load, load.pieces.popleft(), slot)
+                self.attempt(ask, partial(self._fail, load))
                 num_held += 1
 
     def _send_fetch(self, load: Load, piece: Piece, slot: Slot) -> None:
+        """Ask for a piece: from then on it is in flight, and its slot with it."""
         spec = load.spec
-        self._next_fetch_id += 1
-        fetch_id = self._next_fetch_id
-        live = None
-        seed = random.getrandbits(63) | 1
-        if self._placement is not None and not spec.in_step:
-            live = self._live_pages.open(load, piece)
-            if live is None:
-                self._pool.release(slot)
-                return
-            seed = seed if self._placement.verify else 0
-        flight = InFlight(load, piece, slot, seed, time.monotonic(), live is not None)
-        flight.placer = self._rings.offer(flight)
-        self._in_flight[fetch_id] = flight
-        fetch = Fetch(
-            fetch_id=fetch_id,
-            transfer_id=spec.transfer_id,
-            epoch=spec.epoch,
-            ticket=load.ticket,
-            first_layer=piece.first_layer,
-            num_layers=piece.num_layers,
-            block_indices=spec.block_indices[piece.start : piece.stop],
-            sessions=self._sessions,
-            address=slot.addr,
-            num_bytes=flight.num_bytes(),
-            seed=seed,
-            share=load.theirs.index,
-            num_shares=load.theirs.count,
-            live=live,
-            ring_bytes=0 if flight.placer is None else slot.num_bytes,
-        )
-        if not self._peers.send(load.peer, encode(fetch)):
-            if flight.is_live:  # it has not left this process
-                del self._in_flight[fetch_id]
-                self._pool.release(slot)
-                self._live_pages.settle(load)
+        with ExitStack() as undo:
+            undo.callback(self._pool.release, slot)
+            self._next_fetch_id += 1
+            fetch_id = self._next_fetch_id
+            live = None
+            seed = random.getrandbits(63) | 1
+            if self._placement is not None and not spec.in_step:
+                live = self._live_pages.open(load, piece)
+                if live is None:
+                    return
+                undo.callback(self._live_pages.settle, load)
+                seed = seed if self._placement.verify else 0
+            flight = InFlight(load, piece, slot, seed, time.monotonic(), live is not None)
+            flight.placer = self._rings.offer(flight)
+            fetch = Fetch(
+                fetch_id=fetch_id,
+                transfer_id=spec.transfer_id,
+                epoch=spec.epoch,
+                ticket=load.ticket,
+                first_layer=piece.first_layer,
+                num_layers=piece.num_layers,
+                block_indices=spec.block_indices[piece.start : piece.stop],
+                sessions=self._sessions,
+                address=slot.addr,
+                num_bytes=flight.num_bytes(),
+                seed=seed,
+                share=load.theirs.index,
+                num_shares=load.theirs.count,
+                live=live,
+                ring_bytes=0 if flight.placer is None else slot.num_bytes,
+            )
+            has_left = self._peers.send(load.peer, encode(fetch))
+            if has_left:
+                undo.pop_all()
+                self._in_flight[fetch_id] = flight
+        if not has_left:
             self._end(load, Cause.PEER_UNREACHABLE.value)
 
-    def _give_up(self, fetch_id: int, flight: InFlight) -> None:
+    def _give_up(self, fetch_id: int) -> None:
         """Nobody waits for this answer any more, but the write may still come."""
+        flight = self._in_flight.pop(fetch_id)
         if flight.is_live:
             self._pool.release(flight.slot)
             self._live_pages.give_up(fetch_id, flight)
@@ -430,7 +438,7 @@ class Loader(Reactor):
         if not isinstance(message, Fetched):
             return
         self._live_pages.on_late_answer(message.fetch_id, message.cause)
-        flight = self._in_flight.pop(message.fetch_id, None)
+        flight = self._in_flight.get(message.fetch_id)
         if flight is None:
             return
         if message.transport in self._sessions:  # it becomes a label of a metric
@@ -439,16 +447,17 @@ class Loader(Reactor):
             self._rings.note_answer(peer, message.by_ring)
         if flight.is_live:
             self._live_pages.settle_answered(flight.load, message.cause)
-        if not message.cause:
-            self._place(flight, message)
-            self._pool.release(flight.slot)
-            return
-        self._end(flight.load, message.cause)
-        if (
-            not flight.is_live
-            and not message.by_ring
-            and message.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value)
-        ):
+        if message.cause:
+            self._end(flight.load, message.cause)
+        else:
+            self.attempt(partial(self._place, flight, message), partial(self._fail, flight.load))
+        self._land(message)
+
+    def _land(self, answer: Fetched) -> None:
+        """It is not in flight any more."""
+        flight = self._in_flight.pop(answer.fetch_id)
+        is_staged = not flight.is_live and not answer.by_ring
+        if is_staged and answer.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value):
             self._pool.quarantine(flight.slot, time.monotonic() + QUARANTINE_S)
         else:
             self._pool.release(flight.slot)
@@ -464,8 +473,7 @@ class Loader(Reactor):
         self._rings.forget(peer)
         for fetch_id, flight in list(self._in_flight.items()):
             if flight.load.peer == peer:
-                del self._in_flight[fetch_id]
-                self._give_up(fetch_id, flight)
+                self._give_up(fetch_id)
         self._live_pages.on_lost(peer)
 
     def _on_confirmed(self, fetch_id: int) -> None:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.backends.page_ring import SupportsRing
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier
     from vllm_ascend_pd.backends.page_ring import RingPlacer
@@ -30,9 +31,18 @@ class Rings:
     """The loader's thread, but for `takes`."""
 
     def __init__(
-        self, sessions: Mapping[str, str], copier: BlockCopier, in_flight: Mapping[int, InFlight]
+        self,
+        sessions: Mapping[str, str],
+        copier: BlockCopier,
+        in_flight: Mapping[int, InFlight],
+        attempt: Callable[[Callable[[], None], Callable[[], None]], None],
+        fail: Callable[[Load], None],
     ) -> None:
-        """``in_flight`` is the loader's, in the order in which pieces were asked for."""
+        """``in_flight`` is the loader's, in the order in which pieces were asked for; so are
+        ``attempt``, and ``fail`` for the load of a piece that raised.
+        """
+        self._attempt = attempt
+        self._fail = fail
         self._copier = copier if isinstance(copier, SupportsRing) else None
         self._is_mapped = SHARED_MEMORY in sessions
         self._in_flight = in_flight
@@ -80,7 +90,7 @@ class Rings:
 
         Returns the fetches whose pieces are placed and confirmed, and whether to come back at once.
         """
-        confirmed = []
+        confirmed: list[int] = []
         is_busy = False
         for peer, until in self._until.items():
             for fetch_id, flight in self._in_flight.items():
@@ -90,13 +100,21 @@ class Rings:
                     continue
                 if time.monotonic() < until or flight.is_ring_full:
                     is_busy = True
-                    if flight.placer.wait(_PATIENCE_S / len(self._until)):
-                        flight.is_ring_full = False
-                        if _place(flight, flight.placer):
-                            confirmed.append(fetch_id)
-                        self._look(peer)
+                    self._attempt(
+                        partial(self._follow, fetch_id, flight, flight.placer, confirmed),
+                        partial(self._fail, flight.load),
+                    )
                 break
         return confirmed, is_busy
+
+    def _follow(
+        self, fetch_id: int, flight: InFlight, placer: RingPlacer, confirmed: list[int]
+    ) -> None:
+        if placer.wait(_PATIENCE_S / len(self._until)):
+            flight.is_ring_full = False
+            if _place(flight, placer):
+                confirmed.append(fetch_id)
+            self._look(flight.load.peer)
 
     def end(self, load: Load) -> None:
         """Nothing more of it is placed, so nothing more shall be packed."""

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,7 +98,7 @@ class DataServer(Reactor):
         self._write_timeout_s = write_timeout_s
         self._queue: deque[tuple[bytes, Fetch]] = deque()
         self._writes: deque[_Write] = deque()
-        self._rings = RingPackers(copier, grants, write_timeout_s, self._reply)
+        self._rings = RingPackers(copier, grants, write_timeout_s, self._reply, self.attempt)
         self._watchers = Watchers(grants, self._reply)
         self._trust = trust
         listening = listen(host, 0)
@@ -181,99 +182,77 @@ class DataServer(Reactor):
 
     def _serve(self, identity: bytes, fetch: Fetch, slot: Slot) -> None:
         """Pack, and submit or answer; ``slot`` goes back unless a write of it is under way."""
+        failed = Fetched(fetch.fetch_id, 0, Cause.TRANSFER_FAILED.value)
+        started = self.attempt(partial(self._start, identity, fetch, slot), lambda: failed)
+        if isinstance(started, _Write):
+            self._writes.append(started)
+            return
+        self._pool.release(slot)
+        if started is not None:
+            self._reply(identity, started)
+
+    def _start(self, identity: bytes, fetch: Fetch, slot: Slot) -> _Write | Fetched | None:
+        """A write that is under way, or the answer; ``None`` when a ring gives it."""
         grant, num_layers_done, _ = self._grants.look(lease_of(fetch))
-        refused = self._check(fetch, grant, num_layers_done)
-        if refused is None:
-            route = self._transports.route(fetch.sessions)
-            if route is None:
-                refused = Cause.TRANSFER_FAILED
-                logger.warning("no transport reaches the peer at %s", fetch.sessions)
-        if refused is not None:
-            self._pool.release(slot)
-            self._reply(identity, Fetched(fetch.fetch_id, 0, refused.value))
-            return
+        if refused := self._check(fetch, grant, num_layers_done):
+            return Fetched(fetch.fetch_id, 0, refused.value)
+        route = self._transports.route(fetch.sessions)
+        if route is None:
+            logger.warning("no transport reaches the peer at %s", fetch.sessions)
+            return Fetched(fetch.fetch_id, 0, Cause.TRANSFER_FAILED.value)
         assert grant is not None
-        assert route is not None
         if fetch.live is not None:
-            self._serve_direct(identity, fetch, slot, grant, route)
-            return
+            return self._start_direct(identity, fetch, slot, grant, route)
         engine = route.engine
         layers = self._layout.for_layers(fetch.first_layer, fetch.first_layer + fetch.num_layers)
         layers = layers.share(fetch.share, fetch.num_shares)
         ids = np.array([grant.block_ids[index] for index in fetch.block_indices], dtype=np.int64)
         if self._rings.start(identity, fetch, route, layers, ids):
-            self._pool.release(slot)
-            return
+            return None
         if fetch.num_bytes > self._pool.slot_bytes:
-            self._pool.release(slot)
-            self._reply(identity, Fetched(fetch.fetch_id, 0, Cause.BAD_PARAMS.value, route.name))
-            return
+            return Fetched(fetch.fetch_id, 0, Cause.BAD_PARAMS.value, route.name)
         window = None
         if isinstance(engine, SupportsWindow):
             window = engine.window(route.session, fetch.address, fetch.num_bytes)
         checksum = self._copier.gather(layers, ids, window or slot.region, 0, fetch.seed)
-        cause = ""
         if lease_of(fetch) not in self._grants:
-            cause = Cause.LEASE_EXPIRED.value
-        elif window is None:
-            handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
-            deadline = time.monotonic() + self._write_timeout_s
-            self._writes.append(
-                _Write(
-                    identity,
-                    fetch.fetch_id,
-                    route,
-                    slot,
-                    handle,
-                    checksum,
-                    deadline,
-                )
-            )
-            return
-        self._pool.release(slot)
-        self._reply(identity, Fetched(fetch.fetch_id, checksum, cause, route.name))
+            return Fetched(fetch.fetch_id, checksum, Cause.LEASE_EXPIRED.value, route.name)
+        if window is not None:
+            return Fetched(fetch.fetch_id, checksum, "", route.name)
+        handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
+        deadline = time.monotonic() + self._write_timeout_s
+        return _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline)
 
-    def _serve_direct(
+    def _start_direct(
         self, identity: bytes, fetch: Fetch, slot: Slot, grant: Grant, route: Route
-    ) -> None:
+    ) -> _Write | Fetched:
         """From our pages right into the consumer's. The slot only counts what is under way, and
         is where a checksum is made if one is wanted. The answer waits for the end of the write,
         however late: until then the consumer keeps its blocks.
         """
         engine = route.engine
         assert fetch.live is not None
+        refused = Fetched(fetch.fetch_id, 0, Cause.BAD_PARAMS.value, route.name)
+        if not isinstance(engine, SupportsDirectPlacement) or not engine.direct_placement:
+            return refused
         stop_layer = fetch.first_layer + fetch.num_layers
         block_ids = [grant.block_ids[index] for index in fetch.block_indices]
         ids = np.array(block_ids, dtype=np.int64)
-        handle = None
         checksum = 0
-        if isinstance(engine, SupportsDirectPlacement) and engine.direct_placement:
-            try:
-                runs = self._runs[fetch.first_layer : stop_layer]
-                writes = plan_writes(runs, block_ids, fetch.live.layers, fetch.live.block_ids)
-                self._copier.settle(ids)
-                if fetch.seed:
-                    layers = self._layout.for_layers(fetch.first_layer, stop_layer)
-                    checksum = self._copier.gather(layers, ids, slot.region, 0, fetch.seed)
-                handle = engine.submit_batch(route.session, *writes)
-            except ValueError as e:
-                logger.warning("a peer's pages do not fit ours: %s", e)
-        if handle is None:
-            self._pool.release(slot)
-            self._reply(identity, Fetched(fetch.fetch_id, 0, Cause.BAD_PARAMS.value, route.name))
-            return
-        self._writes.append(
-            _Write(
-                identity,
-                fetch.fetch_id,
-                route,
-                slot,
-                handle,
-                checksum,
-                time.monotonic() + self._write_timeout_s,
-                lease_of(fetch),
-            )
-        )
+        try:
+            runs = self._runs[fetch.first_layer : stop_layer]
+            writes = plan_writes(runs, block_ids, fetch.live.layers, fetch.live.block_ids)
+            self._copier.settle(ids)
+            if fetch.seed:
+                layers = self._layout.for_layers(fetch.first_layer, stop_layer)
+                checksum = self._copier.gather(layers, ids, slot.region, 0, fetch.seed)
+            handle = engine.submit_batch(route.session, *writes)
+        except ValueError as e:
+            logger.warning("a peer's pages do not fit ours: %s", e)
+            return refused
+        deadline = time.monotonic() + self._write_timeout_s
+        lease = lease_of(fetch)
+        return _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline, lease)
 
     def _check(self, fetch: Fetch, grant: Grant | None, num_layers_done: int) -> Cause | None:
         """Why this fetch may not be served."""
@@ -317,31 +296,40 @@ class DataServer(Reactor):
         ended = False
         now = time.monotonic()
         for write in list(self._writes):
-            status = write.route.engine.poll(write.handle)
+            status = self.attempt(
+                partial(write.route.engine.poll, write.handle), lambda: TransferStatus.FAILED
+            )
             if status is TransferStatus.RUNNING and now < write.deadline:
                 continue
             if status is TransferStatus.RUNNING and write.lease is not None:
                 # Only its end is an answer, but others need not wait for it.
-                assert write.slot is not None
-                self._pool.release(write.slot)
-                write.slot, write.deadline = None, math.inf
+                self._take_back(write)
+                write.deadline = math.inf
                 logger.warning("a write into the pages of a peer does not end")
                 continue
             ended = True
             self._writes.remove(write)
+            late_s = write.route.engine.LATE_WRITE_S if status is TransferStatus.RUNNING else 0.0
+            self._take_back(write, late_s)
             cause = _CAUSES[status]
             if not cause and write.lease is not None and write.lease not in self._grants:
                 cause = Cause.LEASE_EXPIRED.value
-            if write.slot is not None and status is TransferStatus.RUNNING:
-                self._pool.quarantine(write.slot, now + write.route.engine.LATE_WRITE_S)
-            elif write.slot is not None:
-                self._pool.release(write.slot)
             if cause:
                 logger.warning("a write to a peer ended with %s", cause)
             self._reply(
                 write.identity, Fetched(write.fetch_id, write.checksum, cause, write.route.name)
             )
         return ended
+
+    def _take_back(self, write: _Write, late_s: float = 0.0) -> None:
+        """The slot of a write, which may read it for ``late_s`` more."""
+        slot, write.slot = write.slot, None
+        if slot is None:
+            return
+        if late_s:
+            self._pool.quarantine(slot, time.monotonic() + late_s)
+        else:
+            self._pool.release(slot)
 
     def _reply(self, identity: bytes, message: Fetched | Packing | Progress) -> None:
         self._listener.send(identity, encode(message))

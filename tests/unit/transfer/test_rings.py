@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from tests.unit.transfer.raw_peers import connected
 from tests.unit.transfer.test_send_receive import ask, wait_until
 from vllm_ascend_pd.backends.block_copy import NativeBlockCopier, PageLayout, Region
-from vllm_ascend_pd.backends.page_ring import RingPacker
+from vllm_ascend_pd.backends.page_ring import RingPacker, RingPlacer
 from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY, Transports
@@ -298,3 +299,37 @@ def make_fetch(host: Host) -> Fetch:
         seed=5,
         ring_bytes=SLOT_BYTES,
     )
+
+
+@pytest.mark.parametrize(
+    ("side", "name"),
+    [
+        ("copier", "pack_ring"),
+        ("packer", "run"),
+        ("packer", "confirm"),
+        ("placer", "wait"),
+        ("placer", "run"),
+    ],
+)
+def test_end_of_a_ring_that_raises_ends_the_load_and_serves_the_next(
+    make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, side: str, name: str
+) -> None:
+    host = make_host()
+    host.run(host.spec(15))
+    targets = {"copier": Copier, "packer": RingPacker, "placer": RingPlacer}
+    raises = [True]
+    call = getattr(targets[side], name)
+
+    def maybe(*args: Any, **options: Any) -> Any:
+        if raises[0]:
+            raise RuntimeError("scripted")
+        return call(*args, **options)
+
+    monkeypatch.setattr(targets[side], name, maybe)
+    assert host.run(host.spec(0, 1, 2)).cause == Cause.TRANSFER_FAILED.value
+    raises[0] = False
+    host.time_passed = 1000.0
+    host.expect_at_rest()
+    assert host.run(host.spec(0, 1, 2)).cause == ""
+    host.expect_loaded(0, 1, 2, 15)
+    host.server.num_errors = host.loader.num_errors = 0

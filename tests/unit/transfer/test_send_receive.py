@@ -613,3 +613,58 @@ def test_unregistered_address_fails_the_write_only(make_pair: Callable[..., Pair
     fetch = msgspec.structs.replace(make_fetch(pair), address=4096)
     assert ask(pair, encode(fetch)).cause == Cause.TRANSFER_FAILED.value
     assert pair.run(pair.spec((0,), (0,))).cause == ""
+
+
+# What raises: a bug here or in a library. The peer gets its answer, and nothing is kept.
+
+
+class Raising:
+    """Stands before a method, and raises instead of it for as long as it is told to."""
+
+    def __init__(self, target: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.raises = True
+        self._call = getattr(target, name)
+        monkeypatch.setattr(target, name, self)
+
+    def __call__(self, *args: object, **options: object) -> object:
+        if self.raises:
+            raise RuntimeError("scripted")
+        return self._call(*args, **options)
+
+
+@pytest.mark.parametrize("name", ["gather", "submit_write", "poll", "route", "look"])
+def test_producer_that_raises_answers_and_serves_the_next(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pair = make_pair()
+    targets = {"gather": pair.server._copier, "route": pair.server._transports, "look": pair.grants}
+    raising = Raising(targets.get(name, pair.engine), name, monkeypatch)
+    pair.grant(*range(16))
+    for _ in range(2 * NUM_SLOTS):
+        assert pair.run(pair.spec((0, 1), (0, 1))).cause == Cause.TRANSFER_FAILED.value
+        pair.time_passed += 1000.0
+    wait_until(lambda: pair.send_pool.num_free == NUM_SLOTS)
+    assert sum(pair.server.take_errors().values()) >= 2 * NUM_SLOTS
+    raising.raises = False
+    assert pair.run(pair.spec((0, 1, 2), (0, 1, 2))).cause == ""
+    expect_loaded(pair, (0, 1, 2), (0, 1, 2))
+    pair.server.num_errors = 0
+
+
+@pytest.mark.parametrize("name", ["scatter", "send", "offer"])
+def test_consumer_that_raises_ends_the_load_and_loads_the_next(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pair = make_pair()
+    loader = pair.loader
+    targets = {"scatter": loader._copier, "send": loader._peers, "offer": loader._rings}
+    raising = Raising(targets[name], name, monkeypatch)
+    pair.grant(*range(16))
+    for _ in range(2 * NUM_SLOTS):
+        assert pair.run(pair.spec((0, 1), (0, 1))).cause == Cause.TRANSFER_FAILED.value
+        wait_until(lambda: pair.num_free() == (NUM_SLOTS, NUM_SLOTS))
+    assert loader.take_errors() == {"pd-loader": loader.num_errors}
+    raising.raises = False
+    assert pair.run(pair.spec((0, 1, 2), (0, 1, 2))).cause == ""
+    expect_loaded(pair, (0, 1, 2), (0, 1, 2))
+    loader.num_errors = 0

@@ -478,6 +478,7 @@ class SchedulerSide:
             if report.page_servers:
                 self._note_servers(report.page_servers)
             self._count_refused(report.refused_frames)
+            self._count_errors(report.errors)
             bad_block_ids: set[int] = set()
             for result in filter(None, map(self._loads.fold, report.results)):
                 bad_block_ids |= self._end_load(result)
@@ -486,6 +487,9 @@ class SchedulerSide:
             if bad_block_ids:
                 self._recover(bad_block_ids)
         self._count_refused(self._trust.take_refused())
+        for thread in (self._server, self._client):
+            if thread is not None:
+                self._count_errors(thread.take_errors())
         if self._registrar is not None and self._registrar.state is not self._told_state:
             self._told_state = self._registrar.state
             self._stats.set("router_registered", int(self._told_state.registered))
@@ -523,6 +527,10 @@ class SchedulerSide:
     def _count_refused(self, refused: dict[str, int]) -> None:
         for reason, count in refused.items():
             self._stats.add("frames_refused", count, reason)
+
+    def _count_errors(self, errors: dict[str, int]) -> None:
+        for thread, count in errors.items():
+            self._stats.add("internal_errors", count, thread)
 
     def _end_load(self, result: LoadResult) -> set[int]:
         """Fold one result in; the block ids that must be recovered from."""

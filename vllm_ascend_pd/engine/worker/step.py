@@ -123,6 +123,7 @@ class WorkerSide:
         self._grants = grants
         self._trust = trust
         self._server = server
+        self._reactors = [thread for thread in (server, loader) if thread is not None]
         has_loads = loader is not None or pool is not None
         self._loader = Loaders(loader, pool) if has_loads else None
         self._pool = pool
@@ -222,9 +223,12 @@ class WorkerSide:
             self._reported_server = True
             servers = {self._rank: self._server.page_server}
         refused = self._trust.take_refused()
-        if not results and not refused and not servers and not rested:
+        errors: dict[str, int] = {}
+        for thread in self._reactors:
+            errors |= thread.take_errors()
+        if not (results or refused or servers or rested or errors):
             return None
-        return StepReport(tuple(results), servers, refused, tuple(rested))
+        return StepReport(tuple(results), servers, refused, tuple(rested), errors)
 
     @property
     def pool_address(self) -> tuple[str, int]:
