@@ -104,6 +104,13 @@ class TransferConfig:
 
     lease_s: float = 30.0
     """A producer keeps a prompt's blocks so long without a heartbeat of the consumer."""
+    max_lease_s: float = 300.0
+    """And so long at most, whatever the consumer says."""
+    unopened_share: float = 0.5
+    """Prompts that no consumer has asked for hold at most this share of a producer's blocks: the
+    oldest ones give way."""
+    admission_timeout_s: float = 60.0
+    """A consumer's request that waits for memory so long goes on without its peer's KV."""
     peer_timeout_s: float = 2.0
     """A peer that has said nothing for so long, to an open or a fetch, is taken for gone."""
     step_load_timeout_s: float = 5.0
@@ -144,6 +151,9 @@ class TransferConfig:
     def __post_init__(self) -> None:
         for name in (
             "lease_s",
+            "max_lease_s",
+            "unopened_share",
+            "admission_timeout_s",
             "peer_timeout_s",
             "step_load_timeout_s",
             "load_timeout_s",
@@ -154,6 +164,10 @@ class TransferConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"transfer.{name} must be positive, not {getattr(self, name)}")
+        if self.unopened_share > 1:
+            raise ConfigError(
+                f"transfer.unopened_share must be at most 1, not {self.unopened_share}"
+            )
         if self.max_step_load_ms < 0:
             raise ConfigError(
                 f"transfer.max_step_load_ms must not be negative, not {self.max_step_load_ms}"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 COUNTERS: dict[str, tuple[str, str | None]] = {
     # name: (help, label or None)
     "leases_granted": ("Prompts kept for a consumer", None),
-    "leases_shortened": ("Leases that nobody had opened when memory was short", None),
     "leases_closed": ("Leases that ended, by cause", "cause"),
     "requests": ("Requests that asked for a peer's KV, by how it ended", "outcome"),
     "loads": ("Loads from a peer, by how they ended", "outcome"),

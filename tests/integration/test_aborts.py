@@ -157,18 +157,25 @@ def test_lease_of_a_consumer_killed_while_it_loads_expires(
     assert answer.outcome == "loaded"
 
 
-def test_leases_nobody_opened_are_shortened_when_memory_is_short(
+def test_leases_nobody_opened_do_not_hold_more_than_their_share(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
-    producer = engines.shared(
-        "kv_producer", transfer={"lease_s": 4.0}, num_blocks=16, max_model_len=256
-    )
-    before = producer.metrics()
-    producer.prefill(prompt_of(240, "first"))
-    producer.prefill(prompt_of(200, "second"))
-    shortened = "leases_shortened"
-    assert producer.metrics()[shortened] > before.get(shortened, 0)
-    assert "kept half as long" in producer.log()
+    """Half of the 32 blocks: two prompts of seven."""
+    producer = engines.shared("kv_producer", num_blocks=33, max_model_len=512)
+    consumer = engines.shared("kv_consumer")
+    before, metrics = producer.counts(), producer.metrics()
+    prompts = [prompt_of(200, f"{number}") for number in range(5)]
+    params = [producer.prefill(prompt) for prompt in prompts]
+    assert producer.counts()["free_blocks"] == before["free_blocks"] - 14
+    displaced = "leases_closed/displaced"
+    assert producer.metrics()[displaced] == metrics.get(displaced, 0) + 3
+    assert "give way" in producer.log()
+    answers = [
+        consumer.ask(prompt, 8, known) for prompt, known in zip(prompts, params, strict=True)
+    ]
+    assert [answer.outcome for answer in answers] == 3 * ["lease_expired"] + 2 * ["loaded"]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == single(prompt, 8).token_ids
 
 
 def test_leased_blocks_are_not_reused_by_others(

@@ -110,9 +110,32 @@ def test_prefills_preempted_on_the_producer_are_handed_over(
 def test_producer_full_of_leases_serves_again_when_they_end(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
-    producer = engines.shared("kv_producer", transfer={"lease_s": 2.0}, **SMALL)
+    transfer = {"lease_s": 2.0, "unopened_share": 1.0}
+    producer = engines.shared("kv_producer", transfer=transfer, **SMALL)
     for index in range(4):
         producer.prefill(prompt_of(NUM_TOKENS, f"{index}"))
     assert producer.counts()["free_blocks"] == 0
     prompt = prompt_of(NUM_TOKENS, "late")
     assert producer.ask(prompt, 8).token_ids == single(prompt, 8).token_ids
+
+
+def test_engines_that_wait_for_each_others_memory_go_on(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    """Each keeps a prompt of 10 of its 16 blocks for the other, and has no room for the other's."""
+    transfer = {"admission_timeout_s": 1.0, "lease_s": 20.0}
+    pair = [
+        engines.shared("kv_both", transfer={**transfer, "peer_timeout_s": timeout}, **SMALL)
+        for timeout in (2.0, 2.1)
+    ]
+    prompts = [prompt_of(10 * BLOCK_SIZE, f"{number}") for number in range(2)]
+    params = [engine.prefill(prompt) for engine, prompt in zip(pair, prompts, strict=True)]
+    for engine, prompt, known in zip(reversed(pair), prompts, params, strict=True):
+        engine.add("waits", prompt, 16, known)
+        engine.wait_for("waits", "session", "READY")
+    for engine in pair:
+        engine.start_run()
+    answers = [engine.join_run()["waits"] for engine in reversed(pair)]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == single(prompt, 16).token_ids
+    assert "deadline" in [answer.outcome for answer in answers]

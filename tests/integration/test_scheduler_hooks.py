@@ -1196,6 +1196,49 @@ def test_tail_of_a_parked_load_goes_back_with_a_request_that_is_not_admitted(
     assert consumer.counts() == consumer.counts_at_start
 
 
+def test_tails_of_loads_that_wait_are_not_held_against_what_runs(
+    producer: Engine, engines: Engines
+) -> None:
+    """A request grows into all of the memory, and others wait behind it."""
+    consumer = engines.make("kv_consumer", num_blocks=17, load_mode="park")
+    consumer.add("grows", prompt_of(16), max_tokens=200)
+    consumer.step()
+    names = [f"c{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        prompt = prompt_of(20, start=3000 + 100 * number)
+        consumer.add(name, prompt, producer.prefill(f"p{number}", prompt), max_tokens=2)
+    consumer.poll(lambda: consumer.scheduler.pd._client.outcomes.qsize() == len(names))
+    consumer.run(lambda: len(consumer.worker.parked) == len(names))
+    consumer.scheduler.max_num_running_reqs = 1
+    for load_id in list(consumer.worker.parked):
+        consumer.worker.end_parked(load_id)
+    assert len(consumer.tokens["grows"]) < 20
+    consumer.run_to_end()
+    consumer.expect_tokens("grows", 200)
+    for name in names:
+        consumer.expect_tokens(name, 2)
+
+
+def test_engines_that_wait_for_each_others_memory_go_on(engines: Engines) -> None:
+    """Each keeps a prompt of 10 of its 16 blocks for the other, and has no room for the other's."""
+    pair = [engines.make("kv_both", num_blocks=17, admission_timeout_s=0.3) for _ in range(2)]
+    for number, engine in enumerate(pair):
+        prompt = prompt_of(160, start=3000 * number)
+        params = engine.prefill("p", prompt)
+        pair[1 - number].add("c", prompt, {**params, "return_provenance": True}, max_tokens=4)
+    deadline = time.monotonic() + POLL_LIMIT_S
+    while any(len(engine.tokens["c"]) < 4 for engine in pair):
+        assert time.monotonic() < deadline, [engine.counts() for engine in pair]
+        for engine in pair:
+            if engine.scheduler.has_requests():
+                engine.step()
+    for engine in pair:
+        engine.run_to_end()
+        engine.expect_tokens("c", 4)
+    outcomes = {(engine.params["c"] or {})["provenance"]["outcome"] for engine in pair}
+    assert Cause.DEADLINE.value in outcomes
+
+
 def test_reset_gives_the_tail_of_a_parked_load_back(producer: Engine, engines: Engines) -> None:
     consumer = engines.make("kv_consumer", load_mode="park")
     params = producer.prefill("p", prompt_of(100))

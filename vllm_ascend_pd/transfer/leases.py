@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import threading
 from array import array
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int])
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One prompt's blocks on this engine. Immutable but for ``state``, ``expires_at``,
+    """One prompt's blocks on this engine. Immutable but for ``state``, ``expires_at``, ``ends_at``,
     ``is_opened``, ``first_token_id``, ``askers`` and, while it is computed, ``block_ids``
     (scheduler thread only).
 
@@ -69,6 +70,8 @@ class Lease:
     announced: bool = False
     state: ProducerState = ProducerState.OPEN
     expires_at: float = 0.0
+    ends_at: float = math.inf
+    """Nothing renews it beyond."""
     is_opened: bool = False
     """Whether a consumer has come."""
     cause: str = ""
@@ -114,8 +117,14 @@ class LeaseBook:
     """
 
     def __init__(
-        self, epoch: Epoch, fingerprint: str, lease_s: float, clock: Callable[[], float]
+        self,
+        epoch: Epoch,
+        fingerprint: str,
+        lease_s: float,
+        clock: Callable[[], float],
+        max_lease_s: float = math.inf,
     ) -> None:
+        self._max_lease_s = max_lease_s
         self._epoch = epoch
         self._fingerprint = fingerprint
         self._lease_s = lease_s
@@ -154,30 +163,32 @@ class LeaseBook:
             if state is None:
                 return False
             lease.state = state
-            lease.expires_at = self._clock() + self._lease_s
+            lease.ends_at = self._clock() + self._max_lease_s
             lease.first_token_id = first_token_id
+            self._renew(lease)
             return True
 
     def revoke(self, lease: Lease) -> bool:
         return self._end(lease.transfer_id, ProducerEvent.REVOKED)
 
-    def shorten(self) -> int:
-        """Memory is short: leases that no consumer has opened have half a term left at most.
-
-        Returns how many had more.
+    def make_way(self, max_blocks: int) -> int:
+        """Leases that no consumer has opened hold no more blocks: the oldest ones end, but not the
+        newest. Returns how many.
         """
-        latest = self._clock() + self._lease_s / 2
+        over = []
         with self._lock:
-            shortened = [
+            unopened = [
                 lease
                 for lease in self._leases.values()
-                if lease.state is ProducerState.LEASED
-                and not lease.is_opened
-                and lease.expires_at > latest
+                if lease.state is ProducerState.LEASED and not lease.is_opened
             ]
-            for lease in shortened:
-                lease.expires_at = latest
-        return len(shortened)
+            num_blocks = sum(len(lease.block_ids) for lease in unopened)
+            for lease in unopened[:-1]:
+                if num_blocks <= max_blocks:
+                    break
+                num_blocks -= len(lease.block_ids)
+                over.append(lease.transfer_id)
+        return sum(self._end(transfer_id, ProducerEvent.DISPLACED) for transfer_id in over)
 
     def revoke_all(self) -> None:
         with self._lock:
@@ -219,10 +230,7 @@ class LeaseBook:
         with self._lock:
             lease = self._leases.get(request.transfer_id)
             is_computed = lease is not None and lease.state is ProducerState.LEASED
-            if lease is not None and is_computed:
-                lease.expires_at = self._clock() + self._lease_s
-                lease.is_opened = True
-            elif lease is not None and not lease.announced:
+            if lease is not None and not is_computed and not lease.announced:
                 lease = None
             servers = self.page_servers
         if (lease is None or not servers) and not request.epoch:
@@ -232,6 +240,9 @@ class LeaseBook:
         num_blocks, num_tail_tokens = lease.match(request)
         if not num_blocks and not num_tail_tokens:
             return refuse(Cause.HASH_MISMATCH, "the lease holds another prompt's KV")
+        with self._lock:
+            lease.is_opened = True
+            self._renew(lease)
         num_readable = num_blocks + bool(num_tail_tokens)
         first_token_id, first_token_follows = None, False
         if num_tail_tokens == len(lease.tail_token_ids):  # the same prompt to its end
@@ -270,8 +281,9 @@ class LeaseBook:
             return
         with self._lock:
             for transfer_id in transfer_ids:
-                if lease := self._leases.get(transfer_id):
-                    lease.expires_at = self._clock() + self._lease_s
+                lease = self._leases.get(transfer_id)
+                if lease is not None and lease.is_opened:
+                    self._renew(lease)
 
     def release(self, transfer_id: str, epoch: str) -> bool:
         """An empty ``epoch`` is that of a consumer that was never answered (decode first); its
@@ -298,8 +310,16 @@ class LeaseBook:
             left = [x.expires_at - now for x in leased if x.expires_at > now]
         for transfer_id in over:
             self._end(transfer_id, ProducerEvent.EXPIRED)
-            logger.warning("lease %s expired: no consumer was heard of in its term", transfer_id)
+            logger.warning(
+                "lease %s expired: no consumer was heard of in its term, or not done in %g s",
+                transfer_id,
+                self._max_lease_s,
+            )
         return len(over), min(left, default=None)
+
+    def _renew(self, lease: Lease) -> None:
+        """Under the lock."""
+        lease.expires_at = min(self._clock() + self._lease_s, lease.ends_at)
 
     def _end(self, transfer_id: str, event: ProducerEvent) -> bool:
         with self._lock:

@@ -3,8 +3,8 @@
 
 Producer, one per prompt that a consumer may read:
 
-    OPEN ──finished──► LEASED ──released / expired / revoked──► CLOSED
-      └──released, or revoked (preempted, aborted, failed)────────┘
+    OPEN ──finished──► LEASED ──released / expired / displaced / revoked──► CLOSED
+      └──released, or revoked (preempted, aborted, failed)────────────────────┘
 
 ``OPEN`` is a prompt that is still being computed. It can be opened then only when the router has
 chosen its transfer id (decode first).
@@ -34,6 +34,7 @@ class ProducerEvent(Enum):
     FINISHED = auto()
     RELEASED = auto()
     EXPIRED = auto()
+    DISPLACED = auto()
     REVOKED = auto()
 
 
@@ -69,6 +70,7 @@ PRODUCER_TRANSITIONS: dict[ProducerState, dict[ProducerEvent, ProducerState]] = 
     ProducerState.LEASED: {
         ProducerEvent.RELEASED: ProducerState.CLOSED,
         ProducerEvent.EXPIRED: ProducerState.CLOSED,
+        ProducerEvent.DISPLACED: ProducerState.CLOSED,
         ProducerEvent.REVOKED: ProducerState.CLOSED,
     },
     ProducerState.CLOSED: {},

@@ -199,11 +199,52 @@ def test_heartbeat_renews_the_leases_it_names(book: LeaseBook, lease: Lease, clo
     other = make_lease(name="other")
     book.grant(other)
     book.finish(other)
+    assert isinstance(book.open(make_open()), Opened)
     clock.now += LEASE_S - 1
     book.heartbeat(("t", "unknown"), "epoch")
     clock.now += 1
     assert book.expire()[0] == 1
     assert book.take_closed() == [other]
+
+
+def test_lease_that_nobody_has_opened_is_not_renewed(
+    book: LeaseBook, lease: Lease, clock: Clock
+) -> None:
+    clock.now += LEASE_S - 1
+    book.heartbeat(("t",), "epoch")
+    assert isinstance(book.open(make_open(hashes=(b"x",) * 3)), Refused)
+    clock.now += 1
+    assert book.expire()[0] == 1
+    assert not lease.is_opened
+
+
+@pytest.mark.parametrize("opens_again", [False, True])
+def test_lease_ends_at_its_greatest_age_whoever_renews_it(clock: Clock, opens_again: bool) -> None:
+    book = LeaseBook(Epoch("epoch"), "same", LEASE_S, clock, max_lease_s=4 * LEASE_S)
+    book.page_servers = (PAGE_SERVER,)
+    book.grant(lease := make_lease())
+    assert book.finish(lease)
+    assert isinstance(book.open(make_open()), Opened)
+    for _ in range(7):
+        clock.now += LEASE_S / 2
+        book.heartbeat(("t",), "epoch")
+        if opens_again:
+            book.open(make_open())
+        assert book.expire()[0] == 0
+    clock.now += LEASE_S / 2
+    assert book.expire()[0] == 1
+    assert (book.take_closed(), lease.cause) == ([lease], "expired")
+
+
+def test_announced_lease_that_was_opened_early_is_renewed(book: LeaseBook, clock: Clock) -> None:
+    lease = replace(make_lease(), announced=True)
+    book.grant(lease)
+    assert isinstance(book.open(msgspec.structs.replace(make_open(), epoch="")), Opened)
+    assert book.finish(lease)
+    clock.now += LEASE_S - 1
+    book.heartbeat(("t",), "epoch")
+    clock.now += LEASE_S - 1
+    assert book.expire()[0] == 0
 
 
 def test_heartbeat_for_another_start_is_ignored(
@@ -250,18 +291,23 @@ def test_announced_lease_can_be_opened_and_released_before_it_is_finished(book: 
     assert book.open(early) == Waiting("t")
 
 
-def test_unopened_leases_are_shortened_when_memory_is_short(book: LeaseBook, clock: Clock) -> None:
-    kept, opened = make_lease(name="kept"), make_lease()
-    for lease in (kept, opened):
+def test_oldest_unopened_leases_give_way(book: LeaseBook) -> None:
+    leases = [make_lease(name=name) for name in ("t", "a", "b", "c")]
+    for lease in leases:  # of four blocks each
         book.grant(lease)
         assert book.finish(lease)
     assert isinstance(book.open(make_open()), Opened)
-    assert book.shorten() == 1
-    assert book.shorten() == 0
-    clock.now += LEASE_S / 2
-    book.expire()
-    assert book.take_closed() == [kept]
-    assert (kept.cause, opened.state) == ("expired", ProducerState.LEASED)
+    assert book.make_way(12) == 0
+    assert book.make_way(11) == 1
+    assert book.make_way(0) == 1, "the newest one stays"
+    assert book.take_closed() == leases[1:3]
+    assert [lease.cause for lease in leases] == ["", "displaced", "displaced", ""]
+
+
+def test_prompt_that_is_still_computed_does_not_give_way(book: LeaseBook) -> None:
+    for name in ("a", "b"):
+        book.grant(make_lease(name=name))
+    assert book.make_way(0) == 0
 
 
 def test_lease_that_was_released_before_it_came_is_not_kept(book: LeaseBook, clock: Clock) -> None:

@@ -39,6 +39,8 @@ class Parking:
         self._block_size = self._tables.block_size
         self._phantoms = phantoms
         self._loads = loads
+        self.holders: set[RemotePrompt | PoolPrompt] = set()
+        """Those with a tail that is loaded already; only this class changes it."""
 
     def park(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
         """Load the missing blocks, at least one, beside the steps, if memory allows."""
@@ -73,6 +75,7 @@ class Parking:
         if record.held_tail is not None:
             if not result.cause and not request.is_finished():
                 source.held_tail = record.held_tail[1]
+                self.holders.add(source)
             else:
                 held.append(record.held_tail[1])
         if result.num_resting:
@@ -114,3 +117,13 @@ class Parking:
         if source.held_tail is not None:
             self._pool.free_blocks([source.held_tail])
             source.held_tail = None
+            self.holders.discard(source)
+
+    def relieve(self, is_stuck: bool) -> None:
+        """Where memory is short, or no request can be scheduled, what waits does not hold any: a
+        tail is loaded again when its request is admitted.
+        """
+        margin = self._pool.num_gpu_blocks // _FREE_SHARE
+        if is_stuck or self._pool.get_num_free_blocks() < margin:
+            for source in list(self.holders):
+                self.drop_tail(source)

@@ -36,8 +36,6 @@ _COMPLETE = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
 )
-_SHORT_OF_MEMORY = 20
-"""Fewer than one free block of so many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +76,14 @@ class Producer:
         tell_first_token: Callable[[Lease], None],
         sampling_key: Callable[[Request], bytes],
         num_workers: int = 1,
+        unopened_share: float = 1.0,
     ) -> None:
         """``announce``: leases can be opened that could not before. ``waits_for_loads``: whether
         KV that a request is computed on may still fail to load. ``tell_first_token``: the token
         after an announced prompt is known. ``sampling_key``: see ``first_token``.
         """
         self._num_workers = num_workers
+        self._max_unopened_blocks = int(unopened_share * manager.block_pool.num_gpu_blocks)
         self._announce = announce
         self._waits_for_loads = waits_for_loads
         self._tell_first_token = tell_first_token
@@ -129,7 +129,6 @@ class Producer:
         """What the worker must not serve from this step on, and what it may, which this step
         computes.
         """
-        self._relieve()
         grants = tuple(self.build_grants(output))
         revokes = self.take_revokes()
         self.busy = bool(self._expected or self._prompts)
@@ -210,16 +209,15 @@ class Producer:
         num_blocks = (request.num_prompt_tokens - 1) // self._block_size + 1
         return tuple(self._manager.get_block_ids(request.request_id)[0][:num_blocks])
 
-    def _relieve(self) -> None:
-        """When few blocks are free, do not keep prompts long for consumers that may never come."""
-        pool = self._manager.block_pool
-        if not self._prompts or pool.get_num_free_blocks() * _SHORT_OF_MEMORY > pool.num_gpu_blocks:
-            return
-        if num_shortened := self._book.shorten():
-            self._stats.add("leases_shortened", num_shortened)
+    def _make_way(self) -> None:
+        """Prompts for consumers that may never come leave blocks for others."""
+        if num_displaced := self._book.make_way(self._max_unopened_blocks):
+            self.collect_closed()
             logger.warning(
-                "memory is short: %d prompts that no consumer has asked for are kept half as long",
-                num_shortened,
+                "%d prompts that no consumer has asked for give way: such prompts may hold %d"
+                " blocks (transfer.unopened_share)",
+                num_displaced,
+                self._max_unopened_blocks,
             )
 
     def finish(self, request: Request) -> dict[str, Any] | None:
@@ -237,6 +235,7 @@ class Producer:
             blocks = self._manager.get_blocks(request.request_id).blocks[0]
             prompt.pinned = list(blocks[: len(lease.block_ids)])
             self._manager.block_pool.touch(prompt.pinned)
+            self._make_way()
         return RemotePrefill(
             remote_engine_id=self._engine_id,
             remote_host=self._endpoint.host,

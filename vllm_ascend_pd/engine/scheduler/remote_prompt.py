@@ -60,6 +60,8 @@ class RemotePrompt:
         """Whether the producer had the whole prompt when it was opened."""
         self.place_until = math.inf
         """When it is given up to find memory for a prompt that is still computed."""
+        self.admit_until = math.inf
+        """When it is given up to find memory for the request; its peer holds blocks meanwhile."""
         self.first_token_id: int | None = None
         """What the producer has sampled after the prompt."""
         self.admitted = False
@@ -80,7 +82,13 @@ class RemotePrompt:
         if state is None:
             return False
         self.state = state
+        self.admit_until = time.monotonic() + self._transfer.admission_timeout_s
         return True
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether it has waited too long for memory, with nothing on its way."""
+        waits = self.state is ConsumerState.READY and not self.admitted
+        return waits and not self.num_loads and now >= self.admit_until
 
     @property
     def lease(self) -> tuple[Endpoint, str, str]:

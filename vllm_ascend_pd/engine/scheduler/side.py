@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 logger = limited_logger(__name__)
 
+_OVERDUE_S = 0.25
+"""Who waits for memory too long is looked for so often."""
 _COLLECT_S = 0.0002
 """What peers and the pool have said is looked at so often within a pass."""
 
@@ -96,12 +98,14 @@ class SchedulerSide:
         self._sessions: Mapping[str, RemotePrompt] = {}
         self._prompts: Mapping[str, PoolPrompt] = {}
         self._ignored: dict[str, Provenance] = {}
-        self._collect_at = 0.0
+        self._collect_at = self._overdue_at = 0.0
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
         transfer = config.transfer
         self._trust = Trust.load(config.security.secret_file)
-        self._book = LeaseBook(epoch, identity, transfer.lease_s, time.monotonic)
+        self._book = LeaseBook(
+            epoch, identity, transfer.lease_s, time.monotonic, transfer.max_lease_s
+        )
         sampling_key = make_sampling_key(scheduler.vllm_config, transfer.first_token)
         self._server: ControlServer | None = None
         self._producer: Producer | None = None
@@ -129,6 +133,7 @@ class SchedulerSide:
                 self._server.tell_first_token,
                 sampling_key,
                 self._sharding.num_workers,
+                transfer.unopened_share,
             )
             self._server.start()
             logger.info(
@@ -426,6 +431,11 @@ class SchedulerSide:
         ahead: tuple[AheadSpec, ...] = ()
         self._gauges_due = False
         scheduler, pool = self._scheduler, self._kv_pool
+        if self._parking.holders:
+            self._parking.relieve(self._is_stuck(scheduler_output))
+        if self._sessions and (now := time.monotonic()) >= self._overdue_at:
+            self._overdue_at = now + _OVERDUE_S
+            self._give_up_overdue(now)
         if self._producer is not None and self._producer.busy:
             revokes, grants = self._producer.begin_step(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
@@ -453,6 +463,25 @@ class SchedulerSide:
         if not (revokes or cancels or grants or loads or saves or ahead):
             return None
         return StepMeta(revokes, cancels, grants, loads, saves, ahead)
+
+    def _is_stuck(self, output: SchedulerOutput) -> bool:
+        """Nothing runs, and a request that waits for nothing has found no memory."""
+        scheduler = self._scheduler
+        return not (output.num_scheduled_tokens or scheduler.running) and any(
+            request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            for requests in (scheduler.waiting, scheduler.skipped_waiting)
+            for request in requests
+        )
+
+    def _give_up_overdue(self, now: float) -> None:
+        """A request that found no memory in time computes its prompt when it does, and its producer
+        gets the blocks back: else two engines could wait for each other's for ever.
+        """
+        assert self._consumer is not None
+        for session in [x for x in self._sessions.values() if x.is_overdue(now)]:
+            self._parking.drop_tail(session)
+            self._phantoms.withdraw(session)
+            self._consumer.give_up(session, Cause.DEADLINE)
 
     def _keep_order(self) -> None:
         """First come, first served. The engine tries requests that were blocked before all others.
