@@ -324,6 +324,7 @@ def test_kept_lease_is_renewed(
     producer: Producer, make_client: Callable[..., ControlClient]
 ) -> None:
     lease = producer.lease()
+    assert isinstance(producer.book.open(make_open()), Opened)
     client = make_client(heartbeat_s=0.05)
     client.keep(producer.endpoint, "t", "epoch")
     for _ in range(3):
@@ -369,6 +370,7 @@ def test_released_lease_is_not_renewed(
     kept, released = producer.lease("kept"), producer.lease("released")
     client = make_client(heartbeat_s=0.05)
     for lease in (kept, released):
+        assert isinstance(producer.book.open(make_open(lease.transfer_id)), Opened)
         client.keep(producer.endpoint, lease.transfer_id, "epoch")
     # To another start of the engine, so the lease stays and only the heartbeat for it can end.
     client.release(producer.endpoint, "released", "epoch")

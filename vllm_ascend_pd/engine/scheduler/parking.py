@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
     from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
+    from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.transfer.load import LoadResult
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Parking:
         self._block_size = self._tables.block_size
         self._phantoms = phantoms
         self._loads = loads
-        self.holders: set[RemotePrompt | PoolPrompt] = set()
+        self.holders: set[BlockSource] = set()
         """Those with a tail that is loaded already; only this class changes it."""
 
     def park(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
@@ -113,7 +114,7 @@ class Parking:
             session.num_parked_tokens += self._block_size
             self.drop_tail(session)
 
-    def drop_tail(self, source: RemotePrompt | PoolPrompt) -> None:
+    def drop_tail(self, source: BlockSource) -> None:
         if source.held_tail is not None:
             self._pool.free_blocks([source.held_tail])
             source.held_tail = None
