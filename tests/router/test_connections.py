@@ -143,15 +143,17 @@ def test_who_is_to_blame_for_a_connection(error: OSError, kind: FailureKind) -> 
 
 
 @contextmanager
-def answering_thread() -> Iterator[str]:
-    """A server of another thread, which answers at once whatever this one does; its URL."""
+def answering_thread(num_connections: int = 1) -> Iterator[str]:
+    """A server of another thread, whatever this one does: it answers at once, once on each
+    connection, and closes it; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            for _ in range(num_connections):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -175,6 +177,23 @@ def test_answer_that_came_while_the_router_did_something_else_is_in_time() -> No
             client.close()
         lag.stop()
         return await asking
+
+    assert uvloop.run(test()) == 200
+
+
+def test_connection_that_was_closed_while_the_router_did_something_else_is_no_failure() -> None:
+    async def test() -> int | Failure:
+        lag = LoopLag()
+        lag.start()
+        with answering_thread(2) as url:
+            client = EngineClient(url, connect_timeout_s=40, lag=lag)
+            assert await get(client) == 200  # and closed, of which the router has not heard
+            asking = asyncio.ensure_future(get(client))
+            asyncio.get_running_loop().call_soon(time.sleep, 0.5)  # just after it was sent
+            answer = await asking
+            client.close()
+        lag.stop()
+        return answer
 
     assert uvloop.run(test()) == 200
 

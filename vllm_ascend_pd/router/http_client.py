@@ -8,6 +8,7 @@ import contextlib
 import errno
 import socket
 import ssl
+import time
 from collections import deque
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -117,7 +118,9 @@ class EngineClient:
     def _take_idle(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if not connection.closed:
+            if time.monotonic() - connection.idle_since > KEEP_IDLE_S:
+                connection.abort()  # the sweep is late
+            elif not connection.closed:
                 return connection
         return None
 
@@ -203,10 +206,10 @@ class EngineClient:
             return
         if self._give(connection):
             return
-        loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
+        connection.idle_since = time.monotonic()
         self._idle.append(connection)
         if self._sweep is None:
+            loop = asyncio.get_running_loop()
             self._sweep = loop.call_later(KEEP_IDLE_S, self._close_idle)
 
     def forget(self, connection: Connection) -> None:
@@ -217,11 +220,12 @@ class EngineClient:
     def _close_idle(self) -> None:
         """Those idle for too long, oldest first."""
         self._sweep = None
-        loop = asyncio.get_running_loop()
-        while self._idle and loop.time() - self._idle[0].idle_since >= KEEP_IDLE_S:
+        now = time.monotonic()
+        while self._idle and now - self._idle[0].idle_since >= KEEP_IDLE_S:
             self._idle.popleft().abort()
         if self._idle:
-            wait_s = KEEP_IDLE_S - (loop.time() - self._idle[0].idle_since)
+            wait_s = KEEP_IDLE_S - (now - self._idle[0].idle_since)
+            loop = asyncio.get_running_loop()
             self._sweep = loop.call_later(max(wait_s, 0.05), self._close_idle)
 
     def fail_waiting(self, failure: Failure) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import httptools
 
-from vllm_ascend_pd.router.deadlines import Deadline, LoopLag
+from vllm_ascend_pd.router.deadlines import TICK_S, Deadline, LoopLag
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class Response:
         "_failure",
         "_finished",
         "_lag",
+        "_lag_before_s",
         "_loop",
         "_paused",
         "_sent_at",
@@ -142,7 +143,8 @@ class Response:
         self._waiter: asyncio.Future[None] | None = None
         self._deadline: Deadline | None = None
         self._paused = False
-        self._sent_at = loop.time()
+        self._sent_at = time.monotonic()
+        self._lag_before_s = lag.total_s
         self.status = 0
         """0 until the head has arrived."""
         self.headers: list[tuple[bytes, bytes]] = []
@@ -198,7 +200,9 @@ class Response:
 
     def was_stale(self, failure: Failure) -> bool:
         """Whether the engine had closed the kept connection before our request came to it."""
-        at_once = self._loop.time() - self._sent_at < STALE_S
+        late_s = self._lag.total_s - self._lag_before_s
+        waited_s = time.monotonic() - self._sent_at - late_s
+        at_once = waited_s < STALE_S + (TICK_S if late_s > 0 else 0)
         return failure.kind is FailureKind.DISCONNECT and at_once and not self.num_received
 
     def close(self) -> None:
