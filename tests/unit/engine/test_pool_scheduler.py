@@ -743,3 +743,16 @@ def test_parked_load_is_attributed_to_the_tier_it_came_from(world: World) -> Non
     world.source.admitted(prompt, 0, 48, [])
     assert (prompt.provenance.num_ssd_tokens, prompt.provenance.num_remote_tokens) == (32, 16)
     assert prompt.provenance.num_dram_tokens == 0
+
+
+def test_blocks_that_a_load_brought_in_and_are_gone_again_are_no_source(world: World) -> None:
+    request = world.request()
+    world.source.add(request)
+    world.find([Place.REMOTE, Place.REMOTE, Place.REMOTE, Place.NOWHERE])
+    prompt = world.source.find(request)
+    assert prompt is not None
+    world.source.load_ended(prompt, LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2})
+    world.source.admitted(prompt, 0, 16, [])  # two have been evicted since
+    assert (prompt.provenance.num_remote_tokens, prompt.provenance.num_dram_tokens) == (16, 0)
+    world.source.finish(request)
+    assert min(world.stats.take().values()) >= 0

@@ -366,8 +366,12 @@ class PoolSource:
         for index in indices:
             num_tokens = self._block_size - (index == tail)
             by_place[prompt.place_of(index) or Place.DRAM] += num_tokens
-        total = sum(by_place.values())
-        by_place[Place.DRAM] += num_pool - total
+        # Some may have been evicted since; what is not known to be elsewhere was in DRAM.
+        excess = sum(by_place.values()) - num_pool
+        for place, num_tokens in by_place.items():
+            back = min(excess, num_tokens)
+            by_place[place] -= back
+            excess -= back
         origin.num_dram_tokens = by_place[Place.DRAM]
         origin.num_remote_tokens = by_place[Place.REMOTE]
         origin.num_ssd_tokens = by_place[Place.SSD]
