@@ -171,7 +171,9 @@ def _registry() -> dict[str, Schema]:
     one = registration.PATH + "/{instance_id}"
     gone = {204: _answer("It gets no new requests")}
     drain = _operation("drain", "Leave it out for a while", gone, 400, 403, 404)
-    put = _operation("register", "An engine registers, or renews", known, 400, 403, 408, 409, 413)
+    put = _operation(
+        "register", "An engine registers, or renews", known, 400, 403, 408, 409, 413, 429
+    )
     return {
         registration.PATH: {
             "get": _operation("registry", "Every engine, for engines", instances, 403) | security
