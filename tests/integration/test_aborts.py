@@ -178,6 +178,16 @@ def test_leases_nobody_opened_do_not_hold_more_than_their_share(
         assert answer.token_ids == single(prompt, 8).token_ids
 
 
+def test_prompt_that_nobody_comes_for_is_given_back(
+    producer: Engine, prompt_of: Callable[..., list[int]]
+) -> None:
+    before = producer.counts()
+    params = producer.prefill(prompt_of(NUM_TOKENS))
+    assert producer.counts()["pinned_blocks"] == 5
+    producer.ask([0], 1, {"release_transfer_id": params["transfer_id"]})
+    assert_no_leak(producer, before)
+
+
 def test_leased_blocks_are_not_reused_by_others(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:

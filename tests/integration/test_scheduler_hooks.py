@@ -613,6 +613,35 @@ def test_expired_lease_frees_its_blocks_without_a_request(engines: Engines) -> N
     producer.poll(lambda: producer.counts() == producer.counts_at_start)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 50], ids=["computed", "still decoding"])
+def test_prompt_is_given_back_by_a_request_that_names_it(producer: Engine, max_tokens: int) -> None:
+    other = producer.prefill("q", prompt_of(100, start=3000))
+    producer.add("p", prompt_of(100), CHOSEN, max_tokens)
+    producer.run(lambda: bool(producer.tokens["p"]))
+    producer.add("r", [5], {"release_transfer_id": CHOSEN["transfer_id"]})
+    producer.run_to_end()
+    assert producer.counts()["pinned_blocks"] == 7
+    assert [lease.transfer_id for lease in producer.worker.grants] == [other["transfer_id"]]
+    producer.scheduler.reset_prefix_cache()
+
+
+def test_prompt_that_was_given_back_before_it_came_is_not_kept(producer: Engine) -> None:
+    producer.add("r", [5], {"release_transfer_id": CHOSEN["transfer_id"]})
+    producer.run_to_end()
+    producer.add("p", prompt_of(100), CHOSEN)
+    producer.run_to_end()
+    assert producer.counts()["leases"] == 0
+
+
+@pytest.mark.parametrize("transfer_id", ["unknown", "", None, 5, "x" * 10_000])
+def test_who_knows_no_transfer_id_gives_nothing_back(producer: Engine, transfer_id: object) -> None:
+    producer.prefill("p", prompt_of(100))
+    producer.add("r", [5], {"release_transfer_id": transfer_id})
+    producer.run_to_end()
+    assert producer.counts()["pinned_blocks"] == 7
+    producer.scheduler.reset_prefix_cache()
+
+
 def test_reset_of_the_prefix_cache_gives_up_leases(producer: Engine) -> None:
     producer.prefill("p", prompt_of(100))
     assert producer.scheduler.reset_prefix_cache()

@@ -62,6 +62,7 @@ class _Learned(msgspec.Struct):
     remote_port: int | None = None
     remote_key: str = ""
     supports_concurrent: bool = False
+    transfer_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class Prefilled:
     """0 if the engine did not say."""
     num_cached_tokens: int | None = None
     """Of them, those that the engine had already; ``None`` if it did not say."""
+    transfer_id: str | None = None
+    """Under which an engine of ours keeps the KV."""
 
 
 _prefill_decoder: msgspec.json.Decoder[_PrefillAnswer] = msgspec.json.Decoder(_PrefillAnswer)
@@ -102,7 +105,8 @@ def parse_prefill_answer(raw: bytes) -> Prefilled | Failure:
         learned = _learned_decoder.decode(params)
     except msgspec.MsgspecError as e:
         return Failure(FailureKind.PROTOCOL, f"kv_transfer_params is not understood: {e}")
-    return Prefilled(params, _kv_endpoint(learned), num_tokens, num_cached)
+    kept_as = learned.transfer_id if learned.supports_concurrent else None
+    return Prefilled(params, _kv_endpoint(learned), num_tokens, num_cached, kept_as)
 
 
 def _kv_endpoint(learned: _Learned) -> KVEndpoint | None:

@@ -30,6 +30,7 @@ from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
+from vllm_ascend_pd.router.releases import Kept, Releases
 from vllm_ascend_pd.router.selection import Selector, Unavailable
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Job:
     """Why the attempt has no prefill leg."""
     admitted: Admitted | None = None
     """Of the attempt under way."""
+    kept: Kept | None = None
+    """What P keeps for the attempt under way."""
     began: float = 0.0
     """When it was admitted."""
 
@@ -102,6 +105,7 @@ class Relay:
         self._lengths = lengths
         self._metrics = metrics
         self._tracing = tracing
+        self._releases = Releases(config.timeouts.prefill_s, metrics)
 
     async def serve(self, job: Job) -> web.StreamResponse:
         """One request, counted as waiting until its answer begins."""
@@ -198,19 +202,25 @@ class Relay:
             return whole_answer(result, job.trace)
         if result.params is None:
             self._metrics.add("prefill_skips", "ended_at_first_token")
-        return await self._decode(job, pair.decode, result.params)
+        with self._releases.unless_taken(
+            pair.prefill, result.transfer_id, job.body.model, job.headers
+        ) as job.kept:
+            return await self._decode(job, pair.decode, result.params)
 
     async def _concurrent(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
         assert pair.prefill.kv is not None
         transfer_id = secrets.token_hex(16)
         params = concurrent_params(transfer_id, pair.prefill.kv)
-        prefill = asyncio.ensure_future(
-            self._prefill(job, pair.prefill, job.body.for_prefill(transfer_id))
-        )
-        try:
-            return await self._decode(job, pair.decode, params, _KV(pair.prefill, prefill))
-        finally:
-            await _cancel(prefill)
+        with self._releases.unless_taken(
+            pair.prefill, transfer_id, job.body.model, job.headers
+        ) as job.kept:
+            prefill = asyncio.ensure_future(
+                self._prefill(job, pair.prefill, job.body.for_prefill(transfer_id))
+            )
+            try:
+                return await self._decode(job, pair.decode, params, _KV(pair.prefill, prefill))
+            finally:
+                await _cancel(prefill)
 
     async def _prefill(
         self, job: Job, instance: Instance, sent: bytes
@@ -248,6 +258,8 @@ class Relay:
             result = await (asking if awaited is None else _unless_lost(asking, awaited))
             if isinstance(result, LegFailed):
                 return result
+            if job.kept is not None and (isinstance(result, Stream) or result.status < 400):
+                job.kept.is_taken = True
             now = time.monotonic()
             job.trace.ttft_s = now - job.trace.started
             self._metrics.first_byte(job.trace.ttft_s)

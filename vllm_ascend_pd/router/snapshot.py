@@ -40,6 +40,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefix_cached_tokens": ("Prompt tokens that engines said they had", ("role",)),
     "prefix_prompt_tokens": ("Prompt tokens of requests whose engine said that", ("role",)),
     "prefill_skips": ("Requests without a prefill leg, by reason", ("reason",)),
+    "releases": ("Prompts given back that no decode engine took, by how that ended", ("outcome",)),
     "refused": (
         "Requests that waited too long for room, or found too many waiting",
         ("reason",),

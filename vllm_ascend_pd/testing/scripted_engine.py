@@ -99,6 +99,8 @@ class ScriptedEngine:
     """Responses, by id."""
     received: list[Received] = field(default_factory=list)
     """Generation requests and those for unknown paths."""
+    released: list[str] = field(default_factory=list)
+    """Transfer ids of prompts that were given back."""
     num_in_progress: int = 0
     most_in_progress: int = 0
     num_tokenized: int = 0
@@ -172,6 +174,9 @@ class ScriptedEngine:
             self.num_tokenized += 1
             prompt = request.json.get("prompt") or json.dumps(request.json.get("messages"))
             writer.write(json_answer(200, {"tokens": list(prompt.encode())}))
+        elif path in FORMS and (transfer_id := request.params.get("release_transfer_id")):
+            self.released.append(transfer_id)
+            writer.write(json_answer(200, {"choices": []}))
         elif path in FORMS:
             return await self._generate(request, reader, writer)
         elif (response_id := path.removeprefix("/v1/responses/")) in self.stored:

@@ -123,6 +123,14 @@ class Producer:
         self.busy = True
         return None
 
+    def release(self, transfer_id: object) -> None:
+        """Who knows this id says that no consumer comes; the prompt itself may come later still."""
+        try:
+            self._book.release(check_name("release_transfer_id", transfer_id), "")
+        except TransferError as e:
+            logger.warning("%s", e)
+        self.collect_closed()
+
     def begin_step(
         self, output: SchedulerOutput
     ) -> tuple[tuple[LeaseRef, ...], tuple[GrantSpec, ...]]:

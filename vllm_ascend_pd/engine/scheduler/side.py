@@ -209,6 +209,9 @@ class SchedulerSide:
             kind = type(params).__name__
             self._ignore(request, Cause.BAD_PARAMS, f"kv_transfer_params is {kind}, not an object")
             return
+        if self._producer is not None and "release_transfer_id" in params:
+            self._producer.release(params["release_transfer_id"])
+            return
         if params.get("do_remote_prefill"):
             if self._consumer is None:
                 self._wrong_role(request, "do_remote_prefill", "kv_consumer or kv_both")

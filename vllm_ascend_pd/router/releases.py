@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that producers keep and nobody comes for: the router gives them back.
+
+    P keeps the KV ──► D refuses, fails, or its client leaves ──► P is told, and frees its blocks
+
+P hears of it in a request of its own, whose ``kv_transfer_params`` name the transfer. Only who
+knows its id can give a prompt back; clients' own parameters never reach an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.router.failures import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_ascend_pd.router.http_client import Headers
+    from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.metrics import Metrics
+
+logger = limited_logger(__name__)
+
+
+@dataclass(slots=True)
+class Kept:
+    """The KV of one prefill leg."""
+
+    is_taken: bool = False
+    """Whether D has begun to answer: then it gives the KV back itself."""
+
+
+class Releases:
+    """Event loop thread."""
+
+    def __init__(self, timeout_s: float, metrics: Metrics) -> None:
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def unless_taken(
+        self, producer: Instance, transfer_id: str | None, model: str | None, headers: Headers
+    ) -> Iterator[Kept]:
+        """What the producer keeps under this id is given back at the end, unless it is taken."""
+        kept = Kept()
+        try:
+            yield kept
+        finally:
+            if not kept.is_taken and transfer_id is not None:
+                task = asyncio.create_task(
+                    self._give_back(producer, _release(transfer_id, model), headers)
+                )
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _give_back(self, producer: Instance, sent: bytes, headers: Headers) -> None:
+        response = await producer.client.request(
+            b"POST",
+            b"/v1/completions",
+            headers,
+            sent,
+            head_timeout_s=self._timeout_s,
+            phase="release",
+        )
+        if isinstance(response, Failure):
+            self._count(producer, response.kind.value)
+            return
+        try:
+            data = await response.read()
+        finally:
+            response.close()
+        failed = isinstance(data, Failure) or response.status >= 400
+        self._count(producer, "failed" if failed else "ok")
+
+    def _count(self, producer: Instance, outcome: str) -> None:
+        self._metrics.add("releases", outcome)
+        if outcome != "ok":
+            logger.warning(
+                "%s could not be told that a prompt is not needed (%s): its lease ends by itself",
+                producer.instance_id,
+                outcome,
+            )
+
+
+def _release(transfer_id: str, model: str | None) -> bytes:
+    body = {
+        "prompt": [0],
+        "max_tokens": 1,
+        "kv_transfer_params": {"release_transfer_id": transfer_id},
+    }
+    return msgspec.json.encode(body if model is None else {**body, "model": model})
