@@ -4,12 +4,40 @@
 from __future__ import annotations
 
 import gc
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup(
+        "stress", "random operations on real engines (tests/integration/stress)"
+    )
+    group.addoption(
+        "--stress-seconds",
+        type=float,
+        default=20.0,
+        help="how long each of them goes on (%(default)s)",
+    )
+    group.addoption(
+        "--stress-ahead",
+        action="store_true",
+        help="also on engines that plan a step before the last one's output, as on GPUs",
+    )
+    group.addoption(
+        "--stress-seed",
+        type=int,
+        default=random.SystemRandom().randrange(1 << 32),
+        help="what is drawn; printed, and new each time unless it is given",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"stress seed: {config.getoption('--stress-seed')}"
 
 
 @pytest.fixture(scope="session")

@@ -144,11 +144,17 @@ def _external_id(internal_id: str) -> str:
 class EngineServer:
     """One engine. Every public method is a command; its value must be plain data."""
 
-    def __init__(self, llm_options: dict[str, Any], transfer: dict[str, Any] | None) -> None:
+    def __init__(
+        self, llm_options: dict[str, Any], transfer: dict[str, Any] | None, runs_ahead: bool
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.executor import multiproc_executor
 
+        if runs_ahead:
+            from tests.integration.run_ahead import let_engines_run_ahead
+
+            let_engines_run_ahead()
         # The CPU platform asks for "spawn", which imports everything again.
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         kv_transfer_config = None
@@ -170,6 +176,7 @@ class EngineServer:
         cache_salt: str | None,
         sampling: dict[str, Any],
         lora: str | None = None,
+        priority: int = 0,
     ) -> None:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -188,7 +195,11 @@ class EngineServer:
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         self._engine.add_request(
-            request_id, inputs, SamplingParams(**sampling), lora_request=lora_request
+            request_id,
+            inputs,
+            SamplingParams(**sampling),
+            lora_request=lora_request,
+            priority=priority,
         )
 
     def abort(self, request_id: str) -> None:
@@ -210,13 +221,21 @@ class EngineServer:
     def run(self, timeout: float) -> dict[str, dict[str, Any]]:
         """Step as the engine's own loop does, until it would sleep; the answers since the last."""
         deadline = time.monotonic() + timeout
-        while self._engine.has_unfinished_requests() or self._scheduler.has_requests():
+        while self._has_work():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"requests did not end in {timeout} s: {self.requests()}")
             if not self.step():
                 time.sleep(_IDLE_STEP_S)
-        answers, self._answers = self._answers, {}
-        return answers
+        return self._take_answers()
+
+    def drive(self, num_steps: int) -> dict[str, dict[str, Any]]:
+        """Like ``run``, but not more steps than these."""
+        for _ in range(num_steps):
+            if not self._has_work():
+                break
+            if not self.step():
+                time.sleep(_IDLE_STEP_S)
+        return self._take_answers()
 
     def step_until(
         self, request_id: str, key: str, values: list[Any], timeout: float
@@ -332,6 +351,17 @@ class EngineServer:
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()
+
+    def _has_work(self) -> bool:
+        return (
+            self._engine.has_unfinished_requests()
+            or self._scheduler.has_requests()
+            or bool(self._core.batch_queue)
+        )
+
+    def _take_answers(self) -> dict[str, dict[str, Any]]:
+        answers, self._answers = self._answers, {}
+        return answers
 
     def _internal_id(self, request_id: str) -> str:
         return next(i for i in self._scheduler.requests if _external_id(i) == request_id)

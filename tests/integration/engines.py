@@ -63,6 +63,8 @@ class EngineConfig:
     """JSON of further options of ``LLM``."""
     executor: str = "mp"
     """``mp``: the worker is a process of its own, as in a deployment; or ``uni``."""
+    runs_ahead: bool = False
+    """Plans a step before the output of the last one is there, as on a GPU."""
 
     def with_transfer(self, **options: Any) -> EngineConfig:
         merged = {**json.loads(self.transfer), **options}
@@ -197,6 +199,7 @@ class Engine:
         kv: dict[str, Any] | None = None,
         cache_salt: str | None = None,
         lora: str | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> None:
         """Queue a request; ``kv`` is its ``kv_transfer_params``, greedy unless said otherwise.
@@ -213,6 +216,7 @@ class Engine:
             cache_salt=cache_salt,
             sampling=options,
             lora=lora,
+            priority=priority,
         )
 
     def abort(self, request_id: str) -> None:
@@ -249,6 +253,11 @@ class Engine:
 
     def join_run(self, timeout: float = 180.0) -> dict[str, Answer]:
         answers = self._receive("run", timeout + CALL_TIMEOUT_S)
+        return {request_id: _make_answer(raw) for request_id, raw in answers.items()}
+
+    def drive(self, num_steps: int) -> dict[str, Answer]:
+        """At most so many steps; what ended since the last run."""
+        answers = self._call("drive", num_steps + CALL_TIMEOUT_S, num_steps=num_steps)
         return {request_id: _make_answer(raw) for request_id, raw in answers.items()}
 
     def ask(
@@ -491,6 +500,7 @@ class Fleet:
             options={
                 "llm_options": config.llm_options(),
                 "transfer": config.transfer_options(),
+                "runs_ahead": config.runs_ahead,
             },
         )
         engine = Engine(config, process_id, self._accept(listener), log_path, name)
