@@ -61,6 +61,9 @@ def worker_counts(worker: object) -> dict[str, int]:
     return side.counts() if side is not None else {}
 
 
+worker_counts.keeps_weights = True  # type: ignore[attr-defined]
+
+
 def take_sample(llm: Any) -> Sample:
     process = psutil.Process()
     tree = [process, *process.children(recursive=True)]

@@ -91,7 +91,7 @@ class Transport(str, Enum):
     MOONCAKE = "mooncake"
 
 
-class Identity(str, Enum):
+class WeightReading(str, Enum):
     """How closely the files of the weights are looked at, see ``engine.weight_files``."""
 
     SAMPLES = "samples"
@@ -453,7 +453,7 @@ class PDConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     pool: PoolConfig | None = None
-    identity: Identity = Identity.SAMPLES
+    identity: WeightReading = WeightReading.SAMPLES
     """``samples`` of every tensor, or every byte (``full``)."""
 
     @classmethod
@@ -499,7 +499,7 @@ class PDConfig:
             security=security,
             router=_section(RouterConfig, "router", extra),
             pool=pool,
-            identity=_coerce("identity", extra.get("identity", "samples"), Identity.SAMPLES),
+            identity=_coerce("identity", extra.get("identity", "samples"), WeightReading.SAMPLES),
         )
 
 

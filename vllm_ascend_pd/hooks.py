@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -70,8 +71,24 @@ class SchedulerHooks(Protocol):
     def on_engine_started(self, engine_core: object) -> None:
         """The engine core is complete; keep what wakes its loop."""
 
-    def reset(self) -> None:
-        """The prefix cache is about to be reset: give up every pin that can be given up."""
+    def reset(self, reset_connector: bool) -> None:
+        """The prefix cache is about to be reset: give up every pin that can be given up, and with
+        ``reset_connector`` all that the pool has.
+        """
+
+    def worker_call(
+        self, method: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> AbstractContextManager[object]:
+        """Wraps a call of the workers that comes from outside, and may change the weights."""
+
+    def on_lora_loaded(self, lora_request: LoRARequest) -> None:
+        """The workers have loaded an adapter, perhaps in place of another content."""
+
+    def before_sleep(self, level: int) -> None:
+        """The workers are about to unmap their KV caches, and at level 2 their weights."""
+
+    def after_wake_up(self, tags: list[str] | None) -> None:
+        """What these tags name is mapped again; everything with ``None``."""
 
     def shutdown(self) -> None:
         """The engine stops."""

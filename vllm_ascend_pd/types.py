@@ -14,6 +14,9 @@ TransferId = NewType("TransferId", str)
 LoadId = NewType("LoadId", int)
 """Names one load of a consumer, counted by its scheduler."""
 
+GENERATION_SALT = "pd-weights:"
+"""What the salt of a block that nobody has salted begins with, once weights have been changed."""
+
 
 class LeaseRef(NamedTuple):
     """Names one lease of a producer: a router may use a transfer id again, a lease is numbered."""

@@ -120,6 +120,16 @@ def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
     return num_flipped
 
 
+def _scale_norms(worker: Any, factor: float) -> None:
+    """Runs in the worker processes."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in worker.model_runner.model.named_parameters():
+            if "input_layernorm" in name:
+                parameter[::2] *= factor
+
+
 def _pool_master_id(worker: object) -> int | None:
     """Runs in the worker processes; the first one has started it."""
     from vllm_ascend_pd import hooks
@@ -180,17 +190,13 @@ class EngineServer:
     ) -> None:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
-        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         if sampling.get("n", 1) > 1:
             sampling = {**sampling, "output_kind": RequestOutputKind.FINAL_ONLY}
         if structured := sampling.get("structured_outputs"):
             sampling = {**sampling, "structured_outputs": StructuredOutputsParams(**structured)}
-        lora_request = None
-        if lora is not None:
-            number = self._loras.setdefault(lora, len(self._loras) + 1)
-            lora_request = LoRARequest(os.path.basename(lora), number, lora)
+        lora_request = None if lora is None else self._lora_request(lora)
         inputs = TokensPrompt(prompt_token_ids=prompt)
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
@@ -296,7 +302,7 @@ class EngineServer:
         if pd is None:
             pool = self._scheduler.kv_cache_manager.block_pool
             return {"free_blocks": pool.get_num_free_blocks()}
-        workers = self._llm.collective_rpc(_worker_counts)
+        workers = self._core.model_executor.collective_rpc(_worker_counts)
         worker_counts = {name: sum(counts[name] for counts in workers) for name in workers[0]}
         return {
             "requests": len(self._scheduler.requests) + self._engine.get_num_unfinished_requests(),
@@ -323,31 +329,56 @@ class EngineServer:
         return totals
 
     def set_faults(self, script: str) -> None:
-        self._llm.collective_rpc(_set_worker_faults, args=(script,))
+        self._core.model_executor.collective_rpc(_set_worker_faults, args=(script,))
 
     def set_pool_faults(self, script: str, rank: int | None) -> None:
-        self._llm.collective_rpc(_set_pool_faults, args=(script, rank))
+        self._core.model_executor.collective_rpc(_set_pool_faults, args=(script, rank))
 
     def remove_pool_values(self, rank: int) -> None:
         hashes = list(self._scheduler.pd._kv_pool.source._events._known._found)
-        self._llm.collective_rpc(_remove_pool_values, args=(hashes, rank))
+        self._core.model_executor.collective_rpc(_remove_pool_values, args=(hashes, rank))
 
     def flip_pool_bits(self, rank: int) -> int:
         """In every value of the pool that lies in the memory of this worker; how many."""
         hashes = list(self._scheduler.pd._kv_pool.source._events._known._found)
-        return self._llm.collective_rpc(_flip_pool_bits, args=(hashes, rank))[rank]
+        return self._core.model_executor.collective_rpc(_flip_pool_bits, args=(hashes, rank))[rank]
 
     def pool_master_id(self) -> int:
         """The process id of the engine's own master."""
-        return self._llm.collective_rpc(_pool_master_id)[0]
+        return self._core.model_executor.collective_rpc(_pool_master_id)[0]
 
     def pool_breakers(self) -> dict[str, str]:
         pool = self._scheduler.pd._kv_pool
         pool.collect()
         return {"get": pool.source.breaker.state.value, "put": pool.saves.breaker.state.value}
 
-    def reset_prefix_cache(self) -> bool:
-        return self._engine.reset_prefix_cache()
+    def reset_prefix_cache(self, connector: bool) -> bool:
+        return self._engine.reset_prefix_cache(reset_connector=connector)
+
+    def call_workers(self, method: str, **options: Any) -> None:
+        """As ``/collective_rpc`` does, or a trainer."""
+        self._llm.collective_rpc(method, kwargs=options)
+
+    def scale_norms(self, factor: float) -> None:
+        """Other weights in place, by a function of the trainer's. CPUs pack those of projections
+        when they are loaded, so these alone can be changed.
+        """
+        self._llm.collective_rpc(_scale_norms, args=(factor,))
+
+    def add_lora(self, folder: str, inplace: bool) -> None:
+        self._engine.add_lora(self._lora_request(folder, inplace))
+
+    def sleep(self, level: int) -> None:
+        self._llm.sleep(level=level)
+
+    def wake_up(self) -> None:
+        self._llm.wake_up()
+
+    def _lora_request(self, folder: str, inplace: bool = False) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        number = self._loras.setdefault(folder, len(self._loras) + 1)
+        return LoRARequest(os.path.basename(folder), number, folder, load_inplace=inplace)
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()

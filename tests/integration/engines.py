@@ -333,8 +333,25 @@ class Engine:
         """The state of the breakers ``get`` and ``put``."""
         return self._call("pool_breakers")
 
-    def reset_prefix_cache(self) -> bool:
-        return self._call("reset_prefix_cache")
+    def reset_prefix_cache(self, connector: bool = False) -> bool:
+        return self._call("reset_prefix_cache", connector=connector)
+
+    def call_workers(self, method: str, **options: Any) -> None:
+        """As ``/collective_rpc`` does, or a trainer."""
+        self._call("call_workers", method=method, **options)
+
+    def scale_norms(self, factor: float) -> None:
+        """Change weights in place, by a function that the engine knows nothing of."""
+        self._call("scale_norms", factor=factor)
+
+    def add_lora(self, folder: str, inplace: bool = False) -> None:
+        self._call("add_lora", folder=folder, inplace=inplace)
+
+    def sleep(self, level: int) -> None:
+        self._call("sleep", level=level)
+
+    def wake_up(self) -> None:
+        self._call("wake_up")
 
     # The process.
 

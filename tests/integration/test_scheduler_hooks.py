@@ -1585,7 +1585,8 @@ def test_preempted_request_that_the_pool_has_nothing_for_is_resumed(
     worker.start()
     executor = SimpleNamespace(collective_rpc=lambda method: [(str(address), 4)])
     pd = engine.scheduler.pd
-    pd.on_engine_started(SimpleNamespace(model_executor=executor))
+    core = SimpleNamespace(model_executor=executor, request_block_hasher=_hasher)
+    pd.on_engine_started(core)
 
     def answer() -> None:
         (lookup,) = lookups

@@ -140,6 +140,7 @@ def test_config_is_frozen() -> None:
     ("extra", "message"),
     [
         ({"transfers": {}}, r"kv_connector_extra_config: unknown keys \['transfers'\]; valid"),
+        ({"identity": "fast"}, r"identity: 'fast' is not one of \['samples', 'full'\]"),
         ({"transfer": {"lease": 1}}, r"transfer: unknown keys \['lease'\]; valid: .*'lease_s'"),
         ({"transfer": {"open_timeout": 1}}, "unknown keys .*; valid: .*'peer_timeout_s'"),
         ({"router": {"uri": "x"}}, r"router: unknown keys \['uri'\]; valid: .*'url'"),

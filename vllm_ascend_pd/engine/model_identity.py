@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.config import Identity, PDConfig
+from vllm_ascend_pd.config import PDConfig, WeightReading
 from vllm_ascend_pd.engine.weight_files import content_digest
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _weights(vllm_config: VllmConfig, folder: Path | None) -> str:
         kv_transfer_config = vllm_config.kv_transfer_config
         full = (
             kv_transfer_config is not None
-            and PDConfig.from_kv_transfer_config(kv_transfer_config).identity is Identity.FULL
+            and PDConfig.from_kv_transfer_config(kv_transfer_config).identity is WeightReading.FULL
         )
         return content_digest(files, full)[:16]
     name = f"{model.model_weights or model.model}@{model.revision or ''}"

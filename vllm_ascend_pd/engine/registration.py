@@ -141,6 +141,10 @@ class Registrar(threading.Thread):
         if self.state.registered:
             self._say_goodbye()
 
+    def identify(self, fingerprint: str) -> None:
+        """What the engine is from now on; the router hears of it with the next beat."""
+        self._description = msgspec.structs.replace(self._description, fingerprint=fingerprint)
+
     def stop(self, timeout: float = 5.0) -> None:
         """Tell the router that this engine ends, and end the thread. Idempotent."""
         self._stopping.set()

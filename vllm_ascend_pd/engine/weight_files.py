@@ -49,7 +49,7 @@ def content_digest(files: Sequence[Path], full: bool = False) -> str:
     It is kept in the user's cache folder by inode, size and times of the files. Processes of one
     user that ask for the same files at the same time read them once.
     """
-    key = _stat_key(files, full)
+    key = stat_key(files, full)
     folder = envs.cache_folder() / "weights"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,8 @@ def _changed_at(file: Path) -> float:
     return max(status.st_mtime, status.st_ctime)
 
 
-def _stat_key(files: Sequence[Path], full: bool) -> str:
+def stat_key(files: Sequence[Path], full: bool = False) -> str:
+    """Changes when one of them does."""
     digest = hashlib.sha256(b"full" if full else b"samples")
     for file in files:
         s = file.stat()

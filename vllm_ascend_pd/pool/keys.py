@@ -56,3 +56,23 @@ class KeySpace:
 
     def key(self, block_hash: bytes) -> str:
         return self.prefix + block_hash.hex()
+
+
+class PoolNames:
+    """What a block is called in the pool: its hash, until the engine has been told to forget what
+    the pool has; then a hash of both, so that nothing from before is found. Engines that have been
+    told so equally often share their blocks again.
+    """
+
+    def __init__(self) -> None:
+        self._num_resets = 0
+
+    def forget(self) -> None:
+        self._num_resets += 1
+
+    def name(self, block_hash: bytes) -> bytes:
+        """As long as ``block_hash``."""
+        if not self._num_resets:
+            return block_hash
+        key = self._num_resets.to_bytes(8, "little")
+        return hashlib.blake2b(block_hash, digest_size=len(block_hash), key=key).digest()

@@ -100,6 +100,11 @@ class Grants:
             while len(self._gone) > _NUM_REMEMBERED:
                 del self._gone[next(iter(self._gone))]
 
+    def discard_all(self) -> None:
+        with self._lock:
+            leases = list(self._grants)
+        self.discard(leases)
+
     def __contains__(self, lease: LeaseRef) -> bool:
         """Whether its blocks may be served, still."""
         with self._lock:

@@ -138,6 +138,10 @@ class LeaseBook:
         self.page_servers: tuple[PageServer, ...] = ()
         """Of the workers, by rank; written by the scheduler thread, once."""
 
+    def identify(self, fingerprint: str) -> None:
+        """What this engine is from now on (scheduler thread)."""
+        self._fingerprint = fingerprint
+
     def __len__(self) -> int:
         with self._lock:
             return len(self._leases)

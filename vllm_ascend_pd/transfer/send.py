@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -148,6 +149,26 @@ class DataServer(Reactor):
         """Grants have changed. Main thread; cheap when nobody watches."""
         if self._watchers:
             self.submit(self._watchers.tell)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no page is read any more, all grants being gone; whether that came true. Main
+        thread.
+        """
+        deadline = time.monotonic() + timeout_s
+        answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def tell() -> None:
+            answers.put(not self._rings and all(write.lease is None for write in self._writes))
+
+        while (left_s := deadline - time.monotonic()) > 0:
+            self.submit(tell)
+            try:
+                if answers.get(timeout=left_s):
+                    return True
+            except queue.Empty:
+                break
+            time.sleep(_SLOW_POLL_S)
+        return False
 
     def on_tick(self) -> float | None:
         is_idle = not self._queue and not self._writes

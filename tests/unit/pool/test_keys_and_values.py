@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from vllm_ascend_pd.backends.block_copy import PageLayout, PythonBlockCopier, Region
-from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.keys import KeySpace, PoolNames
 from vllm_ascend_pd.pool.tier import Status
 from vllm_ascend_pd.pool.values import HEADER_BYTES, BlockValues
 
@@ -116,3 +116,17 @@ def test_engines_that_differ_share_no_key(fingerprint: str, share: int, num_shar
 
 def test_engines_that_are_equal_share_every_key() -> None:
     assert KeySpace.of("model=a").key(HASH) == KeySpace.of("model=a").key(HASH)
+
+
+def test_what_was_stored_before_the_pool_is_forgotten_has_another_name() -> None:
+    names, others = PoolNames(), PoolNames()
+    block_hash = bytes(range(32))
+    assert names.name(block_hash) == block_hash
+    names.forget()
+    first = names.name(block_hash)
+    assert len(first) == 32
+    assert first not in (block_hash, others.name(block_hash))
+    others.forget()
+    assert others.name(block_hash) == first
+    names.forget()
+    assert names.name(block_hash) not in (block_hash, first)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex, chain
+from vllm_ascend_pd.types import GENERATION_SALT
 
 BLOCK = 4
 
@@ -88,6 +89,13 @@ def test_blocks_that_a_plain_prompt_cannot_hit_are_left_out(more: dict[str, Any]
     index.receive(0, batch(stored([b"a"], None, TOKENS[:4], **more)))
     index.receive(1, batch(stored([b"b"], b"a", TOKENS[4:8])))
     assert hits(index, TOKENS) == 0
+
+
+def test_blocks_that_say_only_which_weights_they_are_of_are_hit() -> None:
+    index = PrefixIndex()
+    keys = [[GENERATION_SALT + "files-1"], None]
+    index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8], extra_keys=keys)))
+    assert hits(index, TOKENS) == 8
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -40,6 +40,7 @@ _FITTING: dict[str, dict[str, str]] = {
     "model": {
         "config": "start both sides with the same config.json and --hf-overrides",
         "weights": "start both sides with the same weight files; update both in place",
+        "generation": "change the weights of both sides in place, by the same call",
         "arch": "give both sides the same --model-impl",
         "load": "give both sides the same --load-format",
         "quant": "give both sides the same --quantization",
@@ -147,7 +148,8 @@ def find_info(page: str) -> dict[str, str]:
     for family in text_string_to_metric_families(page):
         if family.name == _INFO:
             for sample in family.samples:
-                return dict(sample.labels)
+                if sample.value:  # 0: what it was before its weights changed
+                    return dict(sample.labels)
     return {}
 
 

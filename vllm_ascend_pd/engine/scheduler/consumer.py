@@ -62,7 +62,7 @@ class Consumer:
         self._divides_pages = divides_pages
         self._client = client
         self._phantoms = phantoms
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._block_size = block_size
         self._bytes_per_block = bytes_per_block
         self._transfer = transfer
@@ -125,7 +125,7 @@ class Consumer:
             session.control,
             Open(
                 version=WIRE_VERSION,
-                fingerprint=self._fingerprint,
+                fingerprint=self.fingerprint,
                 transfer_id=remote.transfer_id,
                 epoch=remote.remote_epoch,
                 block_hashes=tuple(request.block_hashes[:num_full]),
@@ -246,6 +246,15 @@ class Consumer:
                 cause.value,
             )
             self._release(session)
+
+    def forsake(self, session: RemotePrompt) -> None:
+        """What its peer has is not what would be computed here any more."""
+        session.is_stale = True
+        event = ConsumerEvent.REFUSED if session.pending else ConsumerEvent.LOAD_FAILED
+        if session.advance(event):
+            session.provenance.outcome = Cause.INCOMPATIBLE.value
+            if not session.num_loads:
+                self._release(session)
 
     def admitted(self, session: RemotePrompt, num_local: int, num_peer: int) -> None:
         """The request is scheduled; with nothing on its way the session is over."""

@@ -68,13 +68,14 @@ class Parking:
         """Held blocks become cached ones, or go back unused."""
         source, request = record.source, record.parked_for
         assert request is not None
+        wanted = not request.is_finished() and not source.is_stale
         loaded = record.loaded(result)
-        if loaded and not request.is_finished():
+        if loaded and wanted:
             self._phantoms.cache(request, *loaded)
             source.num_parked_tokens = len(loaded[0]) * self._block_size
         held = list(record.held)
         if record.held_tail is not None:
-            if not result.cause and not request.is_finished():
+            if not result.cause and wanted:
                 source.held_tail = record.held_tail[1]
                 self.holders.add(source)
             else:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.config import TransferConfig
+    from vllm_ascend_pd.pool.keys import PoolNames
     from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.types import LoadId
 
@@ -55,7 +56,10 @@ TRANSITIONS = {
 class PoolPrompt:
     """What the pool has of one request's blocks; a ``BlockSource``."""
 
-    def __init__(self, request: Request, start: int, transfer: TransferConfig) -> None:
+    def __init__(
+        self, request: Request, start: int, transfer: TransferConfig, names: PoolNames
+    ) -> None:
+        self._names = names
         self.request = request
         self.state = PoolState.LOOKING
         self.queued_status = request.status
@@ -69,6 +73,7 @@ class PoolPrompt:
         self.held_tail: KVCacheBlock | None = None
         self.placed = False
         self.parked = False
+        self.is_stale = False
         self.num_parked_tokens = 0
         self.num_loads = 0
         self.loaded: set[int] = set()
@@ -130,7 +135,7 @@ class PoolPrompt:
         has_tail: bool,
         in_step: bool,
     ) -> PoolLoadSpec:
-        hashes = tuple(bytes(self.request.block_hashes[i]) for i in block_indices)
+        hashes = tuple(self._names.name(self.request.block_hashes[i]) for i in block_indices)
         transfer = self._transfer
         timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
         return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s, has_tail)

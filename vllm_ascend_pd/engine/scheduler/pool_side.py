@@ -105,6 +105,7 @@ class PoolSide:
             blocks_per_step=blocks_per_step,
             not_found=self.source.closed,
             num_workers=len(workers),
+            name=self.source.names.name,
         )
         self.has_saved = False
         """Whether a save has ended since the last step went out."""
@@ -253,6 +254,11 @@ class PoolSide:
         while self.saves.num_pinned and time.monotonic() < deadline:
             time.sleep(0.001)
             self.collect()
+
+    def forget(self) -> None:
+        """Take the pool for empty from now on."""
+        self.saves.forget_all()
+        self.source.forget()
 
     def stop(self) -> None:
         self._link.stop()

@@ -16,6 +16,7 @@ from vllm_ascend_pd.engine.pool_link import Found, Lookup, join_hashes
 from vllm_ascend_pd.engine.scheduler.pool_answers import fold_found
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolEvent, PoolPrompt, PoolState
 from vllm_ascend_pd.pool.breaker import Breaker
+from vllm_ascend_pd.pool.keys import PoolNames
 from vllm_ascend_pd.pool.policy import Speeds, num_blocks_to_use
 from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.types import Cause
@@ -73,6 +74,7 @@ class PoolSource:
         num_workers: int = 1,
     ) -> None:
         """``bytes_per_block`` are those of all workers together."""
+        self.names = PoolNames()
         self._num_workers = num_workers
         self._send = send
         self._phantoms = phantoms
@@ -123,7 +125,7 @@ class PoolSource:
         # The blocks of a preempted request are still cached, and about to be taken by others.
         was_preempted = previous is not None or admitted
         start = 0 if was_preempted else self._phantoms.num_leading_hits(request, end)
-        prompt = PoolPrompt(request, start, self._transfer)
+        prompt = PoolPrompt(request, start, self._transfer, self.names)
         if previous is not None:
             prompt.provenance = previous.provenance
             prompt.had_peer = previous.had_peer
@@ -170,7 +172,7 @@ class PoolSource:
         timeout_s = self._config.lookup_timeout_ms / 1000
         lookup_id = next(self._ids)
         self._pending[lookup_id] = _Pending(prompt, now, now + timeout_s, refreshed)
-        joined, hash_bytes = join_hashes(hashes)
+        joined, hash_bytes = join_hashes([self.names.name(h) for h in hashes])
         self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s))
 
     @property
@@ -237,6 +239,14 @@ class PoolSource:
         if found.healthy and len(found.places) == len(indices):
             for index, place in zip(indices, found.places, strict=True):
                 self._events.found(request, index, Place(place))
+
+    def forget(self) -> None:
+        """Nothing that the pool has now is taken any more."""
+        for prompt in self.open.values():
+            prompt.advance(PoolEvent.ENDED)
+        self._pending.clear()
+        self._events.all_gone()
+        self.names.forget()
 
     def take_queued(self) -> list[PoolPrompt]:
         """Prompts with something to load that no pass of the scheduler has come to yet."""

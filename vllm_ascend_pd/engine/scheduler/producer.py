@@ -289,6 +289,13 @@ class Producer:
         self._book.revoke_all()
         self.collect_closed()
 
+    def revoke(self, request: Request) -> None:
+        """What was promised of the prompt that it is still to compute, or computes."""
+        prompt = self._prompts.get(_prompt_key(request.request_id))
+        if prompt is not None and prompt.lease.state is ProducerState.OPEN:
+            self._book.revoke(prompt.lease)
+            self.collect_closed()
+
     def _give_up(self, request: Request) -> None:
         """Its blocks go. Those of another sample stay, and a prompt that one may still compute."""
         key = _prompt_key(request.request_id)

@@ -51,6 +51,8 @@ class RemotePrompt:
         """Whether it has been decided to load in a step or parked."""
         self.parked = False
         """Whether a parked load is under way; the request waits for it."""
+        self.is_stale = False
+        """Whether the request is hashed anew: what loads bring in has other hashes."""
         self.num_parked_tokens = 0
         """Tokens that a parked load has brought into the prefix cache."""
         self.held_tail: KVCacheBlock | None = None
@@ -108,7 +110,11 @@ class RemotePrompt:
     @property
     def is_tail_cacheable(self) -> bool:
         """Whether the block of the prompt's last token is full, and no token of it is computed."""
-        return self._num_tail_tokens == self._block_size and self.request.num_output_tokens > 0
+        return (
+            self._num_tail_tokens == self._block_size
+            and self.request.num_output_tokens > 0
+            and not self.is_stale
+        )
 
     @property
     def num_blocks(self) -> int:

@@ -78,6 +78,8 @@ class _Save:
     sent_at: float
     ahead_id: int = 0
     is_late: bool = False
+    is_forgotten: bool = False
+    """Whether it stores under names that nobody asks for any more."""
     num_packed: int = 0
     """Workers that have copied their share."""
     answers: list[Saved] = field(default_factory=list)
@@ -116,10 +118,13 @@ class Saves:
         not_found: Container[str],
         clock: Callable[[], float] = time.monotonic,
         num_workers: int = 1,
+        name: Callable[[bytes], bytes] = bytes,
     ) -> None:
-        """``blocks_per_step`` is how many blocks one step may take; ``not_found`` are the ids of
-        requests of which the pool had nothing when they came.
+        """``name`` is what a block is called in the pool, by its hash. ``blocks_per_step`` is how
+        many blocks one step may take; ``not_found`` are the ids of requests of which the pool had
+        nothing when they came.
         """
+        self._name = name
         self._not_found = not_found
         self._num_workers = num_workers
         self._send = send
@@ -354,7 +359,8 @@ class Saves:
         self._last_id = next(self._ids)
         self._under_way[self._last_id] = save
         block_ids = tuple(block.block_id for block in save.pinned)
-        self._send(Save(self._last_id, block_ids, tuple(save.hashes), save.ahead_id))
+        names = tuple(map(self._name, save.hashes))
+        self._send(Save(self._last_id, block_ids, names, save.ahead_id))
 
     def on_packed(self, message: Packed) -> None:
         save = self._under_way.get(message.save_id)
@@ -379,7 +385,7 @@ class Saves:
             save.hashes, save.events, message.statuses, strict=True
         ):
             self._stats.add("pool_put_blocks", label=status)
-            if status == Status.OK.value:
+            if status == Status.OK.value and not save.is_forgotten:
                 self._events.stored(block_hash, event)
         self._stats.add("pool_put_bytes", message.num_bytes)
         self._stats.add("pool_put_ms", message.elapsed_ms)
@@ -432,6 +438,11 @@ class Saves:
         """Give up what has not been copied yet; ``num_pinned`` says when that is done."""
         if self._num_pinned:
             self._send(DropSaves(self._last_id))
+
+    def forget_all(self) -> None:
+        """What is on its way counts for nothing: the pool is to be taken for empty."""
+        for save in self._under_way.values():
+            save.is_forgotten = True
 
     def forget(self, request: Request) -> None:
         """The request has ended, or has been preempted."""

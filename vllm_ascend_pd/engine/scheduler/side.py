@@ -13,7 +13,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.config import LoadMode, PDConfig
+from vllm_ascend_pd.config import LoadMode, PDConfig, WeightReading
 from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.fingerprint import fingerprint
@@ -22,10 +22,11 @@ from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.first_token import deliver, make_sampling_key
+from vllm_ascend_pd.engine.scheduler.identity import Identity
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.parking import Parking
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolEvent, PoolPrompt
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.recovery import recover
@@ -33,7 +34,9 @@ from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import bytes_per_block, can_divide_pages, sharding
+from vllm_ascend_pd.engine.suspension import resume, suspend
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
@@ -44,7 +47,9 @@ from vllm_ascend_pd.types import Cause, Epoch, LeaseRef, LoadId
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -79,6 +84,10 @@ def create(scheduler: Scheduler) -> SchedulerSide:
 
 class SchedulerSide:
     """Implements ``hooks.SchedulerHooks``. One thread, the scheduler's; decides, never blocks."""
+
+    _identity: Identity | None = None  # from on_engine_started on
+    _gauges_due = True
+    """A step must carry gauges out. Scheduler and registrar set it, the scheduler clears it."""
 
     def __init__(self, scheduler: Scheduler, config: PDConfig) -> None:
         self._scheduler = scheduler
@@ -170,14 +179,12 @@ class SchedulerSide:
             scheduler.defer_block_free = True
         logger.debug("fingerprint: %s", identity)
         endpoint = self._server.endpoint if self._server is not None else None
-        self._stats.set(
-            "engine_info",
-            1,
+        self._fingerprint = identity
+        self._info = (
             *(config.engine_id, config.role.value, epoch, str(endpoint or ""), identity),
             (config.pool.master or "its own") if config.pool is not None else "",
         )
-        self._gauges_due = True
-        """A step must carry gauges out. Scheduler and registrar set it, the scheduler clears it."""
+        self._stats.set("engine_info", 1, *self._info)
         self._told_state = RegistrarState.NEW
         self._registrar: Registrar | None = None
         if config.router.url:
@@ -192,6 +199,8 @@ class SchedulerSide:
     # Arrival and waiting.
 
     def on_request_added(self, request: Request) -> None:
+        if self._identity is not None:
+            self._identity.check(request)
         self._add_transfer(request)
         if self._kv_pool is None:
             return
@@ -651,6 +660,14 @@ class SchedulerSide:
             # Else the engine hears of one worker only, as without a connector.
             executor: Any = engine_core.model_executor  # type: ignore[attr-defined]
             executor.kv_output_aggregator = KVOutputAggregator(self._sharding.num_workers)
+        self._identity = Identity(
+            self._scheduler,
+            engine_core,
+            self._config.identity is WeightReading.FULL,
+            self._forsake,
+            self._on_generation,
+        )
+        engine_core.model_executor.pd = self  # type: ignore[attr-defined]
         if self._config.pool is not None:
             self._kv_pool = PoolSide(
                 self._scheduler,
@@ -663,7 +680,68 @@ class SchedulerSide:
             )
             self._prompts = self._kv_pool.source.open
 
-    def reset(self) -> None:
+    # What the engine computes with has changed.
+
+    def worker_call(
+        self, method: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> AbstractContextManager[object]:
+        assert self._identity is not None
+        return self._identity.worker_call(method, args, kwargs or {})
+
+    def on_lora_loaded(self, lora_request: LoRARequest) -> None:
+        assert self._identity is not None
+        self._identity.on_lora_loaded(lora_request)
+
+    def before_sleep(self, level: int) -> None:
+        if len(self._loads) or (self._kv_pool is not None and self._kv_pool.saves.num_pinned):
+            raise TransferError("KV is still loaded or stored: no sleep; try again in a moment")
+        if level > 1:
+            assert self._identity is not None
+            self._identity.weights_changed()
+        self._engine_core.model_executor.collective_rpc(suspend)
+
+    def after_wake_up(self, tags: list[str] | None) -> None:
+        if tags is None or "kv_cache" in tags:
+            self._engine_core.model_executor.collective_rpc(resume)
+
+    def _on_generation(self, generation: str) -> None:
+        if self._producer is not None:
+            self._producer.revoke_all()
+        identity = f"{self._fingerprint} generation={generation}"
+        logger.info("the weights have changed: %s", identity)
+        self._book.identify(identity)
+        if self._consumer is not None:
+            self._consumer.fingerprint = identity
+        if self._registrar is not None:
+            self._registrar.identify(identity)
+        self._stats.set("engine_info", 0, *self._info)
+        self._info = (*self._info[:4], identity, *self._info[5:])
+        self._stats.set("engine_info", 1, *self._info)
+        self._gauges_due = True
+
+    def _forsake(self, request: Request) -> None:
+        """It is about to be hashed anew, so nothing that was meant for it fits any more."""
+        if self._producer is not None:
+            self._producer.revoke(request)
+        session = self._consumer.get(request) if self._consumer is not None else None
+        if session is not None:
+            assert self._consumer is not None
+            self._consumer.forsake(session)
+        prompt = self._kv_pool.source.find(request) if self._kv_pool is not None else None
+        if prompt is not None:
+            prompt.is_stale = True
+            prompt.advance(PoolEvent.ENDED)
+        for source in (session, prompt):
+            if source is not None:
+                self._phantoms.withdraw(source)
+                self._parking.drop_tail(source)
+                if source.parked:
+                    self._loads.cancel(request)
+        if self._kv_pool is not None and request.num_computed_tokens:
+            # Nobody else has a use for what it computes from now on.
+            self._kv_pool.saves.skip(request, self._scheduler.max_model_len)
+
+    def reset(self, reset_connector: bool) -> None:
         if self._producer is not None:
             self._producer.revoke_all()
         self._phantoms.withdraw_all()
@@ -673,6 +751,8 @@ class SchedulerSide:
             self._parking.drop_tail(prompt)
         if self._kv_pool is not None:
             self._kv_pool.reset()
+            if reset_connector:
+                self._kv_pool.forget()
 
     def shutdown(self) -> None:
         for thread in (self._registrar, self._server, self._client):

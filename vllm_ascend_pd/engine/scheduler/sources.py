@@ -28,6 +28,9 @@ class BlockSource(Protocol):
     parked: bool
     """Whether a parked load is under way; the request waits for it."""
 
+    is_stale: bool
+    """Whether the request is hashed anew: what loads bring in has other hashes."""
+
     num_parked_tokens: int
     """Tokens that a parked load has brought into the prefix cache."""
 

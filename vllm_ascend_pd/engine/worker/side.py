@@ -84,12 +84,14 @@ def _create(
     if transfer.protocol is WireProtocol.ASCEND:
         alignment = DIRECT_ALIGNMENT
     placement = None
+    live_regions: list[tuple[int, int]] = []
     if transfer.places_directly:
         placement = DirectPlacement(transfer.verify_placement)
-        for addr, num_bytes in page_regions(
+        live_regions += page_regions(
             caches.layout, kv_cache_config.num_blocks, caches.layer_index, DIRECT_ALIGNMENT
-        ):
-            transports.register(addr, num_bytes)
+        )
+        for region in live_regions:
+            transports.register(*region)
     grants = Grants()
     pools: list[StagingPool] = []
 
@@ -149,7 +151,10 @@ def _create(
         caches.layout.page_bytes,
         type(copier).__name__,
     )
-    parts = (caches.layer_index, transports, pools, grants, trust, server, loader, pool, own.rank)
+    parts = (
+        *(caches.layer_index, transports, pools, grants, trust, server, loader, pool, own.rank),
+        live_regions,
+    )
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)
     return WorkerSide(*parts)

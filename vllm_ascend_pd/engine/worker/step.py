@@ -12,6 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.worker.loaders import Loaders
+from vllm_ascend_pd.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.types import LoadId
 
 logger = logging.getLogger(__name__)
+
+_DRAIN_S = 10.0
 
 
 class ArmedStep:
@@ -116,7 +119,10 @@ class WorkerSide:
         loader: Loader | None,
         pool: PoolIO | None = None,
         rank: int = 0,
+        live_regions: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """``live_regions`` are the parts of the KV caches that ``transports`` know by address."""
+        self._live_regions = live_regions
         self._layer_index = layer_index
         self._transports = transports
         self._pools = pools
@@ -235,6 +241,25 @@ class WorkerSide:
         """See ``engine.pool_link.pool_address``."""
         assert self._pool is not None
         return self._pool.address, self._pool.blocks_per_batch
+
+    def suspend(self) -> None:
+        """The KV caches are about to be unmapped; nothing is computed meanwhile.
+
+        Raises:
+            TransferError: they are still in use.
+        """
+        self._grants.discard_all()
+        if self._server is not None and not self._server.drain(_DRAIN_S):
+            raise TransferError(f"KV is still read by a consumer after {_DRAIN_S:.0f} s: no sleep")
+        if self._loader is not None and not self._loader.is_idle:
+            raise TransferError("KV is still loaded: no sleep; abort what waits for it first")
+        for addr, _ in self._live_regions:
+            self._transports.unregister(addr)
+
+    def resume(self) -> None:
+        """The KV caches are mapped again, where they were."""
+        for region in self._live_regions:
+            self._transports.register(*region)
 
     def counts(self) -> dict[str, int]:
         """What a leak check compares: all but ``regions`` are zero when nothing is under way."""

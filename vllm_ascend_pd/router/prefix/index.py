@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from vllm_ascend_pd.types import GENERATION_SALT
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -135,8 +137,8 @@ class PrefixIndex:
                 self._remove(block_hash)
 
     def _store(self, event: BlockStored) -> None:
-        salted = event.lora_name or any(key for key in event.extra_keys or ())
-        if salted:
+        salted = any(key for key in event.extra_keys or () if not _is_generation(key))
+        if event.lora_name or salted:
             return  # only a request with the same adapter, salt or image would hit
         parent = event.parent_block_hash
         start = ROOT if parent is None else self._own.get(parent)
@@ -175,3 +177,13 @@ class PrefixIndex:
         self._own.clear()
         self._counts.clear()
         self.state = state
+
+
+def _is_generation(keys: Any) -> bool:
+    """Whether a block says only with which weights it was computed, as all of that engine do."""
+    return (
+        isinstance(keys, list | tuple)
+        and len(keys) == 1
+        and isinstance(keys[0], str)
+        and keys[0].startswith(GENERATION_SALT)
+    )

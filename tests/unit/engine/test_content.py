@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What block hashes cover beside tokens and names, with vLLM's own requests and hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from vllm_ascend_pd import envs
+from vllm_ascend_pd.engine.scheduler.content import Content
+from vllm_ascend_pd.types import GENERATION_SALT
+
+init_none_hash(sha256)
+HASH_BLOCKS = get_request_block_hasher(16, sha256)
+TOKENS = list(range(40))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs, "cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture
+def content() -> Content:
+    return Content(HASH_BLOCKS, "bfloat16")
+
+
+def make(hasher: Callable[[Request], list[Any]], **options: Any) -> Request:
+    sampling = SamplingParams(max_tokens=100)
+    return Request("r", TOKENS, sampling, None, block_hasher=hasher, **options)
+
+
+def adapter(folder: Path, weights: bytes, number: int = 1) -> LoRARequest:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return LoRARequest("name", number, str(folder))
+
+
+class Executor:
+    """Workers that have loaded these adapters."""
+
+    def __init__(self, *loaded: int) -> None:
+        self.loaded = set(loaded)
+        self.loads: list[LoRARequest] = []
+
+    def list_loras(self) -> set[int]:
+        return self.loaded
+
+    def add_lora(self, lora: LoRARequest) -> bool:
+        self.loads.append(lora)
+        return True
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_hashes_are_vllms_own_as_long_as_weights_are_those_that_were_loaded(
+    content: Content, salt: str | None
+) -> None:
+    ours, plain = make(content.hash_blocks, cache_salt=salt), make(HASH_BLOCKS, cache_salt=salt)
+    assert ours.block_hashes == plain.block_hashes
+    for request in (ours, plain):
+        request.append_output_token_ids(list(range(30)))
+    assert ours.block_hashes == plain.block_hashes
+
+
+def test_every_block_of_another_generation_has_another_hash(content: Content) -> None:
+    before = make(content.hash_blocks)
+    content.generation = "files-1"
+    after = make(content.hash_blocks)
+    assert not set(before.block_hashes) & set(after.block_hashes)
+    assert not content.is_current(before)
+    content.renew(before)
+    assert before.block_hashes == after.block_hashes
+
+
+def test_a_request_that_has_begun_shares_with_nobody(content: Content) -> None:
+    requests = [make(content.hash_blocks) for _ in range(2)]
+    content.generation = "files-1"
+    for request in requests:
+        request.num_computed_tokens = 16
+        content.renew(request)
+    (a, b), fresh = requests, make(content.hash_blocks)
+    assert len({a.block_hashes[0], b.block_hashes[0], fresh.block_hashes[0]}) == 3
+
+
+@pytest.mark.parametrize("forged", [GENERATION_SALT + "files-1", "pd-content:00"])
+def test_a_client_cannot_ask_for_blocks_of_a_generation_by_its_salt(
+    content: Content, forged: str
+) -> None:
+    forger = make(content.hash_blocks, cache_salt=forged)
+    content.generation = "files-1"
+    honest = make(content.hash_blocks)
+    assert forger.block_hashes[0] != honest.block_hashes[0]
+    assert forger.cache_salt != forged
+
+
+def test_adapters_of_one_name_are_told_apart_by_content(content: Content, tmp_path: Path) -> None:
+    loras = [adapter(tmp_path / f"{n}", w, n) for n, w in ((1, b"x"), (2, b"x"), (3, b"y"))]
+    first, same, other = (make(content.hash_blocks, lora_request=lora) for lora in loras)
+    assert first.block_hashes == same.block_hashes
+    assert not set(first.block_hashes) & set(other.block_hashes)
+
+
+def test_changed_files_count_once_the_workers_have_loaded_them(
+    content: Content, tmp_path: Path
+) -> None:
+    lora = adapter(tmp_path / "a", b"old")
+    before = make(content.hash_blocks, lora_request=lora)
+    adapter(tmp_path / "a", b"newer")
+    executor = Executor(1)
+    request = make(content.hash_blocks, lora_request=lora)
+    assert not content.reload_adapter(request, executor)
+    assert request.block_hashes == before.block_hashes
+    assert not executor.loads
+    executor.loaded.clear()  # evicted: the workers would load what is there now
+    assert content.reload_adapter(request, executor)
+    content.renew(request)
+    assert [lora.load_inplace for lora in executor.loads] == [True]
+    assert request.block_hashes != before.block_hashes
+
+
+def test_a_request_that_asks_for_a_reload_gets_one_and_not_in_every_step(
+    content: Content, tmp_path: Path
+) -> None:
+    lora = adapter(tmp_path / "a", b"old")
+    make(content.hash_blocks, lora_request=lora)
+    adapter(tmp_path / "a", b"newer")
+    executor = Executor(1)
+    again = LoRARequest("name", 1, str(tmp_path / "a"), load_inplace=True)
+    for expected in (True, False):
+        request = make(content.hash_blocks, lora_request=again)
+        assert content.reload_adapter(request, executor) is expected
+        assert not request.lora_request.load_inplace
+    assert len(executor.loads) == 1
+
+
+def test_an_adapter_that_nobody_here_can_read_is_like_no_other(tmp_path: Path) -> None:
+    lora = LoRARequest("name", 1, str(tmp_path / "gone"))
+    (tmp_path / "gone").mkdir()
+    contents = [Content(HASH_BLOCKS, "") for _ in range(2)]
+    one, again = (make(contents[0].hash_blocks, lora_request=lora) for _ in range(2))
+    assert one.block_hashes == again.block_hashes
+    assert make(contents[1].hash_blocks, lora_request=lora).block_hashes != one.block_hashes

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What weights that were changed in place are called, and which calls change them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ascend_pd import envs
+from vllm_ascend_pd.engine.scheduler.weights import (
+    digest_weights,
+    keeps_weights,
+    settled_generation,
+)
+
+
+class Executor:
+    """Workers that hold these models."""
+
+    def __init__(self, *models: torch.nn.Module) -> None:
+        self._models = models
+        self.sleeping_tags: set[str] = set()
+
+    def collective_rpc(self, method: Any) -> list[Any]:
+        runners = [SimpleNamespace(get_model=lambda m=model: m) for model in self._models]
+        return [method(SimpleNamespace(model_runner=runner)) for runner in runners]
+
+
+class Lost(Executor):
+    def collective_rpc(self, method: Any) -> list[Any]:
+        raise RuntimeError("a worker is out of memory")
+
+
+def model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    made = torch.nn.Sequential(torch.nn.Linear(64, 33), torch.nn.BatchNorm1d(33))
+    return made.to(torch.bfloat16)
+
+
+def generation(*models: torch.nn.Module, method: object = "finish_weight_update") -> str | None:
+    return settled_generation(method, (), {}, Executor(*models), "no/such/folder")
+
+
+def test_equal_weights_in_memory_agree() -> None:
+    assert generation(model()) == generation(model())
+    assert generation(model(), model(1)) != generation(model(1), model())
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.running_var"])
+def test_every_value_in_memory_counts(name: str) -> None:
+    other = model()
+    tensors = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    with torch.no_grad():
+        tensors[name].view(-1)[-1] += 1
+    assert generation(other) != generation(model())
+
+
+def test_values_that_change_places_count() -> None:
+    other = model()
+    with torch.no_grad():
+        other[0].weight.copy_(other[0].weight.flip(0))
+    assert generation(other) != generation(model())
+
+
+def test_weights_that_a_kernel_keeps_to_itself_cannot_be_told() -> None:
+    packed = model()
+    packed[0].weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    assert Executor(packed).collective_rpc(digest_weights) == [None]
+    assert generation(model(), packed) is None
+
+
+def test_between_the_parts_of_an_update_nothing_is_told() -> None:
+    assert generation(model(), method="update_weights") is None
+    assert generation(model(), method="start_weight_update") is None
+
+
+def test_weights_that_are_asleep_or_a_worker_that_fails_tell_nothing() -> None:
+    asleep = Executor(model())
+    asleep.sleeping_tags = {"weights", "kv_cache"}
+    for executor in (asleep, Lost(model())):
+        assert settled_generation("any", (), {}, executor, "") is None
+
+
+def test_a_reload_is_called_after_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envs, "cache_folder", lambda: tmp_path / "cache")
+    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.bin").write_bytes(content)
+
+    def reload(folder: str, *args: Any, **options: Any) -> str | None:
+        path = str(tmp_path / folder)
+        return settled_generation("reload_weights", args, options, Executor(model()), path)
+
+    assert reload("a") == reload("b") != reload("c")
+    assert reload("a", weights_path=str(tmp_path / "c")) == reload("c")
+    assert reload("a", None, str(tmp_path / "c")) == reload("c")
+    assert reload("a", weights_iterator=iter(())) == generation(model())
+
+
+def test_calls_of_which_nothing_is_known_may_change_weights() -> None:
+    assert keeps_weights("add_lora")
+    assert not keeps_weights("update_weights_from_ipc")
+    assert not keeps_weights(model)
+
+
+def test_a_function_may_say_that_it_keeps_weights() -> None:
+    def look(worker: object) -> None: ...
+
+    look.keeps_weights = True  # type: ignore[attr-defined]
+    assert keeps_weights(look)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before its KV caches are unmapped, a worker lets go of them; afterwards it takes them again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.engine.test_worker_step import GRANT, LEASE, NAMES, Side, load_spec
+from tests.unit.engine.test_worker_step import side as side
+from vllm_ascend_pd.engine.metadata import StepMeta
+from vllm_ascend_pd.engine.worker import step
+from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.types import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def direct(side: Side) -> Iterator[Side]:
+    """Its transports know the KV pages by address."""
+    side.worker._live_regions = regions = [
+        (side.caches[name].data_ptr(), side.caches[name].nbytes) for name in NAMES
+    ]
+    side.worker.resume()
+    yield side
+    for addr, _ in regions:
+        side.transports.unregister(addr)
+
+
+def test_what_was_granted_is_gone_when_it_returns(side: Side) -> None:
+    side.step(GRANT)
+    assert side.load().cause == ""
+    side.worker.suspend()
+    assert LEASE not in side.grants
+    assert side.load().cause == Cause.LEASE_EXPIRED.value
+
+
+def test_registered_pages_are_registered_anew(direct: Side) -> None:
+    before = direct.transports.num_regions()
+    direct.worker.suspend()
+    assert direct.transports.num_regions() == before - len(NAMES)
+    direct.worker.resume()
+    assert direct.transports.num_regions() == before
+
+
+def test_pages_that_are_still_loaded_are_not_let_go(direct: Side) -> None:
+    regions = direct.transports.num_regions()
+    direct.worker.begin_step(
+        type("Output", (), {"pd_metadata": StepMeta(loads=(load_spec(direct, in_step=False),))})
+    )
+    with pytest.raises(TransferError, match="still loaded"):
+        direct.worker.suspend()
+    assert direct.transports.num_regions() == regions
+
+
+def test_pages_that_are_still_read_are_not_let_go(
+    direct: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer's piece that does not end."""
+    monkeypatch.setattr(step, "_DRAIN_S", 0.05)
+    regions = direct.transports.num_regions()
+    reading: Any = {1: object()}
+    monkeypatch.setattr(direct.server, "_rings", _Rings(direct.server._rings, reading))
+    with pytest.raises(TransferError, match="still read"):
+        direct.worker.suspend()
+    assert direct.transports.num_regions() == regions
+
+
+class _Rings:
+    """Rings of which one goes on."""
+
+    def __init__(self, real: Any, going_on: Any) -> None:
+        self._real = real
+        self._going_on = going_on
+
+    def __bool__(self) -> bool:
+        return bool(self._going_on)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)

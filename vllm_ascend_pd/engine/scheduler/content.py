@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decides a request's KV beside its tokens goes into its block hashes.
+
+vLLM's hashes cover tokens, salt, images and the *name* of an adapter. Here they also cover the
+adapter's content and the generation of the weights, so that the prefix cache, leases and the pool's
+keys all tell apart what differs in them. Both are added to the salt, which is hashed with the
+first block and so with all that follow. As long as there is neither, hashes are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_ascend_pd.engine.model_identity import weight_files
+from vllm_ascend_pd.engine.weight_files import content_digest, stat_key
+from vllm_ascend_pd.types import GENERATION_SALT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_OURS = "pd-"
+"""Salts of clients that begin like that are hashed too, so that none can be made to look like one
+of these."""
+
+
+class Content:
+    """``hash_blocks`` runs where requests are made, in a thread of its own; all else belongs to the
+    scheduler's thread, which looks at every request again when it is added.
+    """
+
+    def __init__(
+        self, hash_blocks: Callable[[Request], list[BlockHash]], lora_dtype: object
+    ) -> None:
+        self._hash_blocks = hash_blocks
+        self._lora_dtype = str(lora_dtype)
+        self.generation = ""
+        """Of the weights; empty as long as they are those that were loaded at start."""
+        self._adapters: dict[int, str] = {}
+        """By ``lora_int_id``: the content that the workers have, or will load."""
+        self._read: dict[str, tuple[str, str]] = {}
+        """By path: when the files were read last, and what they held."""
+
+    def hash_blocks(self, request: Request) -> list[BlockHash]:
+        """vLLM's block hasher, for new requests."""
+        request._block_hasher = self._hash_blocks
+        request.cache_salt = self._salt(request)
+        return self._hash_blocks(request)
+
+    def is_current(self, request: Request) -> bool:
+        """Whether its hashes say what it would be computed with now."""
+        return request.cache_salt == self._salt(request)
+
+    def renew(self, request: Request) -> None:
+        """Hash it anew. What was computed with the content before and goes on with this one is
+        like nothing else.
+        """
+        is_mixed = request.num_computed_tokens > 0
+        request.cache_salt = self._salt(request, secrets.token_hex(8) if is_mixed else "")
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _salt(self, request: Request, mixture: str = "") -> str | None:
+        if not hasattr(request, "pd_salt"):
+            request.pd_salt = request.cache_salt
+        salt: str | None = request.pd_salt
+        adapter = ""
+        if (lora := request.lora_request) is not None:
+            if (known := self._adapters.get(lora.lora_int_id)) is None:
+                known = self._adapters[lora.lora_int_id] = self.read_adapter(lora)
+            adapter = known
+        if not (self.generation or adapter or mixture or (salt or "").startswith(_OURS)):
+            return salt
+        if not (salt or adapter or mixture):
+            return GENERATION_SALT + self.generation
+        text = repr((salt, self.generation, adapter, mixture))
+        return "pd-content:" + hashlib.sha256(text.encode()).hexdigest()
+
+    # Adapters.
+
+    def note_adapter(self, lora: LoRARequest, content: str) -> bool:
+        """The workers have loaded it; whether it differs from what they had."""
+        changed = self._adapters.get(lora.lora_int_id, content) != content
+        self._adapters[lora.lora_int_id] = content
+        return changed
+
+    def reload_adapter(self, request: Request, executor: Any) -> bool:
+        """If this request asks for a reload, or the workers would load other files than they had,
+        load them now, for all requests; whether that was so.
+
+        Files that have changed without anybody asking for a reload are not looked at while the
+        workers have the adapter.
+        """
+        lora = request.lora_request
+        if lora is None:
+            return False
+        content, known = self.read_adapter(lora), self._adapters.get(lora.lora_int_id)
+        changed = content != known and (
+            lora.load_inplace or lora.lora_int_id not in executor.list_loras()
+        )
+        if changed:
+            try:
+                executor.add_lora(_copy(lora, load_inplace=True))
+            except Exception as e:  # noqa: BLE001 - the request itself says what is wrong with it
+                logger.warning("adapter %s could not be loaded again: %s", lora.lora_name, e)
+                return False
+            self.note_adapter(lora, content)
+        if lora.load_inplace:
+            # Else vLLM reads its files in every step.
+            request.lora_request = _copy(lora, load_inplace=False)
+        return changed
+
+    def read_adapter(self, lora: LoRARequest) -> str:
+        """A digest of all its files; they are read when they have changed."""
+        from vllm.lora.utils import get_adapter_absolute_path
+
+        path = get_adapter_absolute_path(lora.lora_path)
+        try:
+            files = weight_files(Path(path))
+            if not files:
+                raise FileNotFoundError("no file of weights")
+            files += Path(path).glob("adapter_config.json")
+            key = stat_key(files)
+            if (read := self._read.get(path)) is None or read[0] != key:
+                content = f"{content_digest(files, full=True)} {self._lora_dtype}"
+                self._read[path] = read = key, content
+        except OSError as e:
+            if path not in self._read:
+                logger.warning("adapter %s: its files cannot be read: %s", lora.lora_name, e)
+                self._read[path] = "", secrets.token_hex(8)
+            return self._read[path][1]
+        return read[1]
+
+
+def _copy(lora: LoRARequest, load_inplace: bool) -> LoRARequest:
+    return msgspec.structs.replace(lora, load_inplace=load_inplace)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this engine computes with may change while it runs: weights in place, adapters by name.
+
+a call that may change weights begins   a random generation: in block hashes and fingerprint;
+                                        leases are revoked, requests that wait are hashed anew,
+                                        those that have begun are like nothing else from now on
+it ends                                 the generation is what the weights are, if that can be
+                                        told, and requests that have not begun get it
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.engine.scheduler.content import Content
+from vllm_ascend_pd.engine.scheduler.weights import (
+    keeps_weights,
+    random_generation,
+    settled_generation,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Identity:
+    """Scheduler thread, but for ``Content.hash_blocks``."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine_core: Any,
+        full: bool,
+        forsake: Callable[[Request], None],
+        on_generation: Callable[[str], None],
+    ) -> None:
+        """``full``: files of weights are read to the last byte. ``forsake`` gives up all that a
+        request would take from elsewhere, and what is kept of it for others. ``on_generation`` is
+        told each new one, and gives up all leases.
+        """
+        self._scheduler = scheduler
+        self._executor = engine_core.model_executor
+        self._full = full
+        self._forsake = forsake
+        self._on_generation = on_generation
+        lora = scheduler.vllm_config.lora_config
+        self._content = Content(engine_core.request_block_hasher, getattr(lora, "lora_dtype", ""))
+        engine_core.request_block_hasher = self._content.hash_blocks
+
+    def check(self, request: Request) -> None:
+        """Before a request is added: it was hashed a moment ago, by another thread."""
+        if self._content.reload_adapter(request, self._executor):
+            self._renew_users(request.lora_request)
+        if not self._content.is_current(request):
+            self._content.renew(request)
+
+    def on_lora_loaded(self, lora: LoRARequest) -> None:
+        if self._content.note_adapter(lora, self._content.read_adapter(lora)):
+            self._renew_users(lora)
+
+    def _renew_users(self, lora: LoRARequest | None) -> None:
+        if lora is not None:
+            requests = self._scheduler.requests.values()
+            self._renew(r for r in requests if _adapter_id(r) == lora.lora_int_id)
+
+    @contextmanager
+    def worker_call(
+        self, method: object, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """Around a call of the workers that somebody from outside has asked for."""
+        if keeps_weights(method):
+            yield
+            return
+        self.weights_changed()
+        yield
+        model = self._scheduler.vllm_config.model_config.model
+        generation = settled_generation(method, args, kwargs, self._executor, model, self._full)
+        if generation is not None:
+            self._set_generation(generation)
+            self._renew(r for r in self._scheduler.requests.values() if not r.num_computed_tokens)
+
+    def weights_changed(self) -> None:
+        """They are, or may be, other ones from now on."""
+        self._set_generation(random_generation())
+        self._renew(self._scheduler.requests.values())
+
+    def _set_generation(self, generation: str) -> None:
+        self._content.generation = generation
+        self._on_generation(generation)
+
+    def _renew(self, requests: Iterable[Request]) -> None:
+        for request in list(requests):
+            self._forsake(request)
+            self._content.renew(request)
+
+
+def _adapter_id(request: Request) -> int | None:
+    return request.lora_request.lora_int_id if request.lora_request is not None else None

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which generation of the weights an engine computes with, once they have been changed in place."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_ascend_pd.engine.model_identity import weight_files
+from vllm_ascend_pd.engine.weight_files import content_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+_KEEP_WEIGHTS = frozenset(
+    (
+        *("check_health", "execute_dummy_batch", "profile", "synchronize_device"),
+        *("reset_mm_cache", "reset_encoder_cache", "update_max_model_len", "update_config"),
+        *("get_model", "get_kv_cache_spec", "get_supported_tasks", "get_model_inspection"),
+        *("add_lora", "remove_lora", "pin_lora", "list_loras", "save_sharded_state"),
+        *("init_weight_transfer_engine", "report_device_id", "determine_available_memory"),
+    )
+)
+"""Methods of vLLM's workers after which the weights are those that they were."""
+_UNFINISHED = frozenset(("start_weight_update", "start_draft_weight_update", "update_weights"))
+"""Methods after which more is to come."""
+_CHUNK = 1 << 22
+_PRIME = (1 << 61) - 1
+
+
+def keeps_weights(method: object) -> bool:
+    """Whether a call of the workers leaves the weights alone: a method of vLLM's that does, or a
+    function that says so by an attribute of this name.
+    """
+    return method in _KEEP_WEIGHTS or getattr(method, "keeps_weights", False) is True
+
+
+def random_generation() -> str:
+    """One that no other engine has."""
+    return f"random-{secrets.token_hex(8)}"
+
+
+def settled_generation(
+    method: object,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    executor: Any,
+    model: str,
+    full: bool = False,
+) -> str | None:
+    """What the weights are after such a call, so that engines with the same ones agree: the files
+    that they were read from, or what lies in memory. ``None`` when that cannot be told.
+    """
+    if method in _UNFINISHED:
+        return None
+    if method == "reload_weights":
+        options = {**dict(zip(("weights_iterator", "weights_path"), args, strict=False)), **kwargs}
+        path = Path(options.get("weights_path") or model)
+        if options.get("weights_iterator") is None and (files := _files(path)):
+            return f"files-{content_digest(files, full)[:16]}"
+    if "weights" in getattr(executor, "sleeping_tags", ()):
+        return None
+    try:
+        digests = executor.collective_rpc(digest_weights)
+    except Exception as e:  # noqa: BLE001 - a digest is a gain; the caller's own call has succeeded
+        logger.warning("the weights in memory cannot be told: %s", e)
+        return None
+    if None in digests:
+        return None
+    return f"memory-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}"
+
+
+def _files(path: Path) -> list[Path]:
+    return weight_files(path) if path.exists() else []
+
+
+@torch.inference_mode()
+def digest_weights(worker: Any) -> str | None:
+    """Of every parameter and buffer of this worker's model, every byte; ``None`` where a kernel
+    keeps a parameter to itself, as on CPUs. Runs in the worker process.
+    """
+    digest = hashlib.sha256()
+    model = worker.model_runner.get_model()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.numel():
+            return None
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(str(_sum(tensor)).encode())
+    return digest.hexdigest()
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """Of all bytes, each times a number that depends on its place; on the tensor's own device."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, data.numel(), _CHUNK):
+        chunk = data[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + chunk.numel(), device=chunk.device)
+        # Odd multipliers that are spread over 31 bits: the sums fit 64 bits.
+        factor = (place * 0x9E3779B1 & 0x7FFFFFFF) | 1
+        total = (total * 31 + int((chunk * factor).sum())) % _PRIME
+    return total
