@@ -170,12 +170,12 @@ def test_leases_nobody_opened_do_not_hold_more_than_their_share(
     displaced = "leases_closed/displaced"
     assert producer.metrics()[displaced] == metrics.get(displaced, 0) + 3
     assert "give way" in producer.log()
-    answers = [
-        consumer.ask(prompt, 8, known) for prompt, known in zip(prompts, params, strict=True)
-    ]
-    assert [answer.outcome for answer in answers] == 3 * ["lease_expired"] + 2 * ["loaded"]
-    for prompt, answer in zip(prompts, answers, strict=True):
+    outcomes = []
+    for prompt, known in zip(reversed(prompts), reversed(params), strict=True):
+        answer = consumer.ask(prompt, 8, known)
         assert answer.token_ids == single(prompt, 8).token_ids
+        outcomes.append(answer.outcome)
+    assert outcomes == 2 * ["loaded"] + 3 * ["lease_expired"]
 
 
 def test_prompt_that_nobody_comes_for_is_given_back(

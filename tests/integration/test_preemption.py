@@ -94,7 +94,7 @@ def test_prefills_preempted_on_the_producer_are_handed_over(
     single: SingleEngine,
     prompt_of: Callable[..., list[int]],
 ) -> None:
-    producer = engines.shared("kv_producer", **SMALL)
+    producer = engines.shared("kv_producer", transfer={"unopened_share": 1.0}, **SMALL)
     prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
     before = producer.metrics()["preemptions"]
     for name, prompt in prompts.items():
