@@ -191,6 +191,7 @@ class Environment:
                 self._install_cpu(plan, settings)
             else:
                 wanted = [*plan.requirements, plan.mooncake, f"{REPO}[cluster,dev]"]
+                wanted.append("--compile-bytecode")
                 self.uv_install("the engine, Mooncake and tools", wanted, settings)
         project = ["--no-deps", "--no-build-isolation", "--editable", str(REPO)]
         self.uv_install("this package", project, {**settings, **self._build_env()}, BUILD_FIX)
@@ -261,8 +262,15 @@ class Environment:
     def _install_cpu(self, plan: host.Plan, settings: dict[str, str]) -> None:
         torch, engine = plan.requirements
         locked = ["--requirement", str(lock_file(self._python_version()))]
-        build = REPO / "build" / "alias"
-        others = ["--no-deps", engine, plan.mooncake, *locked, str(write_alias_wheel(build))]
+        # A container that sets PYTHONDONTWRITEBYTECODE would compile vLLM again at each start.
+        others = [
+            "--compile-bytecode",
+            "--no-deps",
+            engine,
+            plan.mooncake,
+            *locked,
+            str(write_alias_wheel(build)),
+        ]
         source = self.source_of(torch, settings)
         if source is None:
             plain = torch.partition("+")[0]
