@@ -263,14 +263,8 @@ class Environment:
         torch, engine = plan.requirements
         locked = ["--requirement", str(lock_file(self._python_version()))]
         # A container that sets PYTHONDONTWRITEBYTECODE would compile vLLM again at each start.
-        others = [
-            "--compile-bytecode",
-            "--no-deps",
-            engine,
-            plan.mooncake,
-            *locked,
-            str(write_alias_wheel(build)),
-        ]
+        others = ["--compile-bytecode", "--no-deps", engine, plan.mooncake, *locked]
+        others.append(str(write_alias_wheel(REPO / "build" / "alias")))
         source = self.source_of(torch, settings)
         if source is None:
             plain = torch.partition("+")[0]
