@@ -95,8 +95,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for name in ("p0", "p1", "d0", "d1"):
             config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
             options = ["--kv-transfer-config", json.dumps(config)]
-            # With a plain TCP address vLLM's publisher connects instead of listening.
-            replay = f"tcp://127.0.0.1:{free_port()}"
+            # With a plain TCP address vLLM's publisher connects instead of listening, and a port
+            # that is free now may be taken when it listens.
+            replay = f"ipc://{folder}/{name}.replay"
             events = {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": replay}
             publish = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
             options += ["--kv-events-config", json.dumps(publish)]
