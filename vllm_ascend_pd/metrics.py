@@ -40,7 +40,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pool_prefill_tokens_per_s": ("Measured speed of prefill; 0 before any", ()),
     "router_registered": ("1 while the router that this engine registers with knows it", ()),
     "engine_info": (
-        "Always 1; what this engine is. Producers and consumers need equal fingerprints",
+        "1: what this engine is; 0: what it was. Producers and consumers need equal fingerprints",
         ("engine_id", "role", "epoch", "kv_endpoint", "fingerprint", "pool_master"),
     ),
 }
