@@ -200,6 +200,19 @@ OWN_COPIES = {
     ("AscendExtractHiddenStatesProposer", "_determine_batch_execution_and_padding"): (
         "a drafter's method; drafters are refused at start"
     ),
+    ("NPUWorker", "add_lora"): "the worker's method; EngineCore's calls it",
+    **{
+        (owner, name): "what the executor's method, which is not overridden, has workers do"
+        for owner, name in (
+            ("NPUWorker", "sleep"),
+            ("NPUWorker", "wake_up"),
+            ("CaMemAllocator", "sleep"),
+            ("CaMemAllocator", "wake_up"),
+            ("SleepWakeupManager", "sleep"),
+            ("AclGraphSleepWakeupManager", "sleep"),
+            ("HcclSleepWakeupManager", "sleep"),
+        )
+    },
 }
 
 
