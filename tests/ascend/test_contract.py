@@ -201,9 +201,8 @@ OWN_COPIES = {
         "a drafter's method; drafters are refused at start"
     ),
     ("NPUWorker", "add_lora"): "the worker's method; EngineCore's calls it",
-    **{
-        (owner, name): "what the executor's method, which is not overridden, has workers do"
-        for owner, name in (
+    **dict.fromkeys(
+        (
             ("NPUWorker", "sleep"),
             ("NPUWorker", "wake_up"),
             ("CaMemAllocator", "sleep"),
@@ -211,8 +210,9 @@ OWN_COPIES = {
             ("SleepWakeupManager", "sleep"),
             ("AclGraphSleepWakeupManager", "sleep"),
             ("HcclSleepWakeupManager", "sleep"),
-        )
-    },
+        ),
+        "what the executor's method, which is not overridden, has workers do",
+    ),
 }
 
 

@@ -25,6 +25,9 @@ So many slots that those in quarantine after a failure are not missed by the nex
 IMPATIENT = {**SMALL_PIECES, "peer_timeout_s": 1.5, "step_load_timeout_s": 3.0}
 
 
+FEW_BLOCKS = 16
+
+
 @pytest.fixture
 def faulty(engines: Engines) -> Engine:
     """A producer whose writes fail as scripted."""
@@ -161,6 +164,34 @@ def test_requests_that_share_the_failed_blocks_are_recomputed_too(
     assert answers["with kv"].token_ids == single(with_kv, 16).token_ids
     assert answers["without"].token_ids == single(without, 16).token_ids
     assert added(consumer, before)["recovered_requests"] == 2
+
+
+@pytest.mark.parametrize("place", ["", "ok*4,"], ids=["first layers", "last layer"])
+def test_next_owner_of_a_block_does_not_meet_what_a_failed_load_left_in_it(
+    engines: Engines,
+    faulty: Engine,
+    single: SingleEngine,
+    prompt_of: Callable[..., list[int]],
+    place: str,
+) -> None:
+    """On a CPU, what is no number stays none when attention masks it by a factor of zero."""
+    consumer = engines.shared(
+        "kv_consumer", transfer=IMPATIENT, num_blocks=FEW_BLOCKS, max_model_len=256
+    )
+    prompt = prompt_of(NUM_TOKENS)
+    params = faulty.prefill(prompt)
+    faulty.set_faults(f"{place}garbage*")
+    consumer.add("failing", prompt, 16, params)
+    consumer.wait_for("failing", "session", "READY")
+    assert list(consumer.step()) == ["failing"], "its first token comes from the peer"
+    assert list(consumer.step()) == []
+    consumer.abort("failing")  # before it fills the blocks again itself
+    owners = {f"next {number}": prompt_of(5, f"next {number}") for number in range(FEW_BLOCKS - 1)}
+    for name, short in owners.items():  # one each of the others, and none fills its own
+        consumer.add(name, short, 4)
+    answers = consumer.run()
+    for name, short in owners.items():
+        assert answers[name].token_ids == single(short, 4).token_ids, name
 
 
 def test_later_request_does_not_meet_the_failed_blocks(

@@ -35,9 +35,15 @@ class FaultKind(Enum):
     DROP = "drop"  # DONE, nothing is written
     SHORT = "short"  # DONE, only the first half is written
     CORRUPT = "corrupt"  # DONE, one bit in the middle is wrong
+    GARBAGE = "garbage"  # DONE, every byte is 0xff: not a number in any format of KV
     DELAY = "delay"  # RUNNING for num_polls polls, then like OK
     NEVER = "never"  # RUNNING for ever, nothing is written
     LATE = "late"  # FAILED, and the bytes are written when the test says so
+
+
+_SPOILED = (FaultKind.CORRUPT, FaultKind.GARBAGE)
+_STARTED = (FaultKind.OK, FaultKind.SHORT, *_SPOILED)
+"""With the call; the others when they are polled, or never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +220,7 @@ class FaultyTransferEngine(TransferEngine):
         index = next(self._next_index)
         request = WriteRequest(index, session, src_addr, dst_addr, num_bytes, pieces)
         write = _ScriptedWrite(request, self._script.next_fault(request))
-        if write.fault.kind in (FaultKind.OK, FaultKind.SHORT, FaultKind.CORRUPT):
+        if write.fault.kind in _STARTED:
             self._start(write)
         with self._lock:
             handle = TransferHandle(next(self._next_handle))
@@ -261,7 +267,7 @@ class FaultyTransferEngine(TransferEngine):
 
     def _start(self, write: _ScriptedWrite) -> None:
         request = write.request
-        if write.fault.kind is FaultKind.CORRUPT:
+        if write.fault.kind in _SPOILED:
             self._start_corrupted(write)
         elif write.fault.kind is FaultKind.SHORT:
             # The first half of a single byte is nothing at all.
@@ -277,7 +283,10 @@ class FaultyTransferEngine(TransferEngine):
         pieces = request.pieces or ((request.src_addr, request.dst_addr, request.num_bytes),)
         for src, _, length in pieces:
             bounce.write(ctypes.string_at(src, length))
-        bounce[request.num_bytes // 2] ^= 1
+        if write.fault.kind is FaultKind.GARBAGE:
+            bounce[:] = b"\xff" * request.num_bytes
+        else:
+            bounce[request.num_bytes // 2] ^= 1
         bounce_addr = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
         self._inner.register(bounce_addr, request.num_bytes)
         with self._lock:

@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(0)]  # each wait has a deadline of its own
 
 NUM_SPECS = 48
-WRITE_FAULTS = ("fail", "delay(3)")
-POOL_FAULTS = ("get:{}fail", "get:{}missing", "put:{}fail", "put:{}full")
-"""None that puts bytes into a page which are no numbers: the CPU's attention multiplies what lies
-behind a request's last token by zero, so a NaN in a block spoils whoever gets the block next.
-"""
+WRITE_FAULTS = ("fail", "drop", "short", "corrupt", "garbage", "delay(3)")
+POOL_FAULTS = ("get:{}fail", "get:{}missing", "get:{}corrupt", "put:{}fail", "put:{}full")
 PATIENT = {
     "peer_timeout_s": 30.0,
     "load_timeout_s": 60.0,

@@ -230,6 +230,7 @@ def test_every_fault_can_be_scripted_around_another_engine(kind):
         "drop": [DONE],
         "short": [DONE],
         "corrupt": [DONE],
+        "garbage": [DONE],
         "fail": [FAILED],
         "late": [FAILED],
         "delay": [RUNNING, DONE],

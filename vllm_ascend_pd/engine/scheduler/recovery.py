@@ -4,6 +4,10 @@
 Bad blocks and every block computed after them are evicted from the prefix cache, and the running
 requests whose tables hold one are preempted. Their output of steps already in flight is dropped,
 so no token computed on bad KV is delivered, also when a step ahead has been scheduled already.
+
+On a CPU, attention multiplies what lies behind a request's last token by zero, and NaN times zero
+is NaN: so what a failed load left there, or was computed from it, is cleared before anybody else
+has the block. FlashAttention's kernels do not look behind the last token.
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+
+    from vllm_ascend_pd.engine.metadata import StepMeta
 
 
 def find_affected(
@@ -40,6 +47,14 @@ def find_affected(
     return affected, bad
 
 
+def clear(output: SchedulerOutput, block_ids: set[int], meta: StepMeta | None) -> None:
+    """Have the runner zero these blocks before its forward, but for those that the step loads."""
+    loaded = {i for load in (meta.loads if meta is not None else ()) for i in load.block_ids}
+    spoiled = sorted(block_ids - loaded)
+    if spoiled:
+        output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *spoiled]
+
+
 def recover(scheduler: Scheduler, bad_block_ids: set[int]) -> tuple[list[Request], set[int]]:
     """Evict and preempt; returns the preempted requests and all evicted block ids."""
     manager = scheduler.kv_cache_manager
@@ -48,8 +63,8 @@ def recover(scheduler: Scheduler, bad_block_ids: set[int]) -> tuple[list[Request
         for request in scheduler.running
     }
     affected, bad = find_affected(tables, bad_block_ids)
-    null_block_id = manager.block_pool.null_block.block_id
-    manager.evict_blocks(bad - {null_block_id})
+    bad.discard(manager.block_pool.null_block.block_id)
+    manager.evict_blocks(bad)
     preempted = [request for request in scheduler.running if request.request_id in affected]
     now = time.monotonic()
     # Backwards, because each goes to the head of the waiting queue.

@@ -29,7 +29,7 @@ from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolEvent, PoolPrompt
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.producer import Producer
-from vllm_ascend_pd.engine.scheduler.recovery import recover
+from vllm_ascend_pd.engine.scheduler.recovery import clear, recover
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
@@ -107,6 +107,8 @@ class SchedulerSide:
         self._sessions: Mapping[str, RemotePrompt] = {}
         self._prompts: Mapping[str, PoolPrompt] = {}
         self._ignored: dict[str, Provenance] = {}
+        self._spoiled: set[int] = set()
+        """Blocks to be cleared by the next step."""
         self._collect_at = self._overdue_at = 0.0
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
@@ -472,9 +474,13 @@ class SchedulerSide:
             self._keep_order()
         if self._loads.new:
             loads = self._loads.take_new()
-        if not (revokes or cancels or grants or loads or saves or ahead):
-            return None
-        return StepMeta(revokes, cancels, grants, loads, saves, ahead)
+        meta = None
+        if revokes or cancels or grants or loads or saves or ahead:
+            meta = StepMeta(revokes, cancels, grants, loads, saves, ahead)
+        if self._spoiled:
+            clear(scheduler_output, self._spoiled, meta)
+            self._spoiled = set()
+        return meta
 
     def _is_stuck(self, output: SchedulerOutput) -> bool:
         """Nothing runs, and a request that waits for nothing has found no memory."""
@@ -601,6 +607,8 @@ class SchedulerSide:
 
     def _recover(self, bad_block_ids: set[int]) -> None:
         preempted, bad = recover(self._scheduler, bad_block_ids)
+        if self._scheduler.vllm_config.device_config.device_type == "cpu":
+            self._spoiled |= bad
         if self._producer is not None:
             self._producer.revoke_blocks(bad)
         self._stats.add("recovered_requests", len(preempted))
