@@ -47,7 +47,7 @@ def find_affected(
     return affected, bad
 
 
-def clear(output: SchedulerOutput, block_ids: set[int], meta: StepMeta | None) -> None:
+def clear(output: SchedulerOutput, block_ids: frozenset[int], meta: StepMeta | None) -> None:
     """Have the runner zero these blocks before its forward, but for those that the step loads."""
     loaded = {i for load in (meta.loads if meta is not None else ()) for i in load.block_ids}
     spoiled = sorted(block_ids - loaded)

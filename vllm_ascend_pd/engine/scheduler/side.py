@@ -89,6 +89,9 @@ class SchedulerSide:
     _gauges_due = True
     """A step must carry gauges out. Scheduler and registrar set it, the scheduler clears it."""
 
+    _spoiled: frozenset[int] = frozenset()
+    """Blocks that the next step clears."""
+
     def __init__(self, scheduler: Scheduler, config: PDConfig) -> None:
         self._scheduler = scheduler
         self._config = config
@@ -107,8 +110,6 @@ class SchedulerSide:
         self._sessions: Mapping[str, RemotePrompt] = {}
         self._prompts: Mapping[str, PoolPrompt] = {}
         self._ignored: dict[str, Provenance] = {}
-        self._spoiled: set[int] = set()
-        """Blocks to be cleared by the next step."""
         self._collect_at = self._overdue_at = 0.0
         identity = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
         epoch = Epoch(secrets.token_hex(8))
@@ -436,6 +437,13 @@ class SchedulerSide:
     # The step and its output.
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
+        meta = self._build_meta(scheduler_output)
+        if self._spoiled:
+            clear(scheduler_output, self._spoiled, meta)
+            self._spoiled = frozenset()
+        return meta
+
+    def _build_meta(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
         # Called in every pass of the scheduler: who has nothing to say is not even asked.
         revokes: tuple[LeaseRef, ...] = ()
         grants: tuple[GrantSpec, ...] = ()
@@ -474,13 +482,9 @@ class SchedulerSide:
             self._keep_order()
         if self._loads.new:
             loads = self._loads.take_new()
-        meta = None
-        if revokes or cancels or grants or loads or saves or ahead:
-            meta = StepMeta(revokes, cancels, grants, loads, saves, ahead)
-        if self._spoiled:
-            clear(scheduler_output, self._spoiled, meta)
-            self._spoiled = set()
-        return meta
+        if not (revokes or cancels or grants or loads or saves or ahead):
+            return None
+        return StepMeta(revokes, cancels, grants, loads, saves, ahead)
 
     def _is_stuck(self, output: SchedulerOutput) -> bool:
         """Nothing runs, and a request that waits for nothing has found no memory."""
