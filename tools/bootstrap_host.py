@@ -4,12 +4,12 @@
 import contextlib
 import ctypes
 import glob
-import importlib.util
 import os
 import shutil
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 VLLM = "0.30.0"
@@ -56,7 +56,8 @@ def _loads(soname: str) -> bool:
 
 
 def _has_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    # Not importlib.util.find_spec: setuptools' own finder, asked for pip, replaces distutils.
+    return PathFinder.find_spec(name) is not None
 
 
 def _has_python_headers() -> bool:
