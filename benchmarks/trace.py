@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a trace of conversations without a pool, with DRAM, and with DRAM and SSD.
 
-The trace is one in Mooncake's format (``--trace``), or one that `vllm_ascend_pd.testing.traces`
-makes up. Lengths are scaled down, and requests arrive by the trace's clock, scaled too. For each
-engine: the share of prompt tokens that were not computed, beside that of an ideal cache of the same
-capacity; time to the first token; throughput.
+The trace is one in Mooncake's format (``--trace``), or one that `traces.py` makes up. Lengths are
+scaled down, and requests arrive by the trace's clock, scaled too. For each engine: the share of
+prompt tokens that were not computed, beside that of an ideal cache of the same capacity; time to
+the first token; throughput.
 
   python benchmarks/trace.py --model .cache/models/60m --png docs/trace.png
 """
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.testing.traces import (
+from traces import (
     TraceRequest,
     ideal_hits,
     make_trace,

@@ -21,13 +21,12 @@ import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
-
-from vllm_ascend_pd.testing.corpus import training_texts
 
 FORMAT: Final = 1  # raise it when the same parameters give other bytes
 STAMP: Final = "tiny_model.json"  # written last: a folder without it is unfinished
@@ -142,7 +141,10 @@ def _write_tokenizer(out: Path) -> dict[str, int]:
         special_tokens=[END, IM_START, IM_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator(training_texts(), trainer)
+    prose, words = (
+        files(__package__).joinpath(name).read_text() for name in ("prose.txt", "words.txt")
+    )
+    tokenizer.train_from_iterator([prose, words, words.title()], trainer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise RuntimeError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}")
     tokenizer.save(str(out / "tokenizer.json"))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.testing import traces
-from vllm_ascend_pd.testing.traces import (
+from benchmarks import traces
+from benchmarks.traces import (
     TOKENS_PER_ID,
     TraceRequest,
     ideal_hits,

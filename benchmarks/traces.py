@@ -5,7 +5,7 @@ One JSON object per line: ``timestamp`` (ms), ``input_length`` and ``output_leng
 ``hash_ids``, one for each 512 tokens of the input (the last for what is left): two requests share
 a prefix as far as their ids are equal.
 
-  python -m vllm_ascend_pd.testing.traces --out trace.jsonl --conversations 40 --turns 6
+  python benchmarks/traces.py --out trace.jsonl --conversations 40 --turns 6
 """
 
 from __future__ import annotations
