@@ -28,11 +28,11 @@ from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
 from vllm_ascend_pd.config import TransferConfig
+from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.send import DataServer
-from vllm_ascend_pd.transfer.trust import Secret, Trust
 from vllm_ascend_pd.types import LeaseRef, LoadId
 
 if TYPE_CHECKING:

@@ -306,7 +306,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     remote_epoch: str = ""
     """Empty when both requests were sent at once; the producer says it when it is asked."""
     remote_key: str = ""
-    """Of the process at ``remote_host``, see ``transfer.trust``."""
+    """Of the process at ``remote_host``, see ``net.trust``."""
     remote_num_tokens: int = 0
     supports_concurrent: bool = True
     """Said by a producer: a router may choose the transfer id and send both requests at once."""

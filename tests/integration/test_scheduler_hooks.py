@@ -48,11 +48,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
-from vllm_ascend_pd.engine.pool_link import Found, Lookup, PoolLink
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.pool.link import PoolLink
+from vllm_ascend_pd.pool.messages import Found, Lookup
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
-from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
 

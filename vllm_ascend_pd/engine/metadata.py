@@ -13,36 +13,14 @@ from typing import TYPE_CHECKING
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from vllm_ascend_pd.engine.pool_link import Message
+from vllm_ascend_pd.pool.messages import AheadSpec, Message, PoolLoadSpec
 from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import LeaseRef, LoadId
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.transfer.load import LoadResult
+    from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.transfer.tickets import PageServer
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLoadSpec:
-    """Blocks of the pool to load: the value of ``hashes[i]`` goes to ``block_ids[i]``."""
-
-    load_id: LoadId
-    hashes: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    in_step: bool
-    timeout_s: float
-    has_tail: bool = False
-    """Whether the forward writes into the last of them, so that it must be in place before."""
-
-
-class AheadSpec(msgspec.Struct, frozen=True):
-    """Blocks that this step fills and a ``Save`` with this ``ahead_id`` may ask for afterwards, so
-    that they can be packed while the step still computes.
-    """
-
-    ahead_id: int
-    block_ids: tuple[int, ...]
 
 
 class StepMeta(msgspec.Struct, frozen=True):
@@ -66,7 +44,7 @@ class StepReport(KVConnectorWorkerMetadata):
     page_servers: dict[int, PageServer] = field(default_factory=dict)
     """By tensor-parallel rank: in a worker's first report."""
     refused_frames: dict[str, int] = field(default_factory=dict)
-    """Number by reason (``transfer.trust.Reason``) since the last report."""
+    """Number by reason (``net.trust.Reason``) since the last report."""
     rested: tuple[LoadId, ...] = ()
     """Loads that ended with ``num_resting``: a worker for each entry has nothing more to fear."""
     errors: dict[str, int] = field(default_factory=dict)

@@ -17,9 +17,9 @@ import msgspec
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError, TransferError
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.transfer.listener import Listener, listen
-from vllm_ascend_pd.transfer.peers import Peers
-from vllm_ascend_pd.transfer.reactor import Reactor
+from vllm_ascend_pd.net.listener import Listener, listen
+from vllm_ascend_pd.net.peers import Peers
+from vllm_ascend_pd.net.reactor import Reactor
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
     ControlMessage,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Hashable
 
+    from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
-    from vllm_ascend_pd.transfer.trust import Trust
 
 logger = limited_logger(__name__)
 

@@ -17,19 +17,13 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.kv.load import QUARANTINE_S, LoadResult, merge_results
 from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.net.peers import Peers
+from vllm_ascend_pd.net.reactor import Reactor
 from vllm_ascend_pd.transfer.live_pages import LivePageWrites
-from vllm_ascend_pd.transfer.load import (
-    QUARANTINE_S,
-    InFlight,
-    Load,
-    LoadResult,
-    LoadSpec,
-    merge_results,
-)
-from vllm_ascend_pd.transfer.peers import Peers
+from vllm_ascend_pd.transfer.load import InFlight, Load, LoadSpec
 from vllm_ascend_pd.transfer.plan import Piece, plan_pieces, plan_ready
-from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.rings import PIECE_BYTES, Rings, end_rings
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
@@ -48,9 +42,9 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
+    from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.live_pages import DirectPlacement
     from vllm_ascend_pd.transfer.shares import Source
-    from vllm_ascend_pd.transfer.trust import Trust
 
 logger = limited_logger(__name__)
 

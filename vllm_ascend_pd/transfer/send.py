@@ -22,11 +22,11 @@ from vllm_ascend_pd.backends.transfer_engine import (
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.transfer.listener import Listener, listen
+from vllm_ascend_pd.net.listener import Listener, listen
+from vllm_ascend_pd.net.reactor import Reactor
+from vllm_ascend_pd.net.trust import Reason
 from vllm_ascend_pd.transfer.packing import RingPackers
-from vllm_ascend_pd.transfer.reactor import Reactor
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey, lease_of
-from vllm_ascend_pd.transfer.trust import Reason
 from vllm_ascend_pd.transfer.watchers import Watchers
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef
 from vllm_ascend_pd.wire import Fetch, Fetched, Packing, Progress, Watch, decode_data, encode
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.backends.transfer_engine import TransferHandle
     from vllm_ascend_pd.backends.transports import Route, Transports
+    from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.grants import Grant, Grants
-    from vllm_ascend_pd.transfer.trust import Trust
 
 logger = limited_logger(__name__)
 

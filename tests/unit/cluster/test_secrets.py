@@ -12,7 +12,7 @@ from tests.unit.cluster.test_plan import HOSTS, plan
 from vllm_ascend_pd.cluster import topology
 from vllm_ascend_pd.cluster.launch import with_secrets, write_secrets
 from vllm_ascend_pd.cluster.plan import Plan
-from vllm_ascend_pd.transfer.trust import Trust
+from vllm_ascend_pd.net.trust import Trust
 
 
 def parse(**values: Any) -> topology.Topology:

@@ -15,8 +15,16 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ascend_pd.config import PoolConfig, PoolSave, TransferConfig
-from vllm_ascend_pd.engine.metadata import AheadSpec
-from vllm_ascend_pd.engine.pool_link import (
+from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolState
+from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
+from vllm_ascend_pd.engine.scheduler.saves import Saves
+from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.metrics import Provenance, Stats
+from vllm_ascend_pd.pool.known_keys import KnownKeys
+from vllm_ascend_pd.pool.messages import (
+    AheadSpec,
     DropAhead,
     DropSaves,
     Found,
@@ -25,16 +33,8 @@ from vllm_ascend_pd.engine.pool_link import (
     Save,
     Saved,
 )
-from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
-from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
-from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolState
-from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
-from vllm_ascend_pd.engine.scheduler.saves import Saves
-from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.policy import Speeds
 from vllm_ascend_pd.pool.tier import Place
-from vllm_ascend_pd.transfer.load import LoadResult
 from vllm_ascend_pd.types import LoadId
 
 BLOCK_SIZE = 16

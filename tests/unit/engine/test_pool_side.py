@@ -15,9 +15,10 @@ from vllm.v1.request import RequestStatus
 
 from tests.unit.engine.test_pool_scheduler import BLOCK_SIZE, World
 from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
-from vllm_ascend_pd.engine.pool_link import DropAhead, DropSaves, Found, Lookup, PoolLink, Save
 from vllm_ascend_pd.engine.scheduler import pool_side
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.pool.link import PoolLink
+from vllm_ascend_pd.pool.messages import DropAhead, DropSaves, Found, Lookup, Save
 
 
 class Engine(World):

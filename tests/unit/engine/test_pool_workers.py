@@ -21,26 +21,27 @@ from tests.unit.engine.test_pool_scheduler import World
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
-from vllm_ascend_pd.engine import pool_link
-from vllm_ascend_pd.engine.metadata import AheadSpec, PoolLoadSpec
-from vllm_ascend_pd.engine.pool_link import (
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolState
+from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.pool import link as pool_link
+from vllm_ascend_pd.pool.answers import fold_found, fold_saved
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
+from vllm_ascend_pd.pool.io import PoolIO
+from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.link import PoolLink
+from vllm_ascend_pd.pool.messages import (
     DROPPED,
+    AheadSpec,
     DropSaves,
     Found,
     Lookup,
     Packed,
-    PoolLink,
+    PoolLoadSpec,
     Save,
     Saved,
     join_hashes,
 )
-from vllm_ascend_pd.engine.scheduler.pool_answers import fold_found, fold_saved
-from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolState
-from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
-from vllm_ascend_pd.engine.worker.pool_io import PoolIO
-from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
-from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.types import LoadId

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.engine.scheduler.loads import Loads
-from vllm_ascend_pd.transfer.load import LoadResult, merge_results
+from vllm_ascend_pd.kv.load import LoadResult, merge_results
 from vllm_ascend_pd.types import Cause, LoadId
 
 ID = LoadId(1)

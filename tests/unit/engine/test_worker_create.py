@@ -34,8 +34,9 @@ from vllm_ascend_pd.engine.worker import side
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.transfer.grants import GrantSpec
-from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import LeaseRef, LoadId
 

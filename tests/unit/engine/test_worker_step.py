@@ -24,22 +24,23 @@ from vllm_ascend_pd.backends.block_copy import BlockCopier, PythonBlockCopier
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
-from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
-from vllm_ascend_pd.engine.pool_link import DropAhead, Save
+from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
-from vllm_ascend_pd.engine.worker.packing import Packing
-from vllm_ascend_pd.engine.worker.pool_io import PoolIO
 from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.pool.fake_tier import MemoryTier
+from vllm_ascend_pd.pool.io import PoolIO
 from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.messages import AheadSpec, DropAhead, Save
+from vllm_ascend_pd.pool.packing import Packing
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
-from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
-from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, LeaseRef, LoadId
 
 NUM_BLOCKS = 8

@@ -8,9 +8,9 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_ascend_pd.transfer.listener import Listener, listen
-from vllm_ascend_pd.transfer.reactor import Reactor
-from vllm_ascend_pd.transfer.trust import Trust
+from vllm_ascend_pd.net.listener import Listener, listen
+from vllm_ascend_pd.net.reactor import Reactor
+from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.types import Endpoint
 
 LIMIT_S = 10.0

@@ -31,15 +31,15 @@ from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
+from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.metrics import Provenance, Stats
+from vllm_ascend_pd.net.peers import Peers
+from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer, OpenOutcome
 from vllm_ascend_pd.transfer.grants import Grants
 from vllm_ascend_pd.transfer.leases import LeaseBook
-from vllm_ascend_pd.transfer.load import LoadResult
-from vllm_ascend_pd.transfer.peers import Peers
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
-from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LoadId
 from vllm_ascend_pd.wire import FirstToken
 

@@ -12,8 +12,9 @@ import pytest
 from tests.unit.transfer.test_send_receive import NUM_LAYERS, NUM_SLOTS, PAGE, Pair, wait_until
 from vllm_ascend_pd.backends.fake_engine import Fault, FaultKind, FaultScript
 from vllm_ascend_pd.config import PushMode
+from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.transfer.grants import GrantSpec
-from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.plan import Piece, plan_ready
 from vllm_ascend_pd.types import Cause
 

@@ -16,7 +16,9 @@ import pytest
 from tests.unit.transfer.raw_peers import RawServer, connected, silent_server
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.transfer import control, peers
+from vllm_ascend_pd.net import peers
+from vllm_ascend_pd.net.trust import Trust
+from vllm_ascend_pd.transfer import control
 from vllm_ascend_pd.transfer.control import (
     ControlClient,
     ControlServer,
@@ -24,7 +26,6 @@ from vllm_ascend_pd.transfer.control import (
 )
 from vllm_ascend_pd.transfer.leases import _MAX_ASKERS, Lease, LeaseBook, tail_digest
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
-from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import (
     WIRE_VERSION,

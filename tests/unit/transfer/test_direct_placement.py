@@ -25,8 +25,9 @@ from tests.unit.transfer.test_send_receive import (
 from vllm_ascend_pd.backends.fake_engine import Fault, FaultKind, FaultScript, WriteRequest
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PushMode
+from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
-from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import Fetch, Fetched, LivePages, PageRun, decode_data, encode
 

@@ -21,7 +21,8 @@ from tests.unit.transfer.test_control import (
 )
 from tests.unit.transfer.test_send_receive import Pair, make_fetch
 from vllm_ascend_pd.backends.fake_engine import FaultScript
-from vllm_ascend_pd.transfer import connection, control, leases, listener, peers, send
+from vllm_ascend_pd.net import connection, listener, peers
+from vllm_ascend_pd.transfer import control, leases, send
 from vllm_ascend_pd.transfer.control import ControlClient
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import Fetched, Opened, Refused, Release, decode_data, encode

@@ -32,12 +32,13 @@ from vllm_ascend_pd.backends.fake_engine import (
 )
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
+from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
-from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.send import DataServer
-from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, Worker, decode_data, encode
 

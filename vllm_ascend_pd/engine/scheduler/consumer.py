@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.metrics import Provenance, Stats
     from vllm_ascend_pd.transfer.control import ControlClient
-    from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.transfer.shares import Sharding
 
 logger = limited_logger(__name__)

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom
-from vllm_ascend_pd.transfer.load import merge_results
+from vllm_ascend_pd.kv.load import merge_results
 from vllm_ascend_pd.types import LoadId
 
 if TYPE_CHECKING:
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.engine.metadata import PoolLoadSpec
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
-    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+    from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.pool.messages import PoolLoadSpec
+    from vllm_ascend_pd.transfer.load import LoadSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

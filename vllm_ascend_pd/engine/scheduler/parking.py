@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
     from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
-    from vllm_ascend_pd.transfer.load import LoadResult
+    from vllm_ascend_pd.kv.load import LoadResult
 
 logger = logging.getLogger(__name__)
 

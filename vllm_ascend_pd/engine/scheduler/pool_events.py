@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
+    from vllm_ascend_pd.pool.known_keys import KnownKeys
 
 MEDIA = {Place.DRAM: MEDIUM_CPU, Place.REMOTE: MEDIUM_CPU, Place.SSD: MEDIUM_STORAGE}
 """``medium`` of the events of a tier; those of the prefix cache have the device's."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.metadata import PoolLoadSpec
 from vllm_ascend_pd.metrics import Provenance
+from vllm_ascend_pd.pool.messages import PoolLoadSpec
 from vllm_ascend_pd.pool.tier import Place
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.config import TransferConfig
+    from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.pool.keys import PoolNames
-    from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.types import LoadId
 
 

@@ -12,21 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.engine.pool_link import (
-    DropSaves,
-    Found,
-    Message,
-    Packed,
-    PoolLink,
-    Saved,
-    pool_address,
-)
-from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import Saves
 from vllm_ascend_pd.engine.sharding import bytes_per_block
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.pool.known_keys import KnownKeys
+from vllm_ascend_pd.pool.link import PoolLink, pool_address
+from vllm_ascend_pd.pool.messages import DropSaves, Found, Message, Packed, Saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.config import LoadMode, PoolConfig, PoolLoad, TransferConfig
-from vllm_ascend_pd.engine.pool_link import Found, Lookup, join_hashes
-from vllm_ascend_pd.engine.scheduler.pool_answers import fold_found
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolEvent, PoolPrompt, PoolState
+from vllm_ascend_pd.pool.answers import fold_found
 from vllm_ascend_pd.pool.breaker import Breaker
 from vllm_ascend_pd.pool.keys import PoolNames
+from vllm_ascend_pd.pool.messages import Found, Lookup, join_hashes
 from vllm_ascend_pd.pool.policy import Speeds, num_blocks_to_use
 from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.types import Cause
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.engine.pool_link import Message
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
+    from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.metrics import Provenance, Stats
-    from vllm_ascend_pd.transfer.load import LoadResult
+    from vllm_ascend_pd.pool.messages import Message
 
 logger = logging.getLogger(__name__)
 

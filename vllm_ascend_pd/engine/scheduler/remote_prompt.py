@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.metrics import Provenance
-from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState, next_consumer_state
 from vllm_ascend_pd.types import Endpoint, LoadId
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.config import TransferConfig
+    from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.wire import Opened, RemotePrefill, Worker
 
 logger = logging.getLogger(__name__)

@@ -28,18 +28,18 @@ import msgspec
 from vllm.v1.request import Request
 
 from vllm_ascend_pd.config import PoolSave
-from vllm_ascend_pd.engine.metadata import AheadSpec
-from vllm_ascend_pd.engine.pool_link import (
+from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
+from vllm_ascend_pd.pool.answers import fold_saved
+from vllm_ascend_pd.pool.breaker import Breaker, BreakerState
+from vllm_ascend_pd.pool.messages import (
     DROPPED,
+    AheadSpec,
     DropAhead,
     DropSaves,
     Packed,
     Save,
     Saved,
 )
-from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
-from vllm_ascend_pd.engine.scheduler.pool_answers import fold_saved
-from vllm_ascend_pd.pool.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.tier import Status
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_ascend_pd.config import PoolConfig
-    from vllm_ascend_pd.engine.pool_link import Message
-    from vllm_ascend_pd.engine.scheduler.known_keys import KnownKeys
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
     from vllm_ascend_pd.metrics import Stats
+    from vllm_ascend_pd.pool.known_keys import KnownKeys
+    from vllm_ascend_pd.pool.messages import Message
     from vllm_ascend_pd.pool.policy import Speeds
 
 logger = logging.getLogger(__name__)

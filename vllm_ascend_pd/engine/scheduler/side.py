@@ -18,7 +18,7 @@ from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
-from vllm_ascend_pd.engine.metadata import AheadSpec, StepMeta, StepReport
+from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.first_token import deliver, make_sampling_key
@@ -39,10 +39,10 @@ from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_f
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance, Stats
+from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.transfer.session import ConsumerState
-from vllm_ascend_pd.transfer.trust import Trust
 from vllm_ascend_pd.types import Cause, Epoch, LeaseRef, LoadId
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.engine.metadata import PoolLoadSpec
-    from vllm_ascend_pd.engine.pool_link import Message
+    from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.pool.messages import AheadSpec, Message, PoolLoadSpec
     from vllm_ascend_pd.transfer.grants import GrantSpec
-    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+    from vllm_ascend_pd.transfer.load import LoadSpec
     from vllm_ascend_pd.transfer.tickets import PageServer
 
 logger = limited_logger(__name__)

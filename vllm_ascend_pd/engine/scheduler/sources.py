@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.engine.metadata import PoolLoadSpec
-    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+    from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.pool.messages import PoolLoadSpec
+    from vllm_ascend_pd.transfer.load import LoadSpec
     from vllm_ascend_pd.types import LoadId
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.metadata import PoolLoadSpec
+from vllm_ascend_pd.pool.messages import PoolLoadSpec
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.worker.pool_io import PoolIO
-    from vllm_ascend_pd.transfer.load import LoadResult, LoadSpec
+    from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.pool.io import PoolIO
+    from vllm_ascend_pd.transfer.load import LoadSpec
     from vllm_ascend_pd.transfer.receive import Loader
     from vllm_ascend_pd.types import LoadId
 

@@ -15,12 +15,12 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.sharding import sharding
-from vllm_ascend_pd.engine.worker.pool_io import PoolIO
+from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
+from vllm_ascend_pd.pool.io import PoolIO
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.mooncake_tier import PoolBackend, Workers
 from vllm_ascend_pd.pool.values import BlockValues
-from vllm_ascend_pd.transfer.trust import Secret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

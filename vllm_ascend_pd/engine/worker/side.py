@@ -25,11 +25,11 @@ from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.pool_start import start_pool
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grants
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
 from vllm_ascend_pd.transfer.receive import Loader
 from vllm_ascend_pd.transfer.send import DataServer
-from vllm_ascend_pd.transfer.trust import Trust
 
 if TYPE_CHECKING:
     import torch

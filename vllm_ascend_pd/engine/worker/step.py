@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.backends.transports import Transports
-    from vllm_ascend_pd.engine.worker.packing import PackAhead
-    from vllm_ascend_pd.engine.worker.pool_io import PoolIO
+    from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.net.trust import Trust
+    from vllm_ascend_pd.pool.io import PoolIO
+    from vllm_ascend_pd.pool.packing import PackAhead
     from vllm_ascend_pd.transfer.grants import Grants
-    from vllm_ascend_pd.transfer.load import LoadResult
     from vllm_ascend_pd.transfer.receive import Loader
     from vllm_ascend_pd.transfer.send import DataServer
-    from vllm_ascend_pd.transfer.trust import Trust
     from vllm_ascend_pd.types import LoadId
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class WorkerSide:
 
     @property
     def pool_address(self) -> tuple[str, int]:
-        """See ``engine.pool_link.pool_address``."""
+        """See ``pool.link.pool_address``."""
         assert self._pool is not None
         return self._pool.address, self._pool.blocks_per_batch
 

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.socket_folder import SocketFolder
-from vllm_ascend_pd.engine.pool_link import (
+from vllm_ascend_pd.kv.load import QUARANTINE_S, LoadResult
+from vllm_ascend_pd.pool.link import PoolLink
+from vllm_ascend_pd.pool.messages import (
     DROPPED,
     DropAhead,
     DropSaves,
@@ -31,22 +33,20 @@ from vllm_ascend_pd.engine.pool_link import (
     Lookup,
     Message,
     Packed,
-    PoolLink,
     Save,
     Saved,
     split_hashes,
 )
-from vllm_ascend_pd.engine.worker.packing import PackAhead, Packing
+from vllm_ascend_pd.pool.packing import PackAhead, Packing
 from vllm_ascend_pd.pool.tier import Status, SupportsView, Tier, Value
-from vllm_ascend_pd.transfer.load import QUARANTINE_S, LoadResult
 from vllm_ascend_pd.types import Cause, LoadId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
-    from vllm_ascend_pd.engine.metadata import PoolLoadSpec
     from vllm_ascend_pd.pool.keys import KeySpace
+    from vllm_ascend_pd.pool.messages import PoolLoadSpec
     from vllm_ascend_pd.pool.values import BlockValues
 
 logger = logging.getLogger(__name__)

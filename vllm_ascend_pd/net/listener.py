@@ -9,15 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.transfer.connection import Connection, FloodError, make_room
-from vllm_ascend_pd.transfer.peers import set_options
-from vllm_ascend_pd.transfer.trust import reason_of
+from vllm_ascend_pd.net.connection import Connection, FloodError, make_room
+from vllm_ascend_pd.net.peers import set_options
+from vllm_ascend_pd.net.trust import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_ascend_pd.transfer.reactor import Reactor
-    from vllm_ascend_pd.transfer.trust import Trust
+    from vllm_ascend_pd.net.reactor import Reactor
+    from vllm_ascend_pd.net.trust import Trust
 
 logger = limited_logger(__name__)
 

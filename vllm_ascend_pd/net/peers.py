@@ -11,14 +11,14 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.transfer.connection import Connection, make_room
-from vllm_ascend_pd.transfer.trust import WrongKeyError
+from vllm_ascend_pd.net.connection import Connection, make_room
+from vllm_ascend_pd.net.trust import WrongKeyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from vllm_ascend_pd.transfer.reactor import Reactor
-    from vllm_ascend_pd.transfer.trust import Trust
+    from vllm_ascend_pd.net.reactor import Reactor
+    from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.types import Cause, Endpoint
 
 IDLE_CONNECTION_S = 300.0

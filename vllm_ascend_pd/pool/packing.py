@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
-    from vllm_ascend_pd.engine.metadata import AheadSpec
+    from vllm_ascend_pd.pool.messages import AheadSpec
     from vllm_ascend_pd.pool.values import BlockValues
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from vllm_ascend_pd.transfer.reactor import Reactor
+    from vllm_ascend_pd.net.reactor import Reactor
 
 MAX_FRAME_BYTES = 8 << 20
 """Some hundred thousand block hashes."""

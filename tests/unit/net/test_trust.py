@@ -16,8 +16,8 @@ from tests.unit.transfer.test_control import LIMIT_S, Producer, make_open, outco
 from tests.unit.transfer.test_send_receive import Pair
 from vllm_ascend_pd.backends.fake_engine import FaultScript
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.transfer.control import ControlClient
-from vllm_ascend_pd.transfer.trust import Secret, Trust
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import Opened, Refused
 

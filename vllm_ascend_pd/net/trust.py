@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.net.connection import FloodError
 from vllm_ascend_pd.private_file import read_private
-from vllm_ascend_pd.transfer.connection import FloodError
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from vllm_ascend_pd.transfer.reactor import Reactor
+from vllm_ascend_pd.net.reactor import Reactor
 
 
 class Ticking(Reactor):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_ascend_pd.engine.pool_link import DROPPED, Found, Saved
+from vllm_ascend_pd.pool.messages import DROPPED, Found, Saved
 from vllm_ascend_pd.pool.tier import Status
 
 if TYPE_CHECKING:

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames between processes: threads that own sockets, connections, and who may speak."""
