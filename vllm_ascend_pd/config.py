@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration, parsed once into frozen dataclasses.
+"""The configuration, parsed once into frozen structs.
 
 It arrives in ``KVTransferConfig`` (``--kv-transfer-config``); ours is
 ``kv_connector_extra_config``, every key of which has a default that works on one machine.
@@ -8,15 +8,22 @@ It arrives in ``KVTransferConfig`` (``--kv-transfer-config``); ours is
 from __future__ import annotations
 
 import ipaddress
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+import sys
 from enum import Enum
-from math import isfinite
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
+import msgspec
+from msgspec import Meta
+
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.parsing import Size, parse
+
+_FINITE = sys.float_info.max
+Count = Annotated[int, Meta(ge=1, description="must be positive")]
+Positive = Annotated[float, Meta(gt=0, le=_FINITE, description="must be positive")]
+NotNegative = Annotated[float, Meta(ge=0, le=_FINITE, description="must not be negative")]
+Share = Annotated[float, Meta(gt=0, le=1, description="must be positive and at most 1")]
 
 DEFAULT_KV_PORT = 14579
 """vLLM's default ``kv_port``. With it, any free port is taken when it is in use."""
@@ -98,28 +105,27 @@ class WeightReading(str, Enum):
     FULL = "full"
 
 
-@dataclass(frozen=True, slots=True)
-class TransferConfig:
+class TransferConfig(msgspec.Struct, frozen=True):
     """``kv_connector_extra_config.transfer``."""
 
-    lease_s: float = 30.0
+    lease_s: Positive = 30.0
     """A producer keeps a prompt's blocks so long without a heartbeat of the consumer."""
-    max_lease_s: float = 300.0
+    max_lease_s: Positive = 300.0
     """And so long at most, whatever the consumer says."""
-    unopened_share: float = 0.5
+    unopened_share: Share = 0.5
     """Prompts that no consumer has asked for hold at most this share of a producer's blocks: the
     oldest ones give way."""
-    admission_timeout_s: float = 60.0
+    admission_timeout_s: Positive = 60.0
     """A consumer's request that waits for memory so long goes on without its peer's KV."""
-    peer_timeout_s: float = 2.0
+    peer_timeout_s: Positive = 2.0
     """A peer that has said nothing for so long, to an open or a fetch, is taken for gone."""
-    step_load_timeout_s: float = 5.0
+    step_load_timeout_s: Positive = 5.0
     """Longest wait for KV inside one step; the whole batch waits with it."""
-    load_timeout_s: float = 30.0
+    load_timeout_s: Positive = 30.0
     """Longest load of a parked request."""
-    arrival_timeout_s: float = 5.0
+    arrival_timeout_s: Positive = 5.0
     """When both requests are sent at once: longest wait for the producer's one to arrive there."""
-    prefill_timeout_s: float = 60.0
+    prefill_timeout_s: Positive = 60.0
     """When both are sent at once: a producer that computes nothing of the prompt for so long (its
     queue included) is not waited for any more."""
     push_mode: PushMode = PushMode.AUTO
@@ -127,14 +133,14 @@ class TransferConfig:
     a chunk), ``prompt`` (everything at its end), or ``auto``: see ``PushMode``."""
     load_mode: LoadMode = LoadMode.AUTO
     """``step``, ``park``, or ``auto``: by expected load time, see ``max_step_load_ms``."""
-    max_step_load_ms: float = 50.0
+    max_step_load_ms: NotNegative = 50.0
     """With ``auto``, a load expected to take longer parks its request."""
     first_token: FirstTokenMode = FirstTokenMode.AUTO
     """``auto``: the producer's, where both sample in the same way. ``compute``: a consumer computes
     it, and a producer does not give it."""
-    staging_slots: int = 8
+    staging_slots: Count = 8
     """Number of pieces that may be on their way at once."""
-    staging_slot_bytes: int = 8 * 1024 * 1024
+    staging_slot_bytes: Count = 8 * 1024 * 1024
     """Size of a piece; at least one layer's page of one block."""
     protocol: WireProtocol = WireProtocol.TCP
     """Mooncake's protocol; ``ascend`` goes over the links of the NPUs. The same on both sides."""
@@ -149,29 +155,6 @@ class TransferConfig:
     that reaches the peer."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "lease_s",
-            "max_lease_s",
-            "unopened_share",
-            "admission_timeout_s",
-            "peer_timeout_s",
-            "step_load_timeout_s",
-            "load_timeout_s",
-            "arrival_timeout_s",
-            "prefill_timeout_s",
-            "staging_slots",
-            "staging_slot_bytes",
-        ):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"transfer.{name} must be positive, not {getattr(self, name)}")
-        if self.unopened_share > 1:
-            raise ConfigError(
-                f"transfer.unopened_share must be at most 1, not {self.unopened_share}"
-            )
-        if self.max_step_load_ms < 0:
-            raise ConfigError(
-                f"transfer.max_step_load_ms must not be negative, not {self.max_step_load_ms}"
-            )
         if self.transport is Transport.SHARED_MEMORY and self.protocol is not WireProtocol.TCP:
             raise ConfigError(
                 f"transfer.transport shared_memory moves nothing over transfer.protocol"
@@ -189,8 +172,7 @@ class TransferConfig:
         return self.protocol is WireProtocol.ASCEND and self.placement is not Placement.STAGED
 
 
-@dataclass(frozen=True, slots=True)
-class SecurityConfig:
+class SecurityConfig(msgspec.Struct, frozen=True):
     """``kv_connector_extra_config.security``."""
 
     allow_non_loopback: bool = False
@@ -236,8 +218,7 @@ class SecurityConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterLink(msgspec.Struct, frozen=True):
     """``kv_connector_extra_config.router``: the router that this engine tells of itself."""
 
     url: str | None = None
@@ -248,7 +229,7 @@ class RouterConfig:
     """Its name at the router; host and port of ``http_url`` without it."""
     token_file: str | None = None
     """File with the token that the router asks of engines."""
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = {}
     """Labels of the instance, for the router's ``--prefill-model-labels`` and the like."""
 
     def __post_init__(self) -> None:
@@ -280,13 +261,12 @@ class PoolSave(str, Enum):
     """Before the engine's own prefix cache evicts it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SsdConfig:
+class SsdConfig(msgspec.Struct, frozen=True):
     """``kv_connector_extra_config.pool.ssd``."""
 
     path: str
     """An absolute folder of this engine alone; made if it is not there."""
-    size: int
+    size: Size
     """Bytes at most."""
 
     def __post_init__(self) -> None:
@@ -297,24 +277,13 @@ class SsdConfig:
                 f"pool.ssd.size must be at least {_MIN_SSD_BYTES >> 20} MiB, not {self.size} bytes"
             )
 
-    @classmethod
-    def parse(cls, raw: Any) -> SsdConfig:
-        raw = _mapping("pool.ssd", raw)
-        _refuse_unknown("pool.ssd", raw, {"path", "size"})
-        if missing := {"path", "size"} - raw.keys():
-            raise ConfigError(f"pool.ssd: {sorted(missing)} is missing")
-        if not isinstance(raw["path"], str):
-            raise ConfigError(f"pool.ssd.path must be a string, not {raw['path']!r}")
-        return cls(raw["path"], parse_size("pool.ssd.size", raw["size"]))
 
-
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
+class PoolConfig(msgspec.Struct, frozen=True):
     """``kv_connector_extra_config.pool``; the pool is on when the section is there."""
 
     master: str | None = None
     """``host:port`` of a running mooncake_master; without it the engine starts its own."""
-    dram_size: int | None = None
+    dram_size: Size | None = None
     """Bytes of memory to contribute; without it 25 % of what is available at start."""
     ssd: SsdConfig | None = None
     get: bool = True
@@ -327,17 +296,17 @@ class PoolConfig:
     """Store blocks with generated tokens too, for the next turn of a conversation."""
     load: PoolLoad = PoolLoad.AUTO
     """``all``, ``none``, or ``auto``: as many as is faster than computing them."""
-    lookup_timeout_ms: float = 100.0
+    lookup_timeout_ms: Positive = 100.0
     """A request waits so long for its lookup, then goes on without the pool."""
-    io_threads: int = 2
+    io_threads: Count = 2
     """Threads that read."""
-    staging_slot_bytes: int = 8 * 1024 * 1024
+    staging_slot_bytes: Count = 8 * 1024 * 1024
     """One read or write at a time; raised to one block's KV when that is larger."""
-    breaker_failures: int = 3
+    breaker_failures: Count = 3
     """So many failures in a row, and the pool is bypassed."""
-    breaker_slow_ms: float = 2000.0
+    breaker_slow_ms: Positive = 2000.0
     """A lookup, read or write that takes longer is a failure."""
-    probe_interval_s: float = 1.0
+    probe_interval_s: Positive = 1.0
     """How often a bypassed pool is tried."""
 
     def __post_init__(self) -> None:
@@ -355,16 +324,6 @@ class PoolConfig:
                 "pool.put_decoded false needs pool.save write_through: an evicted block does not"
                 " say which of its tokens were generated"
             )
-        for name in (
-            "lookup_timeout_ms",
-            "io_threads",
-            "staging_slot_bytes",
-            "breaker_failures",
-            "breaker_slow_ms",
-            "probe_interval_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"pool.{name} must be positive, not {getattr(self, name)}")
 
     def for_worker(self, rank: int, num_workers: int) -> PoolConfig:
         """One worker's part of the memory and of the disk, with a folder of its own."""
@@ -372,43 +331,20 @@ class PoolConfig:
             return self
         dram_size, ssd = self.dram_size, self.ssd
         if dram_size is not None:
-            dram_size //= num_workers
+            dram_size = Size(dram_size // num_workers)
             _check_part("pool.dram_size", dram_size, _MIN_DRAM_BYTES, num_workers)
         if ssd is not None:
             _check_part("pool.ssd.size", ssd.size // num_workers, _MIN_SSD_BYTES, num_workers)
-            ssd = SsdConfig(f"{ssd.path}/worker-{rank}", ssd.size // num_workers)
-        return replace(self, dram_size=dram_size, ssd=ssd)
+            ssd = SsdConfig(f"{ssd.path}/worker-{rank}", Size(ssd.size // num_workers))
+        return msgspec.structs.replace(self, dram_size=dram_size, ssd=ssd)
 
     @property
     def master_host(self) -> str | None:
         return self.master.rpartition(":")[0] if self.master is not None else None
 
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> PoolConfig | None:
-        """``None`` when there is no such section."""
-        if "pool" not in extra:
-            return None
-        raw = _mapping("pool", extra["pool"])
-        _refuse_unknown("pool", raw, {f.name for f in fields(cls)})
-        defaults = cls()
-        values = {
-            key: _coerce(f"pool.{key}", value, getattr(defaults, key))
-            for key, value in raw.items()
-            if key not in ("master", "dram_size", "ssd")
-        }
-        master = raw.get("master")
-        if master is not None and not isinstance(master, str):
-            raise ConfigError(f"pool.master must be host:port, not {master!r}")
-        if raw.get("dram_size") is not None:
-            values["dram_size"] = parse_size("pool.dram_size", raw["dram_size"])
-        if raw.get("ssd") is not None:
-            values["ssd"] = SsdConfig.parse(raw["ssd"])
-        return cls(master=master, **values)
-
 
 _MIN_DRAM_BYTES = 16 << 20
 _MIN_SSD_BYTES = 64 << 20
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 
 
 def _check_part(name: str, part: int, least: int, num_workers: int) -> None:
@@ -417,18 +353,6 @@ def _check_part(name: str, part: int, least: int, num_workers: int) -> None:
             f"{name} is divided among {num_workers} workers and must be at least"
             f" {(least >> 20) * num_workers} MiB, not {part * num_workers} bytes"
         )
-
-
-def parse_size(path: str, value: Any) -> int:
-    """Bytes: a number, or a text such as ``"512MiB"`` or ``"8G"`` (powers of 1024)."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str):
-        if value.isdigit():
-            return int(value)
-        if match := _SIZE.fullmatch(value.strip()):
-            return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
-    raise ConfigError(f'{path} must be bytes or a text such as "8GiB", not {value!r}')
 
 
 class KVTransferConfigLike(Protocol):
@@ -441,20 +365,24 @@ class KVTransferConfigLike(Protocol):
     kv_connector_extra_config: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PDConfig:
+class _ExtraConfig(msgspec.Struct, frozen=True):
+    """``kv_connector_extra_config``."""
+
+    transfer: TransferConfig = TransferConfig()
+    security: SecurityConfig = SecurityConfig()
+    router: RouterLink = RouterLink()
+    pool: PoolConfig | None = None
+    identity: WeightReading = WeightReading.SAMPLES
+    """``samples`` of every tensor, or every byte (``full``)."""
+
+
+class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
     """Everything the user chose. Classes take the section that they need."""
 
     role: Role
     engine_id: str
     host: str
     port: int
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    security: SecurityConfig = field(default_factory=SecurityConfig)
-    router: RouterConfig = field(default_factory=RouterConfig)
-    pool: PoolConfig | None = None
-    identity: WeightReading = WeightReading.SAMPLES
-    """``samples`` of every tensor, or every byte (``full``)."""
 
     @classmethod
     def from_kv_transfer_config(cls, config: KVTransferConfigLike) -> PDConfig:
@@ -463,13 +391,13 @@ class PDConfig:
             raise ConfigError(
                 "kv_role is missing; set it to one of " + ", ".join(role.value for role in Role)
             )
-        extra = config.kv_connector_extra_config
-        _refuse_unknown(
-            "kv_connector_extra_config",
-            extra,
-            {"transfer", "security", "router", "pool", "identity"},
-        )
-        security = _section(SecurityConfig, "security", extra)
+        raw = config.kv_connector_extra_config
+        extra = parse(raw, _ExtraConfig, top="kv_connector_extra_config")
+        for section in ("security", "router"):
+            for option, value in raw.get(section, {}).items():
+                if value is None:  # what was to be a secret must not be taken for none
+                    raise ConfigError(f"{section}.{option} must be a string, not None")
+        security, pool = extra.security, extra.pool
         host = "127.0.0.1" if config.kv_ip == "localhost" else config.kv_ip
         try:
             loopback = ipaddress.ip_address(host).is_loopback
@@ -482,7 +410,6 @@ class PDConfig:
                 " security.secret_file on all engines (or security.allow_non_loopback: true on a"
                 " trusted network), and security.allowed_peers to the peers' addresses"
             )
-        pool = PoolConfig.parse(extra)
         if pool is not None and (master := pool.master_host) and not security.allows(master):
             raise ConfigError(
                 f"pool.master {pool.master!r} is neither a loopback address nor in"
@@ -495,70 +422,5 @@ class PDConfig:
             engine_id=config.engine_id or "",
             host=host,
             port=config.kv_port,
-            transfer=_section(TransferConfig, "transfer", extra),
-            security=security,
-            router=_section(RouterConfig, "router", extra),
-            pool=pool,
-            identity=_coerce("identity", extra.get("identity", "samples"), WeightReading.SAMPLES),
+            **msgspec.structs.asdict(extra),
         )
-
-
-def _mapping(path: str, raw: Any) -> Mapping[str, Any]:
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{path} must be a mapping, not {type(raw).__name__}")
-    return raw
-
-
-def _refuse_unknown(path: str, raw: Mapping[str, Any], valid: set[str]) -> None:
-    if unknown := sorted(raw.keys() - valid):
-        raise ConfigError(f"{path}: unknown keys {unknown}; valid: {sorted(valid)}")
-
-
-_S = TypeVar("_S", TransferConfig, SecurityConfig, RouterConfig)
-
-
-def _section(cls: type[_S], name: str, extra: Mapping[str, Any]) -> _S:
-    raw = _mapping(name, extra.get(name, {}))
-    _refuse_unknown(name, raw, {f.name for f in fields(cls)})
-    defaults = cls()
-    return cls(
-        **{key: _coerce(f"{name}.{key}", v, getattr(defaults, key)) for key, v in raw.items()}
-    )
-
-
-def _coerce(path: str, value: Any, default: Any) -> Any:
-    """``value`` as the type of the option's default; bool is never taken for a number.
-
-    An option without a default is a string.
-    """
-    if isinstance(default, Enum):
-        kind = type(default)
-        try:
-            return kind(value)
-        except ValueError as e:
-            raise ConfigError(
-                f"{path}: {value!r} is not one of {[member.value for member in kind]}"
-            ) from e
-    if isinstance(default, bool):
-        if isinstance(value, bool):
-            return value
-    elif default is None:
-        if isinstance(value, str):
-            return value
-        raise ConfigError(f"{path} must be a string, not {value!r}")
-    elif isinstance(default, tuple):
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise ConfigError(f"{path} must be a list of strings, not {value!r}")
-    elif isinstance(default, dict):
-        if isinstance(value, Mapping) and all(
-            isinstance(word, str) for pair in value.items() for word in pair
-        ):
-            return dict(value)
-        raise ConfigError(f"{path} must be a mapping of strings, not {value!r}")
-    elif isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
-        if isinstance(default, float):
-            return float(value)
-        if int(value) == value:
-            return int(value)
-    raise ConfigError(f"{path} must be {type(default).__name__}, not {value!r}")

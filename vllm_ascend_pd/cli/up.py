@@ -81,8 +81,8 @@ def up(
     from vllm_ascend_pd.cluster.logs import Rotation
     from vllm_ascend_pd.cluster.machine import FreePorts, Machine
     from vllm_ascend_pd.cluster.plan import Programs, make_plan
-    from vllm_ascend_pd.config import parse_size
     from vllm_ascend_pd.errors import PDError
+    from vllm_ascend_pd.parsing import parse_size
 
     more = list(context.args)
     if config is not None and model is not None and model.startswith("-"):

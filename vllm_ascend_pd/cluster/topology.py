@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import yaml
 
+from vllm_ascend_pd import parsing
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name",
 """Options of ``vllm serve`` that the plan sets itself, with dashes."""
 
 
-class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Host(msgspec.Struct, frozen=True, kw_only=True):
     """A machine. What is left out is asked of the machine when it is this one."""
 
     address: str = "127.0.0.1"
@@ -45,7 +46,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Accelerators that the engines share."""
 
 
-class EngineGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
     """``count`` equal engines on one host."""
 
     host: str = ""
@@ -59,7 +60,7 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     env: dict[str, str] = {}
 
 
-class RouterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the router runs, and its options."""
 
     host: str = ""
@@ -68,7 +69,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     env: dict[str, str] = {}
 
 
-class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file. ``args``, ``env`` and ``extra_config`` are those of every engine."""
 
     model: str
@@ -100,9 +101,6 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return name or next(iter(self.hosts))
 
 
-_T = TypeVar("_T")
-
-
 def load(path: Path) -> Topology:
     """Read and check a topology file.
 
@@ -123,44 +121,11 @@ def load(path: Path) -> Topology:
 
 def parse(raw: Any) -> Topology:
     """A topology from plain values; ``ConfigError`` names the field."""
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"the topology must be a mapping, not {type(raw).__name__}")
-    _refuse_unknown("the topology", raw, Topology)
-    for name, host in _mapping(raw, "hosts").items():
-        _refuse_unknown(f"hosts.{name}", host, Host)
-    _refuse_unknown("router", raw.get("router", {}), RouterSpec)
-    for role in ("prefill", "decode"):
-        groups = raw.get(role, [])
-        for index, group in enumerate(groups if isinstance(groups, list) else []):
-            _refuse_unknown(f"{role}[{index}]", group, EngineGroup)
-    topology = _convert(raw, Topology)
+    topology = parsing.parse(raw, Topology, top="the topology")
     if not topology.hosts:
         topology = msgspec.structs.replace(topology, hosts={LOCAL: Host()})
     _check(topology)
     return topology
-
-
-def _mapping(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    value = raw.get(field, {})
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{field} must be a mapping, not {type(value).__name__}")
-    return value
-
-
-def _refuse_unknown(path: str, raw: Any, kind: type[msgspec.Struct]) -> None:
-    if isinstance(raw, Mapping):
-        valid = [*kind.__struct_fields__]
-        if unknown := [str(key) for key in raw if key not in valid]:
-            raise ConfigError(f"{path}: unknown keys {unknown}; valid: {sorted(valid)}")
-
-
-def _convert(raw: Any, kind: type[_T]) -> _T:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as e:
-        text, _, where = str(e).partition(" - at ")
-        field = where.strip("`").removeprefix("$.") or "the topology"
-        raise ConfigError(f"{field}: {text}") from e
 
 
 def _check(topology: Topology) -> None:

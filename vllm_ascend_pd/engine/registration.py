@@ -27,7 +27,7 @@ from vllm_ascend_pd.registration import Registered, Registration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_ascend_pd.config import RouterConfig
+    from vllm_ascend_pd.config import RouterLink
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ _ANSWERED: dict[registration.State, RegistrarState] = {
 }
 
 
-def find_http_url(config: RouterConfig, host: str, argv: list[str] | None = None) -> str:
+def find_http_url(config: RouterLink, host: str, argv: list[str] | None = None) -> str:
     """``router.http_url``, or ``host`` and the ``--port`` that this engine was started with.
 
     The front end's command line is also that of its EngineCore process.
@@ -98,7 +98,7 @@ class Registrar(threading.Thread):
 
     def __init__(
         self,
-        config: RouterConfig,
+        config: RouterLink,
         description: Registration,
         is_draining: Callable[[], bool],
         on_change: Callable[[], None],

@@ -50,9 +50,9 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"prefill": [{}, {"n": 1}]}, r"prefill\[1\]: unknown keys \['n'\]; valid: .*'count'"),
         ({"decode": [{"tp": 1}]}, r"decode\[0\]: unknown keys \['tp'\]"),
         ({"router": {"prot": 1}}, r"router: unknown keys \['prot'\]; valid: .*'port'"),
-        ({"model": 7}, "model: Expected `str`, got `int`"),
-        ({"prefill": {"count": 1}}, "prefill: Expected `array`, got `object`"),
-        ({"prefill": [{"count": "2"}]}, r"prefill\[0\].count: Expected `int`, got `str`"),
+        ({"model": 7}, "model must be a string, not 7"),
+        ({"prefill": {"count": 1}}, "prefill must be a list, not {'count': 1}"),
+        ({"prefill": [{"count": "2"}]}, r"prefill\[0\].count must be int, not '2'"),
         (
             {"prefill": [{"count": -1}, {"count": 2}]},
             r"prefill\[0\].count must not be negative, not -1",
@@ -66,7 +66,7 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"hosts": {"a": {"address": "node-a"}}}, "hosts.a.address must be an IP address"),
         ({"hosts": {"a": {"cores": "0..3"}}}, "hosts.a.cores: '0..3' is not a list of cores"),
         ({"hosts": {"a": {}, "b": {}}}, "hosts.a.address 127.0.0.1 is a loopback address"),
-        ({"hosts": []}, "hosts must be a mapping, not list"),
+        ({"hosts": []}, r"hosts must be a mapping, not \[\]"),
         ({"device": "tpu"}, r"device: 'tpu' is not one of \['cpu', 'cuda', 'npu'\]"),
         ({"args": {"port": 1}}, "args.port: set by the topology itself"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
@@ -91,7 +91,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"t.yaml: not YAML"):
         load(path)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match=r"t.yaml: the topology: .*missing.*`model`"):
+    with pytest.raises(ConfigError, match=r"t.yaml: the topology: \['model'\] is missing"):
         load(path)
 
 

@@ -49,7 +49,9 @@ class Engine(World):
         self.side = PoolSide(
             scheduler=self.scheduler,
             engine_core=SimpleNamespace(model_executor=executor),
-            config=PDConfig(Role.BOTH, "e", "127.0.0.1", 0, pool=PoolConfig()),
+            config=PDConfig(
+                role=Role.BOTH, engine_id="e", host="127.0.0.1", port=0, pool=PoolConfig()
+            ),
             phantoms=self.phantoms,
             stats=self.stats,
             others_wait=lambda: False,

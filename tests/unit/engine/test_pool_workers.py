@@ -211,7 +211,9 @@ def test_workers_on_several_hosts_are_refused_by_name(tmp_path: Path) -> None:
         PoolSide(
             scheduler=nothing,
             engine_core=SimpleNamespace(model_executor=executor),
-            config=PDConfig(Role.BOTH, "e", "127.0.0.1", 0, pool=PoolConfig()),
+            config=PDConfig(
+                role=Role.BOTH, engine_id="e", host="127.0.0.1", port=0, pool=PoolConfig()
+            ),
             phantoms=nothing,
             stats=nothing,
             others_wait=lambda: False,

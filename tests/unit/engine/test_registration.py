@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.config import RouterConfig
+from vllm_ascend_pd.config import RouterLink
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState, find_http_url
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import Registration, decode
@@ -88,7 +88,7 @@ class Engine:
     def __init__(self, web: Web, **options: Any) -> None:
         self.draining = False
         self.changes: list[RegistrarState] = []
-        config = RouterConfig(url=web.url, http_url=web.url, instance_id="p0", **options)
+        config = RouterLink(url=web.url, http_url=web.url, instance_id="p0", **options)
         self.registrar = Registrar(
             config,
             Registration(url=find_http_url(config, "127.0.0.1"), role="prefill", epoch="e1"),
@@ -210,7 +210,7 @@ def test_a_silent_router_does_not_hold_up_the_end() -> None:
         deaf.listen()
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         registrar = Registrar(
-            RouterConfig(url=url, http_url=url),
+            RouterLink(url=url, http_url=url),
             Registration(url=url, role="both", epoch="e"),
             lambda: False,
             lambda: None,
@@ -233,18 +233,18 @@ def test_a_silent_router_does_not_hold_up_the_end() -> None:
     ],
 )
 def test_http_url_from_the_command_line(argv: list[str], url: str) -> None:
-    assert find_http_url(RouterConfig(url="http://r:1"), "10.0.0.1", argv) == url
+    assert find_http_url(RouterLink(url="http://r:1"), "10.0.0.1", argv) == url
 
 
 @pytest.mark.parametrize("argv", [["pytest"], ["vllm", "serve", "m", "--config", "x"], []])
 def test_http_url_that_cannot_be_told(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"router.http_url is missing"):
-        find_http_url(RouterConfig(url="http://r:1"), "10.0.0.1", argv)
+        find_http_url(RouterLink(url="http://r:1"), "10.0.0.1", argv)
 
 
 def test_ipv6_http_url() -> None:
     argv = ["vllm", "serve", "m"]
-    assert find_http_url(RouterConfig(url="http://r:1"), "::1", argv) == "http://[::1]:8000"
+    assert find_http_url(RouterLink(url="http://r:1"), "::1", argv) == "http://[::1]:8000"
 
 
 @pytest.mark.parametrize("content", [None, "", "two\nlines", "ümlaut"])

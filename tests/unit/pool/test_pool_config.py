@@ -12,15 +12,18 @@ from vllm_ascend_pd.config import PDConfig, PoolConfig, PoolLoad, PoolSave, SsdC
 from vllm_ascend_pd.errors import ConfigError
 
 
-def parse(pool: Any, **extra: Any) -> PoolConfig | None:
-    config = SimpleNamespace(
+def transfer_config(extra: dict[str, Any]) -> Any:
+    return SimpleNamespace(
         kv_role="kv_both",
         engine_id="e",
         kv_ip="127.0.0.1",
         kv_port=0,
-        kv_connector_extra_config={"pool": pool, **extra},
+        kv_connector_extra_config=extra,
     )
-    return PDConfig.from_kv_transfer_config(config).pool
+
+
+def parse(pool: Any, **extra: Any) -> PoolConfig | None:
+    return PDConfig.from_kv_transfer_config(transfer_config({"pool": pool, **extra})).pool
 
 
 def test_an_empty_section_switches_the_pool_on() -> None:
@@ -55,7 +58,7 @@ def test_parts_that_are_too_small_are_refused(config: PoolConfig, message: str) 
 
 
 def test_without_the_section_there_is_no_pool() -> None:
-    assert PoolConfig.parse({}) is None
+    assert PDConfig.from_kv_transfer_config(transfer_config({})).pool is None
 
 
 def test_every_option_is_read() -> None:
@@ -100,7 +103,7 @@ def test_every_option_is_read() -> None:
         ([], "pool must be a mapping"),
         ({"size": 1}, r"pool: unknown keys \['size'\]"),
         ({"master": "host"}, "pool.master must be host:port"),
-        ({"master": 5}, "pool.master must be host:port"),
+        ({"master": 5}, "pool.master must be a string, not 5"),
         ({"dram_size": "much"}, "pool.dram_size must be bytes or a text"),
         ({"dram_size": 1}, "pool.dram_size must be 0 or at least 16 MiB"),
         ({"ssd": "/data"}, "pool.ssd must be a mapping"),
