@@ -331,11 +331,11 @@ class PoolConfig(msgspec.Struct, frozen=True):
             return self
         dram_size, ssd = self.dram_size, self.ssd
         if dram_size is not None:
-            dram_size = Size(dram_size // num_workers)
+            dram_size //= num_workers
             _check_part("pool.dram_size", dram_size, _MIN_DRAM_BYTES, num_workers)
         if ssd is not None:
             _check_part("pool.ssd.size", ssd.size // num_workers, _MIN_SSD_BYTES, num_workers)
-            ssd = SsdConfig(f"{ssd.path}/worker-{rank}", Size(ssd.size // num_workers))
+            ssd = SsdConfig(f"{ssd.path}/worker-{rank}", ssd.size // num_workers)
         return msgspec.structs.replace(self, dram_size=dram_size, ssd=ssd)
 
     @property

@@ -17,19 +17,19 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 _NAMES = {str: "a string", dict: "a mapping", tuple: "a list"}
 
 
-class Size(int):
-    """Bytes."""
+Size = Annotated[int, msgspec.Meta(description="bytes")]
+"""Also as a text, see ``parse_size``."""
 
 
-def parse_size(path: str, value: Any) -> Size:
-    """A number, or a text such as ``"512MiB"`` or ``"8G"`` (powers of 1024)."""
+def parse_size(path: str, value: Any) -> int:
+    """Bytes: a number, or a text such as ``"512MiB"`` or ``"8G"`` (powers of 1024)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return Size(value)
+        return value
     if isinstance(value, str):
         if value.isdigit():
-            return Size(value)
+            return int(value)
         if match := _SIZE.fullmatch(value.strip()):
-            return Size(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
+            return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
     raise ConfigError(f'{path} must be bytes or a text such as "8GiB", not {value!r}')
 
 
@@ -56,7 +56,7 @@ def parse(raw: Any, wanted: type[_T], path: str = "", top: str = "") -> _T:
         found = {key: parse(item, inner[1], f"{path}.{key}") for key, item in raw.items()}
     elif origin is tuple and isinstance(raw, list | tuple):
         found = tuple(parse(item, inner[0], f"{path}[{i}]") for i, item in enumerate(raw))
-    elif kind is Size:
+    elif kind == Size:
         found = parse_size(name, raw)
     else:
         if isinstance(raw, float) and raw.is_integer():
