@@ -30,7 +30,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -1575,10 +1575,9 @@ def test_supported_engine_is_accepted(engines: Engines) -> None:
 # The pool.
 
 
-def test_preempted_request_that_the_pool_has_nothing_for_is_resumed(
-    engines: Engines, tmp_path: Path
-) -> None:
-    """Also when the answer is folded in by the very pass that comes to it."""
+@pytest.fixture
+def pooled(engines: Engines, tmp_path: Path) -> Iterator[tuple[Engine, Callable[[], None]]]:
+    """An engine with a pool, and what answers its lookup: the pool has nothing."""
     engine = engines.make("kv_both", pool={"put": False})
     address = tmp_path / "pool"
     lookups: list[Any] = []
@@ -1591,22 +1590,44 @@ def test_preempted_request_that_the_pool_has_nothing_for_is_resumed(
     pd.on_engine_started(core)
 
     def answer() -> None:
-        (lookup,) = lookups
+        engine.poll(lambda: bool(lookups))
+        lookup = lookups.pop()
         assert isinstance(lookup, Lookup)
-        lookups.clear()
         num_blocks = len(lookup.hashes) // lookup.hash_bytes
         worker.send(Found(lookup.lookup_id, bytes(num_blocks), True, 0.1))
+        engine.poll(lambda: not pd._kv_pool._found.empty())
 
+    yield engine, answer
+    worker.stop()
+
+
+def test_preempted_request_that_the_pool_has_nothing_for_is_resumed(
+    pooled: tuple[Engine, Callable[[], None]],
+) -> None:
+    """Also when the answer is folded in by the very pass that comes to it."""
+    engine, answer = pooled
     request = engine.add("p", prompt_of(100), max_tokens=3)
     answer()
     engine.schedule()
     engine.scheduler._preempt_request(engine.scheduler.running.pop(), time.monotonic())
     engine.finish_step()
-    pd._kv_pool.source.add(request, admitted=True)
+    engine.scheduler.pd._kv_pool.source.add(request, admitted=True)
     assert request.status is RequestStatus.WAITING_FOR_KV
     answer()
     step = engine.schedule()
     assert step.output.scheduled_cached_reqs.resumed_req_ids == {"p"}
     engine.run_to_end()
     engine.expect_tokens("p", 3)
-    worker.stop()
+
+
+def test_request_that_the_pool_has_nothing_for_still_waits_for_its_grammar(
+    pooled: tuple[Engine, Callable[[], None]],
+) -> None:
+    engine, answer = pooled
+    constraint = StructuredOutputsParams(regex="a")
+    request = engine.add("p", prompt_of(100), structured_outputs=constraint)
+    assert request.status is RequestStatus.WAITING_FOR_KV
+    answer()
+    assert not engine.step().output.num_scheduled_tokens
+    assert request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    engine.abort("p")

@@ -267,7 +267,7 @@ class SchedulerSide:
         if source is None:
             if request.status == RequestStatus.WAITING_FOR_KV:
                 request.status = RequestStatus.WAITING
-            return True
+            return _can_be_scheduled(request)
         if source.pending or source.parked:
             return False
         if isinstance(source, RemotePrompt) and source.has_first_token:
@@ -288,7 +288,7 @@ class SchedulerSide:
         if isinstance(source, RemotePrompt) and source.waits_for_first_token():
             return False
         request.status = source.queued_status
-        return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        return _can_be_scheduled(request)
 
     def _collect(self, now: float) -> None:
         self._collect_at = now + _COLLECT_S
@@ -490,7 +490,7 @@ class SchedulerSide:
         """Nothing runs, and a request that waits for nothing has found no memory."""
         scheduler = self._scheduler
         return not (output.num_scheduled_tokens or scheduler.running) and any(
-            request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            _can_be_scheduled(request)
             for requests in (scheduler.waiting, scheduler.skipped_waiting)
             for request in requests
         )
@@ -805,6 +805,11 @@ class SchedulerSide:
         input_queue = getattr(self._engine_core, "input_queue", None)
         if input_queue is not None:
             input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def _can_be_scheduled(request: Request) -> bool:
+    """Whether it waits for memory only; others wait for a grammar, say."""
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def _is_awaited(source: RemotePrompt | PoolPrompt) -> TypeGuard[RemotePrompt]:
