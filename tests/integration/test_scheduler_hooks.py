@@ -2,8 +2,9 @@
 """The scheduler side in the real patched schedulers. No model is run: a worker is simulated.
 
 The simulated worker knows, for each slot of each KV block, the tokens that the slot's KV stands
-for. A request's next token is right only if every slot below it is; else it is ``WRONG_TOKEN``.
-So a stale block, a load into the wrong block or a token computed on bad KV shows in the output.
+for. A request's next token is right only if every slot below it is, and no slot behind it in its
+last block holds what is no number (below zero here); else it is ``WRONG_TOKEN``. So a stale block,
+a load into the wrong block or a token computed on bad KV shows in the output.
 At the end of each test every cached block holds what its hash says and nothing has leaked.
 """
 
@@ -95,7 +96,7 @@ class SimulatedRequest:
         while len(self._contents) <= position:
             at = len(self._contents)
             token = self.prompt[at] if at < len(self.prompt) else right_token(at)
-            self._contents.append(hash((self._contents[-1] if at else 0, token)))
+            self._contents.append(abs(hash((self._contents[-1] if at else 0, token))))
         return self._contents[position]
 
 
@@ -173,7 +174,7 @@ class SimulatedWorker:
                 content = -next(self._garbage)
                 if not cause and source is not None:
                     theirs = source.grants[lease][index]
-                    content = source.slots.get((theirs, offset), content)
+                    content = source.slots.get((theirs, offset), 0)
                 self.slots[block_id, offset] = content
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
         self._results.append(
@@ -181,6 +182,8 @@ class SimulatedWorker:
         )
 
     def _update_states(self, output: SchedulerOutput) -> None:
+        for block_id in output.new_block_ids_to_zero or ():
+            self.slots.update({(block_id, offset): 0 for offset in range(BLOCK_SIZE)})
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -209,6 +212,7 @@ class SimulatedWorker:
         start = request.num_computed
         right = start + num_tokens <= request.num_known
         right = right and all(self.holds(request, position) for position in range(start))
+        right = right and self._is_clear(request, start + num_tokens)
         for position in range(start, start + num_tokens):
             block_id = request.table[position // BLOCK_SIZE]
             content = request.content(position) if right else -next(self._garbage)
@@ -217,6 +221,12 @@ class SimulatedWorker:
             return []
         request.num_known = start + num_tokens + 1
         return [right_token(start + num_tokens) if right else WRONG_TOKEN]
+
+    def _is_clear(self, request: SimulatedRequest, end: int) -> bool:
+        """Whether the last block holds numbers behind the last token: attention meets them."""
+        block_id = request.table[(end - 1) // BLOCK_SIZE]
+        behind = range(end % BLOCK_SIZE or BLOCK_SIZE, BLOCK_SIZE)
+        return all(self.slots.get((block_id, offset), 0) >= 0 for offset in behind)
 
     def holds(self, request: SimulatedRequest, position: int) -> bool:
         slot = request.table[position // BLOCK_SIZE], position % BLOCK_SIZE
@@ -379,6 +389,9 @@ class Engine:
     def expect_nothing_leaked(self) -> None:
         self.run_to_end()
         self.poll(lambda: self.counts() == self.counts_at_start)
+        self.schedule()  # what is not to be met is cleared with the next step
+        self.finish_step()
+        assert min(self.worker.slots.values(), default=0) >= 0
         contents = {}
         for request in self.requests.values():
             simulated = SimulatedRequest(list(request.prompt_token_ids or ()), [])

@@ -50,7 +50,7 @@ class LoadRecord:
     users: set[Request] = field(default_factory=set)
     """Requests whose tokens are computed on these blocks."""
     computed_on: dict[int, Phantom] = field(default_factory=dict)
-    """Cached blocks that users have computed on these ones, by block id."""
+    """Blocks that users have computed on these ones, by block id; some are not cached."""
     parked_for: Request | None = None
     held: list[KVCacheBlock] = field(default_factory=list)
     held_indices: list[int] = field(default_factory=list)
@@ -116,6 +116,13 @@ class LoadRecord:
         if tail is not None and tail.is_current() and (not failed or tail.block_id in failed):
             bad.add(tail.block_id)
         return bad
+
+    def spoiled_block_ids(self, failed: Sequence[int]) -> set[int]:
+        """If it failed: the blocks with what nobody may meet, whoever they belonged to. None of
+        them has a new owner yet: what a step uses is not given away before its report.
+        """
+        filled = set(self.indices())
+        return (filled.intersection(failed) if failed else filled).union(self.computed_on)
 
 
 class Loads:
@@ -233,7 +240,7 @@ class Loads:
         return any(request in record.users for record in records)
 
     def note_computed(self, get_blocks: Callable[[Request], Sequence[KVCacheBlock]]) -> None:
-        """Remember what this step caches on top of loads whose end is not known yet."""
+        """Remember what this step computes on top of loads whose end is not known yet."""
         for record in [*self.new, *self.running.values()]:
             if record.parked_for is not None:
                 continue
@@ -245,10 +252,9 @@ class Loads:
                 first = next((i for i, b in enumerate(blocks) if b.block_id in loaded), len(blocks))
                 for index in range(first, len(blocks)):
                     block = blocks[index]
-                    if block.block_hash is not None:
-                        record.computed_on[block.block_id] = Phantom(
-                            block, block.block_hash, record.source, index
-                        )
+                    record.computed_on[block.block_id] = Phantom(
+                        block, block.block_hash, record.source, index
+                    )
 
     def cancel(self, request: Request) -> None:
         """Give up the parked load of this request; its blocks come back when it has ended."""

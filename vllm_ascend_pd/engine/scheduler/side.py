@@ -598,6 +598,7 @@ class SchedulerSide:
             self._stats.add("load_ms", result.elapsed_ms)
         bad = record.bad_block_ids(result.failed) if result.cause else set()
         if result.cause:
+            self._spoil(record.spoiled_block_ids(result.failed))
             self._phantoms.withdraw(source)
             for request in record.users:
                 if request.status == RequestStatus.PREEMPTED and request.num_stale_output_tokens:
@@ -611,8 +612,7 @@ class SchedulerSide:
 
     def _recover(self, bad_block_ids: set[int]) -> None:
         preempted, bad = recover(self._scheduler, bad_block_ids)
-        if self._scheduler.vllm_config.device_config.device_type == "cpu":
-            self._spoiled |= bad
+        self._spoil(bad)
         if self._producer is not None:
             self._producer.revoke_blocks(bad)
         self._stats.add("recovered_requests", len(preempted))
@@ -621,6 +621,11 @@ class SchedulerSide:
             if request.prefill_stats is not None:
                 request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
             self._turn_to_pool(request)
+
+    def _spoil(self, block_ids: set[int]) -> None:
+        """Of a failed load: have the next step clear them, where that matters."""
+        if self._scheduler.vllm_config.device_config.device_type == "cpu":
+            self._spoiled |= block_ids
 
     # The end.
 
