@@ -19,7 +19,6 @@ import pytest
 
 from tests.router.harness import FAST, Deployment, deployed, free_port, run
 from vllm_ascend_pd import registration
-from vllm_ascend_pd.cluster.child import ChildSpec, Patience
 from vllm_ascend_pd.cluster.control import (
     Control,
     Progress,
@@ -27,9 +26,11 @@ from vllm_ascend_pd.cluster.control import (
     ask_to_restart,
     socket_path,
 )
+from vllm_ascend_pd.cluster.machine import answers
 from vllm_ascend_pd.cluster.restart import RollingRestart
-from vllm_ascend_pd.cluster.supervisor import Supervisor
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.processes.child import ChildSpec, Patience
+from vllm_ascend_pd.processes.supervisor import Supervisor
 
 ENGINE = """
 import asyncio, os, signal, sys
@@ -82,7 +83,7 @@ async def cluster(folder: Path, *names: str) -> AsyncIterator[Cluster]:
         for name in names:
             role, port = "prefill" if name.startswith("p") else "decode", free_port()
             argv = (sys.executable, "-c", ENGINE, name, role, str(port), d.url)
-            specs.append(ChildSpec(name, argv, {}, f"http://127.0.0.1:{port}/health"))
+            specs.append(ChildSpec(name, argv, {}, answers(f"http://127.0.0.1:{port}/health")))
         ready = asyncio.Event()
         patience = Patience(startup_s=30, probe_s=0.05)
         supervisor = Supervisor(specs, folder, lambda child: None, ready.set, patience)
@@ -171,7 +172,7 @@ def test_engine_that_does_not_come_back_ends_the_round(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, "p0", "d0", "d1") as c:
             child = next(x for x in c.supervisor.children if x.spec.name == "d0")
-            child.spec = ChildSpec("d0", ("/no/such/program",), {}, child.spec.health_url)
+            child.spec = ChildSpec("d0", ("/no/such/program",), {}, child.spec.is_up)
             other = c.pid("d1")
             told = await c.restart("d0", "d1")
             assert told[-1].failed

@@ -174,7 +174,7 @@ def test_killed_worker_is_started_again_and_no_count_goes_back(tmp_path: Path) -
             assert await c.metric(r'requests_total\{outcome="ok"\}') == 30
             victim = c.worker_pids()[1]
             os.kill(victim, signal.SIGKILL)
-            await c.until(lambda: "ended, code -9" in c.output)
+            await c.until(lambda: "worker 1: killed by SIGKILL; starts again" in c.output)
             await c.restarted()
             assert await c.metric(r'requests_total\{outcome="ok"\}') == 30
             assert await c.metric("worker_restarts_total") == 1

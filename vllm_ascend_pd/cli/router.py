@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import ConfigError, PDError
 
 app = typer.Typer(add_completion=False)
 
@@ -261,7 +261,7 @@ def router(
             from vllm_ascend_pd.router.server import serve
 
         serve(config, lambda url: typer.echo(f"vllm-pd router listens on {url}"))
-    except ConfigError as e:
+    except PDError as e:
         typer.echo(f"Error: {e}", err=True)
         raise typer.Exit(2) from e
 

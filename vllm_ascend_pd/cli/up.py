@@ -77,12 +77,12 @@ def up(
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import launch, topology
-    from vllm_ascend_pd.cluster.child import Patience
     from vllm_ascend_pd.cluster.logs import Rotation
     from vllm_ascend_pd.cluster.machine import FreePorts, Machine
     from vllm_ascend_pd.cluster.plan import Programs, make_plan
     from vllm_ascend_pd.errors import PDError
     from vllm_ascend_pd.parsing import parse_size
+    from vllm_ascend_pd.processes.child import Patience
 
     more = list(context.args)
     if config is not None and model is not None and model.startswith("-"):

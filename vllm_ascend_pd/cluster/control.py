@@ -24,8 +24,8 @@ from vllm_ascend_pd.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from vllm_ascend_pd.cluster.child import Child
     from vllm_ascend_pd.cluster.restart import RollingRestart
+    from vllm_ascend_pd.processes.child import Child
 
 
 class RestartOrder(msgspec.Struct, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.cluster.child import Child, State
+from vllm_ascend_pd.processes.child import Child, State
 
 if TYPE_CHECKING:
     from types import TracebackType

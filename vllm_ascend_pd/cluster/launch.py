@@ -24,17 +24,17 @@ import psutil
 from rich.text import Text
 
 from vllm_ascend_pd.backends.mooncake_master import master_program
-from vllm_ascend_pd.cluster.child import ChildSpec, Patience, StartError
 from vllm_ascend_pd.cluster.control import Control, socket_path
 from vllm_ascend_pd.cluster.display import Display
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.cluster.logs import Rotation
-from vllm_ascend_pd.cluster.machine import can_listen, port_owner
+from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner
 from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.restart import RollingRestart
-from vllm_ascend_pd.cluster.supervisor import Supervisor
 from vllm_ascend_pd.errors import BackendError, ConfigError
+from vllm_ascend_pd.processes.child import ChildSpec, Patience, StartError
+from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.registration import InstanceStatus
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ async def launch(
 ) -> int:
     """Start ``commands`` and keep them up; the exit code of ``vllm-pd up``."""
     specs = [
-        ChildSpec(command.name, command.argv, command.env, f"{command.url}/health")
+        ChildSpec(command.name, command.argv, command.env, answers(f"{command.url}/health"))
         for command in commands
     ]
     log_dir = manner.log_dir
@@ -174,7 +174,7 @@ async def launch(
                 await asyncio.sleep(0.25)
                 display.refresh()
 
-        logs = [child.log for child in supervisor.children]
+        logs = [child.log for child in supervisor.children if child.log is not None]
         beside = [
             asyncio.create_task(work)
             for work in (

@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import random
 import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+import aiohttp
 import psutil
 
 from vllm_ascend_pd.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
 _FIRST_FREE_PORT = 18000
 """Above those that Mooncake takes."""
+_ANSWER = aiohttp.ClientTimeout(total=30)
+"""On a busy host an answer takes its time, and is one nevertheless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,30 @@ def listeners(port: int) -> set[int]:
         and connection.laddr.port == port
         and connection.pid
     }
+
+
+def answers(url: str) -> Callable[[int], Awaitable[bool]]:
+    """Whether a process group answers 200 there, and not a stranger on its port."""
+
+    async def is_up(group: int) -> bool:
+        try:
+            async with aiohttp.request("GET", url, timeout=_ANSWER) as answer:
+                is_well = answer.status == 200
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
+        return is_well and await asyncio.to_thread(_listens, group, urlsplit(url).port or 80)
+
+    return is_up
+
+
+def _listens(group: int, port: int) -> bool:
+    """Also where nobody can be seen."""
+    pids = listeners(port)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == group:
+                return True
+    return not pids
 
 
 def port_owner(port: int) -> str:

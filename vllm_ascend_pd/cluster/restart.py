@@ -16,14 +16,14 @@ import aiohttp
 import msgspec
 
 from vllm_ascend_pd import registration
-from vllm_ascend_pd.cluster.child import Child, State
 from vllm_ascend_pd.errors import PDError
+from vllm_ascend_pd.processes.child import Child, State
 from vllm_ascend_pd.registration import InstanceStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from vllm_ascend_pd.cluster.supervisor import Supervisor
+    from vllm_ascend_pd.processes.supervisor import Supervisor
 
 POLL_S = 0.25
 RETURN_S = 60.0

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of several router processes. Clients reach it at the shared port, its keeper at a socket.
 
-The keeper starts it with a pickled ``Order`` on its standard input, and keeps that pipe open: one
-byte means stop, a second one hurry, and the end of the pipe that the keeper is gone.
+The keeper starts it with the folder of their sockets, in which its configuration is, pickled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import signal
 import sys
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -22,7 +20,7 @@ from aiohttp import web
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.app import Router
-from vllm_ascend_pd.router.config import RouterConfig, set_up_logging
+from vllm_ascend_pd.router.config import set_up_logging
 from vllm_ascend_pd.router.instances import InstanceSpec
 from vllm_ascend_pd.router.server import (
     BACKLOG,
@@ -35,24 +33,13 @@ from vllm_ascend_pd.router.server import (
 from vllm_ascend_pd.router.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from vllm_ascend_pd.router.config import RouterConfig
 
-STDIN = 0
+CONFIG_FILE = "config"
 KEEPER_SOCKET = "keeper"
 KEEPER_TIMEOUT_S = 5.0
 WRONG_CONFIG = 2
 """Exit code: another start would not help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a worker is to be."""
-
-    config: RouterConfig
-    """With the port that is shared."""
-    index: int
-    folder: Path
-    """Of the sockets."""
 
 
 class RegisteredEngines(msgspec.Struct):
@@ -65,8 +52,10 @@ class RegisteredEngines(msgspec.Struct):
 class KeeperLink:
     """What a worker asks its keeper. Event loop thread."""
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, folder: Path, name: str) -> None:
+        """``name``: of this worker and its socket."""
+        self._folder = folder
+        self._name = name
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._version = 0
@@ -80,17 +69,17 @@ class KeeperLink:
         app.router.add_put("/registered", self._registered)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        path = self._order.folder / str(self._order.index)
+        path = self._folder / self._name
         path.unlink(missing_ok=True)  # of a worker that was killed
         await web.UnixSite(self._runner, str(path)).start()
-        connector = aiohttp.UnixConnector(str(self._order.folder / KEEPER_SOCKET))
+        connector = aiohttp.UnixConnector(str(self._folder / KEEPER_SOCKET))
         timeout = aiohttp.ClientTimeout(total=KEEPER_TIMEOUT_S)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         await self._hear(await self._ask("GET", "/registered"))
 
     async def announce(self) -> None:
         """The worker serves; from now on the keeper tells it of engines by itself."""
-        await self._hear(await self._ask("PUT", f"/workers/{self._order.index}"))
+        await self._hear(await self._ask("PUT", f"/workers/{self._name}"))
 
     async def close(self) -> None:
         if self._session is not None:
@@ -135,51 +124,28 @@ class KeeperLink:
 
 
 def main() -> None:
-    """A worker process, from its order to its end."""
-    size = int.from_bytes(_read(4), "big")
-    order: Order = pickle.loads(_read(size))
-    set_up_logging(order.config)
+    """A worker process, with the folder and its name as arguments."""
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    config: RouterConfig = pickle.loads((folder / CONFIG_FILE).read_bytes())
+    set_up_logging(config)
     try:
-        uvloop.run(_run(order))
+        uvloop.run(_run(config, KeeperLink(folder, name)))
     except ConfigError as e:
         print(f"Error: {e}", file=sys.stderr)
         sys.exit(WRONG_CONFIG)
 
 
-def _read(size: int) -> bytes:
-    """From standard input, not more: what follows is for ``_heard``."""
-    data = b""
-    while len(data) < size:
-        more = os.read(STDIN, size - len(data))
-        if not more:
-            sys.exit("a worker is started by `vllm-pd router --workers N`")
-        data += more
-    return data
-
-
-async def _run(order: Order) -> None:
+async def _run(config: RouterConfig, link: KeeperLink) -> None:
     raise_file_limit()
     stopping = Stopping()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # of a terminal: the keeper gets it, too
-    loop.add_signal_handler(signal.SIGTERM, stopping.asked.set)
-    loop.add_reader(STDIN, _heard, loop, stopping)
-    sock = bind(order.config.host, order.config.port, shared=True)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.ask)
+    sock = bind(config.host, config.port, shared=True)
     sock.listen(BACKLOG)
-    link = KeeperLink(order)
-    server = RouterServer(order.config, Router(order.config, keeper=link))
-    await link.open(server.router)
-    await server.start(sock)
-    await link.announce()
-    await run_until_stopped(server, stopping)
-    await link.close()
-
-
-def _heard(loop: asyncio.AbstractEventLoop, stopping: Stopping) -> None:
-    """From the keeper."""
-    asked = os.read(STDIN, 16)
-    for _ in asked:
-        stopping.ask()
-    if not asked:
-        loop.remove_reader(STDIN)
-        stopping.asked.set()
+    server = RouterServer(config, Router(config, keeper=link))
+    try:
+        await link.open(server.router)
+        await server.start(sock)
+        await link.announce()
+        await run_until_stopped(server, stopping)
+    finally:
+        await link.close()

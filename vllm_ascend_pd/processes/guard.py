@@ -42,7 +42,7 @@ def _send(send: Callable[[int, int], None], target: int, number: int) -> bool:
 
 
 def main() -> None:
-    """``python -m vllm_ascend_pd.cluster.guard PATIENCE_S``, with the pipe as standard input."""
+    """``python -m vllm_ascend_pd.processes.guard PATIENCE_S``, with the pipe as standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

@@ -17,13 +17,16 @@ import signal
 import sys
 import time
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
-import aiohttp
-
-from vllm_ascend_pd.cluster import guard
-from vllm_ascend_pd.cluster.child import TRANSITIONS, Child, ChildSpec, Patience, StartError, State
-from vllm_ascend_pd.cluster.machine import listeners
+from vllm_ascend_pd.processes import guard
+from vllm_ascend_pd.processes.child import (
+    TRANSITIONS,
+    Child,
+    ChildSpec,
+    Patience,
+    StartError,
+    State,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
-_ANSWER_S = 30.0
-"""For one probe of a child: on a busy host an answer takes its time, and is one nevertheless."""
 
 
 class Supervisor:
@@ -42,13 +43,16 @@ class Supervisor:
     def __init__(
         self,
         specs: Sequence[ChildSpec],
-        log_dir: Path,
+        log_dir: Path | None,
         on_change: Callable[[Child], None],
         on_ready: Callable[[], None],
         patience: Patience | None = None,
     ) -> None:
-        """``on_change`` is told of each new state, ``on_ready`` once, when all are up."""
-        self.children = [Child(spec, log_dir / f"{spec.name}.log") for spec in specs]
+        """``on_change`` is told of each new state, ``on_ready`` once, when all are up. Without
+        ``log_dir`` the children write where this process does."""
+        self.children = [
+            Child(spec, log_dir / f"{spec.name}.log" if log_dir else None) for spec in specs
+        ]
         self._on_change = on_change
         self._on_ready = on_ready
         self._patience = patience or Patience()
@@ -78,25 +82,23 @@ class Supervisor:
         now = time.monotonic()
         for child in self.children:
             child.since = now
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            await self._guard.start()
-            tasks = [asyncio.create_task(self._keep(child, session)) for child in self.children]
-            try:
-                with _adopting_orphans():
-                    await asyncio.gather(*tasks)
-            finally:
-                self._stop.set()
-                self._kill.set()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                await self._guard.close()
+        await self._guard.start()
+        tasks = [asyncio.create_task(self._keep(child)) for child in self.children]
+        try:
+            with _adopting_orphans():
+                await asyncio.gather(*tasks)
+        finally:
+            self._stop.set()
+            self._kill.set()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._guard.close()
         if self._failed is not None:
             raise StartError(self._failed)
 
-    async def _keep(self, child: Child, session: aiohttp.ClientSession) -> None:
+    async def _keep(self, child: Child) -> None:
         """One child, from its first start to its last end."""
         while not self._stop.is_set():
-            await self._run_once(child, session)
+            await self._run_once(child)
             if self._stop.is_set():
                 break
             if child.restart.is_set():
@@ -111,7 +113,7 @@ class Supervisor:
         if child.state in (State.WAITING, State.BACKOFF):
             self._set(child, State.STOPPED, child.note)
 
-    async def _run_once(self, child: Child, session: aiohttp.ClientSession) -> None:
+    async def _run_once(self, child: Child) -> None:
         child.restart.clear()
         try:
             process = await self._spawn(child)
@@ -125,7 +127,7 @@ class Supervisor:
         exited = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
         restart = asyncio.create_task(child.restart.wait())
-        healthy = asyncio.create_task(self._wait_healthy(child, process.pid, session))
+        healthy = asyncio.create_task(self._wait_healthy(child, process.pid))
         try:
             await asyncio.wait(
                 {exited, stop, healthy},
@@ -161,24 +163,20 @@ class Supervisor:
                 self._set(child, State.STOPPED, "")
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
-        child.log.parent.mkdir(parents=True, exist_ok=True)
-        with child.log.open("ab") as output:
+        if child.log is not None:
+            child.log.parent.mkdir(parents=True, exist_ok=True)
+        with child.log.open("ab") if child.log else contextlib.nullcontext() as output:
             return await asyncio.create_subprocess_exec(
                 *child.spec.argv,
                 env={**os.environ, **child.spec.env},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
+                stderr=output and asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    async def _wait_healthy(self, child: Child, group: int, session: aiohttp.ClientSession) -> None:
-        while True:
-            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-                async with session.get(child.spec.health_url) as response:
-                    healthy = response.status == 200
-                if healthy and await asyncio.to_thread(_answers, child.spec.health_url, group):
-                    return
+    async def _wait_healthy(self, child: Child, group: int) -> None:
+        while not await child.spec.is_up(group):
             await asyncio.sleep(self._patience.probe_s)
 
     def _ready(self, child: Child) -> None:
@@ -210,6 +208,9 @@ class Supervisor:
         kill = asyncio.create_task(self._kill.wait())
         patience_s = self._patience.stop_s if was_up else self._patience.early_stop_s
         await asyncio.wait({exited, kill}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if kill.done() and not exited.done() and self._patience.hurry_s:
+            process.terminate()
+            await asyncio.wait({exited}, timeout=self._patience.hurry_s)
         kill.cancel()
         await asyncio.gather(kill, return_exceptions=True)
         _signal_group(process.pid, signal.SIGKILL)
@@ -253,16 +254,6 @@ def _describe_exit(code: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
     return f"exited with code {code}"
-
-
-def _answers(url: str, group: int) -> bool:
-    """Whether it is this process group that answers there, and not a stranger on its port."""
-    pids = listeners(urlsplit(url).port or 80)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(pid) == group:
-                return True
-    return not pids
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One child process of ``vllm-pd up``: what it is to be, its states, and how long it may take."""
+"""One child process: what it is to be, its states, and how long it may take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.errors import PDError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
 
@@ -39,12 +39,13 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run, and the URL that answers 200 once it is up."""
+    """What to run, and how to see that it is up."""
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    health_url: str
+    is_up: Callable[[int], Awaitable[bool]]
+    """Asked again and again, with the id of its process group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Patience:
     """From SIGTERM to SIGKILL, of a child that is up."""
     early_stop_s: float = 3.0
     """The same before it is up: it has nothing to finish, and vLLM may not listen then."""
+    hurry_s: float = 0.0
+    """The same after a second stop; if there is time at all, it gets a second SIGTERM."""
     first_backoff_s: float = 1.0
     max_backoff_s: float = 30.0
     stable_s: float = 60.0
@@ -69,7 +72,8 @@ class Child:
     """One child as it stands. Written by the supervisor, read by whoever shows it."""
 
     spec: ChildSpec
-    log: Path
+    log: Path | None
+    """Where its output goes; ``None``: where the supervisor's own goes."""
     state: State = State.WAITING
     since: float = 0.0
     """``time.monotonic`` of the last change of state."""
@@ -84,7 +88,7 @@ class Child:
 
     def last_lines(self, number: int = 20) -> list[str]:
         """The end of its log."""
-        if not self.log.is_file():
+        if self.log is None or not self.log.is_file():
             return []
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - 64 * 1024))

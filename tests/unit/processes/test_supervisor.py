@@ -16,9 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_ascend_pd.cluster.child import TRANSITIONS, Child, ChildSpec, Patience, StartError, State
-from vllm_ascend_pd.cluster.machine import FreePorts
-from vllm_ascend_pd.cluster.supervisor import Supervisor
+from vllm_ascend_pd.cluster.machine import FreePorts, answers
+from vllm_ascend_pd.processes.child import (
+    TRANSITIONS,
+    Child,
+    ChildSpec,
+    Patience,
+    StartError,
+    State,
+)
+from vllm_ascend_pd.processes.supervisor import Supervisor
 
 SERVER = """
 import http.server, os, subprocess, sys
@@ -39,12 +46,13 @@ http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
 QUICK = Patience(startup_s=20, stop_s=5, first_backoff_s=0.05, max_backoff_s=0.2, probe_s=0.05)
 
 
-def server(name: str, with_child: bool = False, stubborn: bool = False) -> ChildSpec:
-    port = FreePorts()("127.0.0.1")
+def server(
+    name: str, with_child: bool = False, stubborn: bool = False, port: int | None = None
+) -> ChildSpec:
+    port = port or FreePorts()("127.0.0.1")
     code = SERVER.format(port=port, with_child=with_child, stubborn=stubborn)
-    return ChildSpec(
-        name, (sys.executable, "-c", code), {"GREETING": "hello"}, f"http://127.0.0.1:{port}/"
-    )
+    is_up = answers(f"http://127.0.0.1:{port}/")
+    return ChildSpec(name, (sys.executable, "-c", code), {"GREETING": "hello"}, is_up)
 
 
 class Watched:
@@ -187,7 +195,7 @@ def test_a_child_that_never_worked_ends_everything(tmp_path: Path) -> None:
             "bad",
             (sys.executable, "-c", "print('no such model'); raise SystemExit(3)"),
             {},
-            "http://127.0.0.1:1/",
+            answers("http://127.0.0.1:1/"),
         )
         watched = Watched([server("a"), bad], tmp_path)
         with pytest.raises(StartError, match="bad did not come up: exited with code 3") as error:
@@ -201,7 +209,7 @@ def test_a_child_that_never_worked_ends_everything(tmp_path: Path) -> None:
 
 def test_a_missing_program_is_an_error_of_the_start(tmp_path: Path) -> None:
     async def scenario() -> None:
-        missing = ChildSpec("gone", ("/no/such/program",), {}, "http://127.0.0.1:1/")
+        missing = ChildSpec("gone", ("/no/such/program",), {}, answers("http://127.0.0.1:1/"))
         watched = Watched([missing], tmp_path)
         with pytest.raises(StartError, match=r"cannot be started: .*No such file"):
             await asyncio.wait_for(watched.task, 20)
@@ -215,7 +223,7 @@ def test_a_child_that_is_not_up_in_time_is_ended(tmp_path: Path) -> None:
             "sleeper",
             (sys.executable, "-c", "import time; time.sleep(600)"),
             {},
-            "http://127.0.0.1:1/",
+            answers("http://127.0.0.1:1/"),
         )
         watched = Watched([sleeper], tmp_path, Patience(startup_s=0.5, stop_s=5, probe_s=0.05))
         with pytest.raises(StartError, match=r"not up after 0.5 s"):
@@ -226,12 +234,13 @@ def test_a_child_that_is_not_up_in_time_is_ended(tmp_path: Path) -> None:
 
 def test_a_stranger_on_its_port_does_not_make_a_child_ready(tmp_path: Path) -> None:
     async def scenario() -> None:
-        stranger = server("stranger")
+        port = FreePorts()("127.0.0.1")
+        stranger = server("stranger", port=port)
         sleep = (sys.executable, "-c", "import time; time.sleep(600)")
         other = Watched([stranger], tmp_path / "other")
         await other.until_ready()
         patience = Patience(startup_s=1, stop_s=5, probe_s=0.05)
-        mistaken = ChildSpec("mistaken", sleep, {}, stranger.health_url)
+        mistaken = ChildSpec("mistaken", sleep, {}, answers(f"http://127.0.0.1:{port}/"))
         watched = Watched([mistaken], tmp_path, patience)
         with pytest.raises(StartError, match="not up after 1 s"):
             await asyncio.wait_for(watched.task, 20)
@@ -282,14 +291,15 @@ def test_stop_during_backoff(tmp_path: Path) -> None:
 SUPERVISE = """
 import asyncio
 from pathlib import Path
-from vllm_ascend_pd.cluster.child import *
-from vllm_ascend_pd.cluster.supervisor import *
+from vllm_ascend_pd.cluster.machine import answers
+from vllm_ascend_pd.processes.child import *
+from vllm_ascend_pd.processes.supervisor import *
 
 async def main():
     def ready():
         print(supervisor.children[0].pid, flush=True)
 
-    spec = ChildSpec("a", {argv!r}, {{}}, {url!r})
+    spec = ChildSpec("a", {argv!r}, {{}}, answers("http://127.0.0.1:{port}/"))
     patience = Patience(stop_s=0.5, probe_s=0.05)
     supervisor = Supervisor([spec], Path({folder!r}), lambda child: None, ready, patience)
     await supervisor.run()
@@ -300,9 +310,10 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path, stubborn: bool) -> None:
-    spec = server("a", with_child=True, stubborn=stubborn)
+    port = FreePorts()("127.0.0.1")
+    spec = server("a", with_child=True, stubborn=stubborn, port=port)
     script = tmp_path / "supervise.py"
-    script.write_text(SUPERVISE.format(argv=spec.argv, url=spec.health_url, folder=str(tmp_path)))
+    script.write_text(SUPERVISE.format(argv=spec.argv, port=port, folder=str(tmp_path)))
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         family = group_of(int(parent.stdout.readline()))
