@@ -243,6 +243,30 @@ def test_token_is_told_when_the_prompt_is_computed(
     assert provenance["num_computed_tokens"] == 0
 
 
+@pytest.mark.parametrize("num_tokens", [16, 17, 32, 33, 96, 97, 100])
+def test_token_may_be_delivered_before_memory_for_the_prompt_is_found(
+    producer: Engine, consumer: Engine, num_tokens: int
+) -> None:
+    """Both answers of the producer have come when the consumer looks for the first time."""
+    consumer.schedule()
+    both = Concurrent(producer, consumer, num_tokens, max_tokens=4)
+    consumer.wait_for_answer()
+    both.compute_prompt()
+    consumer.poll(lambda: consumer.scheduler.pd._client.outcomes.qsize() == 2)
+    consumer.finish_step()
+    consumer.expect_tokens("c", 1)
+    both.park()
+    (load,) = consumer.worker.parked.values()
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    assert load.block_indices == tuple(range(num_blocks))
+    assert load.has_tail is bool(num_tokens % BLOCK_SIZE)
+    assert load.num_awaited == num_blocks
+    both.end_load()
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 4)
+    assert ends_as(consumer)["num_computed_tokens"] == 0
+
+
 @pytest.fixture
 def silent(producer: Engine) -> Iterator[None]:
     """A producer that tells nobody what it has sampled."""

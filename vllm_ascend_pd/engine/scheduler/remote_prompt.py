@@ -170,7 +170,8 @@ class RemotePrompt:
         self.place_until = time.monotonic() + self._transfer.load_timeout_s
 
     def has_tail(self, index: int) -> bool:
-        num_tokens = self._num_tail_tokens if self._first_token_follows else self.num_tail_tokens
+        follows = self._first_token_follows and not self.request.num_output_tokens
+        num_tokens = self._num_tail_tokens if follows else self.num_tail_tokens
         return num_tokens > 0 and self.num_blocks == index
 
     def make_load(
@@ -188,7 +189,7 @@ class RemotePrompt:
             timeout_s = self._transfer.load_timeout_s
             if not self.is_computed:
                 timeout_s = self._transfer.prefill_timeout_s
-                num_awaited = self._num_blocks + has_tail
+                num_awaited = self.num_blocks + has_tail
         return LoadSpec(
             load_id=load_id,
             peers=self._workers,
