@@ -6,7 +6,7 @@ Used by ``apply_patches.py`` and ``check_patches.py``; standard library only. No
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ REFUSED, USAGE, NO_PACKAGE, BAD_PATCH, GIT_FAILED = 1, 2, 3, 4, 5  # exit codes
 PRISTINE, APPLIED = "pristine", "applied"  # states of a file, and the two goals of a move
 
 Contents = dict[str, bytes]  # path as in the patches ("vllm/v1/...") -> file content
+Files = Mapping[str, bytes]
 
 
 class ToolError(Exception):

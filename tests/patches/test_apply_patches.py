@@ -25,6 +25,8 @@ sys.path.insert(0, str(TOOL.parent))
 
 import apply_patches  # noqa: E402
 from patch_series import BAD_PATCH, GIT_FAILED, NO_PACKAGE, REFUSED, USAGE, blob_id  # noqa: E402
+from patched_tree import pristine_contents, select  # noqa: E402
+from scratch_repo import write_files  # noqa: E402
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -724,11 +726,11 @@ VLLM = importlib.util.find_spec("vllm")
 def test_every_touched_file_of_the_installed_engine_survives_a_round_trip(tmp_path: Path) -> None:
     assert VLLM is not None
     assert VLLM.origin is not None
-    chosen = apply_patches.select(REPO / "patches", [], None)
+    chosen = select(REPO / "patches", [], None)
     ((series, installed),) = [one for one in chosen if one[0].pin.package == "vllm"]
-    released = apply_patches.pristine_contents(series, installed)
+    released = pristine_contents(series, installed)
     assert series.chains
-    apply_patches.write_files(tmp_path, released)
+    write_files(tmp_path, released)
     options = ("--series", series.name, "--source-tree", str(tmp_path))
     assert apply_patches.main(["apply", *options]) == 0
     for path, chain in series.chains.items():
