@@ -24,6 +24,8 @@ from vllm.sampling_params import SamplingType
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
 
 from vllm_ascend_pd.config import FirstTokenMode
+from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
+from vllm_ascend_pd.engine.vllm_api.queues import remove_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,14 +73,9 @@ def parent_id(request_id: str) -> str | None:
 
 def make_sampling_key(config: VllmConfig, mode: FirstTokenMode) -> Callable[[Request], bytes]:
     """``sampling_key`` for the requests of one engine."""
-    model = config.model_config
-    if (
-        mode is FirstTokenMode.COMPUTE
-        or model.enable_return_routed_experts
-        or model.return_sampling_mask
-    ):
+    if mode is FirstTokenMode.COMPUTE or returns_step_data(config):
         return lambda request: b""
-    processors = tuple(str(processor) for processor in model.logits_processors or ())
+    processors = tuple(str(it) for it in config.model_config.logits_processors or ())
     return partial(sampling_key, logits_processors=processors)
 
 
@@ -134,8 +131,7 @@ def deliver(
     if stopped:
         finish_reason = request.get_finished_reason()
         params, _ = scheduler._free_request(request)
-        for waiting in (scheduler.waiting, scheduler.skipped_waiting):
-            waiting.remove_requests({request})
+        remove_waiting(scheduler, request)
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=new_token_ids,

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from vllm_ascend_pd.engine.vllm_api.hashes import event_extra_keys
 from vllm_ascend_pd.pool.tier import Place
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ class PoolEvents:
         start = index * self._block_size
         end = start + self._block_size
         lora = request.lora_request
-        extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(hashes[index])],
             parent_block_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
@@ -49,7 +49,7 @@ class PoolEvents:
             lora_id=lora.adapter_id if lora else None,
             medium=None,
             lora_name=lora.name if lora else None,
-            extra_keys=[extra_keys],
+            extra_keys=event_extra_keys(request, start, end),
             group_idx=0,
         )
 

@@ -16,6 +16,7 @@ from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import Saves
 from vllm_ascend_pd.engine.sharding import bytes_per_block
+from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.known_keys import KnownKeys
 from vllm_ascend_pd.pool.link import PoolLink, pool_address
@@ -142,8 +143,7 @@ class PoolSide:
         """When no step will take it along."""
         scheduler = self._scheduler
         if not (
-            scheduler.waiting
-            or scheduler.skipped_waiting
+            num_waiting(scheduler)
             or any(not request.is_finished() for request in scheduler.running)
         ):
             self._send_held()
@@ -171,7 +171,7 @@ class PoolSide:
         that looks up, so for a moment the answers are waited for, and folded in as they come.
         """
         scheduler, source = self._scheduler, self.source
-        num_requests = len(scheduler.waiting) + len(scheduler.skipped_waiting)
+        num_requests = num_waiting(scheduler)
         if scheduler.running or not num_requests or source.num_looking < num_requests:
             return
         until = time.monotonic() + _TICK_S

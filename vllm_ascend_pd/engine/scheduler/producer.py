@@ -7,10 +7,10 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
+from vllm_ascend_pd.engine.vllm_api.hashes import extra_keys
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.grants import GrantSpec
@@ -326,8 +326,7 @@ class Producer:
 
 def tail_extra_keys(request: Request, start: int, stop: int) -> bytes:
     """What vLLM would hash beside the tokens ``[start, stop)``: salt, LoRA, images, embeddings."""
-    keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
-    return repr(keys).encode()
+    return repr(extra_keys(request, start, stop)).encode()
 
 
 def _chosen_id(request: Request) -> Any:

@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
@@ -36,6 +35,7 @@ from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import bytes_per_block, can_divide_pages, sharding
 from vllm_ascend_pd.engine.suspension import resume, suspend
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.engine.vllm_api.queues import keep_order_of_arrival, waiting_queues
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance, Stats
@@ -478,8 +478,7 @@ class SchedulerSide:
                 saves = pool.take_held()
             if pool.source.queued:
                 self._prefetch(pool.source.take_queued())
-        if scheduler.waiting and scheduler.skipped_waiting:
-            self._keep_order()
+        keep_order_of_arrival(scheduler)
         if self._loads.new:
             loads = self._loads.take_new()
         if not (revokes or cancels or grants or loads or saves or ahead):
@@ -491,7 +490,7 @@ class SchedulerSide:
         scheduler = self._scheduler
         return not (output.num_scheduled_tokens or scheduler.running) and any(
             _can_be_scheduled(request)
-            for requests in (scheduler.waiting, scheduler.skipped_waiting)
+            for requests in waiting_queues(scheduler)
             for request in requests
         )
 
@@ -504,19 +503,6 @@ class SchedulerSide:
             self._parking.drop_tail(session)
             self._phantoms.withdraw(session)
             self._consumer.give_up(session, Cause.DEADLINE)
-
-    def _keep_order(self) -> None:
-        """First come, first served. The engine tries requests that were blocked before all others.
-        Here every request with a lookup is blocked at first, so one that needs none, or has been
-        preempted, would wait for as long as new ones come.
-        """
-        scheduler = self._scheduler
-        waiting, skipped = scheduler.waiting, scheduler.skipped_waiting
-        if isinstance(waiting, FCFSRequestQueue) and isinstance(skipped, FCFSRequestQueue):
-            ordered = sorted((*skipped, *waiting), key=lambda request: request.arrival_time)
-            waiting.clear()
-            skipped.clear()
-            skipped.extend(ordered)
 
     def on_step_output(self, model_runner_output: ModelRunnerOutput) -> None:
         output = model_runner_output.kv_connector_output

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's waiting requests. Scheduler thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.request_queue import RequestQueue
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+
+def waiting_queues(scheduler: Scheduler) -> tuple[RequestQueue, RequestQueue]:
+    """All waiting requests: those of the first queue are tried before those of the second.
+
+    In the first are the requests that were blocked when they were tried last; from 0.32 on, only
+    those of them that hold blocks.
+
+    Touches:
+        vllm/v1/core/sched/scheduler.py:Scheduler.waiting
+        vllm/v1/core/sched/scheduler.py:Scheduler.kv_holding_waiting
+            | vllm/v1/core/sched/scheduler.py:Scheduler.skipped_waiting
+    """
+    if (holding := getattr(scheduler, "kv_holding_waiting", None)) is not None:
+        return holding, scheduler.waiting
+    return scheduler.skipped_waiting, scheduler.waiting
+
+
+def num_waiting(scheduler: Scheduler) -> int:
+    first, second = waiting_queues(scheduler)
+    return len(first) + len(second)
+
+
+def remove_waiting(scheduler: Scheduler, request: Request) -> None:
+    """It has ended before it was scheduled.
+
+    Touches:
+        vllm/v1/core/sched/request_queue.py:RequestQueue.remove_requests
+        vllm/v1/core/sched/scheduler.py:Scheduler.deferred_waiting
+            | vllm/v1/core/sched/scheduler.py:Scheduler.skipped_waiting
+    """
+    for queue in waiting_queues(scheduler):
+        queue.remove_requests({request})
+    if (deferred := getattr(scheduler, "deferred_waiting", None)) is not None:
+        deferred.discard(request)
+
+
+def keep_order_of_arrival(scheduler: Scheduler) -> None:
+    """First come, first served, where the engine tries requests that were blocked before all others
+    (before 0.32). With a lookup for every request each is blocked at first, so one that needs none,
+    or has been preempted, would wait for as long as new ones come.
+
+    Touches:
+        vllm/v1/core/sched/request_queue.py:FCFSRequestQueue
+        vllm/v1/request.py:Request.arrival_time
+    """
+    if (skipped := getattr(scheduler, "skipped_waiting", None)) and scheduler.waiting:
+        waiting = scheduler.waiting
+        if isinstance(waiting, FCFSRequestQueue) and isinstance(skipped, FCFSRequestQueue):
+            ordered = sorted((*skipped, *waiting), key=lambda request: request.arrival_time)
+            waiting.clear()
+            skipped.clear()
+            skipped.extend(ordered)
