@@ -63,7 +63,6 @@ def serve(
     if transfer is not None:
         kv_transfer_config = KVTransferConfig(
             kv_connector="InEngine",
-            kv_parallel_size=2,
             kv_port=0,
             kv_connector_extra_config={"transfer": json.loads(options.transfer)},
             **transfer,
