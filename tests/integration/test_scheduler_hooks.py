@@ -1353,6 +1353,31 @@ def test_request_that_shares_a_bad_block_is_preempted_too(
         consumer.expect_tokens(request_id, 3)
 
 
+def test_request_preempted_during_its_own_load_is_loaded_again(
+    producer: Engine, consumer: Engine
+) -> None:
+    """It shares blocks of another's load, which fails while its own is under way."""
+    failing = consumer.add(
+        "d", [*prompt_of(64), 5, 6, 8], producer.prefill("q", [*prompt_of(64), 5, 6, 8])
+    )
+    consumer.wait_for_answer()
+    consumer.worker.cause_of = fail_all
+    consumer.schedule_until_admitted(failing)
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=3)
+    consumer.wait_for_answer()
+    if consumer.runs_ahead:
+        step = consumer.schedule()
+        assert step.output.num_scheduled_tokens["c"] == 1
+        consumer.finish_step()
+        assert request.status is RequestStatus.PREEMPTED
+        assert consumer.in_flight
+    consumer.worker.cause_of = lambda spec: ""
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 3)
+    consumer.expect_tokens("d", 1)
+
+
 def test_failed_hole_evicts_the_local_blocks_after_it(producer: Engine, consumer: Engine) -> None:
     consumer.warm("w", prompt_of(100))
     consumer.evict(consumer.requests["w"], 2)

@@ -421,11 +421,13 @@ class SchedulerSide:
             if num_tail:
                 claimed.append(len(hits))
             self._kv_pool.source.admitted(source, num_hit - num_peer, num_peer + num_tail, claimed)
-        elif source is not None and not source.admitted:
+        elif source is not None:
             assert self._consumer is not None
+            # Again for one that was preempted while its load is under way, and still counts on it.
             num_tail = self._parking.take_tail(source, len(hits))
-            num_peer = min(num_hit, num_peer + source.num_parked_tokens)
-            self._consumer.admitted(source, num_hit - num_peer, num_peer + num_tail)
+            if not source.admitted:
+                num_peer = min(num_hit, num_peer + source.num_parked_tokens)
+                self._consumer.admitted(source, num_hit - num_peer, num_peer + num_tail)
         stats = request.prefill_stats
         if stats is not None and num_peer + num_tail:
             if request.num_preemptions:  # of which the engine counts nothing anew
