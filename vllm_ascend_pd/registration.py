@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from vllm_ascend_pd.errors import ConfigError
 
@@ -46,7 +47,14 @@ Role = Literal["prefill", "decode", "both"]
 State = Literal["starting", "ready", "draining"]
 """Only a ``ready`` instance gets new requests."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+NAME = r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}"
+"""Of an instance."""
+_URL = {"pattern": r"^https?://[^/?#@]+:[0-9]{1,5}$", "description": "http[s]://host:port"}
+Url = Annotated[str, Meta(extra_json_schema=_URL)]
+"""See ``check_url``."""
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+ZmqAddress = Annotated[str, Meta(pattern="^tcp://")]
 
 
 class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +63,7 @@ class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     """``remote_engine_id`` of ``kv_transfer_params``."""
     host: str
-    port: int
+    port: Port
     key: str = ""
     """``remote_key`` of ``kv_transfer_params``: what the process shows that listens there."""
     supports_concurrent: bool = False
@@ -65,20 +73,18 @@ class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 class KVEvents(msgspec.Struct, frozen=True, kw_only=True):
     """Where the engine publishes KV events (``--kv-events-config``), for prefix-aware routing."""
 
-    endpoint: str
-    """ZMQ address to connect to, e.g. ``tcp://127.0.0.1:5557``."""
-    replay_endpoint: str | None = None
+    endpoint: ZmqAddress
+    """To connect to, e.g. ``tcp://127.0.0.1:5557``."""
+    replay_endpoint: ZmqAddress | None = None
     topic: str = ""
 
 
-class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, as the router needs to know it. Unknown fields are ignored."""
+class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as the router needs to know it."""
 
-    url: str
-    """``http[s]://host:port`` of the engine's OpenAI server, as the router reaches it."""
+    url: Url
+    """Of the engine's OpenAI server, as the router reaches it."""
     role: Role
-    epoch: str
-    """New at each start of the engine: the router forgets what it knew of the one before."""
     state: State = "ready"
     models: tuple[str, ...] = ()
     """Names that it serves; empty: the router asks ``/v1/models``."""
@@ -88,26 +94,17 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Producers and consumers are paired only if theirs are equal or one of them is not known."""
     kv: KVEndpoint | None = None
     kv_events: KVEvents | None = None
-    block_size: int | None = None
+    block_size: Positive | None = None
     """Tokens per KV block."""
-    num_blocks: int | None = None
+    num_blocks: Positive | None = None
     """KV blocks of the engine: its capacity."""
 
-    def check(self) -> None:
-        """``ConfigError`` that names the wrong field."""
-        check_url(self.url)
-        if not 0 < len(self.epoch) <= 128:
-            raise ConfigError("epoch: 1 to 128 characters")
-        if self.kv is not None and not 0 < self.kv.port <= 65535:
-            raise ConfigError(f"kv.port: {self.kv.port} is not a port")
-        if self.kv_events is not None:
-            for endpoint in (self.kv_events.endpoint, self.kv_events.replay_endpoint):
-                if endpoint is not None and not endpoint.startswith("tcp://"):
-                    raise ConfigError(f"kv_events: {endpoint!r} must start with tcp://")
-        for name in ("block_size", "num_blocks"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}: {value} must be positive")
+
+class Registration(EngineDescription, frozen=True, kw_only=True):
+    """What an engine sends. Unknown fields are ignored."""
+
+    epoch: Annotated[str, Meta(min_length=1, max_length=128)]
+    """New at each start of the engine: the router forgets what it knew of the one before."""
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,13 +139,13 @@ def decode(body: bytes) -> Registration:
         registration = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ConfigError(f"not a registration: {e}") from e
-    registration.check()
+    check_url(registration.url)
     return registration
 
 
 def check_instance_id(instance_id: str) -> None:
     """``ConfigError`` unless it is a name that logs and metrics can carry."""
-    if not _NAME.fullmatch(instance_id):
+    if not re.fullmatch(NAME, instance_id):
         raise ConfigError(
             f"instance id {instance_id[:64]!r}: 1 to 128 of letters, digits, '.', '_', ':', '-',"
             " and a letter or digit first"

@@ -27,6 +27,10 @@ from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 PATIENT = Timeouts(connect_s=10, prefill_s=40, first_token_s=40, idle_s=40, answer_s=40)
 
 
+def spec(name: str, url: str, role: Role) -> InstanceSpec:
+    return InstanceSpec(instance_id=name, url=url, role=role, source="test")
+
+
 def limited(
     max_requests: int = 1,
     max_queued: int = 1000,
@@ -166,7 +170,7 @@ def test_engine_that_comes_takes_from_the_line() -> None:
             waiting = await queued(d)
             other = ScriptedEngine("other")
             await other.start()
-            d.router.registry.put(InstanceSpec("other", other.url, "decode", "test"))
+            d.router.registry.put(spec("other", other.url, "decode"))
             assert (await waiting)[0] == 200
             assert len(other.received) == 1
             await end(first)
@@ -221,7 +225,7 @@ def test_nobody_holds_one_engine_while_waiting_for_another(role: Role) -> None:
             engines = [ScriptedEngine(f"e{i}") for i in range(2)]
             for engine, one in zip(engines, (role, "both"), strict=True):
                 await engine.start()
-                d.router.registry.put(InstanceSpec(engine.name, engine.url, one, "test"))
+                d.router.registry.put(spec(engine.name, engine.url, one))
             answers = await asyncio.gather(*(d.post(prompt=f"{i}") for i in range(40)))
             assert [status for status, *_ in answers] == [200] * 40
             assert all(engine.most_in_progress == 1 for engine in engines)

@@ -294,7 +294,12 @@ def test_router_has_started_when_each_engine_was_asked() -> None:
     async def test() -> None:
         async with deployed() as d:
             assert (await get(d, "/health/startup"))[0] == 200
-            new = InstanceSpec("new", f"http://127.0.0.1:{free_port()}", "decode", "test")
+            new = InstanceSpec(
+                instance_id="new",
+                url=f"http://127.0.0.1:{free_port()}",
+                role="decode",
+                source="test",
+            )
             d.router.registry.put(new)
             assert (await get(d, "/health/startup"))[0] == 200  # once is enough
 

@@ -110,7 +110,7 @@ class Registrar(threading.Thread):
         """
         super().__init__(name="pd-registrar", daemon=True)
         assert config.url is not None
-        description.check()
+        registration.decode(msgspec.json.encode(description))
         self.state = RegistrarState.NEW
         self.instance_id = config.instance_id or urlsplit(description.url).netloc.strip("[]")
         registration.check_instance_id(self.instance_id)

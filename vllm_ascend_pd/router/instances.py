@@ -9,9 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from vllm_ascend_pd.registration import KVEndpoint, KVEvents, Role, State
+from vllm_ascend_pd.registration import EngineDescription
 from vllm_ascend_pd.router.breaker import Breaker
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
@@ -25,22 +23,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class InstanceSpec(msgspec.Struct, frozen=True):
+class InstanceSpec(EngineDescription, frozen=True, kw_only=True):
     """What discovery knows of an instance."""
 
     instance_id: str
-    url: str
-    role: Role
     source: str
-    state: State = "ready"
     epoch: str = ""
-    models: tuple[str, ...] = ()
-    labels: tuple[tuple[str, str], ...] = ()
-    fingerprint: str | None = None
-    kv: KVEndpoint | None = None
-    kv_events: KVEvents | None = None
-    block_size: int | None = None
-    num_blocks: int | None = None
+
+    @classmethod
+    def of(
+        cls, engine: EngineDescription, instance_id: str, source: str, epoch: str = ""
+    ) -> InstanceSpec:
+        known = {name: getattr(engine, name) for name in EngineDescription.__struct_fields__}
+        return cls(instance_id=instance_id, source=source, epoch=epoch, **known)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
+
+import msgspec
 
 from vllm_ascend_pd import __version__, registration
 from vllm_ascend_pd.router.apis import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -22,8 +24,6 @@ MODEL: Schema = {"type": ["string", "null"]}
 FLAG: Schema = {"type": ["boolean", "null"]}
 STREAM_OPTIONS: Schema = {"type": ["object", "null"], "properties": {"include_usage": FLAG}}
 GENERATION_ERRORS = (400, 401, 404, 408, 413, 422, 429, 502, 503, 504)
-ROLE: Schema = {"enum": list(get_args(registration.Role))}
-STATE: Schema = {"enum": list(get_args(registration.State))}
 
 
 def _list(items: Schema, at_least: int = 0) -> Schema:
@@ -43,18 +43,9 @@ TEXT: Schema = {"type": "string", "minLength": 1}
 IDS = _list({"type": "integer", "minimum": 0}, 1)
 CHAT_MESSAGES = _list(_object({"role": STRING}), 1)
 ERROR = _object({"message": STRING, "type": STRING, "param": MODEL, "code": INTEGER})
-EPOCH: Schema = {"type": "string", "minLength": 1, "maxLength": 128}
-URL: Schema = {
-    "type": "string",
-    "pattern": r"^https?://[^/?#@]+:[0-9]{1,5}$",
-    "description": "http[s]://host:port of the engine, as the router reaches it",
-}
-ID_PARAMETER: Schema = {
-    "name": "instance_id",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
-}
+ID: Schema = {"type": "string", "pattern": f"^{registration.NAME}$"}
+ID_PARAMETER: Schema = {"name": "instance_id", "in": "path", "required": True, "schema": ID}
+INSTANCES = _list({"$ref": "#/components/schemas/InstanceStatus"})
 SAMPLED = {"model": MODEL, "stream": FLAG, "n": LIMIT, "stream_options": STREAM_OPTIONS}
 
 SCHEMAS: dict[str, Schema] = {
@@ -99,31 +90,12 @@ SCHEMAS: dict[str, Schema] = {
         },
         ttft_mean_s={"type": ["number", "null"]},
     ),
-    "Instance": _object(
-        {
-            "instance_id": STRING,
-            "url": STRING,
-            "role": ROLE,
-            "state": STATE,
-            "healthy": {"type": "boolean"},
-            "source": {"enum": ["static", "registered", "kubernetes"]},
-            "models": _list(STRING),
-            "num_active": COUNT,
-        },
-        last_error=MODEL,
-    ),
-    "Registration": _object(
-        {"url": URL, "role": ROLE, "epoch": EPOCH},
-        state=STATE,
-        models=_list(STRING),
-        labels=_map(STRING),
-        fingerprint=MODEL,
-        block_size=LIMIT,
-        num_blocks=LIMIT,
-    ),
     "Health": _object({"status": {"enum": ["ok", "degraded"]}}),
-    "Registered": _object({"heartbeat_s": NUMBER, "ttl_s": NUMBER}),
     "Event": _object({"data": STRING}),
+    **msgspec.json.schema_components(
+        [registration.Registration, registration.InstanceStatus, registration.Registered],
+        ref_template="#/components/schemas/{name}",
+    )[1],
 }
 
 
@@ -166,7 +138,7 @@ def _for_clients(name: str, summary: str, content: Schema, *errors: int) -> Sche
 
 def _registry() -> dict[str, Schema]:
     security: Schema = {"security": [{}, {"registration": []}]}
-    instances = {200: _answer("Every engine", _content(_list(SCHEMAS["Instance"])))}
+    instances = {200: _answer("Every engine", _content(INSTANCES))}
     known = {200: _answer("Known; send it again after heartbeat_s", _content("Registered"))}
     one = registration.PATH + "/{instance_id}"
     gone = {204: _answer("It gets no new requests")}
@@ -212,7 +184,7 @@ def document() -> Schema:
         "/openapi.json": _open("openapi", "This document", _content(OBJECT)),
         "/status": _for_clients("status", "What the page shows", _content("Status")),
         "/instances": _for_clients(
-            "instances", "Every engine, however it was found", _content(_list(SCHEMAS["Instance"]))
+            "instances", "Every engine, however it was found", _content(INSTANCES)
         ),
         **_registry(),
     }

@@ -179,7 +179,7 @@ class Selector:
     ) -> list[Instance]:
         usable = [i for i in instances if i.is_available and i not in excluded]
         if labels:
-            usable = [i for i in usable if dict(i.spec.labels).get("model") in labels]
+            usable = [i for i in usable if i.spec.labels.get("model") in labels]
         serving = [i for i in usable if i.serves(model)]
         # A name that nobody serves is the engine's to refuse; one that somebody serves is his.
         known = serving or self.known(model) is not None

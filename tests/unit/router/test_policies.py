@@ -18,7 +18,10 @@ from vllm_ascend_pd.router.policies.round_robin import RoundRobin
 
 
 def instance(name: str, fingerprint: str | None = None, role: Role = "both") -> Instance:
-    spec = InstanceSpec(name, "http://127.0.0.1:1", role, "static", fingerprint=fingerprint)
+    url = "http://127.0.0.1:1"
+    spec = InstanceSpec(
+        instance_id=name, url=url, role=role, source="static", fingerprint=fingerprint
+    )
     return Instance(spec, EngineClient(spec.url, connect_timeout_s=1), 3)
 
 

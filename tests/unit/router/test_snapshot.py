@@ -54,7 +54,7 @@ def instance(name: str, **changes: Any) -> InstanceSnapshot:
 def test_index_that_knows_no_block_is_an_index(
     index: PrefixIndex | None, shown: str | None
 ) -> None:
-    spec = InstanceSpec("d", "http://127.0.0.1:1", "decode", "static")
+    spec = InstanceSpec(instance_id="d", url="http://127.0.0.1:1", role="decode", source="static")
     real = Instance(spec, EngineClient(spec.url, connect_timeout_s=1), 3)
     real.prefix_index = index
     snapshot = InstanceSnapshot.of(real)

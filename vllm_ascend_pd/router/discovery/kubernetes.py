@@ -173,11 +173,11 @@ class KubernetesDiscovery:
             state = "draining"
         host = f"[{address}]" if ":" in address else address
         return InstanceSpec(
-            pod.metadata.name,
-            f"http://{host}:{self._kubernetes.port}",
-            role,
-            SOURCE,
+            instance_id=pod.metadata.name,
+            url=f"http://{host}:{self._kubernetes.port}",
+            role=role,
+            source=SOURCE,
             state=state,
             epoch=pod.metadata.uid,
-            labels=tuple(sorted(labels.items())),
+            labels=labels,
         )

@@ -149,7 +149,8 @@ class RegisteredDiscovery:
         if known is None and sum(i.spec.source == SOURCE for i in self._registry) >= MAX_INSTANCES:
             message = f"{MAX_INSTANCES} instances have registered already"
             return error_response(429, "too_many_instances", message)
-        await self._heartbeats.beat(_spec(instance_id, described))
+        spec = InstanceSpec.of(described, instance_id, SOURCE, described.epoch)
+        await self._heartbeats.beat(spec)
         answer = msgspec.json.encode(registration.Registered())
         return web.Response(body=answer, content_type="application/json")
 
@@ -204,21 +205,3 @@ def _not_on_loopback(described: Registration) -> str | None:
             if endpoint is not None:
                 addresses["kv_events"] = urlsplit(endpoint).hostname or ""
     return next((name for name, a in addresses.items() if not registration.is_loopback(a)), None)
-
-
-def _spec(instance_id: str, described: Registration) -> InstanceSpec:
-    return InstanceSpec(
-        instance_id,
-        described.url,
-        described.role,
-        SOURCE,
-        state=described.state,
-        epoch=described.epoch,
-        models=described.models,
-        labels=tuple(sorted(described.labels.items())),
-        fingerprint=described.fingerprint,
-        kv=described.kv,
-        kv_events=described.kv_events,
-        block_size=described.block_size,
-        num_blocks=described.num_blocks,
-    )

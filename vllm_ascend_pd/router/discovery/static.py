@@ -10,14 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.registration import (
-    KVEndpoint,
-    KVEvents,
-    Role,
-    State,
-    check_instance_id,
-    check_url,
-)
+from vllm_ascend_pd.registration import EngineDescription, check_instance_id, check_url
 from vllm_ascend_pd.router.instances import InstanceSpec
 
 if TYPE_CHECKING:
@@ -31,40 +24,16 @@ logger = logging.getLogger(__name__)
 SOURCE = "static"
 
 
-class FileInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FileInstance(EngineDescription, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of ``--instances``."""
 
-    url: str
-    role: Role
     id: str | None = None
-    state: State = "ready"
-    """``draining``: no new requests."""
-    models: tuple[str, ...] = ()
-    labels: dict[str, str] = {}
-    fingerprint: str | None = None
-    kv: KVEndpoint | None = None
-    kv_events: KVEvents | None = None
-    block_size: int | None = None
-    num_blocks: int | None = None
 
     def spec(self) -> InstanceSpec:
         check_url(self.url)
         instance_id = self.id or default_id(self.url)
         check_instance_id(instance_id)
-        return InstanceSpec(
-            instance_id,
-            self.url,
-            self.role,
-            SOURCE,
-            state=self.state,
-            models=self.models,
-            labels=tuple(sorted(self.labels.items())),
-            fingerprint=self.fingerprint,
-            kv=self.kv,
-            kv_events=self.kv_events,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-        )
+        return InstanceSpec.of(self, instance_id, SOURCE)
 
 
 class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
