@@ -31,7 +31,7 @@ from vllm_ascend_pd.config import TransferConfig
 from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.load import LoadSpec
-from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import LeaseRef, LoadId
 
@@ -107,7 +107,7 @@ def main() -> None:
     memory, layout = make_pages(options)
     transports = open_transport(options.transport)
     pool = StagingPool(transports, options.slots, options.slot_bytes)
-    loader = Loader(transports.sessions, make_block_copier(), layout, pool, make_trust(options))
+    loader = PeerLoader(transports.sessions, make_block_copier(), layout, pool, make_trust(options))
     loader.start()
     raw = RawTransfer(memory.nbytes)
     ids = tuple(range(options.blocks))

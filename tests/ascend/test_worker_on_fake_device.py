@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import tests.unit.engine.test_worker_step as steps
 import tests.unit.transfer.test_send_receive as transfer
+from tests.pages import DevicePages
 from tests.unit.engine.test_worker_step import *  # noqa: F403
 from tests.unit.transfer.test_awaited_loads import *  # noqa: F403
 from tests.unit.transfer.test_send_receive import *  # noqa: F403
 from vllm_ascend_pd import hooks
-from vllm_ascend_pd.backends.block_copy import PythonBlockCopier, Region
-from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
+from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
+from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_device import FakeDevice
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.engine.metadata import StepMeta
@@ -36,41 +36,6 @@ for name in (
     "test_armed_step_is_current_only_inside",
 ):
     globals().pop(name, None)
-
-K_BYTES, V_BYTES = 192, 64
-assert K_BYTES + V_BYTES == transfer.PAGE
-
-
-class DevicePages:
-    """Stands for ``transfer.Pages``: K and V apart and of different size, as MLA has them."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (transfer.NUM_LAYERS, transfer.NUM_BLOCKS)
-        self._parts = [
-            torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator)
-            for size in (K_BYTES, V_BYTES)
-        ]
-        memories = tuple(part[layer].view(-1) for layer in range(shape[0]) for part in self._parts)
-        self.layout = DevicePageLayout(
-            region=Region(1, 1 << 60),
-            layer_offsets=np.zeros(shape[0], dtype=np.int64),
-            block_stride=K_BYTES,
-            page_bytes=transfer.PAGE,
-            segments=tuple(
-                (
-                    Segment(2 * layer, 0, K_BYTES, K_BYTES),
-                    Segment(2 * layer + 1, 0, V_BYTES, V_BYTES),
-                )
-                for layer in range(shape[0])
-            ),
-            memories=memories,
-            num_blocks=shape[1],
-        )
-
-    @property
-    def bytes(self) -> np.ndarray:
-        return torch.cat(self._parts, dim=-1).numpy()
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def _worker_counts(worker: object) -> dict[str, int]:
     counts = side.counts()
     quarantined = sum(len(pool._quarantined) for pool in side._pools)
     loaders = side._loader._all if side._loader is not None else ()
-    loads = [x for y in loaders for x in (y._each() if hasattr(y, "_each") else y._loads.values())]
+    loads = [load for loader in loaders for parts in loader._loads.values() for load in parts]
     return {
         **counts,
         "busy_slots": counts["busy_slots"] - quarantined,
@@ -113,7 +113,7 @@ def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
     num_flipped = 0
     for replicas in store._store.batch_get_replica_desc(keys).values():
         for replica in replicas:
-            address = store._own_address([replica], side._pool._values.num_bytes)
+            address = store._own_address([replica], side._pool.loader._values.num_bytes)
             if address:
                 ctypes.c_uint8.from_address(address + 1000).value ^= 8
                 num_flipped += 1

@@ -15,7 +15,6 @@ import logging
 import mmap
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_ascend_pd.backends.block_copy import Region
@@ -32,29 +31,36 @@ logger = logging.getLogger(__name__)
 _abandoned: list[SharedMapping] = []
 
 
-class Registrar(Protocol):
-    """What opens memory to peers: a transfer engine, or several."""
-
-    def register(self, addr: int, num_bytes: int) -> None: ...
-    def unregister(self, addr: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
 class Slot:
-    """One piece of staging memory, held by whoever acquired it.
-
-    `generation` tells two holders of the same memory apart: a stale release is refused.
+    """One piece of staging memory, held by whoever acquired it: a context manager, at whose end it
+    goes back to its pool, once. Its holder may hand it on, with the duty to leave it.
     """
 
-    index: int
-    generation: int
-    addr: int
-    num_bytes: int
+    __slots__ = ("_generation", "_pool", "_quarantine_s", "addr", "index", "num_bytes")
+
+    def __init__(self, pool: StagingPool, index: int, generation: int, addr: int) -> None:
+        """``generation`` tells two holders of the same memory apart: a stale one is refused."""
+        self._pool = pool
+        self._generation = generation
+        self._quarantine_s = 0.0
+        self.index = index
+        self.addr = addr
+        self.num_bytes = pool.slot_bytes
 
     @property
     def region(self) -> Region:
         """The slot as an argument of `BlockCopier`."""
         return Region(self.addr, self.num_bytes)
+
+    def quarantine(self, seconds: float) -> None:
+        """Late bytes may still land in it: from its end on it is used by nobody for so long."""
+        self._quarantine_s = seconds
+
+    def __enter__(self) -> Slot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool._take_back(self.index, self._generation, self._quarantine_s)
 
 
 class MemoryRegistry(Protocol):
@@ -78,7 +84,7 @@ class StagingPool:
         clock: Callable[[], float] = time.monotonic,
         alignment: int = mmap.PAGESIZE,
     ) -> None:
-        """`clock` returns seconds; the deadlines given to `quarantine` are on the same clock.
+        """`clock` returns seconds.
 
         What is registered begins and ends at a multiple of `alignment`, itself one of a page.
         """
@@ -137,19 +143,17 @@ class StagingPool:
             self._generations[index] += 1
             generation = self._generations[index]
         addr = self._base + index * self._stride
-        return Slot(index, generation, addr, self._slot_bytes)
+        return Slot(self, index, generation, addr)
 
-    def release(self, slot: Slot) -> None:
-        """Gives back a slot in which nothing can land any more."""
+    def _take_back(self, index: int, generation: int, quarantine_s: float) -> None:
         with self._lock:
-            self._give_up(slot)
-            self._free.append(slot.index)
-
-    def quarantine(self, slot: Slot, until: float) -> None:
-        """Gives back a slot in which late bytes may still land before `until` (seconds)."""
-        with self._lock:
-            self._give_up(slot)
-            self._quarantined[slot.index] = until
+            if self._generations[index] != generation:
+                raise ValueError(f"slot {index} is not held (generation {generation})")
+            self._generations[index] += 1
+            if quarantine_s:
+                self._quarantined[index] = self._clock() + quarantine_s
+            else:
+                self._free.append(index)
 
     def close(self) -> None:
         """Unregisters and unmaps; idempotent.
@@ -169,11 +173,6 @@ class StagingPool:
             _abandoned.append(self._map)
         else:
             self._map.close()
-
-    def _give_up(self, slot: Slot) -> None:
-        if self._generations[slot.index] != slot.generation:
-            raise ValueError(f"slot {slot.index} is not held (generation {slot.generation})")
-        self._generations[slot.index] += 1
 
     def _end_quarantines(self) -> None:
         if not self._quarantined:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How loads end, wherever their KV comes from."""
+"""One load of KV into blocks of this engine, wherever the KV comes from: it ends once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import threading
+import time
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,3 +50,49 @@ def merge_results(results: Sequence[LoadResult]) -> LoadResult:
         num_resting=sum(result.num_resting for result in results),
         transport=next((result.transport for result in results if result.transport), ""),
     )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Load:
+    """One load under way, or the part of it that comes from one peer.
+
+    ``lock`` guards ``ended`` and the copies into live pages. They are made under it on purpose:
+    whoever ends a load waits for a copy that is under way (a memcpy), and after that not one byte
+    more is written for it, by no thread, for its blocks may be somebody else's.
+    """
+
+    load_id: LoadId
+    in_step: bool
+    """It ends within the step that carries it: the main thread waits for it."""
+    timeout_s: float
+    started: float = field(default_factory=time.monotonic)
+    deadline: float = 0.0
+    """In seconds of the monotonic clock; whoever runs the load may put it off."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: LoadResult | None = None
+    num_bytes: int = 0
+    others: list[Load] = field(default_factory=list)
+    """The other parts: a load ends as a whole, and when one part fails so do these."""
+
+    def __post_init__(self) -> None:
+        self.deadline = self.started + self.timeout_s
+
+    def has_layer(self, layer: int) -> bool:
+        """Whether every page of it has landed; by default not before all of them have."""
+        return self.ended is not None
+
+    def has_tails(self) -> bool:
+        """Whether every block that the forward writes into has landed."""
+        return self.ended is not None
+
+    def end(self, cause: str) -> bool:
+        """Whether this ended it: empty, or a value of ``types.Cause``. Any thread."""
+        with self.lock:
+            if self.ended is not None:
+                return False
+            self.ended = self.result(cause, (time.monotonic() - self.started) * 1000)
+            return True
+
+    def result(self, cause: str, elapsed_ms: float) -> LoadResult:
+        """Of an end with ``cause``, under the lock."""
+        return LoadResult(self.load_id, cause, self.num_bytes, elapsed_ms)

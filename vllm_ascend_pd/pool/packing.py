@@ -30,16 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class Packing:
-    """Values of some blocks side by side in one staging slot, which it holds until ``close``.
+    """Values of some blocks side by side in one staging slot, which it leaves at its ``close``.
 
     Any thread; one at a time copies.
     """
 
-    def __init__(
-        self, values: BlockValues, slots: StagingPool, slot: Slot, block_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, values: BlockValues, slot: Slot, block_ids: Sequence[int]) -> None:
         self._values = values
-        self._slots = slots
         self._slot = slot
         self._index_of = {block_id: i for i, block_id in enumerate(block_ids)}
         self._block_ids = np.array(block_ids, dtype=np.int64)
@@ -73,16 +70,14 @@ class Packing:
         self._values.seal(int(self._totals[index]), block_hash, self._slot.region, offset)
         return self._slot.addr + offset
 
-    def close(self, quarantine_until: float | None = None) -> None:
-        """Give the slot back, once; until then a write that was given up may still read from it."""
+    def close(self, quarantine_s: float = 0.0) -> None:
+        """Give the slot back, once; a write that was given up may still read it for so long."""
         with self._lock:
             if not self._is_open:
                 return
             self._is_open = False
-        if quarantine_until is None:
-            self._slots.release(self._slot)
-        else:
-            self._slots.quarantine(self._slot, quarantine_until)
+        with self._slot as slot:
+            slot.quarantine(quarantine_s)
 
 
 class PackAhead:
@@ -117,7 +112,7 @@ class PackAhead:
             if slot is None:
                 break
             own = list(filter(self._owns, spec.block_ids))
-            packing = Packing(self._values, self._slots, slot, own)
+            packing = Packing(self._values, slot, own)
             with self._lock:
                 self._packings[spec.ahead_id] = packing
             self._in_step.append(packing)

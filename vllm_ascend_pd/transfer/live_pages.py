@@ -18,7 +18,7 @@ from vllm_ascend_pd.wire import LivePages
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
-    from vllm_ascend_pd.transfer.load import InFlight, Load
+    from vllm_ascend_pd.transfer.load import InFlight, PeerLoad
     from vllm_ascend_pd.transfer.plan import Piece
     from vllm_ascend_pd.types import Endpoint, LoadId
 
@@ -46,10 +46,10 @@ class LivePageWrites:
         # Writes that nobody waits for any more: by fetch until they are answered, or until a time,
         # of peers that are gone.
         self._given_up: dict[int, InFlight] = {}
-        self._resting: list[tuple[float, Load]] = []
+        self._resting: list[tuple[float, PeerLoad]] = []
         self._rested: deque[LoadId] = deque()
 
-    def open(self, load: Load, piece: Piece) -> LivePages | None:
+    def open(self, load: PeerLoad, piece: Piece) -> LivePages | None:
         """Where a producer may write, from now on; ``None`` when the load has ended meanwhile.
 
         Waits for what the engine has launched on these blocks in their former life.
@@ -73,14 +73,14 @@ class LivePageWrites:
         if late is not None:
             self.settle_answered(late.load, cause)
 
-    def settle_answered(self, load: Load, cause: str) -> None:
+    def settle_answered(self, load: PeerLoad, cause: str) -> None:
         """A write that failed is over, by what the transport declares; it rests all the same."""
         if cause == Cause.TRANSFER_FAILED.value:
             self._resting.append((time.monotonic() + TransferEngine.LATE_WRITE_S, load))
         else:
             self.settle(load)
 
-    def settle(self, load: Load) -> None:
+    def settle(self, load: PeerLoad) -> None:
         """One write is over; after the last one the blocks may be used again."""
         with load.lock:
             load.num_unsettled -= 1

@@ -3,25 +3,24 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.load import Load, LoadResult
+from vllm_ascend_pd.transfer.plan import Piece, plan_pieces, plan_ready
 
 if TYPE_CHECKING:
-    from collections import deque
-
     from numpy.typing import NDArray
 
     from vllm_ascend_pd.backends.block_copy import PageLayout
     from vllm_ascend_pd.backends.page_ring import RingPlacer
     from vllm_ascend_pd.backends.staging import Slot
-    from vllm_ascend_pd.transfer.plan import Piece
-    from vllm_ascend_pd.transfer.shares import Share
+    from vllm_ascend_pd.transfer.shares import Share, Source
     from vllm_ascend_pd.types import Endpoint, LoadId
     from vllm_ascend_pd.wire import Progress, Ticket, Worker
 
@@ -53,14 +52,10 @@ class LoadSpec:
     num_awaited: int | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Load:
-    """What one load takes from one worker of the producer.
-
-    A load from several ends as a whole: when one fails so do the ``others``.
-
-    ``lock`` guards ``ended`` and the scatter into live pages: once ``ended`` is set, by any
-    thread, not one byte more is written for this load.
+@dataclass(slots=True, eq=False, kw_only=True)
+class PeerLoad(Load):
+    """What one load takes from one worker of the producer; loader's thread, but for what
+    ``kv.load.Load`` says.
     """
 
     spec: LoadSpec
@@ -69,16 +64,12 @@ class Load:
     theirs: Share
     layout: PageLayout
     """Of this load's part of this worker's pages."""
-    pieces: deque[Piece]
-    pieces_of_layer: list[int]
-    tail_pieces: int
-    num_pieces: int
-    started: float
-    deadline: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    ended: LoadResult | None = None
-    others: list[Load] = field(default_factory=list)
-    num_bytes: int = 0
+    pieces: deque[Piece] = field(default_factory=deque)
+    """Not asked for yet."""
+    pieces_of_layer: list[int] = field(default_factory=list)
+    """Known and not landed; so are the next two."""
+    tail_pieces: int = 0
+    num_pieces: int = 0
     transport: str = ""
     num_planned: list[int] = field(default_factory=list)
     """Of an awaited load: how many leading blocks of each layer have been asked for."""
@@ -91,35 +82,100 @@ class Load:
     """Pieces that the producer writes right into the pages, and may still be writing. Under the
     lock, as what is asked for after the end would be written into somebody else's blocks."""
 
+    @classmethod
+    def of(cls, spec: LoadSpec, source: Source, layout: PageLayout, piece_bytes: int) -> PeerLoad:
+        """``layout`` is that of this worker's pages."""
+        peer = spec.peers[source.rank]
+        load = cls(
+            load_id=spec.load_id,
+            in_step=spec.in_step,
+            timeout_s=spec.timeout_s,
+            spec=spec,
+            peer=peer.endpoint,
+            ticket=peer.ticket,
+            theirs=source.theirs,
+            layout=layout.share(source.ours.index, source.ours.count),
+        )
+        num_layers = len(layout.layer_offsets)
+        load.pieces_of_layer = [0] * num_layers
+        if spec.num_awaited is not None:
+            load.num_planned = [0] * num_layers
+            load.is_complete = False
+        else:
+            has_tail = spec.has_tail and spec.in_step
+            page_bytes = load.layout.page_bytes
+            num_blocks = len(spec.block_ids)
+            load._plan(plan_pieces(num_layers, num_blocks, has_tail, page_bytes, piece_bytes))
+        return load
+
+    def __str__(self) -> str:
+        return f"load {self.load_id} of transfer {self.spec.transfer_id} from {self.peer}"
+
+    def _plan(self, pieces: list[Piece]) -> None:
+        self.pieces += pieces
+        self._count(pieces, 1)
+
+    def note_landed(self, piece: Piece) -> None:
+        """It is in its pages, and verified."""
+        self._count([piece], -1)
+
+    def _count(self, pieces: list[Piece], change: int) -> None:
+        for piece in pieces:
+            self.num_pieces += change
+            self.tail_pieces += change * piece.tail
+            for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
+                self.pieces_of_layer[layer] += change
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it has landed."""
+        return self.is_complete and not self.num_pieces
+
     def has_layer(self, layer: int) -> bool:
-        """Whether every piece of it has landed."""
         return not self.pieces_of_layer[layer]
 
     def has_tails(self) -> bool:
-        """Whether every tail block has landed."""
         return not self.tail_pieces
 
-    def end(self, cause: str) -> bool:
-        """Final, once; waits for a scatter that is under way (a memcpy)."""
-        with self.lock:
-            if self.ended is not None:
-                return False
-            elapsed_ms = (time.monotonic() - self.started) * 1000
-            self.ended = LoadResult(
-                self.spec.load_id,
-                cause,
-                self.num_bytes,
-                elapsed_ms,
-                transport=self.transport,
-                was_awaited=self.spec.num_awaited is not None,
-                num_resting=int(self.num_unsettled > 0),
-            )
-            return True
+    def plan_ready(self, progress: Progress, piece_bytes: int, min_bytes: float) -> None:
+        """The producer computes the prompt: plan what is ready and worth a piece, or the rest at
+        the end.
+        """
+        spec = self.spec
+        assert spec.num_awaited is not None
+        if progress != self.progress and (progress.num_ready or progress.num_layers_done):
+            # It computes: from here on the term runs anew with every sign of that.
+            self.deadline = max(self.deadline, time.monotonic() + spec.timeout_s)
+        self.progress = progress
+        num_ready = bisect_left(spec.block_indices, progress.num_ready)
+        num_coming = bisect_left(spec.block_indices, progress.num_coming)
+        ready = [
+            max(planned, num_coming if layer < progress.num_layers_done else num_ready)
+            for layer, planned in enumerate(self.num_planned)
+        ]
+        page_bytes = self.layout.page_bytes
+        is_last = progress.num_ready >= spec.num_awaited
+        num_new = sum(ready) - sum(self.num_planned)
+        if is_last or num_new * page_bytes >= min_bytes:
+            self._plan(plan_ready(self.num_planned, ready, piece_bytes // page_bytes))
+            self.num_planned = ready
+            self.is_complete = is_last
+
+    def result(self, cause: str, elapsed_ms: float) -> LoadResult:
+        return LoadResult(
+            self.load_id,
+            cause,
+            self.num_bytes,
+            elapsed_ms,
+            transport=self.transport,
+            was_awaited=self.spec.num_awaited is not None,
+            num_resting=int(self.num_unsettled > 0),
+        )
 
 
 @dataclass(slots=True)
 class InFlight:
-    load: Load
+    load: PeerLoad
     piece: Piece
     slot: Slot
     seed: int

@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 import time
-from bisect import bisect_left
-from collections import deque
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.kv.load import QUARANTINE_S, LoadResult, merge_results
+from vllm_ascend_pd.kv.load import QUARANTINE_S
+from vllm_ascend_pd.kv.loader import Loader
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.net.peers import Peers
 from vllm_ascend_pd.net.reactor import Reactor
 from vllm_ascend_pd.transfer.live_pages import LivePageWrites
-from vllm_ascend_pd.transfer.load import InFlight, Load, LoadSpec
-from vllm_ascend_pd.transfer.plan import Piece, plan_pieces, plan_ready
+from vllm_ascend_pd.transfer.load import InFlight, LoadSpec, PeerLoad
 from vllm_ascend_pd.transfer.rings import PIECE_BYTES, Rings, end_rings
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
@@ -38,13 +34,13 @@ from vllm_ascend_pd.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.live_pages import DirectPlacement
-    from vllm_ascend_pd.transfer.shares import Source
+    from vllm_ascend_pd.transfer.plan import Piece
 
 logger = limited_logger(__name__)
 
@@ -53,11 +49,11 @@ _FIRST_BYTES_PER_S = 1e9
 _SMOOTHING = 0.1
 
 
-class Loader(Reactor):
-    """Runs loads (worker process, own thread); the main thread starts, waits and takes results.
+class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
+    """Runs loads from peers, on a thread of its own.
 
     A piece lands in a staging slot, is checked while it is copied into its pages, and only then
-    counts. A load that fails, for whatever cause, has ended before its result can be taken.
+    counts.
 
     A slot may be a ring instead: then its piece is checked and copied while it is packed, and
     counts once the producer has confirmed it.
@@ -83,7 +79,8 @@ class Loader(Reactor):
         producer that a step waits for and that says nothing so long is gone. ``placement``: with
         direct placement only.
         """
-        super().__init__("pd-loader")
+        Reactor.__init__(self, "pd-loader")
+        Loader.__init__(self)
         self._answer_timeout_s = answer_timeout_s
         self._push_mode = push_mode
         self._sharding = sharding or Sharding()
@@ -96,23 +93,24 @@ class Loader(Reactor):
         self._pool = pool
         self._num_layers = len(layout.layer_offsets)
         self._peers = Peers(self, trust, self._on_frame, self._on_lost)
-        self._active: list[Load] = []
+        self._active: list[PeerLoad] = []
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
         self._live_pages = LivePageWrites(copier, layout)
         self._rings = Rings(sessions, copier, self._in_flight, self.attempt, self._fail)
         self._heard_at: dict[Endpoint, float] = {}
         self._next_fetch_id = random.getrandbits(48)
-        self._landed = threading.Condition()
-        # Main thread only.
-        self._loads: dict[LoadId, list[Load]] = {}
 
     # Main thread.
 
     def start_load(self, spec: LoadSpec) -> None:
         """Begin a load; returns at once."""
-        sources = self._sharding.sources(len(spec.peers))
-        loads = [self._make_load(spec, source) for source in sources]
+        loads = [
+            PeerLoad.of(
+                spec, source, self._layout, self._piece_bytes(spec.peers[source.rank].endpoint)
+            )
+            for source in self._sharding.sources(len(spec.peers))
+        ]
         for load in loads:
             load.others = [other for other in loads if other is not load]
         self._loads[spec.load_id] = loads
@@ -122,125 +120,18 @@ class Loader(Reactor):
 
         self.submit(begin)
 
-    def _make_load(self, spec: LoadSpec, source: Source) -> Load:
-        peer = spec.peers[source.rank]
-        layout = self._layout.share(source.ours.index, source.ours.count)
-        is_awaited = spec.num_awaited is not None
-        pieces = []
-        if not is_awaited:
-            pieces = plan_pieces(
-                self._num_layers,
-                len(spec.block_ids),
-                spec.has_tail and spec.in_step,
-                layout.page_bytes,
-                self._piece_bytes(peer.endpoint),
-            )
-        pieces_of_layer = [0] * self._num_layers
-        for piece in pieces:
-            for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
-                pieces_of_layer[layer] += 1
-        now = time.monotonic()
-        return Load(
-            spec=spec,
-            peer=peer.endpoint,
-            ticket=peer.ticket,
-            theirs=source.theirs,
-            layout=layout,
-            pieces=deque(pieces),
-            pieces_of_layer=pieces_of_layer,
-            tail_pieces=sum(piece.tail for piece in pieces),
-            num_pieces=len(pieces),
-            started=now,
-            deadline=now + spec.timeout_s,
-            num_planned=[0] * self._num_layers if is_awaited else [],
-            is_complete=not is_awaited,
-        )
-
     def _piece_bytes(self, peer: Endpoint) -> int:
         """What goes through a ring need not fit in it."""
         return max(self._pool.slot_bytes, PIECE_BYTES if self._rings.takes(peer) else 0)
 
-    def cancel(self, load_id: LoadId) -> None:
-        """Give a load up; it ends at once unless it has ended already."""
-        for load in self._loads.get(load_id, ()):
-            self._end(load, Cause.CANCELLED.value)
-
-    def wait_layer(self, layer: int) -> None:
-        """Until this layer of every in-step load has landed, or that load has ended."""
-        for load in self._each():
-            if load.spec.in_step and load.pieces_of_layer[layer] and load.ended is None:
-                self._wait(load, partial(load.has_layer, layer))
-
-    def wait_tails(self) -> None:
-        """Until every in-step tail block is in place."""
-        for load in self._each():
-            if load.spec.in_step and load.tail_pieces and load.ended is None:
-                self._wait(load, load.has_tails)
-
-    def wait_all(self) -> None:
-        """Until every in-step load has ended."""
-        for load in self._each():
-            if load.spec.in_step and load.ended is None:
-                self._wait(load, lambda: False)
-
-    def in_step_under_way(self) -> bool:
-        """Whether an in-step load has not ended yet."""
-        return any(load.spec.in_step and load.ended is None for load in self._each())
-
-    def take_results(self) -> list[LoadResult]:
-        """The loads that ended since the last call."""
-        if not self._loads:
-            return []
-        results = []
-        for load_id, loads in list(self._loads.items()):
-            ended = [load.ended for load in loads if load.ended is not None]
-            if len(ended) == len(loads):
-                results.append(merge_results(ended))
-                del self._loads[load_id]
-        return results
-
     def take_rested(self) -> list[LoadId]:
-        """The loads in whose blocks nothing is written any more, since the last call. Each of
-        them has ended before, with ``num_resting`` set.
-        """
         return self._live_pages.take_rested()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way, and there is nothing to take."""
         return not self._loads and not self._live_pages.has_rested
 
-    def num_loads(self) -> int:
-        return len(self._loads)
-
-    def _each(self) -> Iterator[Load]:
-        return chain.from_iterable(self._loads.values())
-
-    def _wait(self, load: Load, landed: Callable[[], bool]) -> None:
-        with self._landed:
-            self._landed.wait_for(
-                lambda: load.ended is not None or landed(),
-                timeout=max(0.0, load.deadline - time.monotonic()),
-            )
-        if load.ended is None and not landed():
-            self._end(load, Cause.DEADLINE.value)
-
-    def _end(self, load: Load, cause: str) -> None:
-        if load.end(cause):
-            if cause:
-                logger.warning(
-                    "load %d of transfer %s from %s failed: %s",
-                    load.spec.load_id,
-                    load.spec.transfer_id,
-                    load.peer,
-                    cause,
-                )
-                for other in load.others:
-                    other.end(cause)
-            with self._landed:
-                self._landed.notify_all()
-
-    def _fail(self, load: Load) -> None:
+    def _fail(self, load: PeerLoad) -> None:
         """Something raised."""
         self._end(load, Cause.TRANSFER_FAILED.value)
 
@@ -281,7 +172,7 @@ class Loader(Reactor):
         ]
         return max(0.0, min(deadlines) - now) if deadlines else None
 
-    def _keep_watching(self, load: Load, now: float) -> None:
+    def _keep_watching(self, load: PeerLoad, now: float) -> None:
         """Ask how far the prompt is, at first and as a sign of life, which must come back to the
         end: the load's own term is that of computing a prompt.
         """
@@ -309,37 +200,9 @@ class Loader(Reactor):
             if progress.cause:
                 self._end(load, progress.cause)
             elif not load.is_complete:
-                self._plan_ready(load, progress)
-
-    def _plan_ready(self, load: Load, progress: Progress) -> None:
-        """Ask for what is computed and worth a piece, or for the rest at the end."""
-        spec = load.spec
-        assert spec.num_awaited is not None
-        now = time.monotonic()
-        if progress != load.progress and (progress.num_ready or progress.num_layers_done):
-            # It computes: from here on the term runs anew with every sign of that.
-            load.deadline = max(load.deadline, now + spec.timeout_s)
-        load.progress = progress
-        num_ready = bisect_left(spec.block_indices, progress.num_ready)
-        num_coming = bisect_left(spec.block_indices, progress.num_coming)
-        ready = [
-            max(planned, num_coming if layer < progress.num_layers_done else num_ready)
-            for layer, planned in enumerate(load.num_planned)
-        ]
-        is_last = progress.num_ready >= spec.num_awaited
-        num_new = sum(ready) - sum(load.num_planned)
-        if not is_last and num_new * load.layout.page_bytes < self._min_push_bytes():
-            return
-        pages_per_piece = self._piece_bytes(load.peer) // load.layout.page_bytes
-        for piece in plan_ready(load.num_planned, ready, pages_per_piece):
-            load.pieces.append(piece)
-            load.num_pieces += 1
-            for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
-                load.pieces_of_layer[layer] += 1
-        load.num_planned = ready
-        load.is_complete = is_last
-        if is_last and not load.num_pieces:
-            self._end(load, "")
+                load.plan_ready(progress, self._piece_bytes(peer), self._min_push_bytes())
+                if load.is_done:
+                    self._end(load, "")
 
     def _min_push_bytes(self) -> float:
         """What is not worth a piece of its own before the end of the prompt."""
@@ -367,11 +230,11 @@ class Loader(Reactor):
                 self.attempt(ask, partial(self._fail, load))
                 num_held += 1
 
-    def _send_fetch(self, load: Load, piece: Piece, slot: Slot) -> None:
+    def _send_fetch(self, load: PeerLoad, piece: Piece, slot: Slot) -> None:
         """Ask for a piece: from then on it is in flight, and its slot with it."""
         spec = load.spec
         with ExitStack() as undo:
-            undo.callback(self._pool.release, slot)
+            undo.enter_context(slot)
             self._next_fetch_id += 1
             fetch_id = self._next_fetch_id
             live = None
@@ -411,12 +274,12 @@ class Loader(Reactor):
     def _give_up(self, fetch_id: int) -> None:
         """Nobody waits for this answer any more, but the write may still come."""
         flight = self._in_flight.pop(fetch_id)
-        if flight.is_live:
-            self._pool.release(flight.slot)
-            self._live_pages.give_up(fetch_id, flight)
-        else:
-            end_rings([flight])
-            self._pool.quarantine(flight.slot, time.monotonic() + QUARANTINE_S)
+        with flight.slot as slot:
+            if flight.is_live:
+                self._live_pages.give_up(fetch_id, flight)
+            else:
+                slot.quarantine(QUARANTINE_S)
+                end_rings([flight])
 
     def _on_frame(self, peer: Endpoint, frame: bytes) -> None:
         try:
@@ -451,10 +314,9 @@ class Loader(Reactor):
         """It is not in flight any more."""
         flight = self._in_flight.pop(answer.fetch_id)
         is_staged = not flight.is_live and not answer.by_ring
-        if is_staged and answer.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value):
-            self._pool.quarantine(flight.slot, time.monotonic() + QUARANTINE_S)
-        else:
-            self._pool.release(flight.slot)
+        with flight.slot as slot:
+            if is_staged and answer.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value):
+                slot.quarantine(QUARANTINE_S)
 
     def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:
         """The producer's process is gone: nobody will answer what is in flight to it."""
@@ -473,12 +335,14 @@ class Loader(Reactor):
     def _on_confirmed(self, fetch_id: int) -> None:
         """A piece came through a ring, and its producer stands by it; its answer is on the way."""
         flight = self._in_flight.pop(fetch_id)
-        flight.load.transport = SHARED_MEMORY
-        self._count(flight)
-        self._pool.release(flight.slot)
+        with flight.slot:
+            flight.load.transport = SHARED_MEMORY
+            self._count(flight)
 
     def _place(self, flight: InFlight, answer: Fetched) -> None:
-        """Copy a piece into its pages and count it if it is what the producer packed."""
+        """Copy a piece into its pages and count it if it is what the producer packed. Under the
+        load's lock, so that its end waits for the copy: not one byte comes after it.
+        """
         load = flight.load
         checksum: int | None = answer.checksum
         with load.lock:
@@ -499,19 +363,16 @@ class Loader(Reactor):
 
     def _count(self, flight: InFlight) -> None:
         """A piece that is in its pages and verified."""
-        load, piece = flight.load, flight.piece
+        load = flight.load
         with load.lock:
             if load.ended is not None:
                 return
             load.num_bytes += flight.num_bytes()
         with self._landed:
-            for layer in range(piece.first_layer, piece.first_layer + piece.num_layers):
-                load.pieces_of_layer[layer] -= 1
-            load.tail_pieces -= piece.tail
-            load.num_pieces -= 1
+            load.note_landed(flight.piece)
             self._landed.notify_all()
         elapsed = time.monotonic() - flight.sent_at
         measured = flight.num_bytes() / max(elapsed, 1e-6)
         self._bytes_per_s += _SMOOTHING * (measured - self._bytes_per_s)
-        if load.is_complete and not load.num_pieces:
+        if load.is_done:
             self._end(load, "")

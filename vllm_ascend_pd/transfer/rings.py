@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier
     from vllm_ascend_pd.backends.page_ring import RingPlacer
-    from vllm_ascend_pd.transfer.load import InFlight, Load
+    from vllm_ascend_pd.transfer.load import InFlight, PeerLoad
     from vllm_ascend_pd.types import Endpoint
 
 PIECE_BYTES = 32 << 20
@@ -36,7 +36,7 @@ class Rings:
         copier: BlockCopier,
         in_flight: Mapping[int, InFlight],
         attempt: Callable[[Callable[[], None], Callable[[], None]], None],
-        fail: Callable[[Load], None],
+        fail: Callable[[PeerLoad], None],
     ) -> None:
         """``in_flight`` is the loader's, in the order in which pieces were asked for; so are
         ``attempt``, and ``fail`` for the load of a piece that raised.
@@ -116,7 +116,7 @@ class Rings:
                 confirmed.append(fetch_id)
             self._look(flight.load.peer)
 
-    def end(self, load: Load) -> None:
+    def end(self, load: PeerLoad) -> None:
         """Nothing more of it is placed, so nothing more shall be packed."""
         end_rings([flight for flight in self._in_flight.values() if flight.load is load])
 

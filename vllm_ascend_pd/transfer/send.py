@@ -7,6 +7,7 @@ import math
 import queue
 import time
 from collections import Counter, deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -204,11 +205,13 @@ class DataServer(Reactor):
     def _serve(self, identity: bytes, fetch: Fetch, slot: Slot) -> None:
         """Pack, and submit or answer; ``slot`` goes back unless a write of it is under way."""
         failed = Fetched(fetch.fetch_id, 0, Cause.TRANSFER_FAILED.value)
-        started = self.attempt(partial(self._start, identity, fetch, slot), lambda: failed)
-        if isinstance(started, _Write):
-            self._writes.append(started)
-            return
-        self._pool.release(slot)
+        with ExitStack() as held:
+            held.enter_context(slot)
+            started = self.attempt(partial(self._start, identity, fetch, slot), lambda: failed)
+            if isinstance(started, _Write):
+                self._writes.append(started)
+                held.pop_all()
+                return
         if started is not None:
             self._reply(identity, started)
 
@@ -345,12 +348,9 @@ class DataServer(Reactor):
     def _take_back(self, write: _Write, late_s: float = 0.0) -> None:
         """The slot of a write, which may read it for ``late_s`` more."""
         slot, write.slot = write.slot, None
-        if slot is None:
-            return
-        if late_s:
-            self._pool.quarantine(slot, time.monotonic() + late_s)
-        else:
-            self._pool.release(slot)
+        if slot is not None:
+            with slot:
+                slot.quarantine(late_s)
 
     def _reply(self, identity: bytes, message: Fetched | Packing | Progress) -> None:
         self._listener.send(identity, encode(message))

@@ -11,7 +11,7 @@ import pytest
 from vllm_ascend_pd.backends import staging
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.shared_memory import SharedMapping
-from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.backends.staging import Slot, StagingPool
 from vllm_ascend_pd.errors import BackendError
 
 
@@ -42,6 +42,11 @@ def pool(engine, clock):
     pool.close()
 
 
+def give_back(slot: Slot, quarantine_s: float = 0.0) -> None:
+    with slot:
+        slot.quarantine(quarantine_s)
+
+
 def test_slots_are_page_aligned_disjoint_and_registered_as_one_region(engine, pool):
     slots = [pool.acquire() for _ in range(3)]
     starts = sorted(slot.addr for slot in slots)
@@ -57,21 +62,21 @@ def test_a_slot_can_be_written_to_its_last_byte(pool):
     slot = pool.acquire()
     ctypes.memset(slot.addr, 0x5A, slot.num_bytes)
     assert ctypes.string_at(slot.addr, slot.num_bytes) == b"\x5a" * 5000
-    pool.release(slot)
+    give_back(slot)
 
 
 def test_an_exhausted_pool_gives_none(pool):
     slots = [pool.acquire() for _ in range(3)]
     assert pool.acquire() is None
     assert pool.num_free == 0
-    pool.release(slots[1])
+    give_back(slots[1])
     assert pool.num_free == 1
     assert pool.acquire().addr == slots[1].addr
 
 
 def test_a_quarantined_slot_rests_until_its_deadline(pool, clock):
     slots = [pool.acquire() for _ in range(3)]
-    pool.quarantine(slots[0], until=110.0)
+    give_back(slots[0], 10.0)
     clock.now = 109.9
     assert pool.num_free == 0
     assert pool.acquire() is None
@@ -82,39 +87,45 @@ def test_a_quarantined_slot_rests_until_its_deadline(pool, clock):
 
 def test_quarantines_end_one_by_one(pool, clock):
     slots = [pool.acquire() for _ in range(3)]
-    for slot, until in zip(slots, (130.0, 110.0, 120.0), strict=True):
-        pool.quarantine(slot, until)
+    for slot, seconds in zip(slots, (30.0, 10.0, 20.0), strict=True):
+        give_back(slot, seconds)
     free = []
     for clock.now in (105.0, 115.0, 125.0, 135.0):
         free.append(pool.num_free)
     assert free == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("first", ["release", "quarantine"])
-@pytest.mark.parametrize("second", ["release", "quarantine"])
-def test_a_slot_cannot_be_given_back_twice(pool, first, second):
+@pytest.mark.parametrize("first", [0.0, 1.0])
+@pytest.mark.parametrize("second", [0.0, 1.0])
+def test_a_slot_cannot_be_given_back_twice(pool, clock, first, second):
     slot = pool.acquire()
-    give_back = {"release": pool.release, "quarantine": lambda slot: pool.quarantine(slot, 0.0)}
-    give_back[first](slot)
+    give_back(slot, first)
     with pytest.raises(ValueError, match="not held"):
-        give_back[second](slot)
+        give_back(slot, second)
+    clock.now += 1.0
+    assert pool.num_free == 3
+
+
+def test_a_slot_goes_back_when_its_holder_raises(pool):
+    with pytest.raises(ZeroDivisionError), pool.acquire():
+        raise ZeroDivisionError
     assert pool.num_free == 3
 
 
 def test_a_stale_holder_cannot_give_back_the_next_ones_slot(pool):
     stale = pool.acquire()
-    pool.release(stale)
+    give_back(stale)
     fresh = pool.acquire()
     assert fresh.addr == stale.addr
     with pytest.raises(ValueError, match="not held"):
-        pool.release(stale)
+        give_back(stale)
     assert pool.num_free == 2
-    pool.release(fresh)
+    give_back(fresh)
 
 
 def test_close_unregisters_and_unmaps_and_can_be_repeated(engine, pool, caplog):
     abandoned = len(staging._abandoned)
-    pool.release(pool.acquire())
+    give_back(pool.acquire())
     pool.close()
     pool.close()
     assert engine.num_regions() == 0
@@ -128,7 +139,7 @@ def test_close_unregisters_and_unmaps_and_can_be_repeated(engine, pool, caplog):
 def test_memory_that_may_still_be_written_stays_mapped_after_close(engine, pool, how, caplog):
     slot = pool.acquire()
     if how == "quarantined":
-        pool.quarantine(slot, until=1000.0)
+        give_back(slot, 900.0)
     pool.close()
     ctypes.memset(slot.addr, 1, slot.num_bytes)  # a crash if it were unmapped
     assert ctypes.string_at(slot.addr, 1) == b"\x01"
@@ -139,7 +150,7 @@ def test_memory_that_may_still_be_written_stays_mapped_after_close(engine, pool,
 def test_a_slot_can_be_released_after_close(pool):
     slot = pool.acquire()
     pool.close()
-    pool.release(slot)
+    give_back(slot)
     assert pool.num_free == 3
 
 
@@ -192,7 +203,7 @@ def test_threads_never_share_a_slot(engine):
             if holders.setdefault(slot.index, me) != me:
                 clashes.append((slot.index, me))
             del holders[slot.index]
-            pool.release(slot)
+            give_back(slot)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:

@@ -17,7 +17,7 @@ import pytest
 from vllm_ascend_pd.backends.block_copy import PageLayout, PythonBlockCopier, Region
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
-from vllm_ascend_pd.pool.io import PoolIO
+from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import AheadSpec, DropAhead, DropSaves, Packed, Save, Saved
@@ -67,9 +67,8 @@ class Worker:
         slot_bytes = 4 * self.values.num_bytes
         self.slots = [StagingPool(NoRegistry(), n, slot_bytes) for n in (1, 1, NUM_SLOTS)]
         read, write, self.ahead_slots = self.slots
-        self.io = PoolIO(
-            self.tier, self.values, self.space, read, write, 1, ahead_slots=self.ahead_slots
-        )
+        slots = PoolSlots(read, write, self.ahead_slots)
+        self.io = PoolIO(self.tier, self.values, self.space, slots, num_readers=1)
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.link = PoolLink("test", self.inbox.put)
         self.io.start()

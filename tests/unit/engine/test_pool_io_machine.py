@@ -19,7 +19,7 @@ from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_co
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.pool import link as pool_link
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
-from vllm_ascend_pd.pool.io import PoolIO
+from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import (
@@ -71,7 +71,8 @@ class PoolMachine(RuleBasedStateMachine):
         # Two blocks a batch, so that loads have several.
         self.slots = [StagingPool(NoRegistry(), n, 2 * values.num_bytes) for n in (64, 64, 2)]
         read, write, ahead = self.slots
-        self.io = PoolIO(self.tier, values, space, read, write, num_readers=2, ahead_slots=ahead)
+        slots = PoolSlots(read, write, ahead)
+        self.io = PoolIO(self.tier, values, space, slots, num_readers=2)
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.link = PoolLink("test", self.inbox.put)
         self.io.start()
@@ -174,11 +175,11 @@ class PoolMachine(RuleBasedStateMachine):
         present = self.places(wanted)
         self.tier.script = TierScript(f"get:ok*{position},{fault}" if position else f"get:{fault}")
         spec = PoolLoadSpec(LoadId(self.new_id()), tuple(wanted), block_ids, in_step, LONG_S)
-        self.io.start_load(spec)
+        self.io.loader.start_load(spec)
         if in_step:
-            self.io.wait_layer(0)
+            self.io.loader.wait_layer(0)
         deadline = time.monotonic() + LONG_S
-        while not (results := self.io.take_results()):
+        while not (results := self.io.loader.take_results()):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         (result,) = results
@@ -197,11 +198,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.pages[:] = 77
         self.tier.script = TierScript("get:delay(5)*")
         block_ids = tuple(range(len(wanted)))
-        self.io.start_load(
+        self.io.loader.start_load(
             PoolLoadSpec(LoadId(self.new_id()), tuple(wanted), block_ids, False, LONG_S)
         )
-        self.io.cancel(LoadId(self.next_id))
-        (result,) = self.io.take_results()
+        self.io.loader.cancel(LoadId(self.next_id))
+        (result,) = self.io.loader.take_results()
         before = self.pages.copy()
         self.settle()
         if result.cause:
@@ -239,7 +240,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left(self) -> None:
         if hasattr(self, "io"):
-            assert not self.io.num_loads()
+            assert not self.io.loader.num_loads()
             self.settle()
             assert not len(self.io.ahead)
 

@@ -27,7 +27,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool import link as pool_link
 from vllm_ascend_pd.pool.answers import fold_found, fold_saved
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
-from vllm_ascend_pd.pool.io import PoolIO
+from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import (
@@ -42,6 +42,7 @@ from vllm_ascend_pd.pool.messages import (
     Saved,
     join_hashes,
 )
+from vllm_ascend_pd.pool.saver import Replica
 from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.types import LoadId
@@ -238,27 +239,19 @@ class Worker:
         self.tier = FaultyTier(tier)
         self.slots = [StagingPool(NoRegistry(), 4, 8 * values.num_bytes) for _ in range(3)]
         read, write, ahead = self.slots
-        self.io = PoolIO(
-            self.tier,
-            values,
-            space,
-            read,
-            write,
-            num_readers=1,
-            ahead_slots=ahead,
-            replica=replica,
-            num_replicas=num_replicas,
-        )
+        slots = PoolSlots(read, write, ahead)
+        self.value_bytes = values.num_bytes
+        self.io = PoolIO(self.tier, values, space, slots, 1, Replica(replica, num_replicas))
         self.io.start()
 
     def load(self, hashes: list[bytes]) -> np.ndarray[Any, Any]:
         """The pages of the blocks, as they come from the pool."""
         self.pages[:] = 0
-        self.io.start_load(
+        self.io.loader.start_load(
             PoolLoadSpec(LoadId(1), tuple(hashes), tuple(range(len(hashes))), True, LONG_S)
         )
-        self.io.wait_all()
-        (result,) = self.io.take_results()
+        self.io.loader.wait_all()
+        (result,) = self.io.loader.take_results()
         assert result.cause == ""
         return self.pages[:, : len(hashes)].copy()
 
@@ -273,6 +266,7 @@ class Workers:
     """Two workers on one tier, and the scheduler's end of their links."""
 
     def __init__(self, replicas: bool, memories: Sequence[MemoryTier] = ()) -> None:
+        self.are_replicas = replicas
         self.memory = MemoryTier(1 << 20)
         memories = memories or (self.memory, self.memory)
         if replicas:
@@ -320,7 +314,7 @@ def test_every_worker_stores_and_loads_its_share(workers: Workers, ahead_id: int
     rng = np.random.default_rng(1)
     first, second = workers.each
     first.pages[:] = rng.integers(0, 255, first.pages.shape)
-    is_replica = first.io._num_replicas == 2
+    is_replica = workers.are_replicas
     second.pages[:] = first.pages if is_replica else rng.integers(0, 255, second.pages.shape)
     content = [worker.pages.copy() for worker in workers.each]
     for worker in workers.each if ahead_id else ():
@@ -330,7 +324,7 @@ def test_every_worker_stores_and_loads_its_share(workers: Workers, ahead_id: int
     saved = fold_saved(workers.save(4, HASHES, ahead_id=ahead_id))
     assert set(saved.statuses) == {"ok"}
     # Replicas share the work: what both hold is stored once.
-    size = first.io._values.num_bytes
+    size = first.value_bytes
     assert saved.num_bytes == len(HASHES) * size * (1 if is_replica else 2)
     assert workers.memory.stats().num_keys == len(HASHES) * (1 if is_replica else 2)
     joined, hash_bytes = join_hashes(HASHES)

@@ -31,14 +31,14 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.pool.fake_tier import MemoryTier
-from vllm_ascend_pd.pool.io import PoolIO
+from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.messages import AheadSpec, DropAhead, Save
 from vllm_ascend_pd.pool.packing import Packing
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.load import LoadSpec
-from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, LeaseRef, LoadId
@@ -88,7 +88,9 @@ class Side:
             write_timeout_s=5.0,
             trust=trust,
         )
-        self.loader = Loader(self.transports.sessions, copier, self.located.layout, pools[1], trust)
+        self.loader = PeerLoader(
+            self.transports.sessions, copier, self.located.layout, pools[1], trust
+        )
         self.server.start()
         self.loader.start()
         self.pool = self.open_pool(copier, pools) if pooled else None
@@ -110,7 +112,7 @@ class Side:
         pools += slots
         read, write, ahead = slots
         self.memory = MemoryTier(1 << 20)
-        pool = PoolIO(self.memory, values, space, read, write, 1, ahead_slots=ahead)
+        pool = PoolIO(self.memory, values, space, PoolSlots(read, write, ahead), 1)
         pool.start()
         return pool
 

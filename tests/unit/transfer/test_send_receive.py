@@ -14,12 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages
 from tests.unit.transfer.raw_peers import connected, silent_server
 from vllm_ascend_pd.backends.block_copy import (
     BlockCopier,
-    PageLayout,
     PythonBlockCopier,
-    Region,
     make_block_copier,
 )
 from vllm_ascend_pd.backends.direct_placement import page_regions
@@ -37,14 +36,11 @@ from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
 from vllm_ascend_pd.transfer.load import LoadSpec
-from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
 from vllm_ascend_pd.wire import Fetch, Fetched, Worker, decode_data, encode
 
-NUM_LAYERS = 4
-NUM_BLOCKS = 32
-PAGE = 256
 SLOT_BYTES = 4 * PAGE
 NUM_SLOTS = 4
 LIMIT_S = 10.0
@@ -55,20 +51,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
-
-
-class Pages:
-    """KV pages of one engine: ``uint8 [NUM_LAYERS, NUM_BLOCKS, PAGE]`` in host memory."""
-
-    def __init__(self, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        self.bytes = random.integers(0, 256, (NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
-        self.layout = PageLayout(
-            region=Region(self.bytes.ctypes.data, self.bytes.nbytes),
-            layer_offsets=np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE,
-            block_stride=PAGE,
-            page_bytes=PAGE,
-        )
 
 
 class Pair:
@@ -82,13 +64,16 @@ class Pair:
         trust: Trust | None = None,
         our_trust: Trust | None = None,
         placement: DirectPlacement | None = None,
+        make_pages: Callable[[int], Pages | DevicePages] | None = None,
     ) -> None:
         self.trust = trust or Trust()
         self.our_trust = our_trust or Trust()
-        self.time_passed = 0.0  # lets quarantines end
+        self.time_passed = 0.0  # at each look at the clock of slots: lets quarantines end
+        self._skipped = 0.0
         copier = copier or PythonBlockCopier()
-        self.theirs = Pages(1)
-        self.ours = Pages(2)
+        make_pages = make_pages or Pages
+        self.theirs = make_pages(1)
+        self.ours = make_pages(2)
         is_direct = placement is not None
         self.engine = FakeTransferEngine(script, is_direct)
         self.our_engine = FakeTransferEngine(direct_placement=is_direct)
@@ -111,7 +96,7 @@ class Pair:
             write_timeout_s=write_timeout_s,
             trust=self.trust,
         )
-        self.loader = Loader(
+        self.loader = PeerLoader(
             {"fake": self.our_engine.session},
             copier,
             self.ours.layout,
@@ -126,7 +111,8 @@ class Pair:
         """Of the leases that are granted and loaded from."""
 
     def _clock(self) -> float:
-        return time.monotonic() + self.time_passed
+        self._skipped += self.time_passed
+        return time.monotonic() + self._skipped
 
     def grant(self, *block_ids: int, transfer_id: str = "t", epoch: str = "e") -> None:
         self.grants.begin_step(

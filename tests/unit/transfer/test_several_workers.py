@@ -16,7 +16,7 @@ from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
 from vllm_ascend_pd.transfer.load import LoadSpec
-from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import Cause, LeaseRef, LoadId
@@ -44,7 +44,7 @@ class Worker:
         )
         self.engine = FakeTransferEngine(script)
         self.pool = StagingPool(self.engine, NUM_SLOTS, SLOT_BYTES)
-        self.threads: list[DataServer | Loader] = []
+        self.threads: list[DataServer | PeerLoader] = []
 
     def serve(self, block_ids: tuple[int, ...]) -> DataServer:
         grants = Grants()
@@ -66,10 +66,10 @@ class Worker:
         self.threads.append(server)
         return server
 
-    def load(self, sharding: Sharding) -> Loader:
+    def load(self, sharding: Sharding) -> PeerLoader:
         sessions = {"fake": self.engine.session}
         copier = PythonBlockCopier()
-        loader = Loader(sessions, copier, self.layout, self.pool, Trust(), sharding=sharding)
+        loader = PeerLoader(sessions, copier, self.layout, self.pool, Trust(), sharding=sharding)
         loader.start()
         self.threads.append(loader)
         return loader

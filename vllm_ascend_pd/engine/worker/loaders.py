@@ -3,33 +3,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm_ascend_pd.pool.messages import PoolLoadSpec
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm_ascend_pd.kv.load import LoadResult
-    from vllm_ascend_pd.pool.io import PoolIO
-    from vllm_ascend_pd.transfer.load import LoadSpec
-    from vllm_ascend_pd.transfer.receive import Loader
+    from vllm_ascend_pd.kv.loader import Loader
     from vllm_ascend_pd.types import LoadId
 
 
 class Loaders:
-    """Main thread. Each load goes to the side that its blocks come from."""
+    """Main thread; a ``kv.loader.Loader`` for each kind of source, as far as that goes."""
 
-    def __init__(self, peers: Loader | None, pool: PoolIO | None) -> None:
-        self._peers = peers
-        self._pool = pool
-        self._all: list[Loader | PoolIO] = [x for x in (peers, pool) if x is not None]
+    def __init__(self, by_spec: Mapping[type, Loader[Any, Any]]) -> None:
+        """By what a step asks them with."""
+        self._by_spec = by_spec
+        self._all = list(by_spec.values())
 
-    def start_load(self, spec: LoadSpec | PoolLoadSpec) -> None:
-        if isinstance(spec, PoolLoadSpec):
-            assert self._pool is not None
-            self._pool.start_load(spec)
-        else:
-            assert self._peers is not None
-            self._peers.start_load(spec)
+    def start_load(self, spec: object) -> None:
+        self._by_spec[type(spec)].start_load(spec)
 
     def cancel(self, load_id: LoadId) -> None:
         for loader in self._all:
@@ -54,7 +47,7 @@ class Loaders:
         return [result for loader in self._all for result in loader.take_results()]
 
     def take_rested(self) -> list[LoadId]:
-        return self._peers.take_rested() if self._peers is not None else []
+        return [load_id for loader in self._all for load_id in loader.take_rested()]
 
     @property
     def is_idle(self) -> bool:
@@ -66,7 +59,3 @@ class Loaders:
 
     def num_loads(self) -> int:
         return sum(loader.num_loads() for loader in self._all)
-
-    def stop(self) -> None:
-        for loader in self._all:
-            loader.stop()

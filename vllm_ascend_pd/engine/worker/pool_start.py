@@ -17,9 +17,10 @@ from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
-from vllm_ascend_pd.pool.io import PoolIO
+from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.mooncake_tier import PoolBackend, Workers
+from vllm_ascend_pd.pool.saver import Replica
 from vllm_ascend_pd.pool.values import BlockValues
 
 if TYPE_CHECKING:
@@ -85,13 +86,10 @@ def start_pool(
         tier,
         values,
         space,
-        read_slots,
-        write_slots,
+        PoolSlots(read_slots, write_slots, ahead_slots),
         num_readers,
+        Replica(own.replica, own.num_replicas),
         backend.close,
-        own.replica,
-        own.num_replicas,
-        ahead_slots,
     )
     pool.start()
     logger.info(

@@ -28,7 +28,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grants
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
-from vllm_ascend_pd.transfer.receive import Loader
+from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _create(
         )
         server.start()
     if config.role.consumes:
-        loader = Loader(
+        loader = PeerLoader(
             transports.sessions,
             copier,
             caches.layout,

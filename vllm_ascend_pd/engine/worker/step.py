@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
@@ -13,6 +13,8 @@ from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.worker.loaders import Loaders
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.pool.messages import PoolLoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.backends.transports import Transports
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.loader import Loader
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.pool.io import PoolIO
     from vllm_ascend_pd.pool.packing import PackAhead
     from vllm_ascend_pd.transfer.grants import Grants
-    from vllm_ascend_pd.transfer.receive import Loader
+    from vllm_ascend_pd.transfer.receive import PeerLoader
     from vllm_ascend_pd.transfer.send import DataServer
     from vllm_ascend_pd.types import LoadId
 
@@ -116,7 +119,7 @@ class WorkerSide:
         grants: Grants,
         trust: Trust,
         server: DataServer | None,
-        loader: Loader | None,
+        loader: PeerLoader | None,
         pool: PoolIO | None = None,
         rank: int = 0,
         live_regions: Sequence[tuple[int, int]] = (),
@@ -130,8 +133,12 @@ class WorkerSide:
         self._trust = trust
         self._server = server
         self._reactors = [thread for thread in (server, loader) if thread is not None]
-        has_loads = loader is not None or pool is not None
-        self._loader = Loaders(loader, pool) if has_loads else None
+        loaders: dict[type, Loader[Any, Any]] = {}
+        if loader is not None:
+            loaders[LoadSpec] = loader
+        if pool is not None:
+            loaders[PoolLoadSpec] = pool.loader
+        self._loader = Loaders(loaders) if loaders else None
         self._pool = pool
         self._meta: StepMeta | None = None
         self._armed = False
@@ -271,9 +278,9 @@ class WorkerSide:
         }
 
     def shutdown(self) -> None:
-        for thread in (self._server, self._loader):
-            if thread is not None:
-                thread.stop()
+        for part in (*self._reactors, self._pool):
+            if part is not None:
+                part.stop()
         for pool in self._pools:
             pool.close()
         if self._pool is not None:

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads from the pool: values of a tier into blocks.
+
+    main thread ──loads──► read threads:  tier ──get──► staging ──verify, scatter──► pages
+                                          tier's memory in this process ──the same──►
+
+Nothing but our own copy ever writes to live pages, and only for a load that has not ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.backends.block_copy import Region
+from vllm_ascend_pd.kv.load import QUARANTINE_S, Load, LoadResult
+from vllm_ascend_pd.kv.loader import Loader
+from vllm_ascend_pd.pool.messages import PoolLoadSpec
+from vllm_ascend_pd.pool.tier import Status, SupportsView, Tier, Value
+from vllm_ascend_pd.types import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.backends.staging import Slot, StagingPool
+    from vllm_ascend_pd.pool.keys import KeySpace
+    from vllm_ascend_pd.pool.values import BlockValues
+
+logger = logging.getLogger(__name__)
+
+_SLOT_POLL_S = 0.002
+_MAX_SLOTS_PER_BATCH = 4
+"""The tier is asked once for so many staging slots' worth of blocks, to read them in place."""
+_CAUSES = {
+    Status.MISSING: Cause.EVICTED,
+    Status.DAMAGED: Cause.CHECKSUM,
+    Status.FAILED: Cause.POOL_FAILED,
+}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PoolLoad(Load):
+    """One load; all fields under the lock."""
+
+    spec: PoolLoadSpec
+    missing: set[int] = field(default_factory=set)
+    """Block ids that have not been loaded."""
+    num_batches: int = 0
+    """That have not been read to their end."""
+    cause: str = ""
+    """The first one, of a load that goes on with its other blocks."""
+
+    def __str__(self) -> str:
+        num_blocks = len(self.spec.block_ids)
+        return f"load {self.load_id} from the pool, {len(self.missing)} of {num_blocks} blocks,"
+
+    def has_tails(self) -> bool:
+        return not self.spec.has_tail or self.ended is not None
+
+    def result(self, cause: str, elapsed_ms: float) -> LoadResult:
+        cause = self.cause or cause
+        failed = tuple(sorted(self.missing)) if cause else ()
+        return LoadResult(self.load_id, cause, self.num_bytes, elapsed_ms, failed)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Some blocks of a load that one thread reads: ``spec.block_ids[start:stop]``."""
+
+    load: PoolLoad
+    start: int
+    stop: int
+
+
+def wait_slot(slots: StagingPool, given_up: Callable[[], bool]) -> Slot | None:
+    """``None`` if it was given up first."""
+    while not given_up():
+        if slot := slots.acquire():
+            return slot
+        time.sleep(_SLOT_POLL_S)
+    return None
+
+
+class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
+    """Reads values on threads of its own, several blocks at a time."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        values: BlockValues,
+        space: KeySpace,
+        slots: StagingPool,
+        num_readers: int,
+    ) -> None:
+        """``slots`` hold what is read; each holds at least one value."""
+        super().__init__()
+        self._tier = tier
+        self._values = values
+        self._space = space
+        self._slots = slots
+        self._blocks_per_slot = slots.slot_bytes // values.num_bytes
+        self._order = count()
+        self._batches: queue.PriorityQueue[tuple[int, int, _Batch | None]] = queue.PriorityQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"pd-pool-read-{i}", daemon=True)
+            for i in range(num_readers)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        for _ in self._threads:
+            self._batches.put((-1, next(self._order), None))
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(2.0)
+
+    def start_load(self, spec: PoolLoadSpec) -> None:
+        load = PoolLoad(
+            load_id=spec.load_id,
+            in_step=spec.in_step,
+            timeout_s=spec.timeout_s,
+            spec=spec,
+            missing=set(spec.block_ids),
+        )
+        num_blocks = len(spec.block_ids)
+        num_slots = math.ceil(num_blocks / (self._blocks_per_slot * len(self._threads)))
+        length = self._blocks_per_slot * min(num_slots, _MAX_SLOTS_PER_BATCH)
+        starts = range(0, num_blocks, length)
+        load.num_batches = len(starts)
+        self._loads[spec.load_id] = [load]
+        for start in starts:
+            stop = min(start + length, num_blocks)
+            # A step that waits goes before loads that nobody waits for yet.
+            order = (0 if spec.in_step else 1, next(self._order))
+            self._batches.put((*order, _Batch(load, start, stop)))
+
+    def take_results(self) -> list[LoadResult]:
+        now = time.monotonic()
+        for (load,) in self._loads.values():
+            if now >= load.deadline:  # all readers may be held by calls on the tier
+                self._end(load, Cause.DEADLINE.value)
+        return super().take_results()
+
+    # Read threads.
+
+    def _run(self) -> None:
+        while True:
+            _, _, batch = self._batches.get()
+            if batch is None:
+                return
+            try:
+                self._read(batch)
+            except Exception:
+                logger.exception("a read from the pool failed")
+                batch.load.cause = batch.load.cause or Cause.POOL_FAILED.value
+            with batch.load.lock:
+                batch.load.num_batches -= 1
+                is_last = not batch.load.num_batches
+            if is_last:
+                self._end(batch.load, "")
+
+    def _read(self, batch: _Batch) -> None:
+        load, left = batch.load, list(range(batch.start, batch.stop))
+        if isinstance(self._tier, SupportsView):
+            left = self._read_in_place(load, left, self._tier)
+        while left and load.ended is None:
+            self._read_staged(load, left[: self._blocks_per_slot])
+            del left[: self._blocks_per_slot]
+
+    def _read_in_place(self, load: PoolLoad, indices: list[int], tier: SupportsView) -> list[int]:
+        """Straight from the tier's memory, where that is in reach; what is left to be read."""
+        spec, size = load.spec, self._values.num_bytes
+        left = []
+        with tier.view([self._space.key(spec.hashes[i]) for i in indices], size) as addrs:
+            for i, addr in zip(indices, addrs, strict=True):
+                if not addr or self._unpack(load, i, Region(addr, size), 0) is not Status.OK:
+                    left.append(i)
+        return left
+
+    def _read_staged(self, load: PoolLoad, indices: list[int]) -> None:
+        """At most what one slot holds."""
+        slot = wait_slot(self._slots, lambda: load.ended is not None)
+        if slot is None:
+            return
+        spec, size = load.spec, self._values.num_bytes
+        values = [
+            Value(self._space.key(spec.hashes[index]), slot.addr + i * size, size)
+            for i, index in enumerate(indices)
+        ]
+        with slot:
+            # What a stalled owner sends may land when it goes on, also after the call has raised.
+            slot.quarantine(QUARANTINE_S)
+            statuses = self._tier.get(values)
+            if Status.FAILED not in statuses:
+                slot.quarantine(0)
+            damaged = self._place(load, indices, statuses, slot.region)
+        if damaged:
+            # The first value of a key stays, so a bad one would be found for ever.
+            logger.warning("the pool had %d values that do not verify; removed", len(damaged))
+            self._tier.remove([self._space.key(spec.hashes[index]) for index in damaged])
+
+    def _place(
+        self, load: PoolLoad, indices: list[int], statuses: list[Status], memory: Region
+    ) -> list[int]:
+        """What was read side by side, until the load has ended; which of it is not what was put."""
+        damaged = []
+        for i, index in enumerate(indices):
+            status: Status | None = statuses[i]
+            if status is Status.OK:
+                status = self._unpack(load, index, memory, i * self._values.num_bytes)
+            if status is None:
+                return []
+            if status is not Status.OK:
+                load.cause = load.cause or _CAUSES[status].value
+            if status is Status.DAMAGED:
+                damaged.append(index)
+        return damaged
+
+    def _unpack(self, load: PoolLoad, index: int, memory: Region, offset: int) -> Status | None:
+        """Put a value into the pages of block ``index`` of the load; ``None`` if that has ended.
+        Under the load's lock, so that its end waits for the copy: not one byte comes after it.
+        """
+        block_id, block_hash = load.spec.block_ids[index], load.spec.hashes[index]
+        with load.lock:
+            if load.ended is not None:
+                return None
+            status = self._values.unpack(block_id, block_hash, memory, offset)
+            if status is Status.OK:
+                load.num_bytes += self._values.num_bytes
+                load.missing.discard(block_id)
+        return status

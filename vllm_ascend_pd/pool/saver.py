@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves: blocks into a tier, as values.
+
+save thread:   pages ──pack──► staging ──put──► tier
+pack thread:   the same packing, while a step computes (`pool.packing`)
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.kv.load import QUARANTINE_S
+from vllm_ascend_pd.pool.loader import wait_slot
+from vllm_ascend_pd.pool.messages import DROPPED, Message, Packed, Save, Saved
+from vllm_ascend_pd.pool.packing import PackAhead, Packing
+from vllm_ascend_pd.pool.tier import Status, Tier, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.backends.staging import StagingPool
+    from vllm_ascend_pd.pool.keys import KeySpace
+    from vllm_ascend_pd.pool.values import BlockValues
+
+logger = logging.getLogger(__name__)
+
+_RETRY_FULL_S = (0.02, 0.04, 0.08)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Of ``count`` workers that hold the same share of the KV heads, this one: each stores its part
+    of the blocks.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def owns(self, block_id: int) -> bool:
+        return block_id % self.count == self.index
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A save, and what has been packed ahead of it; ``is_packed`` once that has been said."""
+
+    save: Save
+    packing: Packing | None
+    is_packed: bool
+
+
+class Saver:
+    """Stores what it is asked to, in order; each save is answered with ``Packed`` and ``Saved``."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        values: BlockValues,
+        space: KeySpace,
+        slots: StagingPool,
+        ahead_slots: StagingPool | None,
+        replica: Replica,
+        answer: Callable[[Message], None],
+    ) -> None:
+        """Without ``ahead_slots``, blocks are packed only once their step has been confirmed.
+        ``answer``: from any thread.
+        """
+        self._tier = tier
+        self._values = values
+        self._space = space
+        self._slots = slots
+        self._owns = replica.owns
+        self._answer = answer
+        self._saves: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        self._dropped_saves = 0  # written by the link thread, read by the save thread
+        self._stopping = False
+        self.ahead = PackAhead(values, ahead_slots, replica.owns)
+        targets = [("pd-pool-save", self._run)]
+        if ahead_slots is not None:
+            targets.append(("pd-pool-pack", self.ahead.run))
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True) for name, target in targets
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """A thread that a call on the tier holds is left behind."""
+        self._stopping = True
+        self._saves.put(None)
+        self.ahead.stop()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(2.0)
+
+    def save(self, save: Save) -> None:
+        """Any thread; returns at once."""
+        packing = self.ahead.take(save.ahead_id)
+        is_packed = packing is not None and packing.is_whole
+        if is_packed:
+            self._answer(Packed(save.save_id))
+        self._saves.put(_Queued(save, packing, is_packed))
+
+    def drop(self, last_save_id: int) -> None:
+        """Also while the save thread is held by a call that does not return."""
+        self._dropped_saves = max(self._dropped_saves, last_save_id)
+        kept: list[_Queued | None] = []
+        while True:
+            try:
+                queued = self._saves.get_nowait()
+            except queue.Empty:
+                break
+            if queued is not None and queued.save.save_id <= last_save_id:
+                save = queued.save
+                if queued.packing is not None:
+                    queued.packing.close()
+                if not queued.is_packed:
+                    self._answer(Packed(save.save_id))
+                self._answer(Saved(save.save_id, (DROPPED,) * len(save.block_ids), 0, 0.0))
+            else:
+                kept.append(queued)
+        for queued in kept:
+            self._saves.put(queued)
+
+    def _run(self) -> None:
+        while (queued := self._saves.get()) is not None:
+            save, started = queued.save, time.monotonic()
+            statuses: list[str] = []
+            try:
+                statuses = self._save(queued)
+            except Exception:
+                logger.exception("a write to the pool failed")
+            statuses += [Status.FAILED.value] * (len(save.block_ids) - len(statuses))
+            num_stored = sum(
+                self._owns(block_id) and status == Status.OK.value
+                for block_id, status in zip(save.block_ids, statuses, strict=True)
+            )
+            num_bytes = num_stored * self._values.num_bytes
+            if DROPPED in statuses and not queued.is_packed:
+                self._answer(Packed(save.save_id))
+            elapsed_ms = (time.monotonic() - started) * 1000
+            self._answer(Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms))
+
+    def _save(self, queued: _Queued) -> list[str]:
+        """At most what one slot holds."""
+        save = queued.save
+        packing = queued.packing or self._begin_packing(save)
+        if packing is None:
+            return [DROPPED] * len(save.block_ids)
+        if save.save_id <= self._dropped_saves:
+            packing.close()
+            return [DROPPED] * len(save.block_ids)
+        own = [i for i, block_id in enumerate(save.block_ids) if self._owns(block_id)]
+        statuses = [Status.FAILED]
+        try:
+            packing.pack_all()
+            if not queued.is_packed:
+                self._answer(Packed(save.save_id))
+            statuses = self._put(
+                [
+                    Value(
+                        self._space.key(save.hashes[i]),
+                        packing.seal(save.block_ids[i], save.hashes[i]),
+                        self._values.num_bytes,
+                    )
+                    for i in own
+                ]
+            )
+        finally:
+            # A write that was given up may still read from it.
+            failed = Status.FAILED in statuses
+            packing.close(QUARANTINE_S if failed else 0.0)
+        # Of the others' blocks they say how it ended.
+        every = [Status.OK.value] * len(save.block_ids)
+        for i, status in zip(own, statuses, strict=True):
+            every[i] = status.value
+        return every
+
+    def _begin_packing(self, save: Save) -> Packing | None:
+        slot = wait_slot(self._slots, lambda: save.save_id <= self._dropped_saves or self._stopping)
+        if slot is None:
+            return None
+        return Packing(self._values, slot, list(filter(self._owns, save.block_ids)))
+
+    def _put(self, values: list[Value]) -> list[Status]:
+        """What finds memory full is tried again for a moment, since room is made in the background;
+        nobody waits for it but the next save.
+        """
+        statuses = self._tier.put(values)
+        for delay_s in _RETRY_FULL_S:
+            full = [i for i, status in enumerate(statuses) if status is Status.FULL]
+            if not full:
+                break
+            time.sleep(delay_s)
+            for i, status in zip(full, self._tier.put([values[i] for i in full]), strict=True):
+                statuses[i] = status
+        return statuses
