@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.breaker import Breaker
 from vllm_ascend_pd.registration import EngineDescription
-from vllm_ascend_pd.router.breaker import Breaker
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 
@@ -52,13 +52,17 @@ class EngineLoad:
     read_at: float = 0
 
 
+MIN_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 8.0
+
+
 class Instance:
     """State of one engine. Event loop thread."""
 
     def __init__(self, spec: InstanceSpec, client: EngineClient, failure_threshold: int) -> None:
         self.spec = spec
         self.client = client
-        self.breaker = Breaker(failure_threshold)
+        self.breaker = Breaker(failure_threshold, MIN_BACKOFF_S, MAX_BACKOFF_S)
         self.models = spec.models
         """As registered, or as ``/v1/models`` said."""
         self.kv = spec.kv

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_pd.breaker import Breaker
 from vllm_ascend_pd.config import LoadMode, PoolConfig, PoolLoad, TransferConfig
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolEvent, PoolPrompt, PoolState
 from vllm_ascend_pd.pool.answers import fold_found
-from vllm_ascend_pd.pool.breaker import Breaker
 from vllm_ascend_pd.pool.keys import PoolNames
 from vllm_ascend_pd.pool.messages import Found, Lookup, join_hashes
 from vllm_ascend_pd.pool.policy import Speeds, num_blocks_to_use
@@ -88,7 +88,10 @@ class PoolSource:
         self._clock = clock
         self.speeds = Speeds()
         self.breaker = Breaker(
-            config.breaker_failures, config.breaker_slow_ms / 1000, config.probe_interval_s, clock
+            config.breaker_failures,
+            config.probe_interval_s,
+            slow_s=config.breaker_slow_ms / 1000,
+            clock=clock,
         )
         self._ids = count(1)
         self._pending: dict[int, _Pending] = {}

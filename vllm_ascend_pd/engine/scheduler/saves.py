@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from vllm.v1.request import Request
 
+from vllm_ascend_pd.breaker import Breaker, BreakerState
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
 from vllm_ascend_pd.pool.answers import fold_saved
-from vllm_ascend_pd.pool.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.messages import (
     DROPPED,
     AheadSpec,
@@ -145,7 +145,10 @@ class Saves:
         if config.save is PoolSave.EVICTION:
             self._evictions = Evictions(self._pool, blocks_per_step)
         self.breaker = Breaker(
-            config.breaker_failures, config.breaker_slow_ms / 1000, config.probe_interval_s, clock
+            config.breaker_failures,
+            config.probe_interval_s,
+            slow_s=config.breaker_slow_ms / 1000,
+            clock=clock,
         )
         self._ids = count(1)
         self._last_id = 0
@@ -392,7 +395,7 @@ class Saves:
         self._back_off(Status.FULL.value in message.statuses)
         if save.is_late:
             return
-        if DROPPED not in message.statuses or self.breaker.state is BreakerState.PROBING:
+        if DROPPED not in message.statuses or self.breaker.state is BreakerState.HALF_OPEN:
             self._record(Status.FAILED.value not in message.statuses, message.elapsed_ms / 1000)
 
     def tick(self) -> None:
