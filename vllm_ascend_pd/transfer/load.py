@@ -147,14 +147,16 @@ class PeerLoad(Load):
             # It computes: from here on the term runs anew with every sign of that.
             self.deadline = max(self.deadline, time.monotonic() + spec.timeout_s)
         self.progress = progress
+        is_last = progress.num_ready >= spec.num_awaited
         num_ready = bisect_left(spec.block_indices, progress.num_ready)
+        if is_last:  # all of them: what the producer does not have it refuses
+            num_ready = len(spec.block_indices)
         num_coming = bisect_left(spec.block_indices, progress.num_coming)
         ready = [
             max(planned, num_coming if layer < progress.num_layers_done else num_ready)
             for layer, planned in enumerate(self.num_planned)
         ]
         page_bytes = self.layout.page_bytes
-        is_last = progress.num_ready >= spec.num_awaited
         num_new = sum(ready) - sum(self.num_planned)
         if is_last or num_new * page_bytes >= min_bytes:
             self._plan(plan_ready(self.num_planned, ready, piece_bytes // page_bytes))

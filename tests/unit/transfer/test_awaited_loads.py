@@ -94,6 +94,16 @@ def test_layers_come_while_the_next_are_computed(make_prompt: Callable[..., Prom
     assert (result.cause, result.num_bytes) == ("", 3 * NUM_LAYERS * PAGE)
 
 
+def test_load_does_not_end_well_without_a_block_that_it_fills(
+    make_prompt: Callable[..., Prompt],
+) -> None:
+    prompt = make_prompt()
+    prompt.load(num_awaited=2)
+    prompt.begin_step(0, 2)
+    prompt.end_step()
+    assert prompt.result().cause == Cause.NOT_COMPUTED.value
+
+
 def test_step_mode_waits_for_whole_steps(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt(PushMode.STEP)
     prompt.load()
