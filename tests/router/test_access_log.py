@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from tests.router.harness import FAST, deployed, run
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.router.access_log import Line
+from vllm_ascend_pd.router.access_log import as_json, as_text, describe
+from vllm_ascend_pd.router.trace import Trace
 
 ACCESS = "vllm_ascend_pd.router.access"
 
@@ -51,12 +52,12 @@ def test_json_line_says_who_served_the_request(caplog: pytest.LogCaptureFixture)
 
 def test_text_of_a_client_cannot_begin_a_line_or_colour_a_terminal() -> None:
     path = "/v1/x\nforged\x1b[31m\x85\u2028é"
-    line = Line("", "id\r\n", "GET", path, 200, "ok", 1.0, 2, 1, error="an\nerror")
-    assert line.text.isprintable()
-    assert r"/v1/x\nforged\x1b[31m\x85\u2028é" in line.text
-    encoded = msgspec.json.encode(line)
-    assert b"\n" not in encoded
-    assert msgspec.json.decode(encoded)["path"] == path
+    request = SimpleNamespace(method="GET", path=path, remote=None)
+    line = describe(Trace(request, "id\r\n", error="an\nerror"))  # type: ignore[arg-type]
+    assert as_text(line).isprintable()
+    assert r"/v1/x\nforged\x1b[31m\x85\u2028é" in as_text(line)
+    assert "\n" not in as_json(line)
+    assert json.loads(as_json(line))["path"] == path
 
 
 def test_off_writes_nothing(caplog: pytest.LogCaptureFixture) -> None:

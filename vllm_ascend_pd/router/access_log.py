@@ -7,13 +7,11 @@ import logging
 import sys
 import time
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from vllm_ascend_pd.router.trace import Trace
 
 logger = logging.getLogger("vllm_ascend_pd.router.access")
@@ -22,60 +20,46 @@ AccessLogFormat = Literal["text", "json", "off"]
 FORMATS: tuple[AccessLogFormat, ...] = get_args(AccessLogFormat)
 
 
-class Line(msgspec.Struct, omit_defaults=True):
-    """One request. In JSON, what does not apply is left out."""
+def describe(trace: Trace) -> dict[str, Any]:
+    """A request that has ended; ``None`` for what does not apply."""
+    request = trace.request
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "request_id": trace.request_id,
+        "method": request.method,
+        "path": request.path,
+        "status": trace.status,
+        "outcome": trace.outcome,
+        "duration_ms": round((time.monotonic() - trace.started) * 1e3, 1),
+        "num_bytes": trace.num_bytes,  # of the answer's body
+        "num_attempts": trace.num_attempts,
+        "remote": request.remote,
+        "order": trace.order or None,
+        "prefill": trace.prefill or None,
+        "decode": trace.decode or None,
+        "ttft_ms": None if trace.ttft_s is None else round(trace.ttft_s * 1e3, 1),
+        "error": trace.error or None,
+    }
 
-    time: str
-    """When it ended: ISO 8601, UTC."""
-    request_id: str
-    method: str
-    path: str
-    status: int
-    outcome: str
-    duration_ms: float
-    num_bytes: int
-    """Of the answer's body."""
-    num_attempts: int
-    remote: str | None = None
-    order: str | None = None
-    prefill: str | None = None
-    decode: str | None = None
-    ttft_ms: float | None = None
-    error: str | None = None
 
-    @classmethod
-    def of(cls, request: web.BaseRequest, trace: Trace) -> Line:
-        return cls(
-            datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            trace.request_id,
-            request.method,
-            request.path,
-            trace.status,
-            trace.outcome,
-            round((time.monotonic() - trace.started) * 1e3, 1),
-            trace.num_bytes,
-            trace.num_attempts,
-            remote=request.remote,
-            order=trace.order or None,
-            prefill=trace.prefill or None,
-            decode=trace.decode or None,
-            ttft_ms=None if trace.ttft_s is None else round(trace.ttft_s * 1e3, 1),
-            error=trace.error or None,
-        )
+def as_text(line: dict[str, Any]) -> str:
+    """For a person; a client's text cannot begin a line of its own."""
+    told: dict[str, Any] = {name: "-" if value is None else value for name, value in line.items()}
+    ttft = "-" if line["ttft_ms"] is None else f"{line['ttft_ms']:.1f}ms"
+    text = (
+        '{remote} {request_id} "{method} {path}" {status} {num_bytes}B {duration_ms:.1f}ms'
+        " outcome={outcome} order={order} prefill={prefill} decode={decode}"
+        " attempts={num_attempts} ttft={ttft}"
+    ).format(**told, ttft=ttft)
+    if line["error"]:
+        text += f" error={line['error']!r}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
-    @property
-    def text(self) -> str:
-        """For a person; a client's text cannot begin a line of its own."""
-        ttft = "-" if self.ttft_ms is None else f"{self.ttft_ms:.1f}ms"
-        line = (
-            f'{self.remote or "-"} {self.request_id} "{self.method} {self.path}" {self.status}'
-            f" {self.num_bytes}B {self.duration_ms:.1f}ms outcome={self.outcome}"
-            f" order={self.order or '-'} prefill={self.prefill or '-'} decode={self.decode or '-'}"
-            f" attempts={self.num_attempts} ttft={ttft}"
-        )
-        if self.error:
-            line += f" error={self.error!r}"
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+def as_json(line: dict[str, Any]) -> str:
+    """Without what does not apply."""
+    told = {name: value for name, value in line.items() if value is not None}
+    return msgspec.json.encode(told).decode()
 
 
 class AccessLog:
@@ -84,11 +68,11 @@ class AccessLog:
     def __init__(self, form: AccessLogFormat) -> None:
         self._form = form
 
-    def write(self, request: web.BaseRequest, trace: Trace) -> None:
+    def write(self, trace: Trace) -> None:
         if self._form == "off" or not logger.isEnabledFor(logging.INFO):
             return
-        line = Line.of(request, trace)
-        logger.info("%s", line.text if self._form == "text" else msgspec.json.encode(line).decode())
+        line = describe(trace)
+        logger.info("%s", as_text(line) if self._form == "text" else as_json(line))
 
 
 def set_up(form: AccessLogFormat) -> None:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, ClassVar
 from vllm_ascend_pd.router.selection import Full, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from vllm_ascend_pd.router.config import Queueing
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
@@ -82,9 +80,6 @@ class _Waiter:
     """A request in line."""
 
     request: Routed
-    model: str | None
-    excluded: frozenset[Instance]
-    alone: str | None
     outcome: asyncio.Future[Outcome]
     since: float = field(default_factory=time.monotonic)
 
@@ -104,27 +99,18 @@ class Admission:
     def num_queued(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    async def admit(
-        self,
-        request: Routed,
-        model: str | None,
-        excluded: Collection[Instance] = (),
-        alone: str | None = None,
-        *,
-        again: bool = False,
-    ) -> Outcome:
+    async def admit(self, request: Routed, *, again: bool = False) -> Outcome:
         """Room on a pair, at once or after a wait. ``again``: it was admitted before, and goes to
         the head of the line. A cancelled caller leaves the line."""
-        key = (self._selector.known(model), alone is not None)
+        key = (self._selector.known(request.model), request.alone is not None)
         if again or key not in self._lines:
-            placed = self._place(request, model, excluded, alone)
+            placed = self._place(request)
             if not isinstance(placed, Full):
                 return placed
         if self.num_queued >= self._queueing.max_queued and not again:
             return self._refused("full", f"{self.num_queued} requests wait already")
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(request, model, frozenset(excluded), alone, outcome)
-        return await self._wait(waiter, key, again)
+        return await self._wait(_Waiter(request, outcome), key, again)
 
     async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool], again: bool) -> Outcome:
         line = self._lines.setdefault(key, {})
@@ -155,20 +141,14 @@ class Admission:
             for waiter in line:
                 if waiter.outcome.done():
                     continue
-                placed = self._place(waiter.request, waiter.model, waiter.excluded, waiter.alone)
+                placed = self._place(waiter.request)
                 if not isinstance(placed, Full):
                     waiter.outcome.set_result(placed)
-                elif not waiter.excluded and waiter.request.previous_response is None:
+                elif not waiter.request.excluded and waiter.request.previous_response is None:
                     break  # those behind it can use no other engines
 
-    def _place(
-        self,
-        request: Routed,
-        model: str | None,
-        excluded: Collection[Instance],
-        alone: str | None,
-    ) -> Admitted | Unavailable | Full:
-        found = self._selector.choose(request, model, excluded, alone)
+    def _place(self, request: Routed) -> Admitted | Unavailable | Full:
+        found = self._selector.choose(request)
         return found if isinstance(found, Unavailable | Full) else Admitted(self, found)
 
     def _leave(self, waiter: _Waiter, key: tuple[str | None, bool]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 from aiohttp import web
@@ -203,19 +203,17 @@ class Router:
     async def _serve(
         self,
         request: web.Request,
-        handle: Callable[
-            [web.Request, Trace, list[tuple[bytes, bytes]]], Awaitable[web.StreamResponse]
-        ],
+        handle: Callable[[Trace], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """What all requests to engines have in common: a key, an id, one outcome, a log line."""
-        trace = Trace(request_id(request))
+        trace = Trace(request, request_id(request))
         self.metrics.num_requests += 1
         try:
             if not self._is_authorized(request):
                 return self._refuse(trace, 401, "unauthorized", "a valid API key is needed")
-            headers = forwarded_headers(request, trace.request_id, self._engine_authorization)
-            with self.tracing.request(request, trace):
-                return await handle(request, trace, headers)
+            trace.headers = forwarded_headers(request, trace.request_id, self._engine_authorization)
+            with self.tracing.request(trace):
+                return await handle(trace)
         except BadRequest as e:
             return self._refuse(trace, 400, "client_error", str(e), e.param)
         except BodyError as e:
@@ -230,7 +228,7 @@ class Router:
         finally:
             self.metrics.num_requests -= 1
             self.metrics.add("requests", trace.outcome)
-            self.access_log.write(request, trace)
+            self.access_log.write(trace)
 
     async def _models(self, request: web.Request) -> web.Response:
         """Every model that an engine serves now, once."""
@@ -243,7 +241,7 @@ class Router:
                 for entry in self.prober.models.get(instance, ()):
                     entries.setdefault(entry["id"], entry)
         if not entries:
-            found = self.selector.decode(Routed(0, 0), None, ())
+            found = self.selector.decode(Routed())
             message = found.message if isinstance(found, Unavailable) else "no model is known yet"
             return error_response(503, "service_unavailable", message, headers={"Retry-After": "1"})
         return _json({"object": "list", "data": list(entries.values())})
@@ -315,9 +313,10 @@ class Router:
 
     def refused(self, request: web.BaseRequest, status: int, message: str) -> None:
         """No handler has answered it."""
-        trace = Trace(request_id(request), outcome="client_error", status=status, error=message)
+        trace = Trace(cast("web.Request", request), request_id(request))
+        trace.outcome, trace.status, trace.error = "client_error", status, message
         self.metrics.add("requests", trace.outcome)
-        self.access_log.write(request, trace)
+        self.access_log.write(trace)
 
     def _refuse(
         self, trace: Trace, status: int, kind: str, message: str, param: str | None = None

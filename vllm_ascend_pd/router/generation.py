@@ -51,53 +51,49 @@ class Generation:
         self._config = config
         self._tokenizer = Tokenizer()
 
-    async def serve(
-        self, request: web.Request, trace: Trace, headers: LegHeaders
-    ) -> web.StreamResponse:
-        raw = await read_body(request, self._config.timeouts.body_s)
-        headers.append((b"content-type", b"application/json"))
-        if request.path != BATCH:
-            return await self._one(request, trace, headers, parse(request.path, raw))
+    async def serve(self, trace: Trace) -> web.StreamResponse:
+        raw = await read_body(trace.request, self._config.timeouts.body_s)
+        trace.headers.append((b"content-type", b"application/json"))
+        if trace.request.path != BATCH:
+            return await self._one(trace, parse(trace.request.path, raw))
         chats = split_batch(raw)
         if chats is None:
-            return await self._passthrough.send(request, trace, headers, raw)
-        return await self._batch(request, trace, headers, [parse(CHAT, chat) for chat in chats])
+            return await self._passthrough.send(trace, raw)
+        return await self._batch(trace, [parse(CHAT, chat) for chat in chats])
 
-    async def _one(
-        self, request: web.Request, trace: Trace, headers: LegHeaders, body: Body
-    ) -> web.StreamResponse:
+    async def _one(self, trace: Trace, body: Body) -> web.StreamResponse:
         check_model(body.model, self._selector.decodes)
         key = self._config.session_key
         routed = Routed(
             self._lengths.estimate(body.model, body.prompt),
             body.num_max_tokens,
-            session_of(request, key) or (body.string(key) if key else None),
+            session_of(trace.request, key) or (body.string(key) if key else None),
+            model=body.model,
             previous_response=body.previous_response,
+            alone=body.decode_only,
         )
         if self._selector.policy.needs_token_ids:
-            await self._find_token_ids(body, routed, headers)
-        return await self._relay.serve(Job(request, body, headers, routed, trace))
+            await self._find_token_ids(body, routed, trace.headers)
+        return await self._relay.serve(Job(body, routed, trace))
 
     async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
         routed.is_salted = "cache_salt" in body.fields
-        instance = self._selector.decode(Routed(0, 0), body.model, ())
+        instance = self._selector.decode(Routed(model=body.model))
         if body.decode_only is None and not isinstance(instance, Unavailable):
             routed.token_ids = await self._tokenizer.token_ids(body, instance, headers)
             if routed.token_ids is not None:
                 routed.num_prompt_tokens = len(routed.token_ids)
 
-    async def _batch(
-        self, request: web.Request, trace: Trace, headers: LegHeaders, chats: list[Body]
-    ) -> web.StreamResponse:
+    async def _batch(self, trace: Trace, chats: list[Body]) -> web.StreamResponse:
         """Each chat goes its own way; the first that fails is the answer to all."""
         turns = asyncio.Semaphore(BATCH_AT_ONCE)
-        others = [(name, value) for name, value in headers if name != REQUEST_ID]
-        traces = [Trace(f"{trace.request_id}-{index}") for index in range(len(chats))]
+        others = [(name, value) for name, value in trace.headers if name != REQUEST_ID]
+        traces = [Trace(trace.request, f"{trace.request_id}-{i}") for i in range(len(chats))]
 
         async def answer(body: Body, own: Trace) -> web.Response:
             async with turns:
-                identifier = (REQUEST_ID, own.request_id.encode())
-                response = await self._one(request, own, [*others, identifier], body)
+                own.headers = [*others, (REQUEST_ID, own.request_id.encode())]
+                response = await self._one(own, body)
                 assert isinstance(response, web.Response)
                 return response
 

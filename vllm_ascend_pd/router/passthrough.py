@@ -67,10 +67,8 @@ class Passthrough:
         self._legs = legs
         self._metrics = metrics
 
-    async def serve(
-        self, request: web.Request, trace: Trace, headers: list[tuple[bytes, bytes]]
-    ) -> web.StreamResponse:
-        own = {"x-request-id": trace.request_id}
+    async def serve(self, trace: Trace) -> web.StreamResponse:
+        request, own = trace.request, {"x-request-id": trace.request_id}
         if request.method not in METHODS:
             trace.status, trace.outcome = 405, "client_error"
             message = f"method {request.method} is not passed on"
@@ -86,14 +84,12 @@ class Passthrough:
             return error_response(400, "not_passed_on", message, headers=own)
         raw = await read_body(request, self._config.timeouts.body_s)
         if content_type := request.headers.get("Content-Type"):
-            headers.append((b"content-type", content_type.encode()))
-        return await self.send(request, trace, headers, raw)
+            trace.headers.append((b"content-type", content_type.encode()))
+        return await self.send(trace, raw)
 
-    async def send(
-        self, request: web.Request, trace: Trace, headers: list[tuple[bytes, bytes]], raw: bytes
-    ) -> web.StreamResponse:
+    async def send(self, trace: Trace, raw: bytes) -> web.StreamResponse:
         """``BadRequest`` if it cannot be told which engine is meant."""
-        model = None
+        request, model = trace.request, None
         if request.content_type.startswith("multipart/"):
             model = model_of_form(raw, request.headers["Content-Type"])
         elif raw:
@@ -101,32 +97,31 @@ class Passthrough:
         if raw:
             check_model(model, self._selector.decodes)
         session = session_of(request, self._config.session_key)
-        routed = Routed(0, 0, session, previous_response=response_of(request.path))
+        routed = Routed(
+            session=session,
+            model=model,
+            previous_response=response_of(request.path),
+            alone="passed on",
+        )
         if not raw:  # small, and it may be what makes room
-            instance = self._selector.decode(routed, model)
+            instance = self._selector.decode(routed)
             if isinstance(instance, Unavailable):
                 return not_admitted(trace, instance)
-            return await self._pass_on(request, trace, headers, raw, instance)
-        admitted = await self._admission.admit(routed, model, (), "passed on")
+            return await self._pass_on(trace, raw, instance)
+        admitted = await self._admission.admit(routed)
         if not isinstance(admitted, Admitted):
             return not_admitted(trace, admitted)
         with admitted:
-            return await self._pass_on(request, trace, headers, raw, admitted.pair.decode)
+            return await self._pass_on(trace, raw, admitted.pair.decode)
 
-    async def _pass_on(
-        self,
-        request: web.Request,
-        trace: Trace,
-        headers: list[tuple[bytes, bytes]],
-        raw: bytes,
-        instance: Instance,
-    ) -> web.StreamResponse:
+    async def _pass_on(self, trace: Trace, raw: bytes, instance: Instance) -> web.StreamResponse:
+        request = trace.request
         trace.decode, trace.order, trace.num_attempts = instance.instance_id, "passthrough", 1
         with self._legs.open(instance, "passthrough", 0) as leg:
             response = await instance.client.request(
                 request.method.encode(),
                 request[TARGET].encode(),
-                headers,
+                trace.headers,
                 raw,
                 head_timeout_s=self._config.timeouts.answer_s,
                 phase="answer",

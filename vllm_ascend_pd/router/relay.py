@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.skipping import Skipper
     from vllm_ascend_pd.router.tokens import PromptLengths
     from vllm_ascend_pd.router.trace import Trace
-    from vllm_ascend_pd.router.tracing import LegHeaders, Tracing
+    from vllm_ascend_pd.router.tracing import Tracing
 
 KV_ENDPOINT_LOST = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOWN)
 
@@ -56,13 +56,9 @@ KV_ENDPOINT_LOST = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOW
 class Job:
     """What one request needs at every step."""
 
-    request: web.Request
     body: Body
-    headers: LegHeaders
     routed: Routed
     trace: Trace
-    alone: str | None = None
-    """Why no prefill instance is looked for."""
     skipped: str | None = None
     """Why the attempt has no prefill leg."""
     admitted: Admitted | None = None
@@ -119,14 +115,10 @@ class Relay:
     async def _serve(self, job: Job) -> web.StreamResponse:
         """Attempts, until one answers or none is left."""
         trace = job.trace
-        excluded: set[Instance] = set()
         failed: LegFailed | None = None
-        job.alone = job.body.decode_only
         self._budget.request()
         while True:
-            admitted = await self._admission.admit(
-                job.routed, job.body.model, excluded, job.alone, again=failed is not None
-            )
+            admitted = await self._admission.admit(job.routed, again=failed is not None)
             if not isinstance(admitted, Admitted):
                 return self._give_up(job, failed) if failed else not_admitted(trace, admitted)
             with admitted:
@@ -139,16 +131,18 @@ class Relay:
                 return result
             failed = result
             trace.error = f"{result.instance.instance_id}: {result.failure}"
-            excluded.add(result.instance)
-            if not self._goes_on(job, failed, excluded):
+            job.routed.excluded.add(result.instance)
+            if not self._goes_on(job, failed):
                 return self._give_up(job, failed)
 
-    def _goes_on(self, job: Job, failed: LegFailed, excluded: set[Instance]) -> bool:
+    def _goes_on(self, job: Job, failed: LegFailed) -> bool:
         """Whether there is one more attempt, and of which kind."""
         if failed.failure.kind is FailureKind.REFUSED:
-            job.alone = "prefill_refused"  # D says what is wrong with the request, or answers it
+            job.routed.alone = (
+                "prefill_refused"  # D says what is wrong with the request, or answers it
+            )
             return True
-        found = self._selector.candidates(job.body.model, excluded, job.alone)
+        found = self._selector.candidates(job.routed)
         if isinstance(found, Unavailable):
             return False
         is_last = job.trace.num_attempts >= self._config.retries.max_attempts
@@ -156,7 +150,7 @@ class Relay:
         if failed.leg == "prefill" and not self._config.require_prefill:
             # To compute the prompt, too, is no retry for D: it was not asked for anything yet.
             if found.alone or is_last or out_of_time or not self._has_budget():
-                job.alone = "prefill_failed"
+                job.routed.alone = "prefill_failed"
             return True
         return not is_last and not out_of_time and self._has_budget()
 
@@ -203,7 +197,7 @@ class Relay:
         if result.params is None:
             self._metrics.add("prefill_skips", "ended_at_first_token")
         with self._releases.unless_taken(
-            pair.prefill, result.transfer_id, job.body.model, job.headers
+            pair.prefill, result.transfer_id, job.body.model, job.trace.headers
         ) as job.kept:
             return await self._decode(job, pair.decode, result.params)
 
@@ -212,7 +206,7 @@ class Relay:
         transfer_id = secrets.token_hex(16)
         params = concurrent_params(transfer_id, pair.prefill.kv)
         with self._releases.unless_taken(
-            pair.prefill, transfer_id, job.body.model, job.headers
+            pair.prefill, transfer_id, job.body.model, job.trace.headers
         ) as job.kept:
             prefill = asyncio.ensure_future(
                 self._prefill(job, pair.prefill, job.body.for_prefill(transfer_id))
@@ -226,7 +220,7 @@ class Relay:
         self, job: Job, instance: Instance, sent: bytes
     ) -> Prefilled | Answer | LegFailed:
         num_tokens = job.routed.num_prompt_tokens
-        with self._tracing.leg(job.trace, "prefill", instance, job.headers) as headers:
+        with self._tracing.leg(job.trace, "prefill", instance) as headers:
             result = await self._legs.prefill(instance, job.body, headers, sent, num_tokens)
         if job.admitted is not None:
             job.admitted.prefilled()
@@ -250,7 +244,7 @@ class Relay:
         """``awaited``: what D waits for, and waits for in vain when its prefill leg has failed."""
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
         with (
-            self._tracing.leg(job.trace, "decode", instance, job.headers) as headers,
+            self._tracing.leg(job.trace, "decode", instance) as headers,
             self._legs.open(instance, "decode", num_tokens) as leg,
         ):
             sent = job.body.for_decode(params, instance.instance_id)
@@ -286,7 +280,7 @@ class Relay:
     ) -> tuple[web.StreamResponse, tuple[int, int] | None]:
         trace = job.trace
         find = find_prompt_usage if look_for_usage and "stream_options" in job.body.fields else None
-        events = EventStream(job.request, self._metrics, self._config.timeouts.idle_s, find)
+        events = EventStream(trace.request, self._metrics, self._config.timeouts.idle_s, find)
         headers = answer_headers(stream.response.headers, trace.request_id)
         trace.status = stream.response.status
         try:

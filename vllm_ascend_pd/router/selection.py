@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_ascend_pd.router import stored
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, are_partners
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from vllm_ascend_pd.router.instances import Instance, Registry
 
@@ -77,21 +77,15 @@ class Selector:
         """All that decode for clients, available or not."""
         return self._registry.decodes
 
-    def choose(
-        self,
-        request: Routed,
-        model: str | None,
-        excluded: Collection[Instance] = (),
-        alone: str | None = None,
-    ) -> Pair | Unavailable | Full:
+    def choose(self, request: Routed) -> Pair | Unavailable | Full:
         """A pair, or one engine for all of it if there is no other, or if ``alone`` says why; the
         one that has the response which the request goes on from, if there is one."""
-        owner = self._owner(request, model, excluded)
+        owner = self._owner(request)
         if owner is not None:
             if isinstance(owner, Unavailable):
                 return owner
-            return Pair(owner, owner, alone) if self._with_room((owner,)) else Full()
-        found = self.candidates(model, excluded, alone)
+            return Pair(owner, owner, request.alone) if self._with_room((owner,)) else Full()
+        found = self.candidates(request)
         if isinstance(found, Unavailable):
             return found
         decodes = self._with_room(found.decodes)
@@ -103,29 +97,25 @@ class Selector:
         prefills = _with_partner(self._with_room(found.prefills), decodes)
         return self.policy.choose(request, prefills, decodes) if prefills else Full()
 
-    def decode(
-        self, request: Routed, model: str | None, excluded: Collection[Instance] = ()
-    ) -> Instance | Unavailable:
+    def decode(self, request: Routed) -> Instance | Unavailable:
         """One engine, for what needs no room."""
-        owner = self._owner(request, model, excluded)
+        owner = self._owner(request)
         if owner is not None:
             return owner
-        found = self.candidates(model, excluded, "passed on")
+        found = self.candidates(replace(request, alone="passed on"))
         if isinstance(found, Unavailable):
             return found
         return self.policy.choose_decode(request, found.decodes)
 
-    def _owner(
-        self, request: Routed, model: str | None, excluded: Collection[Instance]
-    ) -> Instance | Unavailable | None:
+    def _owner(self, request: Routed) -> Instance | Unavailable | None:
         """Who has the response that a request goes on from, if it is one of these."""
         if request.previous_response is None:
             return None
         owner = stored.owner(request.previous_response, self._registry)
         if owner is None:
             return None
-        usable = owner.breaker.allows(owner.num_active) and owner not in excluded
-        return owner if usable else self._unavailable(owner.spec.role, (owner,), model)
+        usable = owner.breaker.allows(owner.num_active) and owner not in request.excluded
+        return owner if usable else self._unavailable(owner.spec.role, (owner,), request.model)
 
     def known(self, model: str | None) -> str | None:
         """The model, if an engine told of it."""
@@ -134,15 +124,11 @@ class Selector:
     def _with_room(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         return [i for i in instances if i.num_admitted < self._max_requests]
 
-    def candidates(
-        self,
-        model: str | None,
-        excluded: Collection[Instance] = (),
-        alone: str | None = None,
-    ) -> Candidates | Unavailable:
+    def candidates(self, request: Routed) -> Candidates | Unavailable:
         """Changes nothing, not even whose turn it is."""
-        prefills = self._usable(self._registry.prefills, model, self._labels.prefill, excluded)
-        decodes = self._usable(self._registry.decodes, model, self._labels.decode, excluded)
+        prefills = self._usable(self._registry.prefills, self._labels.prefill, request)
+        decodes = self._usable(self._registry.decodes, self._labels.decode, request)
+        model, alone = request.model, request.alone
         if alone is None:
             matched = _with_partner(prefills, decodes)
             if matched:
@@ -162,7 +148,9 @@ class Selector:
         """What a request would find now, for each model that an engine told of; ``""`` if none
         did."""
         models = {model for instance in self._registry for model in instance.models}
-        return {model or "": self.candidates(model) for model in sorted(models) or (None,)}
+        return {
+            model or "": self.candidates(Routed(model=model)) for model in sorted(models) or (None,)
+        }
 
     def degraded(self) -> dict[str, str]:
         """Models that no pair serves now, and why."""
@@ -171,18 +159,14 @@ class Selector:
         return {model: reason for model, reason in why.items() if reason is not None}
 
     def _usable(
-        self,
-        instances: Sequence[Instance],
-        model: str | None,
-        labels: frozenset[str],
-        excluded: Collection[Instance],
+        self, instances: Sequence[Instance], labels: frozenset[str], request: Routed
     ) -> list[Instance]:
-        usable = [i for i in instances if i.is_available and i not in excluded]
+        usable = [i for i in instances if i.is_available and i not in request.excluded]
         if labels:
             usable = [i for i in usable if i.spec.labels.get("model") in labels]
-        serving = [i for i in usable if i.serves(model)]
+        serving = [i for i in usable if i.serves(request.model)]
         # A name that nobody serves is the engine's to refuse; one that somebody serves is his.
-        known = serving or self.known(model) is not None
+        known = serving or self.known(request.model) is not None
         return serving if known else usable
 
     def _no_pair(

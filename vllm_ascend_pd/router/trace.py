@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's story."""
+"""A client's request on its way through the router."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 @dataclass(slots=True)
 class Trace:
-    """One request's story, for the access log and the metrics."""
+    """What came, and what became of it, for the access log and the metrics."""
 
+    request: web.Request
     request_id: str
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """For engines."""
     started: float = field(default_factory=time.monotonic)
     outcome: str = "disconnected"
     order: str = ""

@@ -15,8 +15,6 @@ from vllm_ascend_pd.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiohttp import web
-
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.trace import Trace
 
@@ -42,24 +40,25 @@ class Tracing:
             self._tracer = provider.get_tracer(SERVICE)
             self._propagator = TraceContextTextMapPropagator()
 
-    def request(self, request: web.Request, trace: Trace) -> AbstractContextManager[None]:
+    def request(self, trace: Trace) -> AbstractContextManager[None]:
         """Around a client's request."""
-        return nullcontext() if self._provider is None else self._request(request, trace)
+        return nullcontext() if self._provider is None else self._request(trace)
 
     def leg(
-        self, trace: Trace, name: str, instance: Instance, headers: LegHeaders
+        self, trace: Trace, name: str, instance: Instance
     ) -> AbstractContextManager[LegHeaders]:
         """Around a leg; yields the headers for its engine."""
         if self._provider is None:
-            return nullcontext(headers)
-        return self._leg(trace, name, instance, headers)
+            return nullcontext(trace.headers)
+        return self._leg(trace, name, instance)
 
     def close(self) -> None:
         if self._provider is not None:
             self._provider.shutdown()
 
     @contextmanager
-    def _request(self, request: web.Request, trace: Trace) -> Iterator[None]:
+    def _request(self, trace: Trace) -> Iterator[None]:
+        request = trace.request
         carrier = {
             name: request.headers[name]
             for name in ("traceparent", "tracestate")
@@ -91,9 +90,7 @@ class Tracing:
             span.end()
 
     @contextmanager
-    def _leg(
-        self, trace: Trace, name: str, instance: Instance, headers: LegHeaders
-    ) -> Iterator[LegHeaders]:
+    def _leg(self, trace: Trace, name: str, instance: Instance) -> Iterator[LegHeaders]:
         context = self._trace.set_span_in_context(trace.span)
         span = self._tracer.start_span(
             name,
@@ -103,7 +100,7 @@ class Tracing:
         )
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, context=self._trace.set_span_in_context(span))
-        sent = [header for header in headers if header[0].lower() not in _TRACE_HEADERS]
+        sent = [header for header in trace.headers if header[0].lower() not in _TRACE_HEADERS]
         sent += [(key.encode(), value.encode()) for key, value in carrier.items()]
         try:
             yield sent

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 class Routed:
     """What is known of a request when its instances are chosen."""
 
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
     """Exact for token ids, an estimate for text."""
-    num_max_tokens: int
+    num_max_tokens: int = 0
     session: str | None = None
     """What the client sent to be recognised by."""
+    model: str | None = None
+    alone: str | None = None
+    """Why no prefill instance is looked for."""
+    excluded: set[Instance] = field(default_factory=set)
+    """Those that failed it."""
     token_ids: tuple[int, ...] | None = None
     """Of the prompt, when a policy asked for them."""
     num_decode_hit_tokens: int = 0
