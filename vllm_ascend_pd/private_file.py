@@ -13,6 +13,14 @@ from vllm_ascend_pd.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
+def read_token(option: str, path: str) -> str:
+    """The one line of a file; ``ConfigError`` names ``option``."""
+    token = read_private(option, path).decode(errors="replace").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"{option}: {path} does not hold one line of printable ASCII")
+    return token
+
+
 def read_private(
     option: str, path: str, max_bytes: int = 4096, refuses_open: bool = False
 ) -> bytes:

@@ -33,6 +33,7 @@ from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner
 from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.errors import BackendError, ConfigError
+from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.processes.child import ChildSpec, Patience, StartError
 from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.registration import InstanceStatus
@@ -200,7 +201,7 @@ async def launch(
 
 async def _obey(path: Path, plan: Plan, supervisor: Supervisor, token_file: Path | None) -> None:
     """What other commands of this user ask, until cancelled."""
-    token = token_file.read_text().strip() if token_file else None
+    token = read_token("router.token_file", str(token_file)) if token_file else None
     engines = {c.name for c in plan.commands if c.role in ("prefill", "decode")}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:

@@ -21,7 +21,7 @@ import msgspec
 
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.private_file import read_private
+from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.registration import Registered, Registration
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ class Registrar(threading.Thread):
         registration.check_instance_id(self.instance_id)
         self._resource = f"{config.url.rstrip('/')}{registration.PATH}/{self.instance_id}"
         self._router = config.url
-        self._token = _read_token(config.token_file)
+        path = config.token_file
+        self._token = read_token("router.token_file", path) if path is not None else None
         self._description = description
         self._is_draining = is_draining
         self._on_change = on_change
@@ -218,12 +219,3 @@ class Registrar(threading.Thread):
         )
         if not same_state:
             self._on_change()
-
-
-def _read_token(path: str | None) -> str | None:
-    if path is None:
-        return None
-    token = read_private("router.token_file", path).decode(errors="replace").strip()
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"router.token_file: {path} does not hold one line of printable ASCII")
-    return token

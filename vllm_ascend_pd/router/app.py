@@ -10,13 +10,13 @@ import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd import __version__, registration
+from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.router.access_log import AccessLog
 from vllm_ascend_pd.router.admission import Admission
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.apis import APIS, BATCH
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.bodies import BadRequest
-from vllm_ascend_pd.router.config import RouterConfig, read_secret
 from vllm_ascend_pd.router.cors import CrossOrigin
 from vllm_ascend_pd.router.deadlines import LoopLag
 from vllm_ascend_pd.router.discovery.registered import (
@@ -54,6 +54,7 @@ from vllm_ascend_pd.router.tracing import Tracing, make_tracing
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,10 @@ class Router:
         self.is_draining = False
         self._has_started = False
         self._engine_tls = engine_context(config.tls)
-        self._engine_authorization = _engine_authorization(config)
+        self._engine_authorization: bytes | None = None
+        if config.engine_api_key_file is not None:
+            key = read_token("--engine-api-key-file", str(config.engine_api_key_file))
+            self._engine_authorization = b"Bearer " + key.encode()
         self._keys = (
             Secrets(config.api_keys_file, "--api-keys-file") if config.api_keys_file else None
         )
@@ -356,13 +360,6 @@ class Router:
             self._keys.refresh()
         self.registered.refresh_secrets()
         await self._alone.expire(now)
-
-
-def _engine_authorization(config: RouterConfig) -> bytes | None:
-    if config.engine_api_key_file is None:
-        return None
-    key = read_secret(config.engine_api_key_file, "--engine-api-key-file")
-    return b"Bearer " + key.encode()
 
 
 def _json(value: Any) -> web.Response:

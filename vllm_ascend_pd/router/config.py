@@ -261,14 +261,3 @@ def static_backends(urls: str, models: str, labels: str) -> tuple[Backend, ...]:
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")] if text else []
-
-
-def read_secret(path: Path, option: str) -> str:
-    """The one line of a file that holds a secret."""
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except OSError as e:
-        raise ConfigError(f"{option}: {e}") from e
-    if len(lines) != 1:
-        raise ConfigError(f"{option}: {path} must hold one line")
-    return lines[0]
