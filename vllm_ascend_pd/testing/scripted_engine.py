@@ -47,7 +47,7 @@ from vllm_ascend_pd.testing.scripted_answers import (
 RESPONSES = "/v1/responses"
 BATCH = "/v1/chat/completions/batch"
 _FAULT = re.compile(r"(\w+)(?:\(([\d.]+)\))?")
-NOT_STALE_S = 0.06
+NOT_STALE_S = 0.2
 """A connection that closes sooner after a request may have been closed before it came."""
 
 
