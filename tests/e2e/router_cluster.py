@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +26,7 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 SHORT = "Hello, my name is"
 LONG = " ".join(f"This is sentence {i} of a story." for i in range(150))
+EXPIRED = 'leases_closed_total{cause="expired",engine="0",model_name="tiny"}'
 ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 
 
@@ -59,25 +60,31 @@ class Cluster:
         return answer
 
     def count(self, engines: str, name: str) -> float:
-        """Sum of an engine counter over producers (``p``) or consumers (``d``)."""
-        total = 0.0
-        for key, engine in self.engines.items():
-            if key[0] == engines:
-                text = requests.get(f"{engine.url}/metrics", timeout=30).text
-                for value in re.findall(rf"^vllm:pd_{name}(?:\{{.*\}})? (\S+)$", text, re.M):
-                    total += float(value)
-        return total
+        """Sum of a counter over producers (``p``), consumers (``d``), or one engine's."""
+        urls = [engine.url for key, engine in self.engines.items() if key.startswith(engines)]
+        return sum(scraped(url, f"pd_{name}") for url in urls)
 
     def routed(self, name: str) -> float:
         """Of the router's own counters."""
-        text = requests.get(f"{self.router}/metrics", timeout=30).text
-        values = re.findall(rf"^vllm:pd_router_{re.escape(name)} (\S+)$", text, re.M)
-        return float(values[0]) if values else 0.0
+        return scraped(self.router, f"pd_router_{name}")
 
     def healthy(self) -> set[str]:
         listed = requests.get(f"{self.router}/instances", timeout=10).json()
         urls = {i["url"] for i in listed if i["healthy"]}
         return {name for name, engine in self.engines.items() if engine.url in urls}
+
+
+def scraped(url: str, name: str) -> float:
+    """A metric's value, added up over its labels where ``name`` has none."""
+    text = requests.get(f"{url}/metrics", timeout=30).text
+    return sum(map(float, re.findall(rf"^vllm:{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.M)))
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
@@ -136,6 +143,19 @@ def routing(folder: Path, instances: list[dict[str, Any]], *options: str) -> Ite
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, log.read_text()[-4000:]
+
+
+@pytest.fixture(params=["prefill-first", "concurrent"])
+def pair(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A router that uses p0 and d0 in this order, and knows that p0 can. No lease runs out."""
+    two = [i for i in cluster.instances if i["id"] in ("p0", "d0")]
+    with routing(cluster.folder, two, "--order", request.param) as url:
+        cluster.complete(url, "Learning. " + SHORT, max_tokens=1)
+        run_out = cluster.count("p0", EXPIRED)
+        yield url
+        assert cluster.count("p0", EXPIRED) == run_out
+        order = f'orders_total{{order="{request.param}"}}'
+        assert scraped(url, f"pd_router_{order}") > 0
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 import requests
@@ -36,6 +37,18 @@ def check_producer(url: str) -> dict[str, Any]:
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
     return params
+
+
+def check_release(url: str) -> None:
+    """What a producer keeps under an id is kept until somebody who knows the id gives it back."""
+    chosen, early = secrets.token_hex(16), secrets.token_hex(16)
+    assert _prefill(url, chosen)["transfer_id"] == chosen
+    assert _prefill(url, chosen) is None  # in use
+    _release(url, chosen)
+    assert _prefill(url, chosen)["transfer_id"] == chosen
+    _release(url, chosen)
+    _release(url, early)
+    assert _prefill(url, early) is None
 
 
 def check_consumer(url: str, params: dict[str, Any]) -> None:
@@ -73,6 +86,19 @@ def check_consumer(url: str, params: dict[str, Any]) -> None:
     wrong = _complete(url, max_tokens="many")
     assert wrong.status_code == 400
     assert {"message", "type", "param", "code"} <= set(wrong.json()["error"])
+
+
+def _prefill(url: str, transfer_id: str) -> Any:
+    params = {**PREFILL, "transfer_id": transfer_id}
+    answer = _complete(url, kv_transfer_params=params, max_tokens=1).json()
+    return answer.get("kv_transfer_params")
+
+
+def _release(url: str, transfer_id: str) -> None:
+    params = {"release_transfer_id": transfer_id}
+    answer = _complete(url, kv_transfer_params=params, max_tokens=1)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 1
 
 
 def _complete(url: str, **fields: Any) -> requests.Response:

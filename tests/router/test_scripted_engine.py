@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from tests.router.engine_contract import check_consumer, check_producer
+from tests.router.engine_contract import check_consumer, check_producer, check_release
 from tests.router.harness import run
 from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
@@ -18,6 +18,7 @@ def test_scripted_engine_passes_the_contract_of_engines() -> None:
         for engine in (producer, consumer):
             await engine.start()
         params = await asyncio.to_thread(check_producer, producer.url)
+        await asyncio.to_thread(check_release, producer.url)
         await asyncio.to_thread(check_consumer, consumer.url, params)
         for engine in (producer, consumer):
             await engine.stop()

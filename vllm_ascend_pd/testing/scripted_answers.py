@@ -141,8 +141,11 @@ class Form:
 
 
 def _params(engine: ScriptedEngine, request: Received) -> dict[str, Any] | None:
-    if not request.params.get("do_remote_decode"):
+    chosen = request.params.get("transfer_id")
+    if not request.params.get("do_remote_decode") or chosen in engine.kept:
         return None
+    if chosen:
+        engine.kept.add(chosen)
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -151,7 +154,7 @@ def _params(engine: ScriptedEngine, request: Received) -> dict[str, Any] | None:
         "remote_port": 14579,
         "remote_key": "scripted",
         "remote_block_ids": [0, 1],
-        "transfer_id": request.params.get("transfer_id") or f"t{len(engine.received)}",
+        "transfer_id": chosen or f"t{len(engine.received)}",
     }
     return params | {"supports_concurrent": True} if engine.supports_concurrent else params
 
