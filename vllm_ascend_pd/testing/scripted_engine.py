@@ -100,7 +100,7 @@ class ScriptedEngine:
     received: list[Received] = field(default_factory=list)
     """Generation requests and those for unknown paths."""
     kept: set[str] = field(default_factory=set)
-    """Transfer ids of which no other prompt is kept: that were chosen, or given back before."""
+    """Chosen transfer ids that are in use."""
     released: list[str] = field(default_factory=list)
     """Transfer ids of prompts that were given back."""
     num_in_progress: int = 0
@@ -178,7 +178,7 @@ class ScriptedEngine:
             writer.write(json_answer(200, {"tokens": list(prompt.encode())}))
         elif path in FORMS and (transfer_id := request.params.get("release_transfer_id")):
             self.released.append(transfer_id)
-            self.kept ^= {transfer_id}
+            self.kept.discard(transfer_id)
             await Answer.make(self, request).send(writer, 0, "ok")
         elif path in FORMS:
             return await self._generate(request, reader, writer)

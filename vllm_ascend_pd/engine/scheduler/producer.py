@@ -233,9 +233,13 @@ class Producer:
         if self._expected.pop(request.request_id, None) is None:
             return None
         prompt = self._prompts.get(_prompt_key(request.request_id))
-        if prompt is None or request.status not in _COMPLETE:
+        chosen_id = _chosen_id(request)
+        if request.status not in _COMPLETE or (prompt is None and chosen_id is None):
             self._give_up(request)
             return None
+        if prompt is None:  # given back before it was computed; whoever comes all the same is told
+            prompt = _Prompt(self._make_lease(request, TransferId(chosen_id), True))
+            prompt.lease.block_ids = self._block_ids(request)
         lease = prompt.lease
         is_owner = prompt.owner is request
         if is_owner and self._book.finish(lease, _first_token(request, lease)):
