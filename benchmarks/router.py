@@ -232,7 +232,7 @@ def soak(options: argparse.Namespace, folder: Path, prefill: int, decode: int) -
 def hold(options: argparse.Namespace, folder: Path) -> None:
     """Many streams at once, each a token every second."""
     sys.path.insert(0, str(ROOT))
-    from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+    from tests.router.scripted_engine import ScriptedEngine
 
     async def one(port: int) -> int:
         body = json.dumps({**BODY, "max_tokens": 8, "stream": True}).encode()

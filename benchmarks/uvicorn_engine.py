@@ -11,12 +11,15 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from vllm_ascend_pd.testing.scripted_answers import Answer
-from vllm_ascend_pd.testing.scripted_engine import Received, ScriptedEngine
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.router.scripted_answers import Answer
+from tests.router.scripted_engine import Received, ScriptedEngine
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import aiohttp
 
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.router.config import Probes, Retries, RouterConfig, Timeouts
 from vllm_ascend_pd.router.server import RouterServer, bind
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 FAST = RouterConfig(
     port=0,

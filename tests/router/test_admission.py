@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tests.router.harness import FAST, STRICT, Deployment, deployed, events, free_port, run, until
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import Role
 from vllm_ascend_pd.router.config import Queueing, RouterConfig, Timeouts
 from vllm_ascend_pd.router.instances import InstanceSpec
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 PATIENT = Timeouts(connect_s=10, prefill_s=40, first_token_s=40, idle_s=40, answer_s=40)
 

@@ -23,9 +23,9 @@ from tests.router.harness import (
     run,
     until,
 )
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.router.config import Retries
 from vllm_ascend_pd.router.instances import InstanceSpec
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 FAULTS = ("close", "reset", "status(500)", "status(503)", "garbage", "bad_json", "no_params")
 

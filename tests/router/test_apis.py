@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.router.harness import FAST, deployed, run
-from vllm_ascend_pd.testing.scripted_answers import Answer
-from vllm_ascend_pd.testing.scripted_engine import Received, ScriptedEngine
+from tests.router.scripted_answers import Answer
+from tests.router.scripted_engine import Received, ScriptedEngine
 
 CHAT = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {

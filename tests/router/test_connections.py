@@ -16,10 +16,10 @@ import pytest
 import uvloop
 
 from tests.router.harness import run
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.router.deadlines import Deadline, LoopLag
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.http_client import MAX_CONNECTING, EngineClient, kind_of
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 
 async def get(client: EngineClient, timeout_s: float = 40.0) -> int | Failure:

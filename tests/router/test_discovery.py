@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.router.harness import FAST, STRICT, Deployment, deployed, run, until
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.discovery import registered
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery, decode_instances
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 
 def described(engine: ScriptedEngine, **changes: Any) -> dict[str, Any]:

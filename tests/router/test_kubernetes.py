@@ -12,10 +12,10 @@ import pytest
 
 from tests.router.fake_kubernetes import FakeKubernetes
 from tests.router.harness import STRICT, Deployment, deployed, run, until
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.config import Kubernetes
 from vllm_ascend_pd.router.discovery.kubernetes import KubernetesDiscovery
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 
 @asynccontextmanager

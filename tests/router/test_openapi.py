@@ -17,9 +17,9 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
 from tests.router.harness import Deployment, deployed
+from tests.router.scripted_answers import MAX_SAMPLES
 from vllm_ascend_pd.router.openapi import document
 from vllm_ascend_pd.router.passthrough import ENGINE_PATHS
-from vllm_ascend_pd.testing.scripted_answers import MAX_SAMPLES
 
 DOCUMENT = document()
 MAX_TOKENS = 32

@@ -14,10 +14,10 @@ import zmq
 import zmq.asyncio
 
 from tests.router.harness import FAST, Deployment, deployed, run, until
+from tests.router.scripted_engine import ScriptedEngine
 from tests.router.test_discovery import described, register
 from tests.unit.router.test_prefix_index import BLOCK, CLEARED, batch, stored
 from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 Cluster = tuple[Deployment, dict[str, ScriptedEngine], dict[str, "Publisher"]]
 

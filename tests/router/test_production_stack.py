@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.router.harness import FAST, deployed, run, until
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.cli.router import app
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router import server
 from vllm_ascend_pd.router.config import CORS, Backend, Probes, RouterConfig
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery
 from vllm_ascend_pd.router.instances import Registry
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 URLS = "http://127.0.0.1:1, http://127.0.0.1:2"
 LABELS = ("--prefill-model-labels", "p", "--decode-model-labels", "d")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.router.harness import FAST, deployed, events, run
+from tests.router.scripted_answers import Answer
+from tests.router.scripted_engine import Received, ScriptedEngine
 from vllm_ascend_pd.router.config import Skipping
-from vllm_ascend_pd.testing.scripted_answers import Answer
-from vllm_ascend_pd.testing.scripted_engine import Received, ScriptedEngine
 
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 

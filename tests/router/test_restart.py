@@ -35,7 +35,7 @@ from vllm_ascend_pd.processes.supervisor import Supervisor
 ENGINE = """
 import asyncio, os, signal, sys
 import aiohttp
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+from tests.router.scripted_engine import ScriptedEngine
 
 async def main(name, role, port, router):
     stop = asyncio.Event()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.router.engine_contract import check_consumer, check_producer, check_release
 from tests.router.harness import run
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
+from tests.router.scripted_engine import ScriptedEngine
 
 
 def test_scripted_engine_passes_the_contract_of_engines() -> None:

@@ -21,8 +21,8 @@ import aiohttp
 import psutil
 
 from tests.router.harness import run
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
-from vllm_ascend_pd.testing.scripted_engine import ScriptedEngine
 
 NUM_WORKERS = 3
 PATIENCE_S = 30.0

@@ -35,7 +35,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ascend_pd.testing.scripted_answers import (
+from tests.router.scripted_answers import (
     FORMS,
     Answer,
     NotFound,

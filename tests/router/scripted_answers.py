@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from vllm_ascend_pd.testing.scripted_engine import Received, ScriptedEngine
+    from tests.router.scripted_engine import Received, ScriptedEngine
 
 MAX_SAMPLES = 64
 
