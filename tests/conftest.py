@@ -24,11 +24,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how long each of them goes on (%(default)s)",
     )
     group.addoption(
-        "--stress-ahead",
-        action="store_true",
-        help="also on engines that plan a step before the last one's output, as on GPUs",
-    )
-    group.addoption(
         "--stress-seed",
         type=int,
         default=1,

@@ -84,8 +84,6 @@ def test_random_operations(
     with_pool: bool,
 ) -> None:
     option = request.config.getoption
-    if runs_ahead and not option("--stress-ahead"):
-        pytest.skip("only with --stress-ahead")
     seed, seconds = option("--stress-seed"), option("--stress-seconds")
     options: dict[str, Any] = {"runs_ahead": runs_ahead}
     if with_pool:
@@ -93,7 +91,7 @@ def test_random_operations(
         options["pool_faults"] = "get:ok*;put:ok*"
         options["llm"] = json.dumps({"scheduling_policy": "priority"})
     name = request.node.callspec.id
-    again = f"--stress-ahead --stress-seed {seed} -k {name}"
+    again = f"--stress-seed {seed} -k {name}"
     print(f"again: make test TESTS=tests/integration/stress PYTEST_ARGS='{again}'")
     draw = Random(f"{seed} {name}")
     specs = make_specs(draw, NUM_SPECS)
