@@ -232,6 +232,7 @@ examples:
   apply_patches.py apply --source-tree ../vllm  a checkout instead of the installed package
   apply_patches.py check --fetch                every series, on the released sources
   apply_patches.py port --from vllm-0.30.0 --to vllm-0.30.0 --scratch /tmp/s    edit the series
+  apply_patches.py port --from vllm-0.30.0 --to vllm-0.31.0 --scratch /tmp/s    the next release
   apply_patches.py export --source-tree /tmp/s --series vllm-0.30.0             write it back
 """
 
@@ -266,11 +267,13 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("--fetch", action="store_true", help="check against every pin's sdist")
     export = command("export", cmd_export, "write a series from the commits of a scratch one")
     export.add_argument("--base", default=BASE_TAG, help="commit below the series (%(default)s)")
-    port = command("port", cmd_port, "make a scratch repository with the series as commits")
+    port = command("port", cmd_port, "say what a port takes, and make the series commits")
     port.add_argument("--from", dest="from_series", required=True, help="series to start from")
     port.add_argument("--to", dest="to_series", required=True, help="the same, to edit it")
     port.add_argument("--scratch", type=Path, help="where to; default: a new temporary directory")
     port.add_argument("--from-tree", type=Path, help="the old version's files, for 3-way merges")
+    cache = REPO_ROOT / ".cache" / "sdists"
+    port.add_argument("--cache", type=Path, default=cache, help="for fetched sdists (%(default)s)")
     port.add_argument("--file", action="append", default=[], help="one more file to start from")
     return parser
 

@@ -9,6 +9,7 @@ and the file is fetched with pip's own settings (index, proxy, certificates).
 """
 
 import argparse
+import dataclasses
 import hashlib
 import sys
 import warnings
@@ -21,37 +22,44 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 
 def fetch(series: str, to: Path, patches_dir: Path = REPO_ROOT / "patches") -> Path:
     """The sdist of a series' pin, below `to`; `ToolError` when no index has it."""
-    pin = read_pin(patches_dir / series / "pin.toml")
+    return fetch_pin(read_pin(patches_dir / series / "pin.toml"), to)[0]
+
+
+def fetch_pin(pin: Pin, to: Path) -> tuple[Path, Pin]:
+    """The same for a pin, which is completed if it has no sha256 yet."""
     target = to / f"{pin.package}-{pin.version}.tar.gz"
-    if not target.is_file() or _digest(target.read_bytes()) != pin.sdist_sha256:
-        try:
-            data = _download(pin)
-        except OSError as error:
-            raise ToolError(
-                f"{target.name}: cannot be fetched ({error}); on a host without a package index put"
-                f" that file into {to}",
-                REFUSED,
-            ) from error
-        if _digest(data) != pin.sdist_sha256:
-            raise PatchError(f"{target.name}: the index has other bytes than the pin's sha256 says")
-        to.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(".partial")
-        partial.write_bytes(data)
-        partial.replace(target)
-    return target
+    if target.is_file() and _digest(target.read_bytes()) == pin.sdist_sha256:
+        return target, pin
+    try:
+        data, sha256 = _download(pin)
+    except OSError as error:
+        raise ToolError(
+            f"{target.name}: cannot be fetched ({error}); on a host without a package index put"
+            f" that file into {to}",
+            REFUSED,
+        ) from error
+    expected = pin.sdist_sha256 or sha256
+    if _digest(data) != expected:
+        raise PatchError(f"{target.name}: these bytes have not the sha256 {expected}")
+    to.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.replace(target)
+    return target, dataclasses.replace(pin, sdist_sha256=expected)
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _download(pin: Pin) -> bytes:
+def _download(pin: Pin) -> tuple[bytes, str]:
+    """The bytes, and the sha256 that the index gives."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what pip brings along is deprecated here and there
         return _download_quietly(pin)
 
 
-def _download_quietly(pin: Pin) -> bytes:
+def _download_quietly(pin: Pin) -> tuple[bytes, str]:
     from pip._internal.commands import create_command
 
     command = create_command("download")
@@ -63,7 +71,9 @@ def _download_quietly(pin: Pin) -> bytes:
             if str(candidate.version) == pin.version:
                 response = session.get(candidate.link.url_without_fragment)
                 response.raise_for_status()
-                return bytes(response.content)
+                data = bytes(response.content)
+                named = candidate.link.hash if candidate.link.hash_name == "sha256" else None
+                return data, named or _digest(data)
     raise OSError(f"no index of pip's has the source of {pin.package} {pin.version}")
 
 

@@ -160,6 +160,13 @@ def read_pin(path: Path) -> Pin:
     return Pin(**found)
 
 
+def pin_text(pin: Pin) -> str:
+    lines = "# SPDX-License-Identifier: Apache-2.0\n"
+    for name in ("package", "version", "sdist_sha256"):
+        lines += f'{name} = "{getattr(pin, name)}"\n'
+    return lines
+
+
 def read_order(text: str) -> list[str]:
     """The patch names of a `series` file: one a line, `#` starts a comment."""
     return [name for line in text.split("\n") if (name := line.partition("#")[0].strip())]

@@ -21,8 +21,12 @@ FORMAT_PATCH = (
 )
 
 
-def git(repo: Path, *args: str, data: bytes | None = None, show: bool = False) -> bytes:
-    """Run git in `repo` only: without the user's settings and never in a repository around it."""
+def git(
+    repo: Path, *args: str, data: bytes | None = None, show: bool = False, most: int = 0
+) -> bytes:
+    """Run git in `repo` only: without the user's settings and never in a repository around it. An
+    exit code above `most` is an error.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     env.update(GIT_CONFIG_GLOBAL=os.devnull, GIT_CONFIG_NOSYSTEM="1")
     env.update(GIT_CEILING_DIRECTORIES=str(repo.resolve().parent))
@@ -36,7 +40,7 @@ def git(repo: Path, *args: str, data: bytes | None = None, show: bool = False) -
         raise ToolError(f"git, or the directory {repo}, was not found", GIT_FAILED) from error
     if show:
         print((done.stdout + done.stderr).decode(errors="replace"), end="", file=sys.stderr)
-    if done.returncode:
+    if not 0 <= done.returncode <= most:
         said = "" if show else done.stderr.decode(errors="replace")
         raise ToolError(f"git {args[0]} failed in {repo}\n{said}".rstrip(), GIT_FAILED)
     return done.stdout

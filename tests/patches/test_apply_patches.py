@@ -24,6 +24,7 @@ TOOL = REPO / "tools" / "apply_patches.py"
 sys.path.insert(0, str(TOOL.parent))
 
 import apply_patches  # noqa: E402
+import fetch_sdist  # noqa: E402
 from patch_series import BAD_PATCH, GIT_FAILED, NO_PACKAGE, REFUSED, USAGE, blob_id  # noqa: E402
 from patched_tree import pristine_contents, select  # noqa: E402
 from scratch_repo import write_files  # noqa: E402
@@ -700,9 +701,13 @@ def test_port_stops_at_a_conflict_and_tells_how_to_go_on(
     tree = new_version(site, CORE.replace("    return 20\n", "    return 21\n"))
     scratch = tmp_path / "scratch"
     assert port_to_new(site, tree, scratch) == GIT_FAILED
-    said = capsys.readouterr().err
-    assert "engine: call hook in run" in said
-    assert "git am --continue" in said
+    said = capsys.readouterr()
+    assert "engine: call hook in run" in said.err
+    assert "git am --continue" in said.err
+    assert "1 patches merge as they are, 0 are needless, 1 need you" in said.out
+    conflict = said.out.partition("conflict  engine-call-hook-in-run.patch\n")[2].splitlines()
+    assert conflict[0].startswith("    toy/core.py in or below run")
+    assert [line.strip() for line in conflict[1:3]] == ["- return 20", "+ return 21"]
     assert export(site, scratch, "toy-1.3.0") == GIT_FAILED
     merged = CORE_HOOKED.replace("    return 20\n", "    return 21\n")
     (scratch / "toy" / "core.py").write_text(merged)
@@ -710,6 +715,39 @@ def test_port_stops_at_a_conflict_and_tells_how_to_go_on(
     git(scratch, "am", "--continue")
     assert export(site, scratch, "toy-1.3.0") == 0
     assert len(list((site.patches / "toy-1.3.0").glob("*.patch"))) == 2
+
+
+@needs_git
+def test_port_says_what_upstream_has_done_already(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = new_version(site, CORE_HOOKED)
+    assert port_to_new(site, tree, tmp_path / "scratch") == 0
+    said = capsys.readouterr().out
+    assert "1 patches merge as they are, 1 are needless, 0 need you" in said
+    assert "needless  engine-call-hook-in-run.patch" in said
+
+
+@needs_git
+def test_port_fetches_a_version_that_has_no_pin_and_export_writes_it(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree, sdist = new_version(site, CORE), io.BytesIO()
+    with tarfile.open(fileobj=sdist, mode="w:gz") as archive:
+        archive.add(tree / "toy", "toy-1.3.0/toy")
+    digest = hashlib.sha256(sdist.getvalue()).hexdigest()
+    monkeypatch.setattr(fetch_sdist, "_download", lambda pin: (sdist.getvalue(), digest))
+    places = ("--patches-dir", str(site.patches), "--cache", str(tmp_path / "cache"))
+    names = ("--from", "toy-1.2.0", "--to", "toy-1.3.0", "--scratch", str(tmp_path / "scratch"))
+    assert apply_patches.main(["port", *places, *names, "--from-tree", str(site.root)]) == 0
+    assert digest in capsys.readouterr().out
+    assert export(site, tmp_path / "scratch", "toy-1.3.0") == 0
+    pin = (site.patches / "toy-1.3.0" / "pin.toml").read_text()
+    assert f'version = "1.3.0"\nsdist_sha256 = "{digest}"\n' in pin
+    cached = tmp_path / "cache" / "toy-1.3.0.tar.gz"
+    check = ("--root", str(tmp_path), "--series", "toy-1.3.0", "--sdist", str(cached))
+    apply_patches.main(["check", *places[:2], *check])
+    assert "toy-1.3.0: ok, 2 patches" in capsys.readouterr().out
 
 
 def test_port_refuses_a_tree_of_another_version(site: Site, tmp_path: Path) -> None:

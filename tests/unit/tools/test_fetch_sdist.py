@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fetch_sdist
 import pytest
-from patch_series import PatchError, ToolError
+from patch_series import PatchError, Pin, ToolError
 
 CONTENT = b"the released source"
 SERIES = "toy-pkg-1.2.0"
@@ -20,11 +20,11 @@ class Index:
         self.content: bytes | OSError = CONTENT
         self.num_asked = 0
 
-    def __call__(self, pin: object) -> bytes:
+    def __call__(self, pin: object) -> tuple[bytes, str]:
         self.num_asked += 1
         if isinstance(self.content, OSError):
             raise self.content
-        return self.content
+        return self.content, hashlib.sha256(CONTENT).hexdigest()
 
 
 @pytest.fixture
@@ -62,9 +62,18 @@ def test_other_bytes_than_the_pin_says_are_not_kept(
     index: Index, patches: Path, tmp_path: Path
 ) -> None:
     index.content = b"something else"
-    with pytest.raises(PatchError, match="other bytes"):
+    with pytest.raises(PatchError, match="have not the sha256"):
         fetch_sdist.fetch(SERIES, tmp_path, patches)
     assert not (tmp_path / FILE).exists()
+
+
+def test_pin_without_a_sha256_gets_that_of_the_index(index: Index, tmp_path: Path) -> None:
+    path, pin = fetch_sdist.fetch_pin(Pin("toy_pkg", "1.2.0", ""), tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert pin == Pin("toy_pkg", "1.2.0", hashlib.sha256(CONTENT).hexdigest())
+    index.content = b"something else"
+    with pytest.raises(PatchError, match="have not the sha256"):
+        fetch_sdist.fetch_pin(Pin("toy_pkg", "1.2.0", ""), tmp_path)
 
 
 def test_host_without_an_index_is_told_where_to_put_the_file(
