@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineError
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
@@ -432,7 +432,12 @@ def test_kv_transfer_params_of_the_wrong_type_do_no_harm(
 ) -> None:
     engine = engines.shared(role, transfer=IMPATIENT)
     prompt = prompt_of(40)
-    assert engine.ask(prompt, 8, garbage).token_ids == single(prompt, 8).token_ids
+    try:
+        answer = engine.ask(prompt, 8, garbage)
+    except EngineError:  # from 0.31 on vLLM itself reads them before it has the request
+        assert not isinstance(garbage, dict)
+        answer = engine.ask(prompt, 8)
+    assert answer.token_ids == single(prompt, 8).token_ids
 
 
 def test_reference_to_the_kv_of_another_prompt_is_refused(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,11 @@ from port_patches import read_sdist  # noqa: E402
 from scratch_repo import write_files  # noqa: E402
 
 ASCEND, VLLM = "vllm-ascend-0.30.0rc2", "vllm-0.30.0"
+
+pytestmark = pytest.mark.skipif(
+    not importlib.metadata.version("vllm").startswith("0.30.0"),
+    reason="goes with the vLLM that vllm-ascend is made for",
+)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,10 @@ NONE = -1
 def kernels() -> None:
     """What every CPU engine does at its start."""
     current_platform.import_kernels()
-    CPUModelRunner._postprocess_triton(SimpleNamespace())  # type: ignore[arg-type]
+    if hasattr(CPUModelRunner, "_postprocess_triton"):  # up to 0.30
+        CPUModelRunner._postprocess_triton(SimpleNamespace())
+    else:
+        current_platform.register_triton_kernel_overrides()
 
 
 def verify(

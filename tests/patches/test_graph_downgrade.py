@@ -19,7 +19,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu import model_runner as v2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.utils import get_uniform_decode_token_count
 
 from vllm_ascend_pd import hooks
 
@@ -107,19 +106,34 @@ def test_graph_of_one_step(
     assert graph_of_a_decode_batch(mode) is idle  # the next step is as before
 
 
-def test_model_runner_v2_has_no_full_graph_for_a_prompt_that_is_loading() -> None:
-    """So it needs no patch: the last token of a prompt is a prefill there, whatever is cached."""
-    assert get_uniform_decode_token_count(NUM_REQS, NUM_REQS, 1, has_prefill=False) == 1
-    assert get_uniform_decode_token_count(NUM_REQS, NUM_REQS, 1, has_prefill=True) is None
-    source = textwrap.dedent(inspect.getsource(v2.GPUModelRunner.gather_batch_req_state))
-    (asked,) = (
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "get_uniform_decode_token_count"
-        and not node.keywords
+def tokens_of_a_uniform_decode_in_runner_v2() -> int | None:
+    """Of two loaded prompts, whose last token is to be computed. ``None``: no FULL graph."""
+    runner = MagicMock()
+    runner.decode_query_len = 1
+    runner.use_pp = False
+    runner.adaptive_verification = runner.pcp_manager = None
+    runner.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    runner.req_states.req_id_to_index = {"a": 0, "b": 1}
+    runner.req_states.prefill_len.np = np.full(2, 5)
+    runner.req_states.num_computed_prefill_tokens = np.full(2, 4)
+    output = SimpleNamespace(
+        num_scheduled_tokens={"a": 1, "b": 1},
+        total_num_scheduled_tokens=2,
+        scheduled_spec_decode_tokens={},
     )
-    assert ast.unparse(asked.args[-1]) == "batch_state.has_prefill"
+    _, num_tokens = v2.GPUModelRunner.gather_batch_req_state(runner, output, False)  # type: ignore[arg-type]
+    return num_tokens
+
+
+def test_model_runner_v2_has_no_full_graph_for_a_prompt_that_is_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In 0.30 without a patch: the last token of a prompt is a prefill there."""
+    monkeypatch.setattr(hooks, "_worker", Worker(True))
+    assert tokens_of_a_uniform_decode_in_runner_v2() is None
+    monkeypatch.setattr(hooks, "_worker", Worker(False))
+    is_patched = "overlaps_loads" in inspect.getsource(v2.GPUModelRunner.gather_batch_req_state)
+    assert tokens_of_a_uniform_decode_in_runner_v2() == (1 if is_patched else None)
 
 
 def calls_in_order(function: Any) -> list[str]:

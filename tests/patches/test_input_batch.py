@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ VOCAB_SIZE = 16
 
 @pytest.fixture
 def batch() -> InputBatch:
+    up_to_031 = {"kernel_block_sizes": [16]}
+    parameters = inspect.signature(InputBatch).parameters
     return InputBatch(
         max_num_reqs=4,
         max_model_len=32,
@@ -23,9 +26,9 @@ def batch() -> InputBatch:
         device=torch.device("cpu"),
         vocab_size=VOCAB_SIZE,
         block_sizes=[16],
-        kernel_block_sizes=[16],
         max_num_blocks_per_req=[2],
         logitsprocs=LogitsProcessors(),
+        **{name: value for name, value in up_to_031.items() if name in parameters},
     )
 
 

@@ -22,7 +22,7 @@ def extra_keys(request: Request, start: int, stop: int) -> tuple[Any, ...] | Non
 
 
 def event_extra_keys(request: Request, start: int, stop: int) -> list[tuple[Any, ...] | None]:
-    """The same as KV events have it: from 0.32 on hashes tag each key with its kind, events do not.
+    """The same as KV events have it: from 0.31 on hashes tag each key with its kind, events do not.
 
     Touches:
         vllm/v1/core/kv_cache_utils.py:to_event_extra_keys

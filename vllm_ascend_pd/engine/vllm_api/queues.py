@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def waiting_queues(scheduler: Scheduler) -> tuple[RequestQueue, RequestQueue]:
     """All waiting requests: those of the first queue are tried before those of the second.
 
-    In the first are the requests that were blocked when they were tried last; from 0.32 on, only
+    In the first are the requests that were blocked when they were tried last; from 0.31 on, only
     those of them that hold blocks.
 
     Touches:
@@ -50,7 +50,7 @@ def remove_waiting(scheduler: Scheduler, request: Request) -> None:
 
 def keep_order_of_arrival(scheduler: Scheduler) -> None:
     """First come, first served, where the engine tries requests that were blocked before all others
-    (before 0.32). With a lookup for every request each is blocked at first, so one that needs none,
+    (before 0.31). With a lookup for every request each is blocked at first, so one that needs none,
     or has been preempted, would wait for as long as new ones come.
 
     Touches:

@@ -28,8 +28,10 @@ class InEngineKVConnector(KVConnector):
         self._step: ArmedStep | None = None
         self._disabled = False
 
-    def pre_forward(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
-        """Inside the forward context, or outside of any before a FULL graph is replayed."""
+    def pre_forward(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> None:
+        """Inside the forward context, or outside of any before a FULL graph is replayed. What else
+        comes is for connectors that read the batch; before 0.32 it comes by keyword.
+        """
         if self._disabled:
             return
         self._worker.begin_step(scheduler_output)
