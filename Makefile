@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make` lists the targets. Everything that they make lies in .venv, .cache and build.
+# `make` lists the targets. Everything that they make lies in .venv (.venv-VERSION for another vLLM
+# than the usual one), .cache and build.
 
 PYTHON ?= python3
-VENV := .venv
+VLLM ?= 0.30.0
+VENV := .venv$(addprefix -,$(filter-out 0.30.0,$(VLLM)))
 BIN := $(VENV)/bin
 MODEL := .cache/models/tiny
 BENCH_MODEL := .cache/models/60m
-BOOTSTRAP := $(PYTHON) tools/bootstrap.py
+BOOTSTRAP := $(PYTHON) tools/bootstrap.py --vllm $(VLLM)
 PATCHES := $(PYTHON) tools/apply_patches.py
 
 # Nothing here is fetched from a model hub.
@@ -15,12 +17,14 @@ export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test wheel check-wheel bench lint patch unpatch status lock clean
+.PHONY: help venv demo test test-pin wheel check-wheel bench lint patch unpatch status lock clean
 
 help: ## list the targets
 	@echo "make <target>:"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 	@echo "One folder of tests: make test TESTS=tests/unit; options of pytest: PYTEST_ARGS='-k lease'"
+	@echo "Another vLLM, with an environment of its own: make demo VLLM=VERSION, VERSION one of:" \
+	    $(patsubst patches/vllm-%/pin.toml,%,$(wildcard patches/vllm-[0-9]*/pin.toml))
 
 venv: ## make .venv: engine, Mooncake, this package, patches (BOOTSTRAP_ARGS='--plan' to look first)
 	@$(BOOTSTRAP) $(BOOTSTRAP_ARGS)
@@ -32,6 +36,13 @@ demo: venv ## prefill in one engine, decode in another, and compare the tokens w
 TESTS ?= tests
 test: venv ## run the tests
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+PIN_TESTS := tests/patches/test_every_pin.py $(addprefix tests/patches/test_,config_carrier.py \
+    drafts_on_cpu.py input_batch.py mla_on_cpu.py refused_at_start.py worker_hooks.py) \
+    $(addprefix tests/integration/test_,scheduler_hooks.py prefill_first.py decode_first.py pool.py \
+    failures.py speculation.py)
+test-pin: ## run the part of the tests that another vLLM must pass: make test-pin VLLM=VERSION
+	@$(MAKE) --no-print-directory test VLLM=$(VLLM) TESTS="$(PIN_TESTS)"
 
 bench: venv ## measure on a machine that does nothing else; see docs/benchmarks.md
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --size 60m --dtype bfloat16 --out $(BENCH_MODEL)

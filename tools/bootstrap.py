@@ -21,6 +21,7 @@ examples:
   python3 tools/bootstrap.py               look at the host and make .venv for it
   python3 tools/bootstrap.py --plan        say what would be installed, and stop
   python3 tools/bootstrap.py --device cpu  a host with an accelerator, used as a CPU host
+  python3 tools/bootstrap.py --vllm 0.32.0 another supported vLLM, in .venv-0.32.0
   . .venv/bin/activate                     afterwards: `vllm`, `pytest` and so on
 
 Where packages come from is pip's own configuration (`pip config`, PIP_* variables), which uv is
@@ -61,7 +62,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=["auto", "cpu", "cuda", "ascend"], default="auto", help="kind of host")
-    add("--venv", default=".venv", metavar="DIR", help="the environment (default: %(default)s)")
+    add("--vllm", metavar="VERSION", help="of the directories of patches/; default: 0.30.0")
+    add("--venv", metavar="DIR", help="the environment (default: .venv, with --vllm .venv-VERSION)")
     add("--plan", action="store_true", help="say what would be installed, and stop")
     add("--yes", action="store_true", help="go on with a plan that was not yet run on hardware")
     add("--lock", action="store_true", help="choose the versions in tools/requirements anew")

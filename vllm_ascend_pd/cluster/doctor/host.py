@@ -74,7 +74,7 @@ class Patches:
             report: list[dict[str, Any]] = json.loads(out)
         except ValueError:
             said = err.strip().splitlines()[-1:] or [f"exit code {code}"]
-            reinstall = f"pip install {_engine_pin() or 'vllm'}"
+            reinstall = f"pip install {shlex.quote(_engine_pin() or 'vllm')}"
             return [fail(self.name, f"their state cannot be told: {said[0]}", reinstall)]
         return [self._judge(entry) for entry in report]
 
@@ -87,7 +87,7 @@ class Patches:
             return fail(self.name, f"{what} in {entry['root']}", apply, **entry)
         wrong = [path for path, state in entry["files"].items() if state not in ("applied",)]
         found = f"{what} in {entry['root']}: {', '.join(wrong[:3])}" + (" …" * (len(wrong) > 3))
-        pin = _engine_pin() or f"{entry['package']}=={entry['version']}"
+        pin = _engine_pin(entry["version"]) or f"{entry['package']}=={entry['version']}"
         fix = f"pip install --force-reinstall --no-deps {shlex.quote(pin)} && {apply}"
         return fail(self.name, found, fix, **entry)
 
@@ -121,12 +121,13 @@ def _installed_extra(pins: dict[str, list[Requirement]]) -> str | None:
     return best if best is not None and share(best) > 0 else None
 
 
-def _engine_pin() -> str | None:
+def _engine_pin(version: str = "") -> str | None:
+    """The engine's distribution, at that version or at one that is supported."""
     pins = _requirements()
     extra = _installed_extra(pins)
     for pin in pins.get(extra or "", ()):
         if pin.name.startswith("vllm") and pin.name != "vllm-ascend":
-            return str(Requirement(f"{pin.name}{pin.specifier}"))
+            return f"{pin.name}{f'=={version}' if version else pin.specifier}"
     return None
 
 
