@@ -21,8 +21,8 @@ from tests.router.harness import FAST, Deployment, deployed, free_port, run
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.cluster.control import (
     Control,
-    Progress,
     RestartOrder,
+    RestartProgress,
     ask_to_restart,
     socket_path,
 )
@@ -71,7 +71,7 @@ class Cluster:
     def pid(self, name: str) -> int | None:
         return next(c.pid for c in self.supervisor.children if c.spec.name == name)
 
-    async def restart(self, *names: str, drain_s: float = 30) -> list[Progress]:
+    async def restart(self, *names: str, drain_s: float = 30) -> list[RestartProgress]:
         order = RestartOrder(names, drain_s)
         return [progress async for progress in ask_to_restart(self.socket, order)]
 
@@ -188,7 +188,9 @@ def test_unknown_names_and_a_second_restart_are_refused(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, "p0", "d0") as c:
             [refused] = await c.restart("router")
-            assert refused == Progress("no engines ['router'] here; there are ['d0', 'p0']", True)
+            assert refused == RestartProgress(
+                "no engines ['router'] here; there are ['d0', 'p0']", True
+            )
             post = asyncio.create_task(c.deployment.post(max_tokens=100, stream=True))
             d0 = c.deployment.router.registry.get("d0")
             while not d0.num_active:
@@ -197,7 +199,9 @@ def test_unknown_names_and_a_second_restart_are_refused(tmp_path: Path) -> None:
             while d0.spec.state != "draining":
                 await asyncio.sleep(0.01)
             [refused] = await c.restart("p0")
-            assert refused == Progress("a restart is in progress: wait until it has ended", True)
+            assert refused == RestartProgress(
+                "a restart is in progress: wait until it has ended", True
+            )
             assert (await post)[0] == 200
             assert not (await first)[-1].failed
 

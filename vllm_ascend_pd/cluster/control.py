@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How another command reaches a running ``vllm-pd up``: a Unix socket of its user alone.
 
-POST /restart    body ``RestartOrder``; answered by JSON lines, ``Progress`` as it happens
+POST /restart    body ``RestartOrder``; answered by JSON lines, ``RestartProgress`` as it happens
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RestartOrder(msgspec.Struct, forbid_unknown_fields=True):
     drain_s: float
 
 
-class Progress(msgspec.Struct):
+class RestartProgress(msgspec.Struct):
     """One line of an answer."""
 
     text: str
@@ -88,23 +88,25 @@ class Control:
                 await answer.write(msgspec.json.encode(progress) + b"\n")
         return answer
 
-    async def _carry_out(self, order: RestartOrder) -> AsyncIterator[Progress]:
+    async def _carry_out(self, order: RestartOrder) -> AsyncIterator[RestartProgress]:
         if unknown := [name for name in order.names if name not in self._engines]:
-            yield Progress(f"no engines {unknown} here; there are {sorted(self._engines)}", True)
+            yield RestartProgress(
+                f"no engines {unknown} here; there are {sorted(self._engines)}", True
+            )
             return
         if self._busy.locked():
-            yield Progress("a restart is in progress: wait until it has ended", True)
+            yield RestartProgress("a restart is in progress: wait until it has ended", True)
             return
         async with self._busy:
             engines = [self._engines[name] for name in order.names or self._engines]
             try:
                 async for line in self._restart.run(engines, order.drain_s):
-                    yield Progress(line)
+                    yield RestartProgress(line)
             except RestartError as e:
-                yield Progress(str(e), True)
+                yield RestartProgress(str(e), True)
 
 
-async def ask_to_restart(path: Path, order: RestartOrder) -> AsyncIterator[Progress]:
+async def ask_to_restart(path: Path, order: RestartOrder) -> AsyncIterator[RestartProgress]:
     """What a running ``vllm-pd up`` does about it.
 
     Raises:
@@ -116,7 +118,7 @@ async def ask_to_restart(path: Path, order: RestartOrder) -> AsyncIterator[Progr
         try:
             async with session.post("http://up/restart", data=msgspec.json.encode(order)) as answer:
                 async for line in answer.content:
-                    yield msgspec.json.decode(line, type=Progress)
+                    yield msgspec.json.decode(line, type=RestartProgress)
         except aiohttp.ClientConnectionError as e:
             raise ConfigError(
                 f"no `vllm-pd up` of this user listens at {path} ({e}); give the port of its router"

@@ -29,7 +29,7 @@ MAX_RETRY_AFTER_S = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class TooMany:
     """Too many wait, or one has waited too long; sent as 429."""
 
     message: str
@@ -72,7 +72,7 @@ class Admitted:
         self._admission.look()
 
 
-Outcome = Admitted | Unavailable | Refused
+Outcome = Admitted | Unavailable | TooMany
 
 
 @dataclass(eq=False, slots=True)
@@ -162,12 +162,12 @@ class Admission:
             message = f"no engine had room within {self._queueing.timeout_s:g} s"
             waiter.outcome.set_result(self._refused("deadline", message))
 
-    def _refused(self, reason: str, message: str) -> Refused:
+    def _refused(self, reason: str, message: str) -> TooMany:
         self._metrics.add("refused", reason)
         now = time.monotonic()
         longest_s = max((now - next(iter(line)).since for line in self._lines.values()), default=0)
         after_s = min(max(1, math.ceil(longest_s)), MAX_RETRY_AFTER_S)
-        return Refused(f"too many requests: {message}", after_s)
+        return TooMany(f"too many requests: {message}", after_s)
 
     def _look_later(self) -> None:
         if self._timer is None:

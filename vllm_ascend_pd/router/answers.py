@@ -16,7 +16,7 @@ from vllm_ascend_pd.router.apis import MESSAGES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from vllm_ascend_pd.router.admission import Refused
+    from vllm_ascend_pd.router.admission import TooMany
     from vllm_ascend_pd.router.failures import Failure
     from vllm_ascend_pd.router.http_exchange import Response
     from vllm_ascend_pd.router.legs import Answer
@@ -75,7 +75,7 @@ def error_response(
     )
 
 
-def not_admitted(trace: Trace, why: Unavailable | Refused) -> web.Response:
+def not_admitted(trace: Trace, why: Unavailable | TooMany) -> web.Response:
     """For a request that no engine gets."""
     trace.status, trace.outcome, trace.error = why.status, why.outcome, why.message
     headers = {"Retry-After": str(why.retry_after_s), "x-request-id": trace.request_id}

@@ -21,14 +21,19 @@ from vllm_ascend_pd.router.cors import CrossOrigin
 from vllm_ascend_pd.router.deadlines import LoopLag
 from vllm_ascend_pd.router.discovery.registered import (
     Heartbeats,
-    Registered,
     RegisteredDiscovery,
+    Roster,
     follow,
 )
 from vllm_ascend_pd.router.front import check_target
 from vllm_ascend_pd.router.generation import Generation
 from vllm_ascend_pd.router.health import Prober
 from vllm_ascend_pd.router.http_client import EngineClient
+from vllm_ascend_pd.router.incoming import (
+    BodyError,
+    forwarded_headers,
+    request_id,
+)
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
 from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
@@ -38,11 +43,6 @@ from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
 from vllm_ascend_pd.router.relay import Relay
-from vllm_ascend_pd.router.requests import (
-    BodyError,
-    forwarded_headers,
-    request_id,
-)
 from vllm_ascend_pd.router.retries import RetryBudget
 from vllm_ascend_pd.router.selection import Labels, Selector, Unavailable
 from vllm_ascend_pd.router.skipping import Skipper
@@ -64,7 +64,7 @@ OWN_PATHS = dict.fromkeys((*APIS, BATCH), ("POST",)) | {"/v1/models": ("GET", "H
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Keeper(Heartbeats, Protocol):
+class CommonState(Heartbeats, Protocol):
     """What the workers of one router share."""
 
     async def snapshot(self) -> Snapshot:
@@ -78,7 +78,7 @@ class Router:
         self,
         config: RouterConfig,
         tracing: Tracing | None = None,
-        keeper: Keeper | None = None,
+        keeper: CommonState | None = None,
     ) -> None:
         """``keeper``: of all workers, if this is one of several."""
         self.config = config
@@ -139,7 +139,7 @@ class Router:
         self.prober = Prober(config.probes, headers, self._connect_prober)
         self.access_log = AccessLog(config.access_log)
         self._retired: set[Instance] = set()
-        self._alone = Registered(self.follow)
+        self._alone = Roster(self.follow)
         self.registered = RegisteredDiscovery(
             self.registry, config.registration_token_file, keeper or self._alone
         )

@@ -12,11 +12,11 @@ from aiohttp import web
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.apis import BATCH, CHAT
 from vllm_ascend_pd.router.bodies import Body, parse, split_batch
+from vllm_ascend_pd.router.incoming import REQUEST_ID, read_body, session_of
 from vllm_ascend_pd.router.models import check_model
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
 from vllm_ascend_pd.router.relay import Job
-from vllm_ascend_pd.router.requests import REQUEST_ID, read_body, session_of
 from vllm_ascend_pd.router.selection import Unavailable
 from vllm_ascend_pd.router.trace import Trace
 

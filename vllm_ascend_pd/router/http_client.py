@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from vllm_ascend_pd.router.deadlines import Deadline, LoopLag
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.http_exchange import Connection, Response
+from vllm_ascend_pd.router.http_exchange import EngineConnection, Response
 
 KEEP_IDLE_S = 4.0
 """Below uvicorn's 5 s, so that it is rarely the engine that closes."""
@@ -50,10 +50,10 @@ class EngineClient:
             tls = ssl.create_default_context()
         self._tls = tls if parts.scheme == "https" else None
         self._host_header = b"host: " + parts.netloc.encode() + b"\r\n"
-        self._idle: deque[Connection] = deque()
-        self._open: set[Connection] = set()
+        self._idle: deque[EngineConnection] = deque()
+        self._open: set[EngineConnection] = set()
         self._num_connecting = 0
-        self._waiters: deque[asyncio.Future[Connection | Failure | None]] = deque()
+        self._waiters: deque[asyncio.Future[EngineConnection | Failure | None]] = deque()
         """Exchanges without a connection. ``None``: it may make one now."""
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
@@ -108,14 +108,14 @@ class EngineClient:
             if not (reused and response.was_stale(failure)):
                 return failure
 
-    def _send(self, connection: Connection, message: bytes) -> Response:
+    def _send(self, connection: EngineConnection, message: bytes) -> Response:
         response = Response(connection, asyncio.get_running_loop(), self._lag)
         connection.response = response
         assert connection.transport is not None
         connection.transport.write(message)
         return response
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> EngineConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if time.monotonic() - connection.idle_since > KEEP_IDLE_S:
@@ -124,7 +124,9 @@ class EngineClient:
                 return connection
         return None
 
-    async def _find_connection(self, timeout_s: float | None) -> tuple[Connection | Failure, bool]:
+    async def _find_connection(
+        self, timeout_s: float | None
+    ) -> tuple[EngineConnection | Failure, bool]:
         """A new one, or one that became free before it was this caller's turn to make one (then
         ``True``). Turns are taken in order."""
         if self._num_connecting < MAX_CONNECTING:
@@ -140,8 +142,8 @@ class EngineClient:
             if self._give(None):
                 self._num_connecting += 1
 
-    async def _wait_for_turn(self, timeout_s: float | None) -> Connection | Failure | None:
-        turn: asyncio.Future[Connection | Failure | None]
+    async def _wait_for_turn(self, timeout_s: float | None) -> EngineConnection | Failure | None:
+        turn: asyncio.Future[EngineConnection | Failure | None]
         turn = asyncio.get_running_loop().create_future()
         self._waiters.append(turn)
         late = Failure(FailureKind.CONNECT_TIMEOUT, f"no connection was free within {timeout_s} s")
@@ -158,24 +160,26 @@ class EngineClient:
             if deadline is not None:
                 deadline.cancel()
 
-    def _take_back(self, given: Connection | Failure | None) -> None:
+    def _take_back(self, given: EngineConnection | Failure | None) -> None:
         """Of a caller that left before it could use it."""
-        if isinstance(given, Connection) and not given.closed:
+        if isinstance(given, EngineConnection) and not given.closed:
             self.keep(given)
         elif given is None and not self._give(None):
             self._num_connecting -= 1
 
-    def _give(self, given: Connection | Failure | None) -> bool:
+    def _give(self, given: EngineConnection | Failure | None) -> bool:
         """To the first that waits; whether there is one."""
         while self._waiters:
             if _settle(self._waiters.popleft(), given):
                 return True
         return False
 
-    async def _connect(self) -> Connection | Failure:
+    async def _connect(self) -> EngineConnection | Failure:
         loop = asyncio.get_running_loop()
         opening = asyncio.ensure_future(
-            loop.create_connection(lambda: Connection(self), self._host, self._port, ssl=self._tls)
+            loop.create_connection(
+                lambda: EngineConnection(self), self._host, self._port, ssl=self._tls
+            )
         )
         deadline = Deadline(self._connect_timeout_s, self._lag, opening.cancel)
         try:
@@ -199,7 +203,7 @@ class EngineClient:
             return Failure(FailureKind.CONNECT, "closed as soon as it was open")
         return connection
 
-    def keep(self, connection: Connection) -> None:
+    def keep(self, connection: EngineConnection) -> None:
         """An exchange is over, and the connection can carry another one."""
         if self._closed:
             connection.abort()
@@ -212,7 +216,7 @@ class EngineClient:
             loop = asyncio.get_running_loop()
             self._sweep = loop.call_later(KEEP_IDLE_S, self._close_idle)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: EngineConnection) -> None:
         self._open.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
@@ -264,7 +268,8 @@ def kind_of(error: OSError) -> FailureKind:
 
 
 def _settle(
-    turn: asyncio.Future[Connection | Failure | None], given: Connection | Failure | None
+    turn: asyncio.Future[EngineConnection | Failure | None],
+    given: EngineConnection | Failure | None,
 ) -> bool:
     """Whether somebody still waits for it."""
     if turn.done():
@@ -273,7 +278,7 @@ def _settle(
     return True
 
 
-def _abort_opened(opening: asyncio.Future[tuple[asyncio.Transport, Connection]]) -> None:
+def _abort_opened(opening: asyncio.Future[tuple[asyncio.Transport, EngineConnection]]) -> None:
     """A connection that nobody wants any more."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[1].abort()

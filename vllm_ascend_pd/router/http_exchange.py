@@ -26,7 +26,7 @@ STALE_S = 0.05
 """A kept connection that closes so soon after a request was probably closed before it."""
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One TCP connection. ``response`` is the exchange in progress; ``None`` while idle."""
 
     def __init__(self, client: EngineClient) -> None:
@@ -131,7 +131,7 @@ class Response:
     )
 
     def __init__(
-        self, connection: Connection, loop: asyncio.AbstractEventLoop, lag: LoopLag
+        self, connection: EngineConnection, loop: asyncio.AbstractEventLoop, lag: LoopLag
     ) -> None:
         self._connection = connection
         self._loop = loop

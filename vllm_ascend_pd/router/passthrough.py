@@ -17,11 +17,11 @@ from vllm_ascend_pd.router.answers import (
 from vllm_ascend_pd.router.bodies import parse_other
 from vllm_ascend_pd.router.failures import Failure
 from vllm_ascend_pd.router.front import TARGET
+from vllm_ascend_pd.router.incoming import read_body, session_of
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs
 from vllm_ascend_pd.router.models import check_model, model_of_form
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.relay import told_to_client
-from vllm_ascend_pd.router.requests import read_body, session_of
 from vllm_ascend_pd.router.selection import Unavailable
 from vllm_ascend_pd.router.stored import response_of
 

@@ -12,9 +12,9 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.cluster.doctor import ascend, deployment, engines, host, requests
+from vllm_ascend_pd.cluster.doctor import ascend, deployment, engines, host, transfers
+from vllm_ascend_pd.cluster.doctor.bandwidth import Bandwidth
 from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code, fail, ok
-from vllm_ascend_pd.cluster.doctor.transports import Bandwidth
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
         engines.InEngine(known),
         engines.Fitting(known),
         engines.ClockSkew(web, known),
-        requests.Transfer(web, known),
+        transfers.Transfer(web, known),
     ]
     if subject.router:
-        checks.append(requests.ThroughRouter(web, subject.router, known))
+        checks.append(transfers.ThroughRouter(web, subject.router, known))
     checks.append(engines.Pool(web, known))
     for check in checks:
         for finding in await _guarded(check):

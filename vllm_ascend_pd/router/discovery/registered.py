@@ -15,8 +15,8 @@ from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
+from vllm_ascend_pd.router.incoming import BodyError, read_body
 from vllm_ascend_pd.router.instances import InstanceSpec
-from vllm_ascend_pd.router.requests import BodyError, read_body
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -46,7 +46,7 @@ class Heartbeats(Protocol):
         """No new requests for it, for ``registration.DRAIN_S``; ``False`` if it is not known."""
 
 
-class Registered:
+class Roster:
     """Engines that registered, until they leave or fall silent. Event loop thread."""
 
     def __init__(self, on_change: Callable[[list[InstanceSpec]], Awaitable[None]]) -> None:

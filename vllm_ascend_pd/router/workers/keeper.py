@@ -30,7 +30,7 @@ from aiohttp import web
 
 from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
-from vllm_ascend_pd.router.discovery.registered import Registered
+from vllm_ascend_pd.router.discovery.registered import Roster
 from vllm_ascend_pd.router.instances import InstanceSpec
 from vllm_ascend_pd.router.server import REFRESH_S, bind, url_of
 from vllm_ascend_pd.router.snapshot import Snapshot, add_up
@@ -59,7 +59,7 @@ _START = (
 """Without the working directory on the path, as the installed command has it."""
 
 
-class Worker:
+class RouterWorker:
     """One worker as its keeper knows it, over all its starts."""
 
     def __init__(self, socket: Path) -> None:
@@ -82,9 +82,11 @@ class Keeper:
 
     def __init__(self, folder: Path, num_workers: int) -> None:
         self._folder = folder
-        self.workers = {str(index): Worker(folder / str(index)) for index in range(num_workers)}
+        self.workers = {
+            str(index): RouterWorker(folder / str(index)) for index in range(num_workers)
+        }
         self._engines = RegisteredEngines()
-        self._registered = Registered(self._changed)
+        self._registered = Roster(self._changed)
         self._ended = Snapshot()
         self._collecting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -131,7 +133,7 @@ class Keeper:
                 logger.error("%s: %s", child.spec.name, child.note)
                 self._ended = add_up([self._ended, _ONE_RESTART], [])
 
-    async def _read(self, name: str, worker: Worker) -> None:
+    async def _read(self, name: str, worker: RouterWorker) -> None:
         if not worker.announced:
             return
         try:
@@ -155,7 +157,7 @@ class Keeper:
         ]
         await asyncio.gather(*behind)
 
-    async def _tell(self, name: str, worker: Worker, version: int, told: bytes) -> None:
+    async def _tell(self, name: str, worker: RouterWorker, version: int, told: bytes) -> None:
         try:
             async with worker.session.put("http://worker/registered", data=told) as response:
                 response.raise_for_status()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what each way of moving bytes gives on this host.
 
-The measurement runs in a child process (``python -m vllm_ascend_pd.cluster.doctor.transports``):
+The measurement runs in a child process (``python -m vllm_ascend_pd.cluster.doctor.bandwidth``):
 a library that crashes there, or prints, is a finding and not the end of the doctor.
 """
 

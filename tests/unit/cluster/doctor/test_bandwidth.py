@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.cluster.doctor import transports
+from vllm_ascend_pd.cluster.doctor import bandwidth
+from vllm_ascend_pd.cluster.doctor.bandwidth import MEASUREMENTS, Bandwidth
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
-from vllm_ascend_pd.cluster.doctor.transports import MEASUREMENTS, Bandwidth
 
 
 def test_every_transport_of_this_host_is_measured(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_every_transport_of_this_host_is_measured(tmp_path: Path) -> None:
 
 
 def test_rdma_devices_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "MEASUREMENTS", {})
+    monkeypatch.setattr(bandwidth, "MEASUREMENTS", {})
     (tmp_path / "mlx5_0").mkdir()
     [finding] = asyncio.run(Bandwidth(tmp_path).run())
     assert "mlx5_0" in finding.found
@@ -35,7 +35,7 @@ def test_a_measurement_that_crashes_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The child process knows no such transport, so it ends with an error.
-    monkeypatch.setattr(transports, "MEASUREMENTS", {"no-such-transport": float})
+    monkeypatch.setattr(bandwidth, "MEASUREMENTS", {"no-such-transport": float})
     failed, _ = asyncio.run(Bandwidth(tmp_path).run())
     assert failed.verdict is Verdict.FAIL
     assert "no-such-transport" in failed.found
@@ -43,16 +43,16 @@ def test_a_measurement_that_crashes_is_a_finding(
 
 
 def test_a_measurement_ends_when_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "_WRITE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(bandwidth, "_WRITE_TIMEOUT_S", 0.05)
     sender, receiver = socket.socketpair()
     with sender, receiver:
         target = memoryview(bytearray(8))
         with pytest.raises(TimeoutError):
-            transports.receive(receiver, target)
+            bandwidth.receive(receiver, target)
         sender.sendall(b"1234")
         sender.close()
         with pytest.raises(RuntimeError, match="after 4 bytes"):
-            transports.receive(receiver, target)
+            bandwidth.receive(receiver, target)
 
 
 def test_a_slow_transport_is_warned_of() -> None:
