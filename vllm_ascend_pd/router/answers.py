@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.admission import TooMany
     from vllm_ascend_pd.router.failures import Failure
     from vllm_ascend_pd.router.http_exchange import Response
-    from vllm_ascend_pd.router.legs import Answer
+    from vllm_ascend_pd.router.legs import Answer, Stream
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.selection import Unavailable
     from vllm_ascend_pd.router.trace import Trace
@@ -111,50 +111,59 @@ class EventStream:
 
     def __init__(
         self,
-        request: web.Request,
+        trace: Trace,
         metrics: Metrics,
         idle_s: float,
         find_usage: Callable[[bytes], tuple[int, int] | None] | None = None,
     ) -> None:
-        self._request = request
+        self._trace = trace
+        self._request = trace.request
         self._find_usage = find_usage
         self.usage: tuple[int, int] | None = None
         """What ``find_usage`` found last."""
         self._metrics = metrics
         self._idle_s = idle_s
         self._held = b""
-        self._answer: web.StreamResponse | None = None
-        self.num_bytes = 0
 
-    async def relay(
-        self, response: Response, first: bytes, headers: list[tuple[str, str]]
+    async def answer(self, stream: Stream, broke: Callable[[Failure], None]) -> web.StreamResponse:
+        """All of the stream, which is closed then; ``broke`` is told of its failure."""
+        trace, response = self._trace, stream.response
+        trace.status = response.status
+        answer = web.StreamResponse(status=response.status)
+        answer.headers.extend(answer_headers(response.headers, trace.request_id))
+        try:
+            await answer.prepare(self._request)
+            failure = await self._relay(answer, response, stream.first)
+            if failure is None:
+                trace.outcome = "ok"
+            else:
+                broke(failure)
+                trace.outcome, trace.error = "broken_stream", f"{trace.decode}: {failure}"
+                message = "the engine failed after part of the answer was sent"
+                message += f": {failure.kind.value}"
+                await self._write(answer, error_event(self._request.path, "broken_stream", message))
+            await answer.write_eof()
+            return answer
+        finally:
+            response.close()
+
+    async def _relay(
+        self, answer: web.StreamResponse, response: Response, first: bytes
     ) -> Failure | None:
-        """All of the stream; how it broke, if it did."""
-        self._answer = answer = web.StreamResponse(status=response.status)
-        answer.headers.extend(headers)
-        await answer.prepare(self._request)
         piece: bytes | Failure | None = first
         last = time.monotonic()
         while isinstance(piece, bytes):
             response.set_deadline(None, "")
             if events := self._whole_events(piece):
-                await self._write(events)
+                await self._write(answer, events)
             response.set_deadline(self._idle_s, "the next token")
             piece = await response.next()
             now = time.monotonic()
             self._metrics.itl.observe(now - last)
             last = now
         if piece is None and self._held:
-            await self._write(self._held)
+            await self._write(answer, self._held)
         return piece
-
-    async def end(self, error: bytes | None) -> web.StreamResponse:
-        """End the stream, with an error event first if it broke."""
-        assert self._answer is not None
-        if error is not None:
-            await self._write(error)
-        await self._answer.write_eof()
-        return self._answer
 
     def _whole_events(self, piece: bytes) -> bytes:
         if self._held:
@@ -168,18 +177,17 @@ class EventStream:
         self._held = piece[end:]
         return piece[:end]
 
-    async def _write(self, data: bytes) -> None:
-        assert self._answer is not None
-        self.num_bytes += len(data)
+    async def _write(self, answer: web.StreamResponse, data: bytes) -> None:
+        self._trace.num_bytes += len(data)
         if self._find_usage is not None:
             self.usage = self._find_usage(data) or self.usage
         transport = self._request.transport
         if transport is None or transport.get_write_buffer_size() + len(data) < NEVER_WAITS_BYTES:
-            await self._answer.write(data)
+            await answer.write(data)
             return
         # The client is behind: it may be slow, but not for ever.
         stalled = asyncio.get_running_loop().call_later(self._idle_s, transport.abort)
         try:
-            await self._answer.write(data)
+            await answer.write(data)
         finally:
             stalled.cancel()

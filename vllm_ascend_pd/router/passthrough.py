@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.answers import (
     EventStream,
-    answer_headers,
-    error_event,
     error_response,
     not_admitted,
     whole_answer,
@@ -128,23 +126,15 @@ class Passthrough:
             )
             if isinstance(response, Failure):
                 return self._failed(trace, leg.failed(response))
-            try:
-                begun = await self._legs.begin(response, leg)
-                if isinstance(begun, LegFailed):
-                    return self._failed(trace, begun)
-                if isinstance(begun, Answer):
-                    return whole_answer(begun, trace)
-                events = EventStream(request, self._metrics, self._config.timeouts.idle_s)
-                trace.status = response.status
-                broken = await events.relay(
-                    response, begun.first, answer_headers(response.headers, trace.request_id)
-                )
-                trace.outcome = leg.outcome = "broken_stream" if broken else "ok"
-                message = "the engine failed after part of the answer was sent"
-                error = error_event(request.path, "broken_stream", message) if broken else None
-                return await events.end(error)
-            finally:
-                response.close()
+            begun = await self._legs.begin(response, leg)
+            if isinstance(begun, LegFailed):
+                return self._failed(trace, begun)
+            if isinstance(begun, Answer):
+                return whole_answer(begun, trace)
+            events = EventStream(trace, self._metrics, self._config.timeouts.idle_s)
+            answered = await events.answer(begun, lambda failure: None)
+            leg.outcome = trace.outcome
+            return answered
 
     def _failed(self, trace: Trace, failed: LegFailed) -> web.Response:
         trace.status, trace.outcome, trace.error = 502, "failed", str(failed.failure)

@@ -15,13 +15,12 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.answers import (
     EventStream,
-    answer_headers,
-    error_event,
     error_response,
     not_admitted,
     whole_answer,
@@ -268,34 +267,19 @@ class Relay:
                 answered: web.StreamResponse = whole_answer(result, job.trace)
                 told = find_prompt_usage(result.body) if is_alone else None
             else:
-                answered, told = await self._stream(job, leg.instance, result, is_alone)
-                leg.outcome = job.trace.outcome
+                reads = is_alone and "stream_options" in job.body.fields
+                events = EventStream(
+                    job.trace,
+                    self._metrics,
+                    self._config.timeouts.idle_s,
+                    find_prompt_usage if reads else None,
+                )
+                answered = await events.answer(result, partial(instance.failed, what="stream"))
+                leg.outcome, told = job.trace.outcome, events.usage
             if is_alone:
                 self._metrics.prefix("decode", job.routed.num_decode_hit_tokens, told)
             self._metrics.decode_leg.observe(time.monotonic() - leg.started)
             return answered
-
-    async def _stream(
-        self, job: Job, instance: Instance, stream: Stream, look_for_usage: bool
-    ) -> tuple[web.StreamResponse, tuple[int, int] | None]:
-        trace = job.trace
-        find = find_prompt_usage if look_for_usage and "stream_options" in job.body.fields else None
-        events = EventStream(trace.request, self._metrics, self._config.timeouts.idle_s, find)
-        headers = answer_headers(stream.response.headers, trace.request_id)
-        trace.status = stream.response.status
-        try:
-            failure = await events.relay(stream.response, stream.first, headers)
-            if failure is None:
-                trace.outcome = "ok"
-                return await events.end(None), events.usage
-            instance.failed(failure, "stream")
-            trace.outcome, trace.error = "broken_stream", f"{instance.instance_id}: {failure}"
-            message = f"the engine failed after part of the answer was sent: {failure.kind.value}"
-            error = error_event(job.body.path, "broken_stream", message)
-            return await events.end(error), events.usage
-        finally:
-            trace.num_bytes = events.num_bytes
-            stream.response.close()
 
     def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
         """No further attempt; the last failure says why."""
