@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import yaml
+from msgspec import Meta
 
 from vllm_ascend_pd import parsing
 from vllm_ascend_pd.errors import ConfigError
@@ -33,6 +34,10 @@ LOCAL = "localhost"
 
 RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name", "model"})
 """Options of ``vllm serve`` that the plan sets itself, with dashes."""
+
+
+Port = Annotated[int, Meta(ge=1, le=65535, description="must be within 1..65535")]
+Count = Annotated[int, Meta(ge=0, description="must not be negative")]
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +55,10 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
     """``count`` equal engines on one host."""
 
     host: str = ""
-    count: int = 1
-    port: int | None = None
+    count: Count = 1
+    port: Port | None = None
     """HTTP port of the first; the next engines take the next numbers."""
-    kv_port: int | None = None
+    kv_port: Port | None = None
     """Port for the peers of the first, likewise."""
     args: dict[str, Any] = {}
     """Options of ``vllm serve`` for these engines, added to those of all engines."""
@@ -64,7 +69,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the router runs, and its options."""
 
     host: str = ""
-    port: int = 8000
+    port: Port = 8000
     args: dict[str, Any] = {}
     env: dict[str, str] = {}
 
@@ -146,17 +151,11 @@ def _check(topology: Topology) -> None:
                 " each needs an address that the others reach"
             )
     _check_host("router.host", topology.router.host, topology)
-    _check_port("router.port", topology.router.port)
     _check_args("args", topology.args)
     for role, groups in (("prefill", topology.prefill), ("decode", topology.decode)):
         for index, group in enumerate(groups):
             where = f"{role}[{index}]"
             _check_host(f"{where}.host", group.host, topology)
-            if group.count < 0:
-                raise ConfigError(f"{where}.count must not be negative, not {group.count}")
-            for field, port in (("port", group.port), ("kv_port", group.kv_port)):
-                if port is not None:
-                    _check_port(f"{where}.{field}", port)
             _check_args(f"{where}.args", group.args)
         if not any(group.count for group in groups):
             raise ConfigError(f"{role}: at least one engine is needed")
@@ -165,11 +164,6 @@ def _check(topology: Topology) -> None:
 def _check_host(path: str, name: str, topology: Topology) -> None:
     if name and name not in topology.hosts:
         raise ConfigError(f"{path}: {name!r} is not in hosts {sorted(topology.hosts)}")
-
-
-def _check_port(path: str, port: int) -> None:
-    if not 0 < port <= 65535:
-        raise ConfigError(f"{path} must be within 1..65535, not {port}")
 
 
 def _check_args(path: str, args: Mapping[str, Any]) -> None:

@@ -59,17 +59,4 @@ def _total(snapshot: Snapshot, name: str) -> int:
 
 def instances(snapshot: Snapshot) -> list[InstanceStatus]:
     """For ``/instances``."""
-    return [
-        InstanceStatus(
-            instance_id=one.instance_id,
-            url=one.url,
-            role=one.role,
-            state=one.state,
-            healthy=one.breaker == "closed",
-            source=one.source,
-            models=one.models,
-            num_active=one.num_active,
-            last_error=one.errors[-1].text if one.errors else None,
-        )
-        for one in snapshot.instances
-    ]
+    return msgspec.convert(snapshot.instances, list[InstanceStatus], from_attributes=True)

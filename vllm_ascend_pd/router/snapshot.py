@@ -133,6 +133,14 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
     num_failures: int
     errors: list[RecentError]
 
+    @property
+    def healthy(self) -> bool:
+        return self.breaker == "closed"
+
+    @property
+    def last_error(self) -> str | None:
+        return self.errors[-1].text if self.errors else None
+
     @classmethod
     def of(cls, instance: Instance) -> InstanceSnapshot:
         load, index = instance.load, instance.prefix_index
