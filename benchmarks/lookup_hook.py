@@ -44,7 +44,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_ascend_pd.transfer.session import ConsumerEvent
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.wire import Opened, RemotePrefill, Ticket, Worker
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def add_waiting(
             block_hasher=hasher,
         )
         scheduler.pd.on_request_added(request)
-        session = scheduler.pd._consumer.get(request)
+        session = scheduler.pd.part(Consumer).find(request)
         num_full = (num_tokens - 1) // block_size
         session.opened(
             Opened(
@@ -132,7 +132,6 @@ def add_waiting(
                 "e",
             )
         )
-        session.advance(ConsumerEvent.OPENED)
         requests.append(request)
     return requests
 

@@ -82,13 +82,16 @@ def engine_main(options: argparse.Namespace) -> None:
 
     scheduler.schedule = schedule
 
+    from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+
+    pool = scheduler.pd.part(PoolSide) if scheduler.pd is not None else None
+
     def settle() -> None:
-        pool = scheduler.pd._kv_pool if scheduler.pd is not None else None
         while pool is not None and pool.saves.num_under_way:
             pool.collect()
             time.sleep(0.001)
 
-    saves = SaveTimes(scheduler.pd._kv_pool) if options.pool else None
+    saves = SaveTimes(pool) if pool is not None else None
     if options.own_core:
         take_a_core()
     print(json.dumps({"ready": True}), flush=True)

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from typing import TYPE_CHECKING
 
 import pytest
+
+from vllm_ascend_pd import envs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ[envs.STATE_ERRORS] = "1"  # engines in other processes inherit it
     config.option.stress_seed = config.option.stress_seed or random.SystemRandom().randrange(
         1 << 32
     )

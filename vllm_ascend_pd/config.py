@@ -70,6 +70,13 @@ class LoadMode(str, Enum):
     PARK = "park"
 
 
+class PeerLoad(str, Enum):
+    """Which of the blocks that a peer has are loaded."""
+
+    ALL = "all"
+    AUTO = "auto"
+
+
 class FirstTokenMode(str, Enum):
     """Where the token after a peer's prompt comes from."""
 
@@ -135,6 +142,9 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """``step``, ``park``, or ``auto``: by expected load time, see ``max_step_load_ms``."""
     max_step_load_ms: NotNegative = 50.0
     """With ``auto``, a load expected to take longer parks its request."""
+    load: PeerLoad = PeerLoad.ALL
+    """``all``, or ``auto``: a consumer computes what that brings sooner than loading it, by what it
+    has measured of both."""
     first_token: FirstTokenMode = FirstTokenMode.AUTO
     """``auto``: the producer's, where both sample in the same way. ``compute``: a consumer computes
     it, and a producer does not give it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 FAULTS = "ASCEND_PD_FAULTS"
 POOL_FAULTS = "ASCEND_PD_POOL_FAULTS"
+STATE_ERRORS = "ASCEND_PD_STATE_ERRORS"
 
 
 def fault_script() -> str | None:
@@ -23,6 +24,11 @@ def hash_seed() -> str | None:
 def pool_fault_script() -> str | None:
     """A fault script for the pool (tests only), see ``pool.fake_tier``."""
     return os.environ.get(POOL_FAULTS) or None
+
+
+def raises_state_errors() -> bool:
+    """Whether an impossible event raises (tests only), see ``kv.states``."""
+    return bool(os.environ.get(STATE_ERRORS))
 
 
 def cache_folder() -> Path:

@@ -4,7 +4,8 @@
     PDError
     ├── ConfigError      a value the user set is wrong; names the field and the fix
     ├── TransferError    a peer or a message of a peer is not acceptable
-    └── BackendError     a foreign library failed where no value can say so
+    ├── BackendError     a foreign library failed where no value can say so
+    └── StateError       an event came that a state does not know: a bug; raised in tests only
 
 Expected outcomes (a lease that expired, a read that failed) are values, not exceptions.
 """
@@ -24,3 +25,7 @@ class TransferError(PDError):
 
 class BackendError(PDError):
     """A foreign library failed; mapped once, in ``vllm_ascend_pd.backends``."""
+
+
+class StateError(PDError):
+    """An event that cannot come in this state, see ``vllm_ascend_pd.kv.states``."""

@@ -142,7 +142,7 @@ def create_scheduler_hooks(scheduler: Scheduler) -> SchedulerHooks | None:
     """The scheduler's hooks, or ``None`` when the in-engine path is not selected."""
     if not in_engine(scheduler.vllm_config.kv_transfer_config):
         return None
-    hooks: SchedulerHooks = import_module("vllm_ascend_pd.engine.scheduler.side").create(scheduler)
+    hooks: SchedulerHooks = import_module("vllm_ascend_pd.engine.scheduler.build").create(scheduler)
     return hooks
 
 

@@ -60,6 +60,16 @@ class Stats:
         key = name if label is None else f"{name}/{label}"
         self._values[key] = self._values.get(key, 0) + value
 
+    def add_errors(self, errors: dict[str, int]) -> None:
+        """What raised in the threads of this process, number by thread."""
+        for thread, count in errors.items():
+            self.add("internal_errors", count, thread)
+
+    def add_refused(self, refused: dict[str, int]) -> None:
+        """Frames that were refused, number by reason."""
+        for reason, count in refused.items():
+            self.add("frames_refused", count, reason)
+
     def set(self, name: str, value: float, *labels: str) -> None:
         """``labels`` are the values of the gauge's labels, in their order."""
         self._values["/".join((name, _SEPARATOR.join(labels))) if labels else name] = value

@@ -40,7 +40,7 @@ IMPORTS = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm_ascend_pd.engine.carrier",
-    "vllm_ascend_pd.engine.scheduler.side",
+    "vllm_ascend_pd.engine.scheduler.build",
     "vllm_ascend_pd.engine.worker.side",
 )
 START_TIMEOUT_S = 600

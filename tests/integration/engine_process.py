@@ -35,7 +35,7 @@ _IMPORTS = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm_ascend_pd.engine.carrier",
-    "vllm_ascend_pd.engine.scheduler.side",
+    "vllm_ascend_pd.engine.scheduler.build",
     "vllm_ascend_pd.engine.worker.side",
 )
 
@@ -257,21 +257,32 @@ class EngineServer:
             if not self.step():
                 time.sleep(_IDLE_STEP_S)
 
+    def _consumer(self) -> Any:
+        from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+
+        return self._scheduler.pd.part(Consumer)
+
+    def _pool_side(self) -> Any:
+        from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+
+        return self._scheduler.pd.part(PoolSide)
+
     def requests(self) -> dict[str, dict[str, Any]]:
         """The unfinished requests, as the scheduler sees them."""
         pd = self._scheduler.pd
-        consumer = pd._consumer if pd is not None else None
+        consumer = self._consumer() if pd is not None else None
         if consumer is not None:
-            consumer.collect_outcomes()
+            consumer.collect()
         seen = {}
         for internal_id, request in self._scheduler.requests.items():
-            session = consumer.get(request) if consumer is not None else None
+            session = consumer.find(request) if consumer is not None else None
             seen[_external_id(internal_id)] = {
                 "status": request.status.name,
                 "num_computed_tokens": request.num_computed_tokens,
                 "num_output_tokens": request.num_output_tokens,
                 "num_preemptions": request.num_preemptions,
                 "session": session.state.name if session is not None else None,
+                "loads": session.num_loads if session is not None else 0,
             }
         return seen
 
@@ -285,7 +296,7 @@ class EngineServer:
         import msgspec
 
         request = self._scheduler.requests[self._internal_id(request_id)]
-        session = self._scheduler.pd._consumer.get(request)
+        session = self._consumer().find(request)
         session._workers = tuple(
             msgspec.structs.replace(
                 worker, ticket=msgspec.structs.replace(worker.ticket, **changes)
@@ -324,7 +335,7 @@ class EngineServer:
             name = "/".join([metric.name.removeprefix("vllm:pd_"), *labels])
             totals[name] = totals.get(name, 0) + metric.value
         if self._scheduler.pd is not None:
-            for name, value in self._scheduler.pd._stats._values.items():
+            for name, value in self._scheduler.pd.common.stats._values.items():
                 totals[name] = totals.get(name, 0) + value
         return totals
 
@@ -335,12 +346,12 @@ class EngineServer:
         self._core.model_executor.collective_rpc(_set_pool_faults, args=(script, rank))
 
     def remove_pool_values(self, rank: int) -> None:
-        hashes = list(self._scheduler.pd._kv_pool.source._events._known._found)
+        hashes = list(self._pool_side().source._events._known._found)
         self._core.model_executor.collective_rpc(_remove_pool_values, args=(hashes, rank))
 
     def flip_pool_bits(self, rank: int) -> int:
         """In every value of the pool that lies in the memory of this worker; how many."""
-        hashes = list(self._scheduler.pd._kv_pool.source._events._known._found)
+        hashes = list(self._pool_side().source._events._known._found)
         return self._core.model_executor.collective_rpc(_flip_pool_bits, args=(hashes, rank))[rank]
 
     def pool_master_id(self) -> int:
@@ -348,7 +359,7 @@ class EngineServer:
         return self._core.model_executor.collective_rpc(_pool_master_id)[0]
 
     def pool_breakers(self) -> dict[str, str]:
-        pool = self._scheduler.pd._kv_pool
+        pool = self._pool_side()
         pool.collect()
         return {"get": pool.source.breaker.state.value, "put": pool.saves.breaker.state.value}
 

@@ -143,7 +143,7 @@ def test_lease_of_a_consumer_killed_while_it_loads_expires(
     params = producer.prefill(prompt)
     producer.set_faults("delay(4000)")  # longer than the lease
     killed.add("loading", prompt, 16, params)
-    killed.step_until("loading", "session", "LOADING")
+    killed.step_until("loading", "loads", 1)
     assert producer.counts()["pinned_blocks"] == 5
     engines.kill(killed)
     assert_no_leak(producer, before)

@@ -122,7 +122,7 @@ def test_blocks_come_before_the_prompt_is_computed(
     transfer_id = pair.new_id()
     pair.add_prefill("both", prompt, transfer_id)
     pair.add_decode("both", prompt, transfer_id)
-    pair.consumer.step_until("both", "session", "LOADING")
+    pair.consumer.step_until("both", "loads", 1)
     pair.producer.step()
     # The producer computes 256 tokens in a step.
     pair.consumer.wait_count("worker_loaded_bytes", 256 // BLOCK_SIZE * 64 * 1024)
@@ -259,7 +259,7 @@ def test_prefill_aborted(
     transfer_id = pair.new_id()
     pair.add_prefill("both", prompt, transfer_id)
     pair.add_decode("both", prompt, transfer_id)
-    pair.consumer.step_until("both", "session", "LOADING")
+    pair.consumer.step_until("both", "loads", 1)
     for _ in range(num_steps):
         pair.producer.step()
     pair.producer.abort("both")
@@ -276,7 +276,7 @@ def test_decode_aborted(
     transfer_id = pair.new_id()
     pair.add_prefill("both", prompt, transfer_id)
     pair.add_decode("both", prompt, transfer_id)
-    pair.consumer.step_until("both", "session", "LOADING")
+    pair.consumer.step_until("both", "loads", 1)
     for _ in range(num_steps):
         pair.producer.step()
     pair.consumer.abort("both")
@@ -313,7 +313,7 @@ def test_producer_dies_while_it_computes(
     transfer_id = pair.new_id()
     pair.add_prefill("both", prompt, transfer_id)
     pair.add_decode("both", prompt, transfer_id)
-    consumer.step_until("both", "session", "LOADING")
+    consumer.step_until("both", "loads", 1)
     producer.step()
     producer.signal(number)
     answer = consumer.run()["both"]
@@ -334,7 +334,7 @@ def test_consumer_dies_while_the_prompt_is_computed(
     transfer_id = pair.new_id()
     pair.add_prefill("both", prompt, transfer_id)
     pair.add_decode("both", prompt, transfer_id)
-    consumer.step_until("both", "session", "LOADING")
+    consumer.step_until("both", "loads", 1)
     producer.step()
     engines.kill(consumer)
     producer.run()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     BLOCK_SIZE,
@@ -19,9 +19,11 @@ from tests.integration.test_scheduler_hooks import (  # noqa: F401
     fail_all,
     prompt_of,
     right_token,
+    session_of,
 )
 from vllm_ascend_pd.engine.scheduler import remote_prompt
-from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.types import Cause
 
 LENGTHS = [2, 15, 16, 17, 33, 96, 97, 100]
@@ -40,12 +42,6 @@ def consumer(producer: Engine, engines: Engines) -> Engine:  # noqa: F811
 @pytest.fixture
 def parking(producer: Engine, engines: Engines) -> Engine:  # noqa: F811
     return engines.make("kv_consumer", first_token="auto", load_mode="park")
-
-
-def session_of(engine: Engine, request: Request) -> RemotePrompt:
-    session = engine.scheduler.pd._consumer.get(request)
-    assert session is not None
-    return session
 
 
 def wait_for_token(engine: Engine, request_id: str = "c") -> None:
@@ -252,7 +248,7 @@ def test_token_may_be_delivered_before_memory_for_the_prompt_is_found(
     both = Concurrent(producer, consumer, num_tokens, max_tokens=4)
     consumer.wait_for_answer()
     both.compute_prompt()
-    consumer.poll(lambda: consumer.scheduler.pd._client.outcomes.qsize() == 2)
+    consumer.poll(lambda: consumer.scheduler.pd.part(Consumer)._client.outcomes.qsize() == 2)
     consumer.finish_step()
     consumer.expect_tokens("c", 1)
     both.park()
@@ -270,10 +266,10 @@ def test_token_may_be_delivered_before_memory_for_the_prompt_is_found(
 @pytest.fixture
 def silent(producer: Engine) -> Iterator[None]:
     """A producer that tells nobody what it has sampled."""
-    told = producer.scheduler.pd._producer._tell_first_token
-    producer.scheduler.pd._producer._tell_first_token = lambda lease: None
+    server = producer.scheduler.pd.part(Producer)._server
+    told, server.tell_first_token = server.tell_first_token, lambda lease: None
     yield
-    producer.scheduler.pd._producer._tell_first_token = told
+    server.tell_first_token = told
 
 
 @pytest.mark.parametrize("num_tokens", [17, 96, 97, 100])
@@ -296,9 +292,9 @@ def test_token_of_a_producer_that_is_gone_is_not_waited_for(
     monkeypatch.setattr(remote_prompt, "_FIRST_TOKEN_S", 3600.0)
     both = Concurrent(producer, consumer, 100, max_tokens=4)
     both.wait_for_token()
-    producer.scheduler.pd._server.stop()
+    producer.scheduler.pd.part(Producer)._server.stop()
     both.compute_token()
-    producer.scheduler.pd._book.revoke_all()
+    producer.scheduler.pd.part(Producer)._book.revoke_all()
 
 
 @pytest.mark.usefixtures("silent")
@@ -312,7 +308,7 @@ def test_token_that_comes_after_admission_is_not_used(
     both.end_load()
     consumer.schedule_until_admitted(both.request)
     session = session_of(consumer, both.request)
-    consumer.scheduler.pd._consumer._note_first_token(session, 5)
+    consumer.scheduler.pd.part(Consumer)._note_first_token(session, 5)
     consumer.run_to_end()
     consumer.expect_tokens("c", 4)
 
@@ -382,7 +378,7 @@ def test_token_that_is_none_is_ignored(
     producer: Engine, consumer: Engine, token_id: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     params = producer.prefill("p", prompt_of(100))
-    (lease,) = producer.scheduler.pd._book._leases.values()
+    (lease,) = producer.scheduler.pd.part(Producer)._book._leases.values()
     lease.first_token_id = token_id
     consumer.add("c", prompt_of(100), params, max_tokens=4)
     consumer.run_to_end()

@@ -45,7 +45,7 @@ def add_parked(producer: Engine, consumer: Engine, prompt: list[int], faults: st
 def start_parked(producer: Engine, consumer: Engine, prompt: list[int], faults: str) -> None:
     """Like ``add_parked``, until it waits for its load; for writes slow enough to be met."""
     add_parked(producer, consumer, prompt, faults)
-    consumer.step_until("parked", "session", "LOADING")
+    consumer.step_until("parked", "loads", 1)
 
 
 def test_parked_request_gets_the_tokens_of_a_single_engine(

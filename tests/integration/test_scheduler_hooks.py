@@ -49,6 +49,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.vllm_api.queues import remove_waiting
 from vllm_ascend_pd.errors import ConfigError
@@ -357,7 +360,7 @@ class Engine:
 
     def wait_for_answer(self) -> None:
         """A producer has answered; the scheduler has not looked yet."""
-        self.poll(lambda: not self.scheduler.pd._client.outcomes.empty())
+        self.poll(lambda: not self.scheduler.pd.part(Consumer)._client.outcomes.empty())
 
     def prefill(self, request_id: str, prompt: list[int], **sampling: Any) -> dict[str, Any]:
         """Compute a prompt for a consumer; the response's ``kv_transfer_params``."""
@@ -404,6 +407,18 @@ class Engine:
                 held = [self.worker.slots.get((block.block_id, i)) for i in range(BLOCK_SIZE)]
                 expected = contents[get_block_hash(block.block_hash)]
                 assert held == expected, f"block {block.block_id} is cached with KV of other tokens"
+
+
+def session_of(engine: Engine, request: Request) -> RemotePrompt:
+    session: RemotePrompt | None = engine.scheduler.pd.part(Consumer).find(request)
+    assert session is not None
+    return session
+
+
+def tails_of(engine: Engine) -> dict[Any, Any]:
+    """Tail blocks that parked loads have brought in, and no request has taken yet."""
+    tails: dict[Any, Any] = engine.scheduler.pd.common.parking.tails
+    return tails
 
 
 @pytest.fixture(scope="session")
@@ -1244,7 +1259,7 @@ def test_tail_of_a_parked_load_goes_back_with_a_request_that_is_not_admitted(
     consumer.run(lambda: bool(consumer.worker.parked))
     consumer.worker.end_parked(next(iter(consumer.worker.parked)))
     consumer.step()
-    consumer.run(lambda: consumer.scheduler.pd._consumer.get(request).held_tail is not None)
+    consumer.run(lambda: session_of(consumer, request) in tails_of(consumer))
     consumer.abort("c")
     consumer.run_to_end()
     assert consumer.counts() == consumer.counts_at_start
@@ -1261,7 +1276,9 @@ def test_tails_of_loads_that_wait_are_not_held_against_what_runs(
     for number, name in enumerate(names):
         prompt = prompt_of(20, start=3000 + 100 * number)
         consumer.add(name, prompt, producer.prefill(f"p{number}", prompt), max_tokens=2)
-    consumer.poll(lambda: consumer.scheduler.pd._client.outcomes.qsize() == len(names))
+    consumer.poll(
+        lambda: consumer.scheduler.pd.part(Consumer)._client.outcomes.qsize() == len(names)
+    )
     consumer.run(lambda: len(consumer.worker.parked) == len(names))
     scheduler = consumer.scheduler
     has_limit_of_its_own = hasattr(scheduler, "max_num_active_reqs")  # from 0.31 on
@@ -1302,12 +1319,64 @@ def test_reset_gives_the_tail_of_a_parked_load_back(producer: Engine, engines: E
     request = consumer.add("c", prompt_of(100), params)
     consumer.run(lambda: bool(consumer.worker.parked))
     consumer.worker.end_parked(next(iter(consumer.worker.parked)))
-    session = consumer.scheduler.pd._consumer.get(request)
-    consumer.run(lambda: session.held_tail is not None)
+    session = session_of(consumer, request)
+    consumer.run(lambda: session in tails_of(consumer))
     assert consumer.scheduler.reset_prefix_cache()
-    assert session.held_tail is None
+    assert session not in tails_of(consumer)
     consumer.run_to_end()
     consumer.expect_tokens("c", 1)
+
+
+# Load or compute.
+
+
+@pytest.fixture
+def weighing(engines: Engines) -> Engine:
+    """A consumer that computes a prompt where that is sooner."""
+    return engines.make("kv_consumer", load="auto")
+
+
+def measure(consumer: Engine, load_ms: float) -> None:
+    """It computes a token in 1 ms, and loads a block in ``load_ms``."""
+    peers = consumer.scheduler.pd.part(Consumer)
+    for _ in range(100):
+        peers.speed.note(peers.bytes_per_block, load_ms)
+        peers.prefill.note(1, 1.0)
+
+
+def test_prompt_is_computed_where_that_is_sooner(producer: Engine, weighing: Engine) -> None:
+    measure(weighing, 1.1 * BLOCK_SIZE)
+    params = {**producer.prefill("p", prompt_of(100)), "return_provenance": True}
+    weighing.add("c", prompt_of(100), params)
+    steps = weighing.run_to_end()
+    assert not any(step.loads for step in steps)
+    weighing.expect_tokens("c", 1)
+    provenance = (weighing.params["c"] or {})["provenance"]
+    assert provenance["outcome"] == Cause.NOT_NEEDED.value
+    assert provenance["num_computed_tokens"] == 100
+
+
+def test_prompt_is_loaded_where_that_is_sooner(producer: Engine, weighing: Engine) -> None:
+    measure(weighing, 0.9 * BLOCK_SIZE)
+    params = producer.prefill("p", prompt_of(100))
+    request = weighing.add("c", prompt_of(100), params)
+    (load,) = weighing.schedule_until_admitted(request).loads
+    assert load.block_indices == tuple(range(7))
+    weighing.run_to_end()
+    weighing.expect_tokens("c", 1)
+
+
+def test_part_is_loaded_for_what_it_makes_usable(producer: Engine, weighing: Engine) -> None:
+    """Blocks 2 to 5 are cached here, and the last one would take longer than to compute it."""
+    weighing.warm("w", prompt_of(96))
+    weighing.evict(weighing.requests["w"], 1)
+    measure(weighing, 1.1 * BLOCK_SIZE)
+    params = producer.prefill("p", prompt_of(130))
+    request = weighing.add("c", prompt_of(130), params)
+    (load,) = weighing.schedule_until_admitted(request).loads
+    assert load.block_indices == (1,)
+    weighing.run_to_end()
+    weighing.expect_tokens("c", 1)
 
 
 # Failed loads.
@@ -1622,6 +1691,24 @@ def test_supported_engine_is_accepted(engines: Engines) -> None:
     assert engines.made == []
 
 
+def test_request_without_a_transfer_is_counted_when_it_is_scheduled_first(
+    producer: Engine,
+) -> None:
+    """Preempted, it finds more here than its prompt: what it has computed itself."""
+    params = {"do_remote_prefill": True, "return_provenance": True}
+    producer.add("c", prompt_of(20), params, max_tokens=40)
+    producer.run(lambda: len(producer.tokens["c"]) == 30)
+    while producer.in_flight:
+        producer.finish_step()
+    scheduler = producer.scheduler
+    scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+    producer.run_to_end()
+    producer.expect_tokens("c", 40)
+    provenance = (producer.params["c"] or {})["provenance"]
+    assert provenance["outcome"] == Cause.WRONG_ROLE.value
+    assert (provenance["num_local_tokens"], provenance["num_computed_tokens"]) == (0, 20)
+
+
 # The pool.
 
 
@@ -1645,7 +1732,7 @@ def pooled(engines: Engines, tmp_path: Path) -> Iterator[tuple[Engine, Callable[
         assert isinstance(lookup, Lookup)
         num_blocks = len(lookup.hashes) // lookup.hash_bytes
         worker.send(Found(lookup.lookup_id, bytes(num_blocks), True, 0.1))
-        engine.poll(lambda: not pd._kv_pool._found.empty())
+        engine.poll(lambda: not pd.part(PoolSide).source.answers.empty())
 
     yield engine, answer
     worker.stop()
@@ -1661,7 +1748,7 @@ def test_preempted_request_that_the_pool_has_nothing_for_is_resumed(
     engine.schedule()
     engine.scheduler._preempt_request(engine.scheduler.running.pop(), time.monotonic())
     engine.finish_step()
-    engine.scheduler.pd._kv_pool.source.add(request, admitted=True)
+    engine.scheduler.pd.part(PoolSide).source.add(request, admitted=True)
     assert request.status is RequestStatus.WAITING_FOR_KV
     answer()
     step = engine.schedule()

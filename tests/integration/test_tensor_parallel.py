@@ -98,7 +98,7 @@ def test_a_load_is_aborted_on_every_worker(
     transfer_id = pair.new_id()
     pair.add_prefill("both", prompt, transfer_id)
     pair.add_decode("both", prompt, transfer_id)
-    pair.consumer.step_until("both", "session", "LOADING")
+    pair.consumer.step_until("both", "loads", 1)
     pair.producer.step()
     pair.consumer.abort("both")
     pair.consumer.run()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transfers and pool have in common: loads of KV, and the contract of what runs them."""
+"""Pure values and rules that several parts share: no I/O, no threads, no vLLM."""

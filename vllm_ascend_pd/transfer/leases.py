@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.transfer.session import (
+from vllm_ascend_pd.transfer.lease_states import (
+    PRODUCER_TRANSITIONS,
     ProducerEvent,
     ProducerState,
-    next_producer_state,
 )
 from vllm_ascend_pd.types import Cause, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
@@ -163,10 +163,8 @@ class LeaseBook:
     def finish(self, lease: Lease, first_token_id: int | None = None) -> bool:
         """The prompt is computed and pinned: consumers may open it from now on."""
         with self._lock:
-            state = next_producer_state(lease.state, ProducerEvent.FINISHED)
-            if state is None:
+            if not _advance(lease, ProducerEvent.FINISHED):
                 return False
-            lease.state = state
             lease.ends_at = self._clock() + self._max_lease_s
             lease.first_token_id = first_token_id
             self._renew(lease)
@@ -328,11 +326,15 @@ class LeaseBook:
     def _end(self, transfer_id: str, event: ProducerEvent) -> bool:
         with self._lock:
             lease = self._leases.get(transfer_id)
-            state = next_producer_state(lease.state, event) if lease else None
-            if lease is None or state is None:
+            if lease is None or not _advance(lease, event):
                 return False
-            lease.state = state
             lease.cause = event.name.lower()
             del self._leases[transfer_id]
             self._closed.append(lease)
             return True
+
+
+def _advance(lease: Lease, event: ProducerEvent) -> bool:
+    """Whether it did not come too late. Under the lock."""
+    before, lease.state = lease.state, PRODUCER_TRANSITIONS.after(lease.state, event)
+    return lease.state is not before

@@ -14,12 +14,15 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ascend_pd.config import PoolConfig, PoolSave, TransferConfig
+from vllm_ascend_pd.config import PDConfig, PoolConfig, PoolSave, Role
+from vllm_ascend_pd.engine.scheduler.loads import Loads
+from vllm_ascend_pd.engine.scheduler.parking import Parking
+from vllm_ascend_pd.engine.scheduler.parts import Common
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
-from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolState
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
-from vllm_ascend_pd.engine.scheduler.saves import Saves
+from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
+from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.known_keys import KnownKeys
@@ -33,8 +36,8 @@ from vllm_ascend_pd.pool.messages import (
     Save,
     Saved,
 )
-from vllm_ascend_pd.pool.policy import Speeds
 from vllm_ascend_pd.pool.tier import Place
+from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import LoadId
 
 BLOCK_SIZE = 16
@@ -52,42 +55,45 @@ class World:
         self.pool = BlockPool(64, True, BLOCK_SIZE, enable_kv_cache_events=events)
         self.phantoms = PhantomBlocks(self.pool, BLOCK_SIZE)
         self.tables: dict[str, list[Any]] = {}
-        config = PoolConfig(breaker_failures=2, **options)
         self.known = KnownKeys(self.clock)
         pool_events = PoolEvents(self.pool, self.known, BLOCK_SIZE)
         self.manager: Any = SimpleNamespace(
             block_pool=self.pool,
             coordinator=SimpleNamespace(
-                single_type_managers=(SimpleNamespace(req_to_blocks=self.tables),)
+                single_type_managers=(
+                    SimpleNamespace(req_to_blocks=self.tables, block_size=BLOCK_SIZE),
+                )
             ),
         )
-        self.source = PoolSource(
-            self.sent.append,
-            self.phantoms,
-            pool_events,
-            config,
-            TransferConfig(),
-            self.stats,
-            BLOCK_SIZE,
-            1000,
-            lambda: False,
-            self.clock,
-            num_workers,
+        self.loads = Loads(num_workers)
+        self.scheduler: Any = SimpleNamespace(
+            kv_cache_manager=self.manager, block_size=BLOCK_SIZE, requests={}
         )
+        self.common = Common(
+            scheduler=self.scheduler,
+            config=PDConfig(
+                role=Role.BOTH,
+                engine_id="e",
+                host="127.0.0.1",
+                port=0,
+                pool=PoolConfig(**{"breaker_failures": 2, **options}),
+            ),
+            stats=self.stats,
+            bytes_per_block=1000,
+            sharding=Sharding(num_workers=num_workers),
+            phantoms=self.phantoms,
+            loads=self.loads,
+            parking=Parking(self.manager, self.phantoms, self.loads),
+        )
+        self.source = PoolSource(self.common, pool_events, self.sent.append, self.clock)
         self.saves = Saves(
-            self.sent.append,
-            self.manager,
+            self.common,
             self.known,
             pool_events,
-            Speeds(),
-            config,
-            self.stats,
-            BLOCK_SIZE,
-            blocks_per_save=4,
-            blocks_per_step=6,
+            self.sent.append,
+            SaveBounds(blocks_per_save=4, blocks_per_step=6),
             not_found=self.source.closed,
             clock=self.clock,
-            num_workers=num_workers,
         )
 
     def clock(self) -> float:
@@ -556,7 +562,7 @@ def test_nothing_found_or_a_wrong_answer_offers_nothing(world: World, places: li
     world.find(places)
     prompt = world.source.find(request)
     assert prompt is not None
-    assert prompt.state is PoolState.OVER
+    assert prompt.state is SourceState.FAILED
 
 
 def test_lookup_without_an_answer_ends_at_its_deadline(world: World) -> None:
@@ -566,7 +572,7 @@ def test_lookup_without_an_answer_ends_at_its_deadline(world: World) -> None:
     world.source.tick()
     prompt = world.source.find(request)
     assert prompt is not None
-    assert prompt.state is PoolState.OVER
+    assert prompt.state is SourceState.FAILED
     world.find([Place.DRAM] * 4)  # too late
     assert not prompt.offers
 
@@ -688,8 +694,7 @@ def test_block_that_failed_is_not_tried_again_at_once(world: World) -> None:
     assert prompt is not None
     prompt.load_started()
     result = LoadResult(LoadId(1), "checksum", 10, 1.0, failed=(7,))
-    prompt.load_ended(result)
-    world.source.load_ended(prompt, result, {6: 0, 7: 1})
+    prompt.load_ended(result, {6: 0, 7: 1}, was_parked=False)
     again = world.request(name="again")
     world.source.add(again)
     world.find([Place.DRAM] * 4)
@@ -724,7 +729,7 @@ def test_prompt_whose_peer_failed_is_counted_once(world: World) -> None:
     world.find([Place.REMOTE] * 4)
     prompt = world.source.find(request)
     assert prompt is not None
-    world.source.admitted(prompt, 16, 48, [1, 2, 3])
+    prompt.admit(16, 48, [1, 2, 3])
     assert world.source.finish(request) is origin
     assert (origin.num_local_tokens, origin.num_peer_tokens) == (0, 16)
     assert (origin.num_remote_tokens, origin.num_computed_tokens) == (48, 6)
@@ -739,8 +744,10 @@ def test_parked_load_is_attributed_to_the_tier_it_came_from(world: World) -> Non
     world.find([Place.SSD, Place.SSD, Place.REMOTE, Place.NOWHERE])
     prompt = world.source.find(request)
     assert prompt is not None
-    world.source.load_ended(prompt, LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2})
-    world.source.admitted(prompt, 0, 48, [])
+    prompt.advance(SourceEvent.PARK)
+    prompt.load_started()
+    prompt.load_ended(LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2}, was_parked=True)
+    prompt.admit(0, 48, [])
     assert (prompt.provenance.num_ssd_tokens, prompt.provenance.num_remote_tokens) == (32, 16)
     assert prompt.provenance.num_dram_tokens == 0
 
@@ -751,8 +758,10 @@ def test_blocks_that_a_load_brought_in_and_are_gone_again_are_no_source(world: W
     world.find([Place.REMOTE, Place.REMOTE, Place.REMOTE, Place.NOWHERE])
     prompt = world.source.find(request)
     assert prompt is not None
-    world.source.load_ended(prompt, LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2})
-    world.source.admitted(prompt, 0, 16, [])  # two have been evicted since
+    prompt.advance(SourceEvent.PARK)
+    prompt.load_started()
+    prompt.load_ended(LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2}, was_parked=True)
+    prompt.admit(0, 16, [])  # two have been evicted since
     assert (prompt.provenance.num_remote_tokens, prompt.provenance.num_dram_tokens) == (16, 0)
     world.source.finish(request)
     assert min(world.stats.take().values()) >= 0

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.unit.engine.test_pool_scheduler import BLOCK_SIZE, World
-from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
+from tests.unit.engine.test_pool_scheduler import World
 from vllm_ascend_pd.engine.scheduler import pool_side
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.pool.link import PoolLink
@@ -31,31 +30,15 @@ class Engine(World):
         self.worker = PoolLink("worker", self.arrived.append)
         self.worker.listen(str(address))
         self.worker.start()
-        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=100))
-        self.scheduler: Any = SimpleNamespace(
-            kv_cache_config=SimpleNamespace(
-                kv_cache_groups=[group], kv_cache_tensors=[SimpleNamespace(layers=["a", "b"])]
-            ),
-            kv_cache_manager=self.manager,
-            block_size=BLOCK_SIZE,
+        vars(self.scheduler).update(
             vllm_config=SimpleNamespace(max_concurrent_batches=num_batches),
             scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
-            requests={},
             waiting=[],
             skipped_waiting=[],
             running=[],
         )
-        executor = SimpleNamespace(collective_rpc=lambda method: [(str(address), 4)])
         self.side = PoolSide(
-            scheduler=self.scheduler,
-            engine_core=SimpleNamespace(model_executor=executor),
-            config=PDConfig(
-                role=Role.BOTH, engine_id="e", host="127.0.0.1", port=0, pool=PoolConfig()
-            ),
-            phantoms=self.phantoms,
-            stats=self.stats,
-            others_wait=lambda: False,
-            wake=lambda: None,
+            self.common, [(str(address), 4)], lambda request: None, wake=lambda: None
         )
         self.saves = self.side.saves
 
@@ -145,11 +128,11 @@ def test_of_many_answers_a_few_are_folded_in_at_a_time(engine: Engine) -> None:
     assert waiting() == requests[8:]
     prompt = engine.side.source.find(requests[17])
     assert prompt is not None
-    assert engine.side.has_answer(prompt)
+    assert engine.side.source.has_answer(prompt)
     assert waiting() == requests[24:]
     prompt = engine.side.source.find(requests[-1])
     assert prompt is not None
-    assert not engine.side.has_answer(prompt)
+    assert not engine.side.source.has_answer(prompt)
     assert waiting() == requests[-1:]
 
 

@@ -8,7 +8,6 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ from tests.unit.engine.test_pool_io_machine import NoRegistry
 from tests.unit.engine.test_pool_scheduler import World
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
-from vllm_ascend_pd.config import PDConfig, PoolConfig, Role
-from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolState
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.engine.scheduler.sources import SourceState
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool import link as pool_link
 from vllm_ascend_pd.pool.answers import fold_found, fold_saved
@@ -110,9 +108,9 @@ def answer(lookup_id: int, *places: Place) -> Found:
 def test_a_lookup_is_over_when_every_worker_has_answered(world: World) -> None:
     prompt, lookup_id = look_up(world)
     world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM), world.now)
-    assert prompt.state is PoolState.LOOKING
+    assert prompt.state is SourceState.ASKED
     world.source.on_found(answer(lookup_id, DRAM, REMOTE, NOWHERE, DRAM), world.now)
-    assert prompt.state is PoolState.READY
+    assert prompt.state is SourceState.READY
     assert [prompt.place_of(i) for i in range(4)] == [DRAM, REMOTE, NOWHERE, DRAM]
 
 
@@ -121,16 +119,16 @@ def test_a_worker_that_does_not_answer_ends_the_lookup_at_its_deadline(world: Wo
     world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM), world.now)
     world.now += 1.0
     world.source.tick()
-    assert prompt.state is PoolState.OVER
+    assert prompt.state is SourceState.FAILED
     assert world.stats.take()["pool_lookups/deadline"] == 1
     # The other one's answer comes late, and is not taken for half of another lookup's.
     world.source.on_found(answer(lookup_id, DRAM, DRAM, DRAM, DRAM), world.now)
     assert world.source._pending == {}
     other, other_id = look_up(world)
     world.source.on_found(answer(other_id, DRAM, DRAM, DRAM, DRAM), world.now)
-    assert other.state is PoolState.LOOKING
+    assert other.state is SourceState.ASKED
     world.source.on_found(answer(other_id, NOWHERE, NOWHERE, NOWHERE, NOWHERE), world.now)
-    assert other.state is PoolState.OVER
+    assert other.state is SourceState.FAILED
 
 
 EVENTS = ["packed a", "saved a", "packed b", "saved b"]
@@ -206,20 +204,8 @@ def test_workers_on_several_hosts_are_refused_by_name(tmp_path: Path) -> None:
     """A worker's socket that is not here is on another host."""
     (tmp_path / "pool").touch()
     addresses = [(str(tmp_path / "pool"), 4), ("/another-host/pool", 4)]
-    executor = SimpleNamespace(collective_rpc=lambda method: addresses)
-    nothing: Any = None
     with pytest.raises(ConfigError, match="worker 1 is on another one than the scheduler"):
-        PoolSide(
-            scheduler=nothing,
-            engine_core=SimpleNamespace(model_executor=executor),
-            config=PDConfig(
-                role=Role.BOTH, engine_id="e", host="127.0.0.1", port=0, pool=PoolConfig()
-            ),
-            phantoms=nothing,
-            stats=nothing,
-            others_wait=lambda: False,
-            wake=lambda: None,
-        )
+        PoolSide(World().common, addresses, lambda request: None, wake=lambda: None)
 
 
 # The workers, and the link to them.

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ascend_pd.config import SecurityConfig, TransferConfig
+from vllm_ascend_pd.config import PDConfig, Role
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.engine.scheduler.loads import Loads
+from vllm_ascend_pd.engine.scheduler.parking import Parking
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
@@ -188,6 +190,21 @@ def make_manager() -> KVCacheManager:
     )
 
 
+def make_common(manager: KVCacheManager, role: Role) -> Common:
+    scheduler: Any = SimpleNamespace(kv_cache_manager=manager, block_size=BLOCK_SIZE)
+    phantoms, loads = PhantomBlocks(manager.block_pool, BLOCK_SIZE), Loads()
+    return Common(
+        scheduler=scheduler,
+        config=PDConfig(role=role, engine_id="p", host="127.0.0.1", port=0),
+        stats=Stats(),
+        bytes_per_block=1,
+        sharding=Sharding(),
+        phantoms=phantoms,
+        loads=loads,
+        parking=Parking(manager, phantoms, loads),
+    )
+
+
 class ProducerProcess:
     """One start of a producer: both of its processes, and the prompts that it computes."""
 
@@ -206,16 +223,11 @@ class ProducerProcess:
         scripted: Any = ScriptedListener(network)
         self.server._listener = scripted
         self.producer = Producer(
-            self.manager,
+            make_common(self.manager, Role.PRODUCER),
             self.book,
-            "p",
+            self.server,
             epoch,
             self.endpoint,
-            Stats(),
-            BLOCK_SIZE,
-            announce=self.server.answer_waiting,
-            waits_for_loads=lambda request: False,
-            tell_first_token=self.server.tell_first_token,
             sampling_key=lambda request: b"alike",
         )
         self.grants = Grants()
@@ -254,9 +266,10 @@ class ProducerProcess:
         request.status = status
         if status is not RequestStatus.FINISHED_ABORTED:
             request.append_output_token_ids(first_token_of(request.prompt_token_ids or ()))
-        params = self.producer.finish(request)
+        ending = Ending()
+        self.producer.finish(request, ending)
         self.manager.free(request)
-        return params
+        return ending.params
 
     def preempt(self, request: Request) -> None:
         """Its blocks are gone; nobody computes it again here."""
@@ -268,8 +281,7 @@ class ProducerProcess:
         while not self.server._commands.empty():
             self.server._commands.get_nowait()()
         self.server.on_tick()
-        self.producer.collect_closed()
-        if self.producer.has_news:
+        if self.producer.settle():
             self._step({})
 
     def _step(self, num_scheduled: dict[str, int], preempted: set[str] | None = None) -> None:
@@ -312,20 +324,12 @@ class ConsumerProcess:
         self.peers = ScriptedPeers(self, self.client)
         self.client._peers = self.peers
         self.client.outcomes = _Outcomes()
-        pool = BlockPool(NUM_BLOCKS, True, BLOCK_SIZE)
         self.consumer = Consumer(
+            common=make_common(make_manager(), Role.CONSUMER),
             client=self.client,
-            phantoms=PhantomBlocks(pool, BLOCK_SIZE),
             fingerprint="same",
-            block_size=BLOCK_SIZE,
-            bytes_per_block=1,
-            transfer=TransferConfig(),
-            security=SecurityConfig(),
-            stats=Stats(),
-            others_wait=lambda: False,
-            sharding=Sharding(),
-            divides_pages=True,
             sampling_key=lambda request: b"alike",
+            divides_pages=True,
             vocab_size=VOCAB_SIZE,
         )
         self.requests: list[Request] = []
@@ -340,7 +344,7 @@ class ConsumerProcess:
         return refused
 
     def session(self, request: Request) -> RemotePrompt:
-        session = self.consumer.get(request)
+        session = self.consumer.find(request)
         assert session is not None
         return session
 
@@ -348,7 +352,7 @@ class ConsumerProcess:
         """The control thread's queue, then what the scheduler makes of the answers."""
         while not self.client._commands.empty():
             self.client._commands.get_nowait()()
-        self.consumer.collect_outcomes()
+        self.consumer.collect()
         for session in self.consumer.take_first_tokens():
             assert session.first_token_id is not None
             session.request.append_output_token_ids(session.first_token_id)
@@ -356,7 +360,7 @@ class ConsumerProcess:
     def tick(self) -> None:
         self.turn()
         self.client.on_tick()
-        self.consumer.collect_outcomes()
+        self.consumer.collect()
 
     def load(self, request: Request) -> None:
         session = self.session(request)
@@ -366,20 +370,20 @@ class ConsumerProcess:
     def admit(self, request: Request) -> None:
         session = self.session(request)
         num_peer = request.num_tokens - 1 if session.num_loads else 0
-        self.consumer.admitted(session, 0, num_peer)
+        session.admit(0, num_peer, [])
 
     def end_load(self, session: RemotePrompt, cause: str) -> None:
         self.loading.remove(session)
         result = LoadResult(LoadId(0), cause, 100, 1.0)
-        session.load_ended(result)
-        self.consumer.load_ended(session, result)
+        session.load_ended(result, {}, was_parked=session.parked)
 
     def finish(self, request: Request) -> None:
         session = self.session(request)
         self.requests.remove(request)
-        provenance = self.consumer.finish(request)
-        assert provenance is not None
-        self.ended.append((request, session, provenance))
+        ending = Ending()
+        self.consumer.finish(request, ending)
+        assert ending.provenance is not None
+        self.ended.append((request, session, ending.provenance))
 
     def stop(self) -> None:
         self.network.links = [link for link in self.network.links if link.consumer is not self]

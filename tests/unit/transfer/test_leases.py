@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from vllm_ascend_pd.transfer.lease_states import ProducerState
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
-from vllm_ascend_pd.transfer.session import ProducerState
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting

@@ -39,7 +39,7 @@ from tests.unit.transfer.session_world import (
     first_token_of,
 )
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
-from vllm_ascend_pd.transfer.session import ConsumerState
+from vllm_ascend_pd.engine.scheduler.sources import SourceState
 from vllm_ascend_pd.types import Cause, Endpoint
 
 PORTS = (7001, 7002)
@@ -70,7 +70,7 @@ class Transfers(RuleBasedStateMachine):
         self.num_added = 0
         self.num_of_the_dead = 0
         self.ended: list[tuple[Request, RemotePrompt, Any]] = []
-        self.final_states: dict[RemotePrompt, ConsumerState] = {}
+        self.final_states: dict[RemotePrompt, SourceState] = {}
 
     # The world.
 
@@ -92,8 +92,8 @@ class Transfers(RuleBasedStateMachine):
             return []
         return [(request, self.consumer.session(request)) for request in self.consumer.requests]
 
-    def sessions_in(self, *states: ConsumerState) -> list[tuple[Request, RemotePrompt]]:
-        return [(r, s) for r, s in self.sessions if s.state in states and not s.admitted]
+    def sessions_in(self, *states: SourceState) -> list[tuple[Request, RemotePrompt]]:
+        return [(r, s) for r, s in self.sessions if s.state in states]
 
     # Producers.
 
@@ -208,28 +208,28 @@ class Transfers(RuleBasedStateMachine):
         assert self.consumer is not None
         self.consumer.turn()
 
-    @precondition(lambda self: self.sessions_in(ConsumerState.READY))
+    @precondition(lambda self: self.sessions_in(SourceState.READY))
     @rule(which=pick, loads=st.booleans())
     def schedule(self, which: int, loads: bool) -> None:
         """The request is scheduled, with a load in its step or with everything at hand."""
-        ready = self.sessions_in(ConsumerState.READY)
+        ready = self.sessions_in(SourceState.READY)
         request, _ = ready[which % len(ready)]
         assert self.consumer is not None
         if loads:
             self.consumer.load(request)
         self.consumer.admit(request)
 
-    @precondition(lambda self: self.sessions_in(ConsumerState.READY, ConsumerState.LOADING))
+    @precondition(lambda self: self.sessions_in(SourceState.READY))
     @rule(which=pick)
     def load_beside_the_steps(self, which: int) -> None:
-        ready = self.sessions_in(ConsumerState.READY, ConsumerState.LOADING)
+        ready = self.sessions_in(SourceState.READY)
         assert self.consumer is not None
         self.consumer.load(ready[which % len(ready)][0])
 
-    @precondition(lambda self: self.sessions_in(ConsumerState.FAILED))
+    @precondition(lambda self: self.sessions_in(SourceState.FAILED))
     @rule(which=pick)
     def schedule_without_its_peer(self, which: int) -> None:
-        failed = self.sessions_in(ConsumerState.FAILED)
+        failed = self.sessions_in(SourceState.FAILED)
         assert self.consumer is not None
         self.consumer.admit(failed[which % len(failed)][0])
 
@@ -389,7 +389,7 @@ class Transfers(RuleBasedStateMachine):
             self.consumer.turn()
             self.clock.now += ARRIVAL_TIMEOUT_S + PEER_TIMEOUT_S
             self.consumer.tick()
-            assert not self.sessions_in(ConsumerState.OPENING), "a request waits for ever"
+            assert not self.sessions_in(SourceState.ASKED), "a request waits for ever"
             for request in list(self.consumer.requests):
                 self.consumer.finish(request)
         for _ in range(2 * int(LEASE_S / HEARTBEAT_S) + 2):
@@ -410,13 +410,12 @@ class Transfers(RuleBasedStateMachine):
 
     def _nothing_is_left(self) -> None:
         if self.consumer is not None:
-            assert len(self.consumer.consumer) == 0
+            assert self.consumer.consumer.open == {}
             assert self.consumer.consumer._users == {}
             assert self.consumer.consumer._kept_epochs == {}
             assert self.consumer.client._pending == {}
             assert self.consumer.client._kept == {}, "a heartbeat goes on"
             assert self.consumer.client.outcomes.empty()
-            assert all(session.released for _, session, _ in self.consumer.ended)
             self.ended += self.consumer.ended
         assert len(self.ended) + self.num_of_the_dead == self.num_added
         for _, session, provenance in self.ended:
@@ -484,8 +483,8 @@ def test_request_without_an_answer_beside_one_with_leaves_no_heartbeat() -> None
         world.clock_is_looked_at(which=len(PORTS))
         assert world.consumer is not None
         assert {session.state for _, session in world.sessions} == {
-            ConsumerState.DONE,
-            ConsumerState.FAILED,
+            SourceState.DONE,
+            SourceState.FAILED,
         }
         world.consumer_turn()
         assert not any(world.consumer.client._kept.values())

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import itertools
-import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.config import LoadMode, SecurityConfig, TransferConfig
+from vllm_ascend_pd.engine.scheduler.first_token import deliver
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.leases import tail_digest
-from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState
 from vllm_ascend_pd.transfer.shares import Source
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import WIRE_VERSION, FirstToken, Open, Opened, Refused, RemotePrefill
@@ -23,66 +24,62 @@ from vllm_ascend_pd.wire import WIRE_VERSION, FirstToken, Open, Opened, Refused,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.kv.load import LoadResult
-    from vllm_ascend_pd.metrics import Provenance, Stats
+    from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.transfer.control import ControlClient
-    from vllm_ascend_pd.transfer.shares import Sharding
 
 logger = limited_logger(__name__)
 
 _FIRST_BYTES_PER_MS = 300_000.0
-_SMOOTHING = 0.3
+_OVERDUE_S = 0.25
+"""Who waits for memory too long is looked for so often."""
 
 
-class Consumer:
+class Consumer(Part):
     """Scheduler thread. What crosses to the control client's thread goes through its queues."""
+
+    has_blocks = True
 
     def __init__(
         self,
+        common: Common,
         client: ControlClient,
-        phantoms: PhantomBlocks,
         fingerprint: str,
-        block_size: int,
-        bytes_per_block: int,
-        transfer: TransferConfig,
-        security: SecurityConfig,
-        stats: Stats,
-        others_wait: Callable[[], bool],
-        sharding: Sharding,
-        divides_pages: bool,
         sampling_key: Callable[[Request], bytes],
+        divides_pages: bool,
         vocab_size: int,
     ) -> None:
-        self._sampling_key = sampling_key
-        self._vocab_size = vocab_size
-        self._sharding = sharding
-        self._divides_pages = divides_pages
+        """``sampling_key``: see ``first_token``. ``divides_pages``: whether parts of pages can be
+        loaded.
+        """
+        self.transfer = common.config.transfer
+        self.block_size = common.block_size
+        self.bytes_per_block = common.bytes_per_block
+        self.speed = Speed(_FIRST_BYTES_PER_MS)
+        self.prefill = common.prefill
+        self._common = common
+        self._stats = common.stats
+        self._security = common.config.security
         self._client = client
-        self._phantoms = phantoms
-        self.fingerprint = fingerprint
-        self._block_size = block_size
-        self._bytes_per_block = bytes_per_block
-        self._transfer = transfer
-        self._security = security
-        self._stats = stats
-        self._others_wait = others_wait
-        self.sessions: dict[str, RemotePrompt] = {}
+        self._fingerprint = fingerprint
+        self._sampling_key = sampling_key
+        self._divides_pages = divides_pages
+        self._vocab_size = vocab_size
+        self.open: dict[str, RemotePrompt] = {}
         """By request id; only this class changes it."""
         self._numbers = itertools.count()
         self._first_tokens: list[RemotePrompt] = []
-        self._users: dict[tuple[Endpoint, str, str], int] = {}
+        self._users: dict[tuple[Endpoint, str, str], set[RemotePrompt]] = {}
+        """By lease."""
         self._kept_epochs: dict[tuple[Endpoint, str, str], str] = {}
         """Under which the client keeps a lease: the last user may never have been answered."""
-        self._bytes_per_ms = _FIRST_BYTES_PER_MS
+        self._overdue_at = 0.0
 
-    def __len__(self) -> int:
-        return len(self.sessions)
-
-    def get(self, request: Request) -> RemotePrompt | None:
-        return self.sessions.get(request.request_id)
+    def find(self, request: Request) -> RemotePrompt | None:
+        return self.open.get(request.request_id)
 
     def add(self, request: Request, params: dict[str, Any]) -> tuple[Cause, str] | None:
         """Check what the client sent and ask the producer; the request waits for the answer.
@@ -103,18 +100,16 @@ class Consumer:
                 "kv_transfer_params.remote_key is missing: the router must pass on all that the"
                 " producer returned, or security.secret_file be set on all engines"
             )
-        number = next(self._numbers)
-        session = RemotePrompt(request, remote, self._transfer, self._block_size, number)
-        self.sessions[request.request_id] = session
-        self._users[session.lease] = self._users.get(session.lease, 0) + 1
+        session = RemotePrompt(request, remote, self, (request.request_id, next(self._numbers)))
+        self.open[request.request_id] = session
+        self._users.setdefault(session.lease, set()).add(session)
         if request.num_tokens < 2 or request.skip_reading_prefix_cache:
             # One token is computed in any case; prompt logprobs need the whole prompt computed.
             session.provenance.outcome = Cause.NOT_NEEDED.value
-            session.advance(ConsumerEvent.ABORT)
-            self._release(session)
+            session.aborted()
             return None
-        num_full = (request.num_tokens - 1) // self._block_size
-        tail_start = num_full * self._block_size
+        num_full = (request.num_tokens - 1) // self.block_size
+        tail_start = num_full * self.block_size
         sampling_key = self._sampling_key(request)
         num_tail = request.num_tokens - tail_start - (not sampling_key)
         parent = request.block_hashes[num_full - 1] if num_full else b""
@@ -125,7 +120,7 @@ class Consumer:
             session.control,
             Open(
                 version=WIRE_VERSION,
-                fingerprint=self.fingerprint,
+                fingerprint=self._fingerprint,
                 transfer_id=remote.transfer_id,
                 epoch=remote.remote_epoch,
                 block_hashes=tuple(request.block_hashes[:num_full]),
@@ -137,12 +132,11 @@ class Consumer:
         request.status = RequestStatus.WAITING_FOR_KV
         return None
 
-    def collect_outcomes(self) -> None:
-        """Fold in what producers have answered."""
+    def collect(self) -> None:
         while not self._client.outcomes.empty():
             outcome = self._client.outcomes.get_nowait()
             request_id = outcome.key[0]
-            session = self.sessions.get(request_id)
+            session = self.open.get(request_id)
             if session is None or session.key != outcome.key:
                 continue
             if isinstance(outcome.answer, FirstToken):
@@ -151,22 +145,19 @@ class Consumer:
             if outcome.answer is None:
                 session.lose_first_token()
                 continue
-            if session.state is not ConsumerState.OPENING:
+            if not session.pending:
                 continue
             answer = self._check_workers(outcome.answer)
             if isinstance(answer, Refused):
-                session.advance(ConsumerEvent.REFUSED)
-                session.provenance.outcome = answer.cause
+                session.refused(answer.cause)
                 logger.warning(
                     "request %s: its prompt will be computed here: %s (%s)",
                     request_id,
                     answer.cause,
                     answer.detail,
                 )
-                self._release(session)
                 continue
             session.opened(answer)
-            session.advance(ConsumerEvent.OPENED)
             self._kept_epochs[session.lease] = session.epoch
             self._client.keep(session.control, session.remote.transfer_id, session.epoch)
             if answer.first_token_id is not None:
@@ -184,6 +175,11 @@ class Consumer:
         session.first_token_id = token_id
         self._first_tokens.append(session)
 
+    def origin_of(self, request: Request) -> Provenance | None:
+        """Of a request that has, or had, a peer."""
+        session = self.find(request)
+        return session.provenance if session is not None else None
+
     def take_first_tokens(self) -> list[RemotePrompt]:
         """Requests whose first token is to be delivered now."""
         if not self._first_tokens:
@@ -194,6 +190,57 @@ class Consumer:
             for session in sessions
             if session.has_first_token and not session.request.is_finished()
         ]
+
+    def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
+        self.collect()
+        for session in self.take_first_tokens():
+            request, common = session.request, self._common
+            num_full = request.num_prompt_tokens // self.block_size
+            num_cached = common.phantoms.num_leading_hits(request, num_full) * self.block_size
+            num_local = max(0, num_cached - session.num_parked_tokens)
+            assert session.first_token_id is not None
+            session.provenance.first_token = "peer"
+            output = deliver(common.scheduler, request, session.first_token_id, num_local)
+            outputs[request.client_index].append(output)
+            common.parking.cache_full_tail(session)
+
+    def settle(self) -> bool:
+        self.collect()
+        return False
+
+    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+        for new in output.scheduled_new_reqs:
+            request = self._common.scheduler.requests[new.req_id]
+            if request.num_output_tokens:  # a peer has sampled the first one
+                new.prefill_token_ids = list(request.all_token_ids)
+        if self.open and (now := time.monotonic()) >= self._overdue_at:
+            self._give_up_overdue(now)
+
+    def _give_up_overdue(self, now: float) -> None:
+        """A request that found no memory in time computes its prompt when it does, and its producer
+        gets the blocks back: else two engines could wait for each other's for ever.
+        """
+        self._overdue_at = now + _OVERDUE_S
+        for session in [x for x in self.open.values() if x.is_overdue(now)]:
+            self._common.parking.drop_tail(session)
+            self._common.phantoms.withdraw(session)
+            session.give_up(Cause.DEADLINE)
+
+    def end_step(self) -> None:
+        self._stats.add_errors(self._client.take_errors())
+
+    def forsake(self, request: Request) -> None:
+        if (session := self.find(request)) is not None:
+            session.forsake()
+
+    def identify(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def stop(self) -> None:
+        self._client.stop()
+
+    def counts(self) -> dict[str, int]:
+        return {"sessions": len(self.open)}
 
     def _check_workers(self, answer: Opened | Refused) -> Opened | Refused:
         """Refuse a producer whose workers are where this engine must not connect to, or divide
@@ -206,7 +253,7 @@ class Consumer:
                 detail = f"its worker at {worker.host!r} is neither on a loopback address nor in"
                 detail += " security.allowed_peers"
                 return Refused(answer.transfer_id, Cause.PEER_NOT_ALLOWED.value, detail)
-        ours, num_peers = self._sharding, len(answer.workers)
+        ours, num_peers = self._common.sharding, len(answer.workers)
         detail = ""
         try:
             sources = ours.sources(num_peers)
@@ -221,103 +268,34 @@ class Consumer:
                 )
         return Refused(answer.transfer_id, Cause.INCOMPATIBLE.value, detail) if detail else answer
 
-    def wants_parking(self, session: RemotePrompt, num_missing: int) -> bool:
-        """Whether this load is so long that the rest of the batch should not wait for it."""
-        if not session.is_computed or self._transfer.places_directly:
-            # Only blocks that no request holds yet may be written by a peer itself.
-            return True
-        mode = self._transfer.load_mode
-        if mode is not LoadMode.AUTO:
-            return mode is LoadMode.PARK
-        expected_ms = num_missing * self._bytes_per_block / self._bytes_per_ms
-        if expected_ms <= self._transfer.max_step_load_ms:
-            return False
-        return self._others_wait() or expected_ms > self._transfer.step_load_timeout_s * 500
+    def load_ended(self, result: LoadResult) -> None:
+        """A load of any prompt has."""
+        self._stats.add("loads", label=result.cause or "ok")
+        if result.num_bytes:
+            self._stats.add("load_bytes", result.num_bytes, result.transport)
+        self._stats.add("load_ms", result.elapsed_ms)
+        if not result.was_awaited:
+            self.speed.note(result.num_bytes, result.elapsed_ms)
 
-    def give_up(self, session: RemotePrompt, cause: Cause) -> None:
-        """The request goes on without what its peer has."""
-        if session.advance(ConsumerEvent.LOAD_FAILED):
-            session.provenance.outcome = cause.value
-            level = logging.DEBUG if cause is Cause.NOT_NEEDED else logging.WARNING
-            logger.log(
-                level,
-                "request %s: the rest of its prompt is computed here: %s",
-                session.request.request_id,
-                cause.value,
-            )
-            self._release(session)
-
-    def forsake(self, session: RemotePrompt) -> None:
-        """What its peer has is not what would be computed here any more."""
-        session.is_stale = True
-        event = ConsumerEvent.REFUSED if session.pending else ConsumerEvent.LOAD_FAILED
-        if session.advance(event):
-            session.provenance.outcome = Cause.INCOMPATIBLE.value
-            if not session.num_loads:
-                self._release(session)
-
-    def admitted(self, session: RemotePrompt, num_local: int, num_peer: int) -> None:
-        """The request is scheduled; with nothing on its way the session is over."""
-        session.admitted = True
-        prompt = session.provenance
-        prompt.num_local_tokens = num_local
-        prompt.num_peer_tokens = num_peer
-        prompt.num_computed_tokens = prompt.num_prompt_tokens - num_local - num_peer
-        prompt.num_peer_blocks = -(-num_peer // self._block_size)
-        if session.state is ConsumerState.READY:
-            self._done(session)
-
-    def load_ended(self, session: RemotePrompt, result: LoadResult) -> None:
-        """A load of this session ended; release the producer as soon as nothing more is needed."""
-        if result.num_bytes and result.elapsed_ms > 0 and not result.was_awaited:
-            measured = result.num_bytes / result.elapsed_ms
-            self._bytes_per_ms += _SMOOTHING * (measured - self._bytes_per_ms)
-        if session.num_loads:
-            return
-        if session.state.final:
-            if session.state is ConsumerState.FAILED:
-                prompt = session.provenance
-                # What a parked load brought in before stays in the prefix cache.
-                kept = min(prompt.num_peer_tokens, session.num_parked_tokens)
-                prompt.num_computed_tokens += prompt.num_peer_tokens - kept
-                prompt.num_peer_tokens = kept
-                prompt.num_peer_blocks = kept // self._block_size
-            self._release(session)
-        elif session.state is ConsumerState.READY and session.admitted:
-            self._done(session)
-
-    def finish(self, request: Request) -> Provenance | None:
-        """The request ended, by whatever cause."""
-        session = self.sessions.pop(request.request_id, None)
-        if session is None:
-            return None
-        if session.advance(ConsumerEvent.ABORT):
-            is_answered = session.has_delivered and request.status != RequestStatus.FINISHED_ABORTED
-            outcome = "first_token" if is_answered else Cause.CANCELLED.value
-            session.provenance.outcome = session.provenance.outcome or outcome
-            if not session.num_loads:
-                self._release(session)
-        self._phantoms.withdraw(session)
-        self._count(session)
-        return session.provenance
-
-    def _done(self, session: RemotePrompt) -> None:
-        session.advance(ConsumerEvent.DONE)
-        session.provenance.outcome = "loaded" if session.provenance.num_peer_tokens else "local"
-        self._release(session)
-
-    def _release(self, session: RemotePrompt) -> None:
+    def is_over(self, prompt: RemotePrompt) -> None:
         """Nothing more is read from this lease by this request; the last one gives it back."""
-        if session.released:
+        users = self._users.get(prompt.lease, set())
+        if prompt not in users:
             return
-        session.released = True
-        left = self._users.get(session.lease, 0) - 1
-        if left > 0:
-            self._users[session.lease] = left
+        users.remove(prompt)
+        if not users:
+            del self._users[prompt.lease]
+            epoch = self._kept_epochs.pop(prompt.lease, prompt.epoch)
+            self._client.release(prompt.control, prompt.remote.transfer_id, epoch)
+
+    def finish(self, request: Request, ending: Ending) -> None:
+        session = self.open.pop(request.request_id, None)
+        if session is None:
             return
-        if self._users.pop(session.lease, None) is not None:
-            epoch = self._kept_epochs.pop(session.lease, session.epoch)
-            self._client.release(session.control, session.remote.transfer_id, epoch)
+        session.aborted()
+        self._common.phantoms.withdraw(session)
+        self._count(session)
+        ending.provenance = session.provenance
 
     def _count(self, session: RemotePrompt) -> None:
         prompt = session.provenance

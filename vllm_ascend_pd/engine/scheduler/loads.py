@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailBlock:
-    """A private block that a load fills: valid while its request has not been preempted."""
+    """The block for the rest of a prompt that a load fills. It is the request's own, while that has
+    not been preempted, or one that is held for it.
+    """
 
     request: Request
     num_preemptions: int
     index: int
-    block_id: int
+    block: KVCacheBlock
 
     def is_current(self) -> bool:
         return not self.request.is_finished() and (
@@ -45,63 +47,39 @@ class LoadRecord:
 
     load_id: LoadId
     source: BlockSource
-    phantoms: list[Phantom] = field(default_factory=list)
+    filled: dict[int, int] = field(default_factory=dict)
+    """``{block id: index in the prompt}`` of the full blocks that it fills."""
     tail: TailBlock | None = None
+    phantoms: list[Phantom] = field(default_factory=list)
     users: set[Request] = field(default_factory=set)
     """Requests whose tokens are computed on these blocks."""
     computed_on: dict[int, Phantom] = field(default_factory=dict)
     """Blocks that users have computed on these ones, by block id; some are not cached."""
     parked_for: Request | None = None
-    held: list[KVCacheBlock] = field(default_factory=list)
-    held_indices: list[int] = field(default_factory=list)
-    held_tail: tuple[int, KVCacheBlock] | None = None
-    """Of a parked load: the block for the rest of the prompt, and its index there."""
-
-    def spec(self) -> LoadSpec | PoolLoadSpec:
-        if self.parked_for is not None:
-            indices = list(self.held_indices)
-            block_ids = [block.block_id for block in self.held]
-            if self.held_tail is not None:
-                index, block = self.held_tail
-                indices.append(index)
-                block_ids.append(block.block_id)
-            return self.source.make_load(
-                self.load_id,
-                tuple(indices),
-                tuple(block_ids),
-                has_tail=self.held_tail is not None,
-                in_step=False,
-            )
-        indices = [phantom.index for phantom in self.phantoms]
-        block_ids = [phantom.block.block_id for phantom in self.phantoms]
-        if self.tail is not None:
-            indices.append(self.tail.index)
-            block_ids.append(self.tail.block_id)
-        return self.source.make_load(
-            self.load_id, tuple(indices), tuple(block_ids), self.tail is not None, in_step=True
-        )
+    held: Sequence[KVCacheBlock] = ()
+    """Of a parked load: the full blocks."""
 
     def indices(self) -> dict[int, int]:
-        """``{block id: index in the prompt}`` of all blocks that it fills."""
-        indices = {phantom.block.block_id: phantom.index for phantom in self.phantoms}
-        for block, index in zip(self.held, self.held_indices, strict=True):
-            indices[block.block_id] = index
-        if self.held_tail is not None:
-            indices[self.held_tail[1].block_id] = self.held_tail[0]
-        if self.tail is not None:
-            indices[self.tail.block_id] = self.tail.index
-        return indices
+        """As ``filled``, with the tail as the last one."""
+        tail = self.tail
+        return self.filled | ({tail.block.block_id: tail.index} if tail is not None else {})
+
+    def spec(self) -> LoadSpec | PoolLoadSpec:
+        indices = self.indices()
+        return self.source.make_load(
+            self.load_id,
+            tuple(indices.values()),
+            tuple(indices),
+            has_tail=self.tail is not None,
+            in_step=self.parked_for is None,
+        )
 
     def loaded(self, result: LoadResult) -> tuple[list[int], list[KVCacheBlock]] | None:
         """Of a parked load that has ended: indices and blocks that it has filled."""
         if result.cause and not result.failed:
             return None
-        pairs = [
-            (index, block)
-            for index, block in zip(self.held_indices, self.held, strict=True)
-            if block.block_id not in result.failed
-        ]
-        return ([i for i, _ in pairs], [block for _, block in pairs]) if pairs else None
+        blocks = [block for block in self.held if block.block_id not in result.failed]
+        return ([self.filled[b.block_id] for b in blocks], blocks) if blocks else None
 
     def bad_block_ids(self, failed: Sequence[int]) -> set[int]:
         """If it failed: the blocks that still hold what it should have filled, or what was
@@ -112,9 +90,9 @@ class LoadRecord:
         loaded = [p for p in self.phantoms if not failed or p.block.block_id in failed]
         loaded_and_computed = [*loaded, *self.computed_on.values()]
         bad = {p.block.block_id for p in loaded_and_computed if p.is_current()}
-        tail = self.tail
-        if tail is not None and tail.is_current() and (not failed or tail.block_id in failed):
-            bad.add(tail.block_id)
+        tail = self.tail if self.parked_for is None else None
+        if tail is not None and tail.is_current() and (not failed or tail.block.block_id in failed):
+            bad.add(tail.block.block_id)
         return bad
 
     def spoiled_block_ids(self, failed: Sequence[int]) -> set[int]:
@@ -193,26 +171,22 @@ class Loads:
         record.tail = tail or record.tail
         record.users.add(request)
         for phantom in phantoms:
+            record.filled[phantom.block.block_id] = phantom.index
             self._in_step_blocks[phantom.block.block_id] = record
 
     def park(
         self,
-        request: Request,
         source: BlockSource,
-        indices: list[int],
-        blocks: list[KVCacheBlock],
-        tail: tuple[int, KVCacheBlock] | None = None,
+        indices: Sequence[int],
+        blocks: Sequence[KVCacheBlock],
+        tail: TailBlock | None = None,
     ) -> None:
         """Load these held blocks, and perhaps the prompt's tail, beside the steps."""
-        record = LoadRecord(
-            LoadId(next(self._ids)),
-            source,
-            parked_for=request,
-            held=blocks,
-            held_indices=indices,
-            held_tail=tail,
+        filled = {block.block_id: index for block, index in zip(blocks, indices, strict=True)}
+        load_id = LoadId(next(self._ids))
+        self.new.append(
+            LoadRecord(load_id, source, filled, tail, parked_for=source.request, held=blocks)
         )
-        self.new.append(record)
         source.load_started()
 
     def is_parked_load_of(self, request: Request, indices: Sequence[int]) -> bool:
@@ -223,7 +197,7 @@ class Loads:
             record.parked_for.block_hashes[index]
             for record in [*self.new, *self.running.values()]
             if record.parked_for is not None
-            for index in record.held_indices
+            for index in record.filled.values()
         }
         return any(request.block_hashes[index] in loading for index in indices)
 
@@ -244,9 +218,7 @@ class Loads:
         for record in [*self.new, *self.running.values()]:
             if record.parked_for is not None:
                 continue
-            loaded = {phantom.block.block_id for phantom in record.phantoms}
-            if record.tail is not None:
-                loaded.add(record.tail.block_id)
+            loaded = record.indices()
             for user in record.users:
                 blocks = get_blocks(user)
                 first = next((i for i, b in enumerate(blocks) if b.block_id in loaded), len(blocks))

@@ -13,15 +13,15 @@ import logging
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.loads import TailBlock
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-    from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
-    from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
-    from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.kv.load import LoadResult
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ class Parking:
         self._block_size = self._tables.block_size
         self._phantoms = phantoms
         self._loads = loads
-        self.holders: set[BlockSource] = set()
-        """Those with a tail that is loaded already; only this class changes it."""
+        self.tails: dict[BlockSource, KVCacheBlock] = {}
+        """Tail blocks that parked loads have filled; the requests' own from admission on."""
 
-    def park(self, source: RemotePrompt | PoolPrompt, missing: list[int]) -> bool:
+    def park(self, source: BlockSource, missing: list[int]) -> bool:
         """Load the missing blocks, at least one, beside the steps, if memory allows."""
         request = source.request
         kept = [
@@ -58,9 +58,10 @@ class Parking:
         enough = self._pool.get_num_free_blocks() - len(missing) - has_tail >= margin
         if enough:
             blocks = self._pool.get_new_blocks(len(missing))
-            tail = (num_full, self._pool.get_new_blocks(1)[0]) if has_tail else None
-            self._loads.park(request, source, missing, blocks, tail)
-            source.parked = True
+            tails = self._pool.get_new_blocks(int(has_tail))
+            tail = _tail(request, num_full, tails[0]) if has_tail else None
+            self._loads.park(source, missing, blocks, tail)
+            source.advance(SourceEvent.PARK)
         self._pool.free_blocks(reversed(kept))
         return enough
 
@@ -74,20 +75,19 @@ class Parking:
             self._phantoms.cache(request, *loaded)
             source.num_parked_tokens = len(loaded[0]) * self._block_size
         held = list(record.held)
-        if record.held_tail is not None:
+        if record.tail is not None:
             if not result.cause and wanted:
-                source.held_tail = record.held_tail[1]
-                self.holders.add(source)
+                self.tails[source] = record.tail.block
             else:
-                held.append(record.held_tail[1])
+                held.append(record.tail.block)
         if result.num_resting:
             logger.warning("%d blocks rest: a peer may still write into them", len(held))
             self._loads.rest(result, held)
         else:
             self._pool.free_blocks(reversed(held))
-        source.parked = False
+        self.cache_full_tail(source)
 
-    def take_tail(self, source: RemotePrompt | PoolPrompt, num_hits: int) -> int:
+    def take_tail(self, source: BlockSource, num_hits: int) -> int:
         """How many tokens of its tail the request is admitted with.
 
         A tail that is loaded already takes the place of the block that was just allocated for it;
@@ -98,28 +98,30 @@ class Parking:
         num_tail = source.num_tail_tokens if source.offers and num_hits == num_full else 0
         if num_tail:
             table = self._tables.req_to_blocks[request.request_id]
-            if source.held_tail is not None:
-                table[num_full], source.held_tail = source.held_tail, table[num_full]
+            if source in self.tails:
+                table[num_full], self.tails[source] = self.tails[source], table[num_full]
             else:
-                block_id = table[num_full].block_id
-                tail = TailBlock(request, request.num_preemptions, num_full, block_id)
-                self._loads.claim(request, source, [], tail)
+                self._loads.claim(request, source, [], _tail(request, num_full, table[num_full]))
         self.drop_tail(source)
         return num_tail
 
-    def cache_full_tail(self, session: RemotePrompt) -> None:
+    def cache_full_tail(self, source: BlockSource) -> None:
         """Once it has the first token, a tail block that is full is a block like the others."""
-        if session.held_tail is not None and session.is_tail_cacheable:
-            index = (session.request.num_prompt_tokens - 1) // self._block_size
-            self._phantoms.cache(session.request, [index], [session.held_tail])
-            session.num_parked_tokens += self._block_size
-            self.drop_tail(session)
+        if source in self.tails and source.is_tail_cacheable:
+            index = (source.request.num_prompt_tokens - 1) // self._block_size
+            self._phantoms.cache(source.request, [index], [self.tails[source]])
+            source.num_parked_tokens += self._block_size
+            self.drop_tail(source)
 
     def drop_tail(self, source: BlockSource) -> None:
-        if source.held_tail is not None:
-            self._pool.free_blocks([source.held_tail])
-            source.held_tail = None
-            self.holders.discard(source)
+        if (tail := self.tails.pop(source, None)) is not None:
+            self._pool.free_blocks([tail])
+
+    def leave(self, source: BlockSource) -> None:
+        """Nothing that it has is wanted any more, or its request has ended."""
+        self.drop_tail(source)
+        if source.parked:
+            self._loads.cancel(source.request)
 
     def relieve(self, is_stuck: bool) -> None:
         """Where memory is short, or no request can be scheduled, what waits does not hold any: a
@@ -127,5 +129,9 @@ class Parking:
         """
         margin = self._pool.num_gpu_blocks // _FREE_SHARE
         if is_stuck or self._pool.get_num_free_blocks() < margin:
-            for source in list(self.holders):
+            for source in list(self.tails):
                 self.drop_tail(source)
+
+
+def _tail(request: Request, index: int, block: KVCacheBlock) -> TailBlock:
+    return TailBlock(request, request.num_preemptions, index, block)

@@ -3,129 +3,110 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
 from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.pool.messages import PoolLoadSpec
 from vllm_ascend_pd.pool.tier import Place
+from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from collections.abc import Mapping, Sequence
+
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.config import TransferConfig
+    from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
+    from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
-    from vllm_ascend_pd.pool.keys import PoolNames
     from vllm_ascend_pd.types import LoadId
 
-
-class PoolState(Enum):
-    LOOKING = "looking"
-    """The lookup is on its way; the request waits for it."""
-    READY = "ready"
-    """The pool's blocks count as hits."""
-    OVER = "over"
-    """Nothing (more) is taken from the pool for this request."""
+_EXPECTED_OUTCOMES = ("", Cause.CANCELLED.value)
 
 
-class PoolEvent(Enum):
-    FOUND = "found"
-    NOTHING = "nothing"
-    """Not found, not answered in time, or the pool is bypassed."""
-    LOAD_FAILED = "load failed"
-    ADMITTED = "admitted"
-    ENDED = "ended"
-
-
-TRANSITIONS = {
-    PoolState.LOOKING: {
-        PoolEvent.FOUND: PoolState.READY,
-        PoolEvent.NOTHING: PoolState.OVER,
-        PoolEvent.ENDED: PoolState.OVER,
-    },
-    PoolState.READY: {
-        PoolEvent.LOAD_FAILED: PoolState.OVER,
-        PoolEvent.ADMITTED: PoolState.OVER,
-        PoolEvent.ENDED: PoolState.OVER,
-    },
-    PoolState.OVER: {},
-}
-
-
-class PoolPrompt:
-    """What the pool has of one request's blocks; a ``BlockSource``."""
+class PoolPrompt(BlockSource):
+    """What the pool has of one request's blocks."""
 
     def __init__(
-        self, request: Request, start: int, transfer: TransferConfig, names: PoolNames
+        self,
+        request: Request,
+        start: int,
+        source: PoolSource,
+        provenance: Provenance | None = None,
+        had_peer: bool = False,
     ) -> None:
-        self._names = names
-        self.request = request
-        self.state = PoolState.LOOKING
-        self.queued_status = request.status
-        """The status to return to when nothing is pending any more."""
+        """Blocks before ``start`` were in the prefix cache at arrival and were not asked for.
+        ``had_peer``: ``provenance`` is that of its session with a peer, which the consumer counts.
+        """
+        super().__init__(request, provenance or Provenance(request.num_prompt_tokens))
         self.start = start
-        """Blocks before this one were in the prefix cache at arrival and were not asked for."""
-        self.num_blocks = 0
-        self.num_tail_tokens = 0
-        """All but the last token of a prompt of full blocks: vLLM computes that one, and would
-        compute its whole block."""
-        self.held_tail: KVCacheBlock | None = None
-        self.placed = False
-        self.parked = False
-        self.is_stale = False
-        self.num_parked_tokens = 0
-        self.num_loads = 0
+        self.had_peer = had_peer
         self.loaded: set[int] = set()
         """Blocks that loads have brought in."""
-        self.provenance = Provenance(request.num_prompt_tokens)
-        self.had_peer = False
-        """``provenance`` is that of its session with a peer, which the consumer counts."""
-        self.admitted = False
+        self._pool = source
         self._places: bytes = b""
-        self._transfer = transfer
+        self._num_blocks = 0
+        self._num_tail_tokens = 0
 
-    def advance(self, event: PoolEvent) -> bool:
-        """Whether the event had an effect."""
-        state = TRANSITIONS[self.state].get(event)
-        if state is None:
-            return False
-        self.state = state
-        return True
-
-    @property
-    def pending(self) -> bool:
-        """Whether the pool has not answered yet."""
-        return self.state is PoolState.LOOKING
-
-    @property
-    def offers(self) -> bool:
-        return self.state is PoolState.READY and not self.parked
+    # What it has.
 
     def found(self, places: bytes) -> None:
         """``places[i]`` is that of block ``start + i``."""
         self._places = places
-        self.num_blocks = self.start + len(places.rstrip(b"\0"))
+        self._num_blocks = self.start + len(places.rstrip(b"\0"))
+        block_size = self._pool.block_size
+        if self.has_block((self.request.num_tokens - 1) // block_size):
+            self._num_tail_tokens = block_size - 1
+        self.advance(SourceEvent.FOUND)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """All but the last token of a prompt of full blocks: vLLM computes that one, and would
+        compute its whole block."""
+        return self._num_tail_tokens
 
     def has_tail(self, index: int) -> bool:
-        return self.num_tail_tokens > 0 and self.has_block(index)
+        return self._num_tail_tokens > 0 and self.has_block(index)
 
     def has_block(self, index: int) -> bool:
         return self.place_of(index) is not Place.NOWHERE
 
     def place_of(self, index: int) -> Place:
-        if not self.start <= index < self.num_blocks:
+        if not self.start <= index < self._num_blocks:
             return Place.NOWHERE
         return Place(self._places[index - self.start])
 
-    def count_computed(self, admitted: bool) -> bool:
-        """Whether the request has been admitted. Nobody says so when nothing of its prompt was to
-        be had: then all of it is computed.
-        """
-        if admitted and not self.admitted:
-            self.admitted = True
-            self.provenance.num_computed_tokens = self.provenance.num_prompt_tokens
-        return self.admitted
+    def load_ms(self, index: int) -> float:
+        return self._pool.load_ms(self.place_of(index))
+
+    @property
+    def compute_ms(self) -> float:
+        return self._pool.compute_ms
+
+    # What becomes of it.
+
+    def holds_back(self) -> bool:
+        return super().holds_back() and not (self.pending and self._pool.has_answer(self))
+
+    def use(self, plan: Plan, num_offered: int) -> None:
+        if self.plan is None:
+            self._pool.decided(self, plan, num_offered)
+        self.plan = plan
+        if plan.num_blocks < num_offered:
+            self._num_blocks, self._num_tail_tokens = plan.num_blocks, 0
+
+    def give_up(self, cause: Cause) -> None:
+        self.advance(SourceEvent.GIVE_UP)
+
+    def forsake(self) -> None:
+        super().forsake()
+        self.give_up(Cause.INCOMPATIBLE)
+
+    # Loads and admission.
 
     def make_load(
         self,
@@ -135,15 +116,89 @@ class PoolPrompt:
         has_tail: bool,
         in_step: bool,
     ) -> PoolLoadSpec:
-        hashes = tuple(self._names.name(self.request.block_hashes[i]) for i in block_indices)
-        transfer = self._transfer
+        name, transfer = self._pool.names.name, self._pool.transfer
+        hashes = tuple(name(self.request.block_hashes[i]) for i in block_indices)
         timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
         return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s, has_tail)
 
-    def load_started(self) -> None:
-        self.num_loads += 1
+    def load_ended(self, result: LoadResult, indices: Mapping[int, int], was_parked: bool) -> None:
+        super().load_ended(result, indices, was_parked)
+        origin = self.provenance
+        origin.num_pool_bytes += result.num_bytes
+        origin.transfer_ms += result.elapsed_ms
+        if result.failed or not result.cause:
+            self.loaded.update(i for b, i in indices.items() if b not in result.failed)
+        self._pool.load_ended(result, [self.place_of(i) for i in indices.values()])
+        if result.cause in _EXPECTED_OUTCOMES:
+            return
+        origin.outcome = result.cause
+        for block_id in result.failed:
+            if (index := indices.get(block_id)) is not None:
+                self._pool.failed_to_load(bytes(self.request.block_hashes[index]))
+        lost = {i for b, i in indices.items() if not result.failed or b in result.failed}
+        self._take_back(min(lost, default=0))
 
-    def load_ended(self, result: LoadResult) -> None:
-        self.num_loads -= 1
-        if result.cause:
-            self.advance(PoolEvent.LOAD_FAILED)
+    def count_computed(self, admitted: bool) -> bool:
+        """Whether the request has been admitted. Nobody says so when nothing of its prompt was to
+        be had: then all of it is computed.
+        """
+        if admitted and not self._is_counted:
+            self._is_counted = True
+            self.provenance.num_computed_tokens = self.provenance.num_prompt_tokens
+        return self._is_counted
+
+    def follow(self, is_counted: bool) -> None:
+        """It continues an earlier one of the request, whose tokens have been counted or not."""
+        self._is_counted = is_counted
+
+    def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
+        origin = self.provenance
+        num_prompt = origin.num_prompt_tokens
+        # What a failed peer brought in before lies in the prefix cache, and stays the peer's.
+        num_peer = min(origin.num_peer_tokens, num_local)
+        origin.num_peer_tokens = num_peer
+        num_local = min(num_local, num_prompt)
+        num_pool = min(num_external, num_prompt - num_local)
+        origin.num_local_tokens = num_local - num_peer
+        origin.num_computed_tokens = num_prompt - num_local - num_pool
+        self._attribute(num_pool, self.loaded.union(indices))
+
+    def _attribute(self, num_pool: int, indices: set[int]) -> None:
+        """Split the pool's tokens by tier, as the lookup saw it. ``indices`` are the blocks that it
+        has brought in, or is about to.
+        """
+        if not num_pool and not indices:
+            return
+        origin = self.provenance
+        block_size = self._pool.block_size
+        by_place = {Place.DRAM: 0, Place.REMOTE: 0, Place.SSD: 0}
+        tail = (origin.num_prompt_tokens - 1) // block_size
+        for index in indices:
+            num_tokens = block_size - (index == tail)
+            by_place[self.place_of(index) or Place.DRAM] += num_tokens
+        # Some may have been evicted since; what is not known to be elsewhere was in DRAM.
+        excess = sum(by_place.values()) - num_pool
+        for place, num_tokens in by_place.items():
+            back = min(excess, num_tokens)
+            by_place[place] -= back
+            excess -= back
+        origin.num_dram_tokens = by_place[Place.DRAM]
+        origin.num_remote_tokens = by_place[Place.REMOTE]
+        origin.num_ssd_tokens = by_place[Place.SSD]
+        if num_pool:
+            origin.outcome = origin.outcome or "loaded"
+
+    def _take_back(self, first_lost: int) -> None:
+        """Tokens from this block on are computed after all."""
+        origin = self.provenance
+        kept = first_lost * self._pool.block_size
+        names = (
+            *("num_dram_tokens", "num_remote_tokens", "num_ssd_tokens"),
+            *("num_local_tokens", "num_peer_tokens"),
+        )
+        excess = sum(getattr(origin, name) for name in names) - kept
+        for name in names:
+            back = max(0, min(excess, getattr(origin, name)))
+            setattr(origin, name, getattr(origin, name) - back)
+            origin.num_computed_tokens += back
+            excess -= back

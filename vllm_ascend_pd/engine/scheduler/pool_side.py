@@ -6,58 +6,56 @@ from __future__ import annotations
 import math
 import queue
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
-from vllm_ascend_pd.engine.scheduler.saves import Saves
-from vllm_ascend_pd.engine.sharding import bytes_per_block
+from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
 from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.known_keys import KnownKeys
-from vllm_ascend_pd.pool.link import PoolLink, pool_address
+from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import DropSaves, Found, Message, Packed, Saved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.config import PDConfig
-    from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
-    from vllm_ascend_pd.metrics import Provenance, Stats
+    from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.metrics import Provenance
 
 _DROP_TIMEOUT_S = 1.0
 _TICK_S = 0.001
-_LOOKUPS_AT_A_TIME = 8
 
 
-class PoolSide:
+class PoolSide(Part):
     """Scheduler thread; ``on_message`` alone is the link's."""
+
+    has_blocks = True
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        engine_core: Any,
-        config: PDConfig,
-        phantoms: PhantomBlocks,
-        stats: Stats,
-        others_wait: Callable[[], bool],
+        common: Common,
+        workers: Sequence[tuple[str, int]],
+        origin_of: Callable[[Request], Provenance | None],
         wake: Callable[[], None],
     ) -> None:
-        assert config.pool is not None
-        self._scheduler = scheduler
+        """``workers`` are addresses, and how many blocks each packs at a time. ``origin_of`` is
+        what the consumer says of a request that had a peer.
+        """
+        self._scheduler = scheduler = common.scheduler
+        self._origin_of = origin_of
         self._wake = wake
-        # Filled by the link's thread. Answers to lookups with the time of their arrival.
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[tuple[Found, float]] = queue.SimpleQueue()
-        workers = engine_core.model_executor.collective_rpc(pool_address)
+        self._stats = common.stats
+        self._prefill = common.prefill
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # filled by the link's thread
         for rank, (address, _) in enumerate(workers):
             if not Path(address).exists():
                 raise ConfigError(
@@ -68,37 +66,21 @@ class PoolSide:
         for address, _ in workers:
             self._link.connect(address)
         known = KnownKeys()
-        events = PoolEvents(scheduler.kv_cache_manager.block_pool, known, scheduler.block_size)
+        events = PoolEvents(common.manager.block_pool, known, common.block_size)
         options = scheduler.scheduler_config
-        blocks_per_step = options.max_num_seqs + math.ceil(
-            options.max_num_batched_tokens / scheduler.block_size
-        )
-        self._stats = stats
-        self.source = PoolSource(
-            send=self._link.send,
-            phantoms=phantoms,
-            events=events,
-            config=config.pool,
-            transfer=config.transfer,
-            stats=stats,
-            block_size=scheduler.block_size,
-            bytes_per_block=bytes_per_block(scheduler.kv_cache_config) * len(workers),
-            others_wait=others_wait,
-            num_workers=len(workers),
-        )
+        self.source = PoolSource(common, events, self._link.send)
+        self.open = self.source.open
         self.saves = Saves(
+            common,
+            known,
+            events,
             send=self._hold,
-            manager=scheduler.kv_cache_manager,
-            known=known,
-            events=events,
-            speeds=self.source.speeds,
-            config=config.pool,
-            stats=stats,
-            block_size=scheduler.block_size,
-            blocks_per_save=min(num_blocks for _, num_blocks in workers),
-            blocks_per_step=blocks_per_step,
+            bounds=SaveBounds(
+                blocks_per_save=min(num_blocks for _, num_blocks in workers),
+                blocks_per_step=options.max_num_seqs
+                + math.ceil(options.max_num_batched_tokens / common.block_size),
+            ),
             not_found=self.source.closed,
-            num_workers=len(workers),
             name=self.source.names.name,
         )
         self.has_saved = False
@@ -109,13 +91,12 @@ class PoolSide:
         self._holds = scheduler.vllm_config.max_concurrent_batches == 1
         self._next_tick_at = 0.0
         self._gauges: dict[tuple[str, str], float] = {}
-        self._gauges_of: tuple[object, ...] = ()
         self._link.start()
 
     def on_message(self, message: Message) -> None:
         """Link thread."""
         if isinstance(message, Found):
-            self._found.put((message, time.monotonic()))
+            self.source.answers.put((message, time.monotonic()))
         else:
             # A request that waits for a lookup keeps the engine stepping; a save may be the last
             # thing that goes on.
@@ -157,13 +138,12 @@ class PoolSide:
             elif isinstance(message, Saved):
                 self.saves.on_saved(message)
                 self.has_saved = True
-        self._fold_some()
+        self.source.fold_some()
         # Called for every waiting request of a pass.
         now = time.monotonic()
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
-            if self._found.empty():  # else it might be too late for what is here already
-                self.source.tick()
+            self.source.tick()
             self.saves.tick()
 
     def wait_if_nothing_else(self) -> None:
@@ -174,84 +154,106 @@ class PoolSide:
         num_requests = num_waiting(scheduler)
         if scheduler.running or not num_requests or source.num_looking < num_requests:
             return
-        until = time.monotonic() + _TICK_S
-        with suppress(queue.Empty):
-            while source.is_looking and (left_s := until - time.monotonic()) > 0:
-                source.on_found(*self._found.get(timeout=left_s))
+        source.wait_for_answers(time.monotonic() + _TICK_S)
 
-    def _fold_some(self) -> None:
-        for _ in range(_LOOKUPS_AT_A_TIME):
-            if self._found.empty():
-                return
-            self.source.on_found(*self._found.get_nowait())
+    # The part.
 
-    def has_answer(self, prompt: PoolPrompt) -> bool:
-        """Whether the lookup of a prompt that could be scheduled now is over; its answer may have
-        come after those of others.
-        """
-        while not self._found.empty():
-            self._fold_some()
-            if not prompt.pending:
-                return True
-        return False
+    def find(self, request: Request) -> PoolPrompt | None:
+        return self.source.find(request)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether a step should carry counters out, though there is nothing to compute."""
+    def arrived(self, request: Request, source: BlockSource | None) -> None:
+        if source is not None:
+            # Its producer stores the prompt.
+            self.saves.skip(request, request.num_prompt_tokens)
+        else:
+            self.source.add(request)
+
+    def take_over(self, request: Request, failed: BlockSource) -> None:
+        """What nobody else may have stored is to be stored from here."""
+        if self.source.find(request) is not None:
+            return
+        if request.status == RequestStatus.WAITING_FOR_KV:
+            request.status = failed.queued_status
+        self.saves.forget(request)
+        self.source.add(request, failed.provenance)
+
+    def settle(self) -> bool:
+        """A step also carries counters out."""
+        self.wait_if_nothing_else()
+        self.collect()
+        if self.held:
+            self.send_held_if_idle()
         return self.has_saved and not self.saves.num_under_way
 
-    def look_up_again(
-        self, preempted: Iterable[str], origin_of: Callable[[Request], Provenance | None]
-    ) -> None:
-        """Requests that have been preempted; ``origin_of`` is what the consumer says of one that
-        had a peer.
-        """
-        for request_id in preempted:
+    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+        self.has_saved = False
+        draft.ahead = self.saves.note_step(output, self._scheduler.requests)
+        for request_id in output.preempted_req_ids or ():
             request = self._scheduler.requests.get(request_id)
             if request is not None and request.status == RequestStatus.PREEMPTED:
                 self.saves.forget(request)
-                self.source.add(request, origin_of(request), admitted=True)
+                self.source.add(request, self._origin_of(request), admitted=True)
+        if self.held:
+            draft.saves = self.take_held()
+
+    def end_step(self) -> None:
+        self.saves.confirm()
+        self.set_gauges()
+
+    def take_prefetchable(self) -> Sequence[PoolPrompt]:
+        return self.source.take_queued() if self.source.queued else []
+
+    def finish(self, request: Request, ending: Ending) -> None:
+        self.saves.forget(request)
+        self.send_held_if_idle()
+        origin = self.source.finish(request)
+        ending.provenance = ending.provenance or origin
+
+    def forsake(self, request: Request) -> None:
+        if (prompt := self.source.find(request)) is not None:
+            prompt.forsake()
+        if request.num_computed_tokens:
+            # Nobody else has a use for what it computes from now on.
+            self.saves.skip(request, self._scheduler.max_model_len)
+
+    @property
+    def is_storing(self) -> bool:
+        return self.saves.num_pinned > 0
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "pool_prompts": len(self.source.open) + len(self.source.closed),
+            "pool_saves": self.saves.num_under_way,
+            "pool_pins": self.saves.num_pinned,
+        }
 
     def set_gauges(self) -> None:
         """Those that have changed."""
-        speeds = self.source.speeds
-        made_of = (
-            self.source.breaker.closed,
-            self.saves.breaker.closed,
-            self.saves.num_pinned,
-            self.saves.num_under_way,
-            speeds.tokens_per_ms,
-            *speeds.bytes_per_ms.values(),
-        )
-        if made_of == self._gauges_of:
-            return
-        self._gauges_of = made_of
         now: dict[tuple[str, str], float] = {
             ("pool_bypassed", "get"): int(not self.source.breaker.closed),
             ("pool_bypassed", "put"): int(not self.saves.breaker.closed),
             ("pool_pinned_blocks", ""): self.saves.num_pinned,
             ("pool_saves_queued", ""): self.saves.num_under_way,
-            ("pool_prefill_tokens_per_s", ""): round((speeds.tokens_per_ms or 0) * 1000),
+            ("pool_prefill_tokens_per_s", ""): round((self._prefill.per_ms or 0) * 1000),
         }
-        for place, bytes_per_ms in speeds.bytes_per_ms.items():
-            now["pool_load_bytes_per_s", place.label] = round(bytes_per_ms) * 1000
+        for place, speed in self.source.speeds.items():
+            now["pool_load_bytes_per_s", place.label] = round(speed.per_ms or 0) * 1000
         for (name, label), value in now.items():
             if self._gauges.get((name, label)) != value:
                 self._stats.set(name, value, *([label] if label else []))
         self._gauges = now
 
-    def reset(self) -> None:
+    def reset(self, reset_connector: bool) -> None:
         """Let go of every block; waits for a copy that is under way, at most a second."""
         self.saves.drop()
         deadline = time.monotonic() + _DROP_TIMEOUT_S
         while self.saves.num_pinned and time.monotonic() < deadline:
             time.sleep(0.001)
             self.collect()
-
-    def forget(self) -> None:
-        """Take the pool for empty from now on."""
-        self.saves.forget_all()
-        self.source.forget()
+        if reset_connector:
+            # From now on the pool is taken for empty.
+            self.saves.forget_all()
+            self.source.forget()
 
     def stop(self) -> None:
         self._link.stop()

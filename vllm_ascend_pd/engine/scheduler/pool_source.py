@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+import queue
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.breaker import Breaker
-from vllm_ascend_pd.config import LoadMode, PoolConfig, PoolLoad, TransferConfig
-from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolEvent, PoolPrompt, PoolState
+from vllm_ascend_pd.config import PoolLoad
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
+from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
+from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.pool.answers import fold_found
 from vllm_ascend_pd.pool.keys import PoolNames
 from vllm_ascend_pd.pool.messages import Found, Lookup, join_hashes
-from vllm_ascend_pd.pool.policy import Speeds, num_blocks_to_use
 from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.types import Cause
 
@@ -26,20 +29,27 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
+    from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
-    from vllm_ascend_pd.metrics import Provenance, Stats
+    from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.pool.messages import Message
 
 logger = logging.getLogger(__name__)
 
 _BLACKLIST_S = 30.0
+_LOOKUPS_AT_A_TIME = 8
 _PROBE_HASH = bytes(32)
 _REFRESH_S = 2.0
 """Blocks that are used without the pool are looked up this often at most."""
 _POOL_FAULTS = (Cause.POOL_FAILED.value, Cause.DEADLINE.value)
-_EXPECTED_OUTCOMES = ("", Cause.CANCELLED.value)
+# Before anything has been measured: what a slow network and a slow disk give.
+_FIRST_BYTES_PER_MS = {
+    Place.DRAM: 2_000_000.0,
+    Place.REMOTE: 300_000.0,
+    Place.SSD: 500_000.0,
+}
 
 
 @dataclass(slots=True)
@@ -61,38 +71,33 @@ class PoolSource:
 
     def __init__(
         self,
-        send: Callable[[Message], None],
-        phantoms: PhantomBlocks,
+        common: Common,
         events: PoolEvents,
-        config: PoolConfig,
-        transfer: TransferConfig,
-        stats: Stats,
-        block_size: int,
-        bytes_per_block: int,
-        others_wait: Callable[[], bool],
+        send: Callable[[Message], None],
         clock: Callable[[], float] = time.monotonic,
-        num_workers: int = 1,
     ) -> None:
-        """``bytes_per_block`` are those of all workers together."""
+        config = common.config.pool
+        assert config is not None
         self.names = PoolNames()
-        self._num_workers = num_workers
-        self._send = send
-        self._phantoms = phantoms
-        self._events = events
+        self.transfer = common.config.transfer
+        self.block_size = common.block_size
         self._config = config
-        self._transfer = transfer
-        self._stats = stats
-        self._block_size = block_size
-        self._bytes_per_block = bytes_per_block
-        self._others_wait = others_wait
+        self._common = common
+        self._phantoms = common.phantoms
+        self._stats = common.stats
+        self._events = events
+        self._send = send
         self._clock = clock
-        self.speeds = Speeds()
+        self.speeds = {place: Speed(first) for place, first in _FIRST_BYTES_PER_MS.items()}
+        """Of loads, by where the values lie."""
         self.breaker = Breaker(
             config.breaker_failures,
             config.probe_interval_s,
             slow_s=config.breaker_slow_ms / 1000,
             clock=clock,
         )
+        self.answers: queue.SimpleQueue[tuple[Found, float]] = queue.SimpleQueue()
+        """Of lookups, with the time of their arrival; the link's thread fills it."""
         self._ids = count(1)
         self._pending: dict[int, _Pending] = {}
         self.open: dict[str, PoolPrompt] = {}
@@ -102,9 +107,6 @@ class PoolSource:
         self._blacklist: dict[bytes, float] = {}
         self.queued: list[PoolPrompt] = []
         """Found, and perhaps to be loaded before a pass comes to them, see ``take_queued``."""
-
-    def __len__(self) -> int:
-        return len(self.open) + len(self.closed)
 
     def find(self, request: Request) -> PoolPrompt | None:
         """Open or closed."""
@@ -122,20 +124,18 @@ class PoolSource:
         """
         if not self._config.get or request.skip_reading_prefix_cache:
             return
-        end = (request.num_tokens - 1) // self._block_size
+        end = (request.num_tokens - 1) // self.block_size
         stop = min(end + 1, len(request.block_hashes))
         previous = self.find(request)
         # The blocks of a preempted request are still cached, and about to be taken by others.
         was_preempted = previous is not None or admitted
         start = 0 if was_preempted else self._phantoms.num_leading_hits(request, end)
-        prompt = PoolPrompt(request, start, self._transfer, self.names)
         if previous is not None:
-            prompt.provenance = previous.provenance
-            prompt.had_peer = previous.had_peer
-            prompt.admitted = previous.count_computed(admitted)
-        elif from_peer is not None:
-            prompt.provenance, prompt.had_peer = from_peer, True
-            prompt.admitted = admitted
+            prompt = PoolPrompt(request, start, self, previous.provenance, previous.had_peer)
+            prompt.follow(previous.count_computed(admitted))
+        else:
+            prompt = PoolPrompt(request, start, self, from_peer, from_peer is not None)
+            prompt.follow(admitted and prompt.had_peer)
         self.closed.pop(request.request_id, None)
         self.open[request.request_id] = prompt
         if not self.breaker.closed:
@@ -178,6 +178,27 @@ class PoolSource:
         joined, hash_bytes = join_hashes([self.names.name(h) for h in hashes])
         self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s))
 
+    def fold_some(self) -> None:
+        """Of answers that have come; a few, so that no pass pays for many."""
+        for _ in range(_LOOKUPS_AT_A_TIME):
+            if self.answers.empty():
+                return
+            self.on_found(*self.answers.get_nowait())
+
+    def has_answer(self, prompt: PoolPrompt) -> bool:
+        """Whether the lookup of a prompt that could be scheduled now is over; its answer may have
+        come after those of others.
+        """
+        while prompt.pending and not self.answers.empty():
+            self.fold_some()
+        return not prompt.pending
+
+    def wait_for_answers(self, until: float) -> None:
+        """Fold them in as they come."""
+        with suppress(queue.Empty):
+            while self.is_looking and (left_s := until - time.monotonic()) > 0:
+                self.on_found(*self.answers.get(timeout=left_s))
+
     @property
     def num_looking(self) -> int:
         """Prompts whose lookup is not answered."""
@@ -194,7 +215,7 @@ class PoolSource:
         if pending is None:
             return
         pending.answers.append(found)
-        if len(pending.answers) < self._num_workers:
+        if len(pending.answers) < self._common.sharding.num_workers:
             return
         del self._pending[found.lookup_id]
         found = fold_found(pending.answers)
@@ -206,7 +227,7 @@ class PoolSource:
         if not found.healthy:
             self._events.all_gone()
         prompt = pending.prompt
-        if prompt is None or prompt.state is not PoolState.LOOKING:
+        if prompt is None or not prompt.pending:
             return
         places = bytearray(found.places)
         if not found.healthy or len(places) + prompt.start > len(prompt.request.block_hashes):
@@ -221,18 +242,18 @@ class PoolSource:
             return
         self._count_lookup("hit")
         prompt.found(bytes(places))
-        if prompt.has_block((prompt.request.num_tokens - 1) // self._block_size):
-            prompt.num_tail_tokens = self._block_size - 1
-        prompt.advance(PoolEvent.FOUND)
-        self._decide(prompt)
+        if self._config.load is PoolLoad.NONE:
+            prompt.give_up(Cause.NOT_NEEDED)
+            self._stats.add("pool_decisions", label="none")
         self.queued.append(prompt)
 
     def _give_up(self, prompt: PoolPrompt) -> bool:
         """The pool has nothing for it; whether it was waiting for that. Without a peer, nothing
         holds the request any more, and the engine need not ask us about it.
         """
-        if not prompt.advance(PoolEvent.NOTHING):
+        if not prompt.pending:
             return False
+        prompt.advance(SourceEvent.NOTHING)
         if not prompt.had_peer:
             prompt.request.status = prompt.queued_status
             self.closed[prompt.request.request_id] = self.open.pop(prompt.request.request_id)
@@ -246,14 +267,14 @@ class PoolSource:
     def forget(self) -> None:
         """Nothing that the pool has now is taken any more."""
         for prompt in self.open.values():
-            prompt.advance(PoolEvent.ENDED)
+            prompt.give_up(Cause.CANCELLED)
         self._pending.clear()
         self._events.all_gone()
         self.names.forget()
 
     def take_queued(self) -> list[PoolPrompt]:
         """Prompts with something to load that no pass of the scheduler has come to yet."""
-        self.queued = [p for p in self.queued if p.offers and not p.placed]
+        self.queued = [p for p in self.queued if p.state is SourceState.READY]
         return list(self.queued)
 
     def _learn(self, prompt: PoolPrompt, places: bytearray) -> None:
@@ -301,138 +322,50 @@ class PoolSource:
 
     # Load or recompute.
 
-    def _decide(self, prompt: PoolPrompt) -> None:
-        """Cut what is slower to load than to compute."""
-        if self._config.load is PoolLoad.NONE:
-            prompt.advance(PoolEvent.ENDED)
-            self._stats.add("pool_decisions", label="none")
-            return
-        missing = set(self._phantoms.find_missing(prompt.request, prompt))
-        if not missing:
-            return
-        last = max(missing) + 1
-        places = [prompt.place_of(i) if i in missing else None for i in range(last)]
-        use = last
-        if self._config.load is PoolLoad.AUTO:
-            use = num_blocks_to_use(places, self.speeds, self._bytes_per_block, self._block_size)
-        label = "all" if use == last else "part" if use else "none"
+    def load_ms(self, place: Place) -> float:
+        """How long loading a block from there is expected to take."""
+        return self.speeds[place].ms(self._common.bytes_per_block)
+
+    @property
+    def compute_ms(self) -> float:
+        if self._config.load is not PoolLoad.AUTO:
+            return 0.0
+        return self._common.prefill.ms(self.block_size)
+
+    def decided(self, prompt: PoolPrompt, plan: Plan, num_offered: int) -> None:
+        """So many of the blocks that it offers are used."""
+        use = plan.num_blocks
+        label = "all" if use == num_offered else "part" if use else "none"
         self._stats.add("pool_decisions", label=label)
         logger.debug(
-            "request %s: the pool has %d of the missing blocks, %s of %d are used; load %.1f ms,"
-            " bandwidth %s bytes/ms, prefill %s tokens/ms",
-            prompt.request.request_id,
-            len(missing),
-            use,
-            last,
-            self.speeds.load_ms([place for place in places[:use] if place], self._bytes_per_block),
-            {place.label: round(speed) for place, speed in self.speeds.bytes_per_ms.items()},
-            self.speeds.tokens_per_ms,
+            "request %s: %d of %d blocks are used that the pool has; load %.1f ms, %s bytes/ms,"
+            " prefill %s tokens/ms",
+            *(prompt.request.request_id, use, num_offered, plan.load_ms),
+            {place.label: round(speed.per_ms or 0) for place, speed in self.speeds.items()},
+            self._common.prefill.per_ms,
         )
-        if use < last:
-            self.speeds.relax()
-            prompt.num_blocks = use
-            prompt.num_tail_tokens = 0
-            if not use:
-                prompt.advance(PoolEvent.ENDED)
+        if use < num_offered:
+            for speed in self.speeds.values():
+                speed.relax()
 
-    def wants_parking(self, prompt: PoolPrompt, missing: Sequence[int]) -> bool:
-        """Whether this load is so long that the rest of the batch should not wait for it."""
-        mode = self._transfer.load_mode
-        if mode is not LoadMode.AUTO:
-            return mode is LoadMode.PARK
-        places = [prompt.place_of(index) for index in missing]
-        expected_ms = self.speeds.load_ms(places, self._bytes_per_block)
-        if expected_ms <= self._transfer.max_step_load_ms:
-            return False
-        return self._others_wait() or expected_ms > self._transfer.step_load_timeout_s * 500
+    # Loads, end.
 
-    # Admission, loads, end.
-
-    def admitted(
-        self, prompt: PoolPrompt, num_local: int, num_pool: int, claimed: Sequence[int]
-    ) -> None:
-        """The request is scheduled on ``num_pool`` tokens of the pool."""
-        prompt.advance(PoolEvent.ADMITTED)
-        if prompt.admitted:
-            return
-        prompt.admitted = True
-        origin = prompt.provenance
-        num_prompt = origin.num_prompt_tokens
-        # What a failed peer brought in before lies in the prefix cache, and stays the peer's.
-        num_peer = min(origin.num_peer_tokens, num_local)
-        origin.num_peer_tokens = num_peer
-        num_local = min(num_local, num_prompt)
-        num_pool = min(num_pool, num_prompt - num_local)
-        origin.num_local_tokens = num_local - num_peer
-        origin.num_computed_tokens = num_prompt - num_local - num_pool
-        self._attribute(prompt, num_pool, prompt.loaded.union(claimed))
-
-    def _attribute(self, prompt: PoolPrompt, num_pool: int, indices: set[int]) -> None:
-        """Split the pool's tokens by tier, as the lookup saw it. ``indices`` are the blocks that it
-        has brought in, or is about to.
-        """
-        if not num_pool and not indices:
-            return
-        origin = prompt.provenance
-        by_place = {Place.DRAM: 0, Place.REMOTE: 0, Place.SSD: 0}
-        tail = (origin.num_prompt_tokens - 1) // self._block_size
-        for index in indices:
-            num_tokens = self._block_size - (index == tail)
-            by_place[prompt.place_of(index) or Place.DRAM] += num_tokens
-        # Some may have been evicted since; what is not known to be elsewhere was in DRAM.
-        excess = sum(by_place.values()) - num_pool
-        for place, num_tokens in by_place.items():
-            back = min(excess, num_tokens)
-            by_place[place] -= back
-            excess -= back
-        origin.num_dram_tokens = by_place[Place.DRAM]
-        origin.num_remote_tokens = by_place[Place.REMOTE]
-        origin.num_ssd_tokens = by_place[Place.SSD]
-        if num_pool:
-            origin.outcome = origin.outcome or "loaded"
-
-    def load_ended(self, prompt: PoolPrompt, result: LoadResult, blocks: dict[int, int]) -> None:
-        """A load has ended; ``blocks`` are its block ids with their indices in the prompt."""
+    def load_ended(self, result: LoadResult, places: Sequence[Place]) -> None:
+        """A load of any prompt has; ``places`` are those of its blocks."""
         self._stats.add("pool_loads", label=result.cause or "ok")
         self._stats.add("pool_load_ms", result.elapsed_ms)
-        prompt.provenance.num_pool_bytes += result.num_bytes
-        prompt.provenance.transfer_ms += result.elapsed_ms
-        if result.failed or not result.cause:
-            prompt.loaded.update(i for b, i in blocks.items() if b not in result.failed)
-        places = {index: prompt.place_of(index) for index in blocks.values()}
-        for place in set(places.values()):
-            share = sum(p is place for p in places.values()) / len(places)
+        for place in set(places):
+            share = places.count(place) / len(places)
             self._stats.add("pool_load_bytes", result.num_bytes * share, place.label)
-        if len(set(places.values())) == 1:
-            self.speeds.note_load(next(iter(places.values())), result.num_bytes, result.elapsed_ms)
+        if len(set(places)) == 1 and (speed := self.speeds.get(places[0])):
+            speed.note(result.num_bytes, result.elapsed_ms)
         if result.cause != Cause.CANCELLED.value:
             self._record(result.cause not in _POOL_FAULTS)
-        if result.cause in _EXPECTED_OUTCOMES:
-            return
-        prompt.provenance.outcome = result.cause
-        until = self._clock() + _BLACKLIST_S
-        for block_id in result.failed:
-            if (index := blocks.get(block_id)) is not None:
-                block_hash = bytes(prompt.request.block_hashes[index])
-                self._blacklist[block_hash] = until
-                self._events.gone(block_hash)
-        lost = {i for b, i in blocks.items() if not result.failed or b in result.failed}
-        self._take_back(prompt, min(lost, default=0))
 
-    def _take_back(self, prompt: PoolPrompt, first_lost: int) -> None:
-        """Tokens from this block on are computed after all."""
-        origin = prompt.provenance
-        kept = first_lost * self._block_size
-        names = (
-            *("num_dram_tokens", "num_remote_tokens", "num_ssd_tokens"),
-            *("num_local_tokens", "num_peer_tokens"),
-        )
-        excess = sum(getattr(origin, name) for name in names) - kept
-        for name in names:
-            back = max(0, min(excess, getattr(origin, name)))
-            setattr(origin, name, getattr(origin, name) - back)
-            origin.num_computed_tokens += back
-            excess -= back
+    def failed_to_load(self, block_hash: bytes) -> None:
+        """It is not tried again for a while."""
+        self._blacklist[block_hash] = self._clock() + _BLACKLIST_S
+        self._events.gone(block_hash)
 
     def finish(self, request: Request) -> Provenance | None:
         """The request ended, by whatever cause."""
@@ -441,7 +374,7 @@ class PoolSource:
             return None
         if self.closed.pop(request.request_id, None) is None:
             del self.open[request.request_id]
-            prompt.advance(PoolEvent.ENDED)
+            prompt.advance(SourceEvent.ABORT)
             self._phantoms.withdraw(prompt)
         prompt.count_computed(request.num_computed_tokens > 0)
         origin = prompt.provenance
@@ -455,6 +388,7 @@ class PoolSource:
 
     def tick(self) -> None:
         """Once a step: give up what is late, try a pool that is bypassed."""
-        self.expire()
+        if self.answers.empty():  # else it might be too late for what is here already
+            self.expire()
         if not self.breaker.closed:
             self._probe()

@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.vllm_api.hashes import extra_keys
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.transfer.lease_states import ProducerState
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
-from vllm_ascend_pd.transfer.session import ProducerState
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import RemotePrefill, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.metrics import Stats
+    from vllm_ascend_pd.engine.metadata import StepReport
+    from vllm_ascend_pd.transfer.control import ControlServer
+    from vllm_ascend_pd.transfer.tickets import PageServer
 
 logger = limited_logger(__name__)
 
@@ -51,7 +53,7 @@ class _Prompt:
     """Tokens that are computed, and not granted yet, as a load below them may still fail."""
 
 
-class Producer:
+class Producer(Part):
     """Scheduler thread. The lease book is shared with the control server's thread.
 
     The worker is told which blocks it may serve in the step that completes the prompt, so a
@@ -64,42 +66,31 @@ class Producer:
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        common: Common,
         book: LeaseBook,
-        engine_id: str,
+        server: ControlServer,
         epoch: Epoch,
         endpoint: Endpoint,
-        stats: Stats,
-        block_size: int,
-        announce: Callable[[], None],
-        waits_for_loads: Callable[[Request], bool],
-        tell_first_token: Callable[[Lease], None],
         sampling_key: Callable[[Request], bytes],
-        num_workers: int = 1,
-        unopened_share: float = 1.0,
     ) -> None:
-        """``announce``: leases can be opened that could not before. ``waits_for_loads``: whether
-        KV that a request is computed on may still fail to load. ``tell_first_token``: the token
-        after an announced prompt is known. ``sampling_key``: see ``first_token``.
-        """
-        self._num_workers = num_workers
-        self._max_unopened_blocks = int(unopened_share * manager.block_pool.num_gpu_blocks)
-        self._announce = announce
-        self._waits_for_loads = waits_for_loads
-        self._tell_first_token = tell_first_token
-        self._sampling_key = sampling_key
-        self._manager = manager
+        """``sampling_key``: see ``first_token``."""
+        self._common = common
+        self._stats = common.stats
+        self._block_size = common.block_size
+        self._manager = common.manager
+        unopened_share = common.config.transfer.unopened_share
+        self._max_unopened_blocks = int(unopened_share * self._manager.block_pool.num_gpu_blocks)
+        self._server = server
         self._book = book
-        self._engine_id = engine_id
         self._epoch = epoch
         self._endpoint = endpoint
-        self._stats = stats
-        self._block_size = block_size
+        self._sampling_key = sampling_key
         self.busy = False
         """Whether there may be something to tell the worker with a step."""
         self._expected: dict[str, Request] = {}
         self._prompts: dict[str, _Prompt] = {}
         self._held: set[_Prompt] = set()
+        self._page_servers: dict[int, PageServer] = {}
         self._revokes: list[LeaseRef] = []
 
     @property
@@ -118,7 +109,7 @@ class Producer:
                 if transfer_id in self._book:
                     return Cause.BAD_PARAMS, "kv_transfer_params.transfer_id is in use already"
                 self._keep(key, self._make_lease(request, TransferId(transfer_id), True))
-                self._announce()
+                self._server.answer_waiting()
         self._expected[request.request_id] = request
         self.busy = True
         return None
@@ -131,16 +122,46 @@ class Producer:
             logger.warning("%s", e)
         self.collect_closed()
 
-    def begin_step(
-        self, output: SchedulerOutput
-    ) -> tuple[tuple[LeaseRef, ...], tuple[GrantSpec, ...]]:
+    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
         """What the worker must not serve from this step on, and what it may, which this step
         computes.
         """
-        grants = tuple(self.build_grants(output))
-        revokes = self.take_revokes()
-        self.busy = bool(self._expected or self._prompts)
-        return revokes, grants
+        if self.busy:
+            draft.grants = tuple(self.build_grants(output))
+            draft.revokes = self.take_revokes()
+            self.busy = bool(self._expected or self._prompts)
+
+    def settle(self) -> bool:
+        """A step tells the worker what it may no longer serve, or what it may by now."""
+        self.collect_closed()
+        return bool(self._revokes or self._held)
+
+    def end_step(self) -> None:
+        self._stats.add_errors(self._server.take_errors())
+
+    def take_report(self, report: StepReport) -> None:
+        """Prompts can be opened once it is known where each worker, by rank, serves its pages."""
+        self._page_servers |= report.page_servers
+        ranks = range(self._common.sharding.num_workers)
+        if report.page_servers and len(self._page_servers) == len(ranks):
+            self._book.page_servers = tuple(self._page_servers[rank] for rank in ranks)
+            self._server.answer_waiting()
+
+    def recovered(self, requests: list[Request], bad_block_ids: set[int]) -> None:
+        self.revoke_blocks(bad_block_ids)
+
+    def identify(self, fingerprint: str) -> None:
+        self.revoke_all()
+        self._book.identify(fingerprint)
+
+    def reset(self, reset_connector: bool) -> None:
+        self.revoke_all()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def counts(self) -> dict[str, int]:
+        return {"leases": len(self._book), "pinned_blocks": self.num_pinned_blocks}
 
     def build_grants(self, output: SchedulerOutput) -> list[GrantSpec]:
         """Grants of the prompts that this step computes."""
@@ -175,7 +196,7 @@ class Producer:
         if num_before >= request.num_prompt_tokens or prompt.owner is not request:
             return None
         lease.block_ids = self._block_ids(request)
-        if lease.announced and self._waits_for_loads(request):
+        if lease.announced and self._common.loads.is_under(request):
             prompt.num_held = num_after
             self._held.add(prompt)
             return None
@@ -188,7 +209,7 @@ class Producer:
         grants = []
         for prompt in list(self._held):
             assert prompt.owner is not None
-            if not self._waits_for_loads(prompt.owner):
+            if not self._common.loads.is_under(prompt.owner):
                 self._held.discard(prompt)
                 grants.append(self._spec(prompt.lease, prompt.num_held, prompt.num_held))
         return grants
@@ -228,8 +249,11 @@ class Producer:
                 self._max_unopened_blocks,
             )
 
-    def finish(self, request: Request) -> dict[str, Any] | None:
-        """The request ended: pin and lease its prompt, or take the grant back."""
+    def finish(self, request: Request, ending: Ending) -> None:
+        ending.params = self._finish(request)
+
+    def _finish(self, request: Request) -> dict[str, Any] | None:
+        """Pin and lease its prompt, or take the grant back."""
         if self._expected.pop(request.request_id, None) is None:
             return None
         prompt = self._prompts.get(_prompt_key(request.request_id))
@@ -243,18 +267,18 @@ class Producer:
         lease = prompt.lease
         is_owner = prompt.owner is request
         if is_owner and self._book.finish(lease, _first_token(request, lease)):
-            self._tell_first_token(lease)
+            self._server.tell_first_token(lease)
             blocks = self._manager.get_blocks(request.request_id).blocks[0]
             prompt.pinned = list(blocks[: len(lease.block_ids)])
             self._manager.block_pool.touch(prompt.pinned)
             self._make_way()
         return RemotePrefill(
-            remote_engine_id=self._engine_id,
+            remote_engine_id=self._common.config.engine_id,
             remote_host=self._endpoint.host,
             remote_port=self._endpoint.port,
             remote_key=self._endpoint.key,
             remote_block_ids=lease.block_ids,
-            tp_size=self._num_workers,
+            tp_size=self._common.sharding.num_workers,
             transfer_id=lease.transfer_id,
             remote_epoch=self._epoch,
             remote_num_tokens=lease.num_tokens,
@@ -269,11 +293,6 @@ class Producer:
             prompt = self._prompts.pop(key)
             self._held.discard(prompt)
             self._manager.block_pool.free_blocks(reversed(prompt.pinned))
-
-    @property
-    def has_news(self) -> bool:
-        """Whether an idle engine must step to tell its worker what it may serve."""
-        return bool(self._revokes or self._held)
 
     def take_revokes(self) -> tuple[LeaseRef, ...]:
         """Leases that the worker must not serve from this step on."""
@@ -293,7 +312,7 @@ class Producer:
         self._book.revoke_all()
         self.collect_closed()
 
-    def revoke(self, request: Request) -> None:
+    def forsake(self, request: Request) -> None:
         """What was promised of the prompt that it is still to compute, or computes."""
         prompt = self._prompts.get(_prompt_key(request.request_id))
         if prompt is not None and prompt.lease.state is ProducerState.OPEN:

@@ -15,12 +15,22 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.log_limit import limited_logger
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.engine.metadata import StepMeta
+    from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+    from vllm_ascend_pd.engine.scheduler.parts import Common
+    from vllm_ascend_pd.kv.load import LoadResult
+
+logger = limited_logger(__name__)
 
 
 def find_affected(
@@ -47,14 +57,6 @@ def find_affected(
     return affected, bad
 
 
-def clear(output: SchedulerOutput, block_ids: frozenset[int], meta: StepMeta | None) -> None:
-    """Have the runner zero these blocks before its forward, but for those that the step loads."""
-    loaded = {i for load in (meta.loads if meta is not None else ()) for i in load.block_ids}
-    spoiled = sorted(block_ids - loaded)
-    if spoiled:
-        output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *spoiled]
-
-
 def recover(scheduler: Scheduler, bad_block_ids: set[int]) -> tuple[list[Request], set[int]]:
     """Evict and preempt; returns the preempted requests and all evicted block ids."""
     manager = scheduler.kv_cache_manager
@@ -74,3 +76,73 @@ def recover(scheduler: Scheduler, bad_block_ids: set[int]) -> tuple[list[Request
         # It may be resumed by the very next step, with its whole block table.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return preempted, bad
+
+
+class LoadEnds:
+    """Scheduler thread. One way for every load that ends, well or not."""
+
+    def __init__(
+        self, common: Common, on_recovered: Callable[[list[Request], set[int]], None]
+    ) -> None:
+        """``on_recovered`` is told the requests that a failed load has preempted, and what blocks
+        hold nothing good.
+        """
+        self._scheduler = common.scheduler
+        self._common = common
+        self._on_recovered = on_recovered
+        self._is_cpu = common.scheduler.vllm_config.device_config.device_type == "cpu"
+        self._spoiled: set[int] = set()
+        """Blocks that the next step clears."""
+
+    def fold(self, report: StepReport) -> None:
+        """Of one worker or all of them; before any token of the step is used."""
+        loads = self._common.loads
+        bad_block_ids: set[int] = set()
+        for result in filter(None, map(loads.fold, report.results)):
+            bad_block_ids |= self._end(result)
+        loads.note_rested(report.rested)
+        rested = loads.take_rested()
+        self._spoil({block.block_id for block in rested})  # a peer may have written in the end
+        self._common.manager.block_pool.free_blocks(reversed(rested))
+        if bad_block_ids:
+            self._recover(bad_block_ids)
+
+    def _end(self, result: LoadResult) -> set[int]:
+        """The block ids that must be recovered from."""
+        record = self._common.loads.end(result.load_id)
+        if record.parked_for is not None:
+            self._common.parking.end(record, result)
+        record.source.load_ended(result, record.indices(), record.parked_for is not None)
+        if not result.cause:
+            return set()
+        self._spoil(record.spoiled_block_ids(result.failed))
+        bad = record.bad_block_ids(result.failed)
+        self._common.phantoms.withdraw(record.source)
+        for request in record.users:
+            if request.status == RequestStatus.PREEMPTED and request.num_stale_output_tokens:
+                request.drop_stale_output = True
+        return bad
+
+    def _recover(self, bad_block_ids: set[int]) -> None:
+        preempted, bad = recover(self._scheduler, bad_block_ids)
+        self._spoil(bad)
+        self._common.stats.add("recovered_requests", len(preempted))
+        for request in preempted:
+            logger.warning("request %s: recomputing after a failed load", request.request_id)
+            if request.prefill_stats is not None:
+                request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
+        self._on_recovered(preempted, bad)
+
+    def _spoil(self, block_ids: set[int]) -> None:
+        """Of a failed load: have the next step clear them, where that matters."""
+        if self._is_cpu:
+            self._spoiled |= block_ids
+
+    def clear_spoiled(self, output: SchedulerOutput, meta: StepMeta | None) -> None:
+        """Have the runner zero these blocks before its forward, but for those that it loads."""
+        if not self._spoiled:
+            return
+        loaded = {i for load in (meta.loads if meta is not None else ()) for i in load.block_ids}
+        if spoiled := sorted(self._spoiled - loaded):
+            output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *spoiled]
+        self._spoiled = set()

@@ -8,105 +8,129 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.config import PeerLoad
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.transfer.load import LoadSpec
-from vllm_ascend_pd.transfer.session import ConsumerEvent, ConsumerState, next_consumer_state
-from vllm_ascend_pd.types import Endpoint, LoadId
+from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from collections.abc import Mapping, Sequence
+
     from vllm.v1.request import Request
 
-    from vllm_ascend_pd.config import TransferConfig
+    from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+    from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.wire import Opened, RemotePrefill, Worker
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _FIRST_TOKEN_S = 1.0
 """Longest wait for a first token that was promised, once all KV is in place. It comes right behind
 the KV unless the producer has stopped; one that has gone is noticed at once."""
+_BEFORE_ADMISSION = (
+    *(SourceState.ASKED, SourceState.READY, SourceState.PARKED, SourceState.PLACED),
+)
 
 
-class RemotePrompt:
-    """One request's session with its producer; a ``BlockSource`` once it is opened."""
+class RemotePrompt(BlockSource):
+    """One request's session with its producer."""
 
     def __init__(
-        self,
-        request: Request,
-        remote: RemotePrefill,
-        transfer: TransferConfig,
-        block_size: int,
-        number: int,
+        self, request: Request, remote: RemotePrefill, peers: Consumer, key: tuple[str, int]
     ) -> None:
-        self.request = request
-        self.key = request.request_id, number
-        """Unlike the request's id it is not used again."""
+        """``key``: unlike the request's id it is not used again."""
+        super().__init__(request, Provenance(request.num_prompt_tokens))
+        self.key = key
         self.remote = remote
         self.control = Endpoint(remote.remote_host, remote.remote_port, remote.remote_key)
-        self.state = ConsumerState.OPENING
-        self.queued_status = request.status
-        """The status to return to when nothing is pending any more."""
-        self.num_loads = 0
-        self.placed = False
-        """Whether it has been decided to load in a step or parked."""
-        self.parked = False
-        """Whether a parked load is under way; the request waits for it."""
-        self.is_stale = False
-        """Whether the request is hashed anew: what loads bring in has other hashes."""
-        self.num_parked_tokens = 0
-        """Tokens that a parked load has brought into the prefix cache."""
-        self.held_tail: KVCacheBlock | None = None
-        """The prompt's tail block, loaded by a parked load; the request's own from admission on."""
         self.epoch = remote.remote_epoch
-        self.is_computed = True
-        """Whether the producer had the whole prompt when it was opened."""
-        self.place_until = math.inf
-        """When it is given up to find memory for a prompt that is still computed."""
-        self.admit_until = math.inf
-        """When it is given up to find memory for the request; its peer holds blocks meanwhile."""
         self.first_token_id: int | None = None
         """What the producer has sampled after the prompt."""
-        self.admitted = False
-        self.released = False
-        self.provenance = Provenance(request.num_prompt_tokens)
-        self._transfer = transfer
-        self._block_size = block_size
+        self._peers = peers
+        self._transfer = peers.transfer
+        self._block_size = peers.block_size
         self._workers: tuple[Worker, ...] = ()
         self._num_blocks = 0
         self._num_tail_tokens = 0
         """Of the block that holds the prompt's last token, perhaps with it, perhaps all."""
+        self._num_kept_tokens = 0
+        """Of those counted as the peer's: what stays if its loads fail after all."""
         self._first_token_follows = False
         self._first_token_until = math.inf
-
-    def advance(self, event: ConsumerEvent) -> bool:
-        """Whether the event had an effect."""
-        state = next_consumer_state(self.state, event)
-        if state is None:
-            return False
-        self.state = state
-        self.admit_until = time.monotonic() + self._transfer.admission_timeout_s
-        return True
-
-    def is_overdue(self, now: float) -> bool:
-        """Whether it has waited too long for memory, with nothing on its way."""
-        waits = self.state is ConsumerState.READY and not self.admitted
-        return waits and not self.num_loads and now >= self.admit_until
+        self._admit_until = math.inf
+        """When it is given up to find memory for the request; its peer holds blocks meanwhile."""
 
     @property
     def lease(self) -> tuple[Endpoint, str, str]:
         """What several requests may share: all of it, since a client may mix them up."""
         return self.control, self.remote.transfer_id, self.remote.remote_epoch
 
-    @property
-    def pending(self) -> bool:
-        """Whether the producer has not answered yet."""
-        return self.state is ConsumerState.OPENING
+    def advance(self, event: SourceEvent) -> None:
+        super().advance(event)
+        self._admit_until = time.monotonic() + self._transfer.admission_timeout_s
+        if event is SourceEvent.DONE:
+            self.provenance.outcome = "loaded" if self.provenance.num_peer_tokens else "local"
+            self._peers.is_over(self)
+
+    # What the producer says.
+
+    def opened(self, answer: Opened) -> None:
+        self._num_blocks = answer.num_blocks
+        self._num_tail_tokens = answer.num_tail_tokens
+        self._first_token_follows = answer.first_token_follows
+        self._workers = answer.workers
+        self.epoch = answer.epoch
+        self._set_complete(answer.is_computed)
+        self.place_until = time.monotonic() + self._transfer.load_timeout_s
+        self.advance(SourceEvent.FOUND)
+
+    def _set_complete(self, is_complete: bool) -> None:
+        self.is_complete = is_complete
+        # Only blocks that no request holds yet may be written by a peer itself.
+        self.always_parks = not is_complete or self._transfer.places_directly
+
+    def refused(self, cause: str) -> None:
+        self.provenance.outcome = cause
+        self.advance(SourceEvent.NOTHING)
+        self._peers.is_over(self)
 
     @property
-    def offers(self) -> bool:
-        """Whether the lookup of the waiting request may count on this source."""
-        return self.state in (ConsumerState.READY, ConsumerState.LOADING) and not self.parked
+    def has_first_token(self) -> bool:
+        """Whether the first token is there and has not been delivered yet."""
+        return (
+            self.first_token_id is not None
+            and self.state in _BEFORE_ADMISSION
+            and not self.request.num_output_tokens
+        )
+
+    def holds_back(self) -> bool:
+        return super().holds_back() or self.has_first_token
+
+    def delays(self) -> bool:
+        """For its first token."""
+        if not self._first_token_follows or self.first_token_id is not None or self.state.final:
+            return False
+        now = time.monotonic()
+        self._first_token_until = min(self._first_token_until, now + _FIRST_TOKEN_S)
+        waits = now < self._first_token_until
+        if not waits:
+            logger.warning(
+                "request %s: the first token, promised by %s, did not come; it is computed here",
+                self.request.request_id,
+                self.control,
+            )
+        return waits
+
+    def lose_first_token(self) -> None:
+        """If it has not come yet, it does not come any more."""
+        self._first_token_until = -math.inf
+
+    # What it has.
 
     @property
     def is_tail_cacheable(self) -> bool:
@@ -126,53 +150,79 @@ class RemotePrompt:
         """The last token is computed in any case: that is the prompt's or the first after it."""
         return min(self._num_tail_tokens, (self.request.num_tokens - 1) % self._block_size)
 
-    @property
-    def has_first_token(self) -> bool:
-        """Whether the first token is there and has not been delivered yet."""
-        return (
-            self.first_token_id is not None
-            and not self.admitted
-            and not self.state.final
-            and not self.request.num_output_tokens
-        )
-
-    @property
-    def has_delivered(self) -> bool:
-        """Whether the request has an output token before it is scheduled."""
-        return self.request.num_output_tokens > 0 and not self.admitted
-
-    def waits_for_first_token(self) -> bool:
-        """Whether the request, whose KV is in place, should wait a little more."""
-        if not self._first_token_follows or self.first_token_id is not None or self.state.final:
-            return False
-        now = time.monotonic()
-        self._first_token_until = min(self._first_token_until, now + _FIRST_TOKEN_S)
-        waits = now < self._first_token_until
-        if not waits:
-            logger.warning(
-                "request %s: the first token, promised by %s, did not come; it is computed here",
-                self.request.request_id,
-                self.control,
-            )
-        return waits
-
-    def lose_first_token(self) -> None:
-        """If it has not come yet, it does not come any more."""
-        self._first_token_until = -math.inf
-
-    def opened(self, answer: Opened) -> None:
-        self._num_blocks = answer.num_blocks
-        self._num_tail_tokens = answer.num_tail_tokens
-        self._first_token_follows = answer.first_token_follows
-        self._workers = answer.workers
-        self.epoch = answer.epoch
-        self.is_computed = answer.is_computed
-        self.place_until = time.monotonic() + self._transfer.load_timeout_s
+    def has_block(self, index: int) -> bool:
+        return index < self.num_blocks
 
     def has_tail(self, index: int) -> bool:
         follows = self._first_token_follows and not self.request.num_output_tokens
         num_tokens = self._num_tail_tokens if follows else self.num_tail_tokens
         return num_tokens > 0 and self.num_blocks == index
+
+    def load_ms(self, index: int) -> float:
+        return self._peers.speed.ms(self._peers.bytes_per_block)
+
+    @property
+    def compute_ms(self) -> float:
+        if self._transfer.load is PeerLoad.ALL or not self.is_complete:
+            return 0.0
+        return self._peers.prefill.ms(self._block_size)
+
+    def use(self, plan: Plan, num_offered: int) -> None:
+        self.plan = plan
+        if plan.num_blocks < num_offered:
+            self._peers.speed.relax()
+            self._num_blocks, self._num_tail_tokens = plan.num_blocks, 0
+
+    # What becomes of it.
+
+    @property
+    def offers(self) -> bool:
+        """Also to a request that was preempted while its load is under way, and is loaded again."""
+        return super().offers or self.state is SourceState.ADMITTED
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether it has waited too long for memory, with nothing on its way."""
+        waits = self.state in (SourceState.READY, SourceState.PLACED) and not self.num_loads
+        return waits and now >= self._admit_until
+
+    def give_up(self, cause: Cause) -> None:
+        if self.state.final:
+            return
+        self.advance(SourceEvent.GIVE_UP)
+        self.provenance.outcome = cause.value
+        level = logging.DEBUG if cause is Cause.NOT_NEEDED else logging.WARNING
+        logger.log(
+            level,
+            "request %s: the rest of its prompt is computed here: %s",
+            self.request.request_id,
+            cause.value,
+        )
+        if not self.num_loads:
+            self._peers.is_over(self)
+
+    def forsake(self) -> None:
+        super().forsake()
+        self.give_up(Cause.INCOMPATIBLE)
+
+    @property
+    def hands_on(self) -> bool:
+        return super().hands_on and self.provenance.outcome != Cause.NOT_NEEDED.value
+
+    def aborted(self) -> None:
+        """The request has ended."""
+        if not self.state.final:
+            is_answered = (
+                self.request.num_output_tokens > 0
+                and self.state in _BEFORE_ADMISSION
+                and self.request.status != RequestStatus.FINISHED_ABORTED
+            )
+            self.advance(SourceEvent.ABORT)
+            outcome = "first_token" if is_answered else Cause.CANCELLED.value
+            self.provenance.outcome = self.provenance.outcome or outcome
+            if not self.num_loads:
+                self._peers.is_over(self)
+
+    # Loads and admission.
 
     def make_load(
         self,
@@ -187,7 +237,7 @@ class RemotePrompt:
         timeout_s = self._transfer.step_load_timeout_s
         if not in_step:
             timeout_s = self._transfer.load_timeout_s
-            if not self.is_computed:
+            if not self.is_complete:
                 timeout_s = self._transfer.prefill_timeout_s
                 num_awaited = self.num_blocks + has_tail
         return LoadSpec(
@@ -203,22 +253,31 @@ class RemotePrompt:
             num_awaited=num_awaited,
         )
 
-    def load_started(self) -> None:
-        self.num_loads += 1
-        self.advance(ConsumerEvent.LOAD)
-
-    def has_block(self, index: int) -> bool:
-        return index < self.num_blocks
-
-    def load_ended(self, result: LoadResult) -> None:
-        self.num_loads -= 1
+    def load_ended(self, result: LoadResult, indices: Mapping[int, int], was_parked: bool) -> None:
+        prompt = self.provenance
+        prompt.num_peer_bytes += result.num_bytes
+        prompt.transfer_ms += result.elapsed_ms
+        prompt.transport = result.transport or prompt.transport
+        prompt.outcome = result.cause or prompt.outcome
         # A load that waited for the prompt has ended: from now on all of it can be read.
-        self.is_computed = True
-        self.provenance.num_peer_bytes += result.num_bytes
-        self.provenance.transfer_ms += result.elapsed_ms
-        self.provenance.transport = result.transport or self.provenance.transport
-        if result.cause:
-            self.provenance.outcome = result.cause
-            self.advance(ConsumerEvent.LOAD_FAILED)
-        elif not self.num_loads:
-            self.advance(ConsumerEvent.LOADED)
+        self._set_complete(True)
+        self._peers.load_ended(result)
+        super().load_ended(result, indices, was_parked)
+        self._admit_until = time.monotonic() + self._transfer.admission_timeout_s
+        if self.num_loads or not self.state.final:
+            return
+        if self.state is SourceState.FAILED:
+            # What a parked load brought in before stays in the prefix cache.
+            kept = min(prompt.num_peer_tokens, self._num_kept_tokens)
+            prompt.num_computed_tokens += prompt.num_peer_tokens - kept
+            prompt.num_peer_tokens = kept
+            prompt.num_peer_blocks = kept // self._block_size
+        self._peers.is_over(self)
+
+    def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
+        prompt = self.provenance
+        prompt.num_local_tokens = num_local
+        prompt.num_peer_tokens = num_external
+        prompt.num_computed_tokens = prompt.num_prompt_tokens - num_local - num_external
+        prompt.num_peer_blocks = -(-num_external // self._block_size)
+        self._num_kept_tokens = self.num_parked_tokens

@@ -22,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from vllm.v1.request import Request
@@ -46,16 +46,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from vllm.distributed.kv_events import BlockStored
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_ascend_pd.config import PoolConfig
+    from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
-    from vllm_ascend_pd.metrics import Stats
     from vllm_ascend_pd.pool.known_keys import KnownKeys
     from vllm_ascend_pd.pool.messages import Message
-    from vllm_ascend_pd.pool.policy import Speeds
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +83,6 @@ class _Save:
 
 
 class _Step(msgspec.Struct):
-    started: float
-    num_tokens: int
     requests: list[tuple[Request, int, int]]
     """Those that may have full blocks to store after it: request, its number of preemptions, how
     many of its tokens are computed then.
@@ -100,50 +95,51 @@ class _Step(msgspec.Struct):
         return {block_id: spec.ahead_id for spec in self.ahead for block_id in spec.block_ids}
 
 
+class SaveBounds(NamedTuple):
+    blocks_per_save: int
+    """What a worker packs at a time."""
+    blocks_per_step: int
+    """How many blocks one step may take."""
+
+
 class Saves:
     """Scheduler thread. ``send`` hands a message to every worker and never blocks."""
 
     def __init__(
         self,
-        send: Callable[[Message], None],
-        manager: KVCacheManager,
+        common: Common,
         known: KnownKeys,
         events: PoolEvents,
-        speeds: Speeds,
-        config: PoolConfig,
-        stats: Stats,
-        block_size: int,
-        blocks_per_save: int,
-        blocks_per_step: int,
+        send: Callable[[Message], None],
+        bounds: SaveBounds,
         not_found: Container[str],
         clock: Callable[[], float] = time.monotonic,
-        num_workers: int = 1,
         name: Callable[[bytes], bytes] = bytes,
     ) -> None:
-        """``name`` is what a block is called in the pool, by its hash. ``blocks_per_step`` is how
-        many blocks one step may take; ``not_found`` are the ids of requests of which the pool had
-        nothing when they came.
+        """``name`` is what a block is called in the pool, by its hash; ``not_found`` are the ids of
+        requests of which the pool had nothing when they came.
         """
+        config = common.config.pool
+        assert config is not None
         self._name = name
         self._not_found = not_found
-        self._num_workers = num_workers
+        self._num_workers = common.sharding.num_workers
         self._send = send
-        self._pool = manager.block_pool
-        (self._tables,) = manager.coordinator.single_type_managers
+        self._pool = common.manager.block_pool
+        (self._tables,) = common.manager.coordinator.single_type_managers
         self._known = known
         self._events = events
-        self._speeds = speeds
         self._config = config
-        self._stats = stats
-        self._block_size = block_size
-        self._blocks_per_save = blocks_per_save
+        self._stats = common.stats
+        self._block_size = common.block_size
+        self._blocks_per_save = bounds.blocks_per_save
         self._clock = clock
         self._max_pinned = max(1, self._pool.num_gpu_blocks // _PINNED_SHARE)
         # With memory this short, blocks are evicted unsaved rather than kept from a step.
-        self._min_free = min(blocks_per_step, self._max_pinned)
+        self._min_free = min(bounds.blocks_per_step, self._max_pinned)
         self._evictions: Evictions | None = None
         if config.save is PoolSave.EVICTION:
-            self._evictions = Evictions(self._pool, blocks_per_step)
+            self._evictions = Evictions(self._pool, bounds.blocks_per_step)
         self.breaker = Breaker(
             config.breaker_failures,
             config.probe_interval_s,
@@ -155,7 +151,6 @@ class Saves:
         self._ahead_ids = count(1)
         self._packs_ahead = config.put and self._evictions is None
         self._steps: deque[_Step] = deque()
-        self._last_output_at = 0.0
         self._saved: dict[str, int] = {}
         self._under_way: dict[int, _Save] = {}
         self._pending_hashes: set[bytes] = set()
@@ -177,9 +172,9 @@ class Saves:
         """A step is about to go out; ``num_computed_tokens`` are still those before it. What it may
         pack while it computes.
         """
-        now = self._clock()
-        announces = self._packs_ahead and now >= self._resume_at and self.breaker.closed
-        step = _Step(now, output.total_num_scheduled_tokens, [])
+        resumes = self._clock() >= self._resume_at
+        announces = self._packs_ahead and resumes and self.breaker.closed
+        step = _Step([])
         self._steps.append(step)
         block_ids: list[int] = []
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -221,13 +216,9 @@ class Saves:
         if not self._steps:
             return
         step = self._steps.popleft()
-        now = self._clock()
-        started = max(step.started, self._last_output_at)
-        self._speeds.note_step(step.num_tokens, (now - started) * 1000)
-        self._last_output_at = now
         if not self._config.put:
             return
-        may_store = now >= self._resume_at
+        may_store = self._clock() >= self._resume_at
         packed: dict[int, _Save] = {}
         ahead_ids = step.ahead_ids() if step.ahead else {}
         for request, num_preemptions, num_computed in step.requests:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast prompts are computed here, as the steps show it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.engine.scheduler.parts import StepDraft
+from vllm_ascend_pd.engine.scheduler.prefill_meter import PrefillMeter
+from vllm_ascend_pd.kv.cost import Speed
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 1.0
+        self.speed = Speed()
+        self.meter = PrefillMeter(self.speed, lambda: self.now)
+
+    def begin(self, num_tokens: int) -> None:
+        output: Any = SimpleNamespace(total_num_scheduled_tokens=num_tokens)
+        self.meter.begin_step(output, StepDraft())
+
+    def end_after(self, elapsed_s: float) -> None:
+        self.now += elapsed_s
+        self.meter.end_step()
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_tokens_of_a_step_by_its_time(world: World) -> None:
+    world.begin(256)
+    world.end_after(0.1)
+    assert world.speed.per_ms == pytest.approx(2.56)
+
+
+def test_small_steps_say_nothing_about_prefill(world: World) -> None:
+    world.begin(1)
+    world.end_after(0.01)
+    assert world.speed.per_ms is None
+
+
+def test_step_that_was_sent_ahead_begins_when_the_one_before_it_ends(world: World) -> None:
+    world.begin(1)
+    world.begin(256)
+    world.end_after(1.0)
+    world.end_after(0.1)
+    assert world.speed.per_ms == pytest.approx(2.56)
+
+
+def test_output_of_no_step_says_nothing(world: World) -> None:
+    world.end_after(1.0)
+    assert world.speed.per_ms is None

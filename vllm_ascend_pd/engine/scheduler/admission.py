@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How requests that wait come to their blocks: which source is next, how its blocks are loaded, and
+what of it counts when the request is scheduled.
+
+    waits in WAITING_FOR_KV          try_promote: place or park what is missing, or go on without
+    lookup                           what the source has counts as cached, see ``phantom``
+    allocated
+        |<--------------------- hits --------------------->|<- tail ->|
+        [cached here][phantom: loaded now][parked before]   [ source ] [computed ...
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd.config import LoadMode
+from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
+from vllm_ascend_pd.engine.vllm_api.queues import waiting_queues
+from vllm_ascend_pd.kv.cost import Plan, Question, plan
+from vllm_ascend_pd.types import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm_ascend_pd.engine.scheduler.parts import Common, Part, StepDraft
+    from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+
+_QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+"""Of what waits for memory only."""
+_PARKED = Plan(0, True, 0.0)
+"""Of what is parked in any case: there is nothing to weigh."""
+
+
+class Admission:
+    """Scheduler thread."""
+
+    def __init__(self, common: Common) -> None:
+        self._scheduler = common.scheduler
+        self.parts: list[Part] = []
+        """Those that have blocks, in the order in which they are asked."""
+        self._manager = common.manager
+        self._phantoms = common.phantoms
+        self._loads = common.loads
+        self._parking = common.parking
+        self._transfer = common.config.transfer
+        self._block_size = common.block_size
+
+    # Which source.
+
+    def source_of(self, request: Request) -> BlockSource | None:
+        """The first one that may still give something, else the last that was asked."""
+        last = None
+        for part in self.parts:
+            if (source := part.open.get(request.request_id)) is not None:
+                if not source.state.final:
+                    return source
+                last = source
+        return last
+
+    def hand_on(self, request: Request) -> None:
+        """Where a source has failed, the next one is asked before the rest is computed."""
+        failed = None
+        for part in self.parts:
+            if failed is not None:
+                part.take_over(request, failed)
+            if (source := part.find(request)) is not None:
+                failed = source if source.hands_on else None
+
+    def leave(self, request: Request) -> None:
+        """It has ended, or wants nothing any more of what its sources have."""
+        for part in self.parts:
+            if (source := part.find(request)) is not None:
+                self._phantoms.withdraw(source)
+                self._parking.leave(source)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has a source that could give something."""
+        return not any(part.open for part in self.parts)
+
+    # Waiting.
+
+    def try_promote(self, request: Request) -> bool:
+        source = self.source_of(request)
+        if source is None or source.state.final:
+            self.hand_on(request)
+            source = self.source_of(request)
+        if source is None:
+            if request.status == RequestStatus.WAITING_FOR_KV:
+                request.status = RequestStatus.WAITING
+            return request.status in _QUEUED  # else it waits for a grammar, say
+        if source.holds_back():
+            return False
+        if source.state is SourceState.READY and not self._place(source):
+            # Without it, the next one may be asked.
+            return source.state.final and self.try_promote(request)
+        if source.delays():
+            return False
+        request.status = source.queued_status
+        return request.status in _QUEUED
+
+    def _place(self, source: BlockSource) -> bool:
+        """Decide how its blocks come; whether the request may be scheduled now."""
+        missing = self._phantoms.find_missing(source.request, source)
+        if self._loads.is_parked_load_of(source.request, missing):
+            # Another request's load brings these blocks in; then they are ordinary hits.
+            return False
+        if missing:
+            missing, parks = self._plan(source, missing)
+            if not missing:
+                source.give_up(Cause.NOT_NEEDED)
+                return False
+            if parks and self._parking.park(source, missing):
+                return False
+        if source.is_complete:
+            source.advance(SourceEvent.PLACE)
+            return True
+        # Only a tail is missing, which is computed sooner than it would come, or no memory for the
+        # rest has been found so far.
+        if not missing:
+            source.give_up(Cause.NOT_NEEDED)
+        elif time.monotonic() >= source.place_until:
+            source.give_up(Cause.DEADLINE)
+        return False
+
+    def _plan(self, source: BlockSource, missing: list[int]) -> tuple[list[int], bool]:
+        """What of the missing blocks is loaded, and whether beside the steps."""
+        if source.always_parks:
+            source.plan = _PARKED
+            return missing, True
+        num_offered = missing[-1] + 1
+        absent = set(missing)
+        decided = plan(
+            Question(
+                load_ms=[source.load_ms(i) if i in absent else None for i in range(num_offered)],
+                compute_ms=source.compute_ms,
+                mode=self._transfer.load_mode,
+                max_step_ms=self._transfer.max_step_load_ms,
+                step_timeout_ms=self._transfer.step_load_timeout_s * 1000,
+                others_wait=self._others_wait(),
+            )
+        )
+        source.use(decided, num_offered)
+        return [i for i in missing if i < decided.num_blocks], decided.parks
+
+    def _others_wait(self) -> bool:
+        """Whether an in-step load would hold up other requests."""
+        return bool(self._scheduler.running) or len(self._scheduler.requests) > 1
+
+    def begin_step(self, output: SchedulerOutput) -> None:
+        """What waits gives memory back that others need."""
+        if self._parking.tails:
+            self._parking.relieve(self._is_stuck(output))
+
+    def _is_stuck(self, output: SchedulerOutput) -> bool:
+        """Nothing runs, and a request that waits for nothing has found no memory."""
+        scheduler = self._scheduler
+        return not (output.num_scheduled_tokens or scheduler.running) and any(
+            request.status in _QUEUED
+            for requests in waiting_queues(scheduler)
+            for request in requests
+        )
+
+    def add_loads(self, draft: StepDraft) -> None:
+        loads = self._loads
+        if loads.new or loads.running:
+            draft.cancels = loads.take_cancels()
+            loads.note_computed(
+                lambda request: self._manager.get_blocks(request.request_id).blocks[0]
+            )
+        self._prefetch()
+        draft.loads = loads.take_new()
+
+    def _prefetch(self) -> None:
+        """What requests wait for to which no pass has come: load it while they queue."""
+        if self._transfer.load_mode is LoadMode.STEP:
+            return
+        for part in self.parts:
+            for source in part.take_prefetchable():
+                missing = self._phantoms.find_missing(source.request, source)
+                if missing and not self._loads.is_parked_load_of(source.request, missing):
+                    missing, _ = self._plan(source, missing)
+                    if missing:
+                        self._parking.park(source, missing)
+                    else:
+                        source.give_up(Cause.NOT_NEEDED)
+
+    # Lookup and allocation.
+
+    def look_up(self, request: Request, hit: tuple[Any, int, int]) -> tuple[Any, int, int]:
+        source = self.source_of(request)
+        if source is None or not source.offers:
+            return hit
+        blocks = self._phantoms.publish(request, hit[0][0], source)
+        num_full = (request.num_tokens - 1) // self._block_size
+        num_tail = source.num_tail_tokens if len(blocks) == num_full else 0
+        return (blocks,), len(blocks) * self._block_size + num_tail, hit[2]
+
+    def split_tail(self, request: Request, num_local: int, num_external: int) -> tuple[int, int]:
+        num_tail = num_local % self._block_size
+        if not num_tail or self.source_of(request) is None:
+            return num_local, num_external
+        return num_local - num_tail, num_external + num_tail
+
+    def allocated(self, request: Request, hits: Sequence[KVCacheBlock]) -> None:
+        """The request has committed to ``hits``."""
+        phantoms = self._phantoms.claim(hits)
+        for phantom in phantoms:
+            self._loads.claim(request, phantom.source, [phantom], None)
+        self._loads.note_user(request, hits)
+        num_hit = len(hits) * self._block_size
+        num_external = len(phantoms) * self._block_size
+        source = self.source_of(request) or self._find(request)
+        if source is not None:
+            num_external = min(num_hit, num_external + source.num_parked_tokens)
+            indices = [phantom.index for phantom in phantoms]
+            num_tail = self._parking.take_tail(source, len(hits))
+            if num_tail:
+                indices.append(len(hits))
+            source.admit(num_hit - num_external, num_external + num_tail, indices)
+            num_external += num_tail
+            num_hit += num_tail
+        stats = request.prefill_stats
+        if stats is not None and num_external:
+            if request.num_preemptions:  # of which the engine counts nothing anew
+                stats.set(request.num_prompt_tokens, num_hit - num_external, num_external)
+            else:
+                stats.num_local_cached_tokens -= num_external
+                stats.num_external_cached_tokens += num_external
+
+    def _find(self, request: Request) -> BlockSource | None:
+        return next(filter(None, (part.find(request) for part in self.parts)), None)

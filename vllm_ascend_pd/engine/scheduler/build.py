@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The composition root of the scheduler's side: what an engine of some role is made of."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.engine import EngineCoreRequestType
+
+from vllm_ascend_pd.config import PDConfig, PeerLoad, WeightReading
+from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
+from vllm_ascend_pd.engine.fingerprint import fingerprint
+from vllm_ascend_pd.engine.logs import adopt_engine_logging
+from vllm_ascend_pd.engine.registration import Registrar
+from vllm_ascend_pd.engine.scheduler.arrivals import Arrivals
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.engine.scheduler.first_token import make_sampling_key
+from vllm_ascend_pd.engine.scheduler.gauges import EngineInfo, RouterContact
+from vllm_ascend_pd.engine.scheduler.identity import Identity
+from vllm_ascend_pd.engine.scheduler.loads import Loads
+from vllm_ascend_pd.engine.scheduler.parking import Parking
+from vllm_ascend_pd.engine.scheduler.parts import Common, Part
+from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.engine.scheduler.prefill_meter import PrefillMeter
+from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
+from vllm_ascend_pd.engine.scheduler.supported import check_supported
+from vllm_ascend_pd.engine.self_description import describe
+from vllm_ascend_pd.engine.sharding import bytes_per_block, can_divide_pages, sharding
+from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.metrics import Stats
+from vllm_ascend_pd.net.trust import Trust
+from vllm_ascend_pd.pool.link import pool_address
+from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
+from vllm_ascend_pd.transfer.leases import LeaseBook
+from vllm_ascend_pd.types import Epoch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_ascend_pd.types import Endpoint
+
+logger = limited_logger(__name__)
+
+
+def create(scheduler: Scheduler) -> SchedulerSide:
+    """Check that this engine can take part, then open what its role needs."""
+    adopt_engine_logging()
+    config = PDConfig.from_kv_transfer_config(scheduler.vllm_config.kv_transfer_config)
+    check_supported(scheduler)
+    if is_ascend(scheduler.vllm_config):
+        check_roles(ascend_facts(scheduler.vllm_config), config.role)
+    shorten_turns()
+    sleep_where_cores_are_few(scheduler.vllm_config.parallel_config.world_size)
+    # A parked load is not ordered against a step that is still writing freed blocks.
+    has_loads = config.role.consumes or config.pool is not None
+    if has_loads and scheduler.vllm_config.max_concurrent_batches > 1:
+        scheduler.defer_block_free = True
+    return _Builder(scheduler, config).build()
+
+
+class _Builder:
+    """Of one engine. What it makes keeps nothing of it but the loop that it wakes."""
+
+    def __init__(self, scheduler: Scheduler, config: PDConfig) -> None:
+        self._scheduler = scheduler
+        self._config = config
+        self._engine_core: Any = None
+        self._epoch = Epoch(secrets.token_hex(8))
+        self._trust = Trust.load(config.security.secret_file)
+        vllm_config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
+        self._fingerprint = fingerprint(vllm_config, scheduler.kv_cache_config)
+        self._sampling_key = make_sampling_key(vllm_config, config.transfer.first_token)
+        shares = sharding(vllm_config)
+        phantoms = PhantomBlocks(manager.block_pool, scheduler.block_size)
+        loads = Loads(shares.num_workers)
+        self._common = Common(
+            scheduler=scheduler,
+            config=config,
+            stats=Stats(),
+            bytes_per_block=bytes_per_block(scheduler.kv_cache_config) * shares.num_workers,
+            sharding=shares,
+            phantoms=phantoms,
+            loads=loads,
+            parking=Parking(manager, phantoms, loads),
+        )
+
+    def build(self) -> SchedulerSide:
+        config, parts = self._config, list[Part]()
+        producer = consumer = endpoint = None
+        if config.role.produces:
+            producer, endpoint = self._producer()
+            parts.append(producer)
+        if config.role.consumes:
+            consumer = self._consumer()
+            parts.append(consumer)
+        if config.pool is not None or config.transfer.load is PeerLoad.AUTO:
+            parts.append(PrefillMeter(self._common.prefill))
+        labels = (config.engine_id, config.role.value, self._epoch, str(endpoint or ""))
+        master = (config.pool.master or "its own") if config.pool is not None else ""
+        parts.append(EngineInfo(self._common, self._trust, (*labels, self._fingerprint, master)))
+        if config.router.url:
+            parts.append(self._router_contact(endpoint))
+        logger.debug("fingerprint: %s", self._fingerprint)
+        arrivals = Arrivals(config.role, self._common.stats, producer, consumer)
+        return SchedulerSide(self._common, parts, arrivals, self._complete)
+
+    def _producer(self) -> tuple[Producer, Endpoint]:
+        config, transfer = self._config, self._config.transfer
+        book = LeaseBook(
+            self._epoch, self._fingerprint, transfer.lease_s, time.monotonic, transfer.max_lease_s
+        )
+        server = ControlServer(
+            config.host, config.port, book, self._wake, self._trust, transfer.arrival_timeout_s
+        )
+        producer = Producer(
+            self._common, book, server, self._epoch, server.endpoint, self._sampling_key
+        )
+        server.start()
+        logger.info("in-engine transfers: consumers reach this engine at %s", server.endpoint)
+        return producer, server.endpoint
+
+    def _consumer(self) -> Consumer:
+        vllm_config, transfer = self._scheduler.vllm_config, self._config.transfer
+        client = ControlClient(
+            transfer.peer_timeout_s, transfer.lease_s / 3, self._trust, transfer.arrival_timeout_s
+        )
+        consumer = Consumer(
+            common=self._common,
+            client=client,
+            fingerprint=self._fingerprint,
+            sampling_key=self._sampling_key,
+            divides_pages=can_divide_pages(vllm_config, self._scheduler.kv_cache_config),
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+        )
+        client.start()
+        return consumer
+
+    def _router_contact(self, endpoint: Endpoint | None) -> RouterContact:
+        """``endpoint`` is where consumers reach this engine."""
+        registrar = Registrar(
+            self._config.router,
+            describe(self._scheduler, self._config, self._epoch, self._fingerprint, endpoint),
+            self._is_draining,
+            self._wake,
+        )
+        registrar.start()
+        return RouterContact(self._common, registrar)
+
+    def _complete(self, side: SchedulerSide, engine_core: Any) -> None:
+        """Add what needs the engine's workers."""
+        self._engine_core = engine_core
+        executor, num_workers = engine_core.model_executor, self._common.sharding.num_workers
+        if num_workers > 1:
+            # Else the engine hears of one worker only, as without a connector.
+            executor.kv_output_aggregator = KVOutputAggregator(num_workers)
+        side.identity = Identity(
+            self._scheduler,
+            engine_core,
+            self._config.identity is WeightReading.FULL,
+            side.forsake,
+            lambda generation: side.identify(f"{self._fingerprint} generation={generation}"),
+        )
+        executor.pd = side
+        if self._config.pool is not None:
+            workers = executor.collective_rpc(pool_address)
+            consumer = side.part(Consumer)
+            side.add(
+                PoolSide(
+                    self._common,
+                    workers,
+                    consumer.origin_of if consumer is not None else lambda request: None,
+                    self._wake,
+                )
+            )
+
+    def _is_draining(self) -> bool:
+        """Whether the engine was asked to end. Called by the registrar's thread."""
+        return (
+            self._engine_core is not None
+            and not getattr(self._engine_core, "is_running", lambda: True)()
+        )
+
+    def _wake(self) -> None:
+        """Make the engine loop look at ``has_pending_work``. Called by other threads."""
+        input_queue = getattr(self._engine_core, "input_queue", None)
+        if input_queue is not None:
+            input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast this engine computes prompts, from what its steps take."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_ascend_pd.kv.cost import Speed
+
+_MIN_TOKENS = 32
+"""Smaller steps say nothing about prefill."""
+
+
+class PrefillMeter(Part):
+    def __init__(self, speed: Speed, clock: Callable[[], float] = time.monotonic) -> None:
+        self._speed = speed
+        self._clock = clock
+        self._steps: deque[tuple[float, int]] = deque()
+        self._last_end = 0.0
+
+    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+        self._steps.append((self._clock(), output.total_num_scheduled_tokens))
+
+    def end_step(self) -> None:
+        if not self._steps:
+            return
+        began, num_tokens = self._steps.popleft()
+        now = self._clock()
+        if num_tokens >= _MIN_TOKENS:
+            # A step that was sent ahead begins when the one before it ends.
+            self._speed.note(num_tokens, (now - max(began, self._last_end)) * 1000)
+        self._last_end = now
