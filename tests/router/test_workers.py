@@ -196,6 +196,21 @@ def test_requests_in_progress_end_before_the_workers_do(tmp_path: Path) -> None:
     run(test)
 
 
+def test_second_signal_ends_the_requests_in_progress(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            c.decode.token_s = 1.0
+            posting = asyncio.ensure_future(c.post(max_tokens=1000))
+            await c.until(lambda: c.decode.num_in_progress)
+            c.process.terminate()
+            await c.until(lambda: c.output.count("stopping: up to") == NUM_WORKERS)
+            assert not posting.done()
+        # The second one came at the end of ``cluster``, which waits for less than --drain-timeout.
+        assert await asyncio.gather(posting, return_exceptions=True) != [200]
+
+    run(test)
+
+
 def test_workers_end_with_their_keeper(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path) as c:
