@@ -59,7 +59,7 @@ def parse(raw: Any, wanted: type[_T], path: str = "", top: str = "") -> _T:
     elif kind == Size:
         found = parse_size(name, raw)
     else:
-        if isinstance(raw, float) and raw.is_integer():
+        if int in (kind, *inner) and isinstance(raw, float) and raw.is_integer():
             raw = int(raw)  # some writers of JSON make 8e6 of 8000000
         try:
             found = msgspec.convert(raw, kind)

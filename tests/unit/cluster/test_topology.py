@@ -77,6 +77,11 @@ def test_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
         parse({"model": "m", **changes})
 
 
+def test_option_of_an_engine_stays_as_it_is_written() -> None:
+    parsed = parse({"model": "m", "args": {"gpu-memory-utilization": 1.0}})
+    assert render_args(parsed.args) == ["--gpu-memory-utilization", "1.0"]
+
+
 @pytest.mark.parametrize("raw", [None, [], "model", 7])
 def test_not_a_mapping(raw: Any) -> None:
     with pytest.raises(ConfigError, match="the topology must be a mapping"):
