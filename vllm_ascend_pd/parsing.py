@@ -53,7 +53,10 @@ def parse(raw: Any, wanted: type[_T], path: str = "", top: str = "") -> _T:
     elif origin is not Annotated and type(None) in inner:
         found = None if raw is None else parse(raw, inner[0], path)
     elif origin is dict and isinstance(raw, Mapping):
-        found = {key: parse(item, inner[1], f"{path}.{key}") for key, item in raw.items()}
+        found = {
+            parse(key, inner[0], f"a key of {name}"): parse(item, inner[1], f"{path}.{key}")
+            for key, item in raw.items()
+        }
     elif origin is tuple and isinstance(raw, list | tuple):
         found = tuple(parse(item, inner[0], f"{path}[{i}]") for i, item in enumerate(raw))
     elif kind == Size:

@@ -66,6 +66,7 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"hosts": {"a": {"address": "node-a"}}}, "hosts.a.address must be an IP address"),
         ({"hosts": {"a": {"cores": "0..3"}}}, "hosts.a.cores: '0..3' is not a list of cores"),
         ({"hosts": {"a": {}, "b": {}}}, "hosts.a.address 127.0.0.1 is a loopback address"),
+        ({"hosts": {1: {}}}, "a key of hosts must be a string, not 1"),
         ({"hosts": []}, r"hosts must be a mapping, not \[\]"),
         ({"device": "tpu"}, r"device: 'tpu' is not one of \['cpu', 'cuda', 'npu'\]"),
         ({"args": {"port": 1}}, "args.port: set by the topology itself"),
