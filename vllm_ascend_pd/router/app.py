@@ -43,6 +43,7 @@ from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
 from vllm_ascend_pd.router.relay import Relay
+from vllm_ascend_pd.router.releases import Releases
 from vllm_ascend_pd.router.retries import RetryBudget
 from vllm_ascend_pd.router.selection import Labels, Selector, Unavailable
 from vllm_ascend_pd.router.skipping import Skipper
@@ -127,6 +128,7 @@ class Router:
             lengths,
             self.metrics,
             self.tracing,
+            Releases(config.timeouts.prefill_s, self.metrics),
         )
         self.passthrough = Passthrough(
             config, self.selector, self.admission, self.legs, self.metrics

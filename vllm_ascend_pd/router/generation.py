@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,54 +34,47 @@ BATCH_AT_ONCE = 64
 _OF_ONE_CHAT = ("kv_transfer_params", "prompt_logprobs", "prompt_text", "prompt_token_ids")
 
 
+@dataclass(slots=True)
 class Generation:
     """Event loop thread."""
 
-    def __init__(
-        self,
-        relay: Relay,
-        selector: Selector,
-        passthrough: Passthrough,
-        lengths: PromptLengths,
-        config: RouterConfig,
-    ) -> None:
-        self._relay = relay
-        self._selector = selector
-        self._passthrough = passthrough
-        self._lengths = lengths
-        self._config = config
-        self._tokenizer = Tokenizer()
+    relay: Relay
+    selector: Selector
+    passthrough: Passthrough
+    lengths: PromptLengths
+    config: RouterConfig
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
 
     async def serve(self, trace: Trace) -> web.StreamResponse:
-        raw = await read_body(trace.request, self._config.timeouts.body_s)
+        raw = await read_body(trace.request, self.config.timeouts.body_s)
         trace.headers.append((b"content-type", b"application/json"))
         if trace.request.path != BATCH:
             return await self._one(trace, parse(trace.request.path, raw))
         chats = split_batch(raw)
         if chats is None:
-            return await self._passthrough.send(trace, raw)
+            return await self.passthrough.send(trace, raw)
         return await self._batch(trace, [parse(CHAT, chat) for chat in chats])
 
     async def _one(self, trace: Trace, body: Body) -> web.StreamResponse:
-        check_model(body.model, self._selector.decodes)
-        key = self._config.session_key
+        check_model(body.model, self.selector.decodes)
+        key = self.config.session_key
         routed = Routed(
-            self._lengths.estimate(body.model, body.prompt),
+            self.lengths.estimate(body.model, body.prompt),
             body.num_max_tokens,
             session_of(trace.request, key) or (body.string(key) if key else None),
             model=body.model,
             previous_response=body.previous_response,
             alone=body.decode_only,
         )
-        if self._selector.policy.needs_token_ids:
+        if self.selector.policy.needs_token_ids:
             await self._find_token_ids(body, routed, trace.headers)
-        return await self._relay.serve(Job(body, routed, trace))
+        return await self.relay.serve(Job(body, routed, trace))
 
     async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
         routed.is_salted = "cache_salt" in body.fields
-        instance = self._selector.decode(Routed(model=body.model))
+        instance = self.selector.decode(Routed(model=body.model))
         if body.decode_only is None and not isinstance(instance, Unavailable):
-            routed.token_ids = await self._tokenizer.token_ids(body, instance, headers)
+            routed.token_ids = await self.tokenizer.token_ids(body, instance, headers)
             if routed.token_ids is not None:
                 routed.num_prompt_tokens = len(routed.token_ids)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.admission import Admission, Admitted
@@ -48,22 +49,15 @@ ENGINE_PATHS = (
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "PATCH"})
 
 
+@dataclass(slots=True)
 class Passthrough:
     """Event loop thread. No retries: the router does not know what these requests do."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        selector: Selector,
-        admission: Admission,
-        legs: Legs,
-        metrics: Metrics,
-    ) -> None:
-        self._config = config
-        self._selector = selector
-        self._admission = admission
-        self._legs = legs
-        self._metrics = metrics
+    config: RouterConfig
+    selector: Selector
+    admission: Admission
+    legs: Legs
+    metrics: Metrics
 
     async def serve(self, trace: Trace) -> web.StreamResponse:
         request, own = trace.request, {"x-request-id": trace.request_id}
@@ -80,7 +74,7 @@ class Passthrough:
             trace.status, trace.outcome = 400, "client_error"
             message = f"{request.path}: no WebSocket is passed on, connect to a decode engine"
             return error_response(400, "not_passed_on", message, headers=own)
-        raw = await read_body(request, self._config.timeouts.body_s)
+        raw = await read_body(request, self.config.timeouts.body_s)
         if content_type := request.headers.get("Content-Type"):
             trace.headers.append((b"content-type", content_type.encode()))
         return await self.send(trace, raw)
@@ -93,8 +87,8 @@ class Passthrough:
         elif raw:
             raw, model = parse_other(raw)
         if raw:
-            check_model(model, self._selector.decodes)
-        session = session_of(request, self._config.session_key)
+            check_model(model, self.selector.decodes)
+        session = session_of(request, self.config.session_key)
         routed = Routed(
             session=session,
             model=model,
@@ -102,11 +96,11 @@ class Passthrough:
             alone="passed on",
         )
         if not raw:  # small, and it may be what makes room
-            instance = self._selector.decode(routed)
+            instance = self.selector.decode(routed)
             if isinstance(instance, Unavailable):
                 return not_admitted(trace, instance)
             return await self._pass_on(trace, raw, instance)
-        admitted = await self._admission.admit(routed)
+        admitted = await self.admission.admit(routed)
         if not isinstance(admitted, Admitted):
             return not_admitted(trace, admitted)
         with admitted:
@@ -115,23 +109,23 @@ class Passthrough:
     async def _pass_on(self, trace: Trace, raw: bytes, instance: Instance) -> web.StreamResponse:
         request = trace.request
         trace.decode, trace.order, trace.num_attempts = instance.instance_id, "passthrough", 1
-        with self._legs.open(instance, "passthrough", 0) as leg:
+        with self.legs.open(instance, "passthrough", 0) as leg:
             response = await instance.client.request(
                 request.method.encode(),
                 request[TARGET].encode(),
                 trace.headers,
                 raw,
-                head_timeout_s=self._config.timeouts.answer_s,
+                head_timeout_s=self.config.timeouts.answer_s,
                 phase="answer",
             )
             if isinstance(response, Failure):
                 return self._failed(trace, leg.failed(response))
-            begun = await self._legs.begin(response, leg)
+            begun = await self.legs.begin(response, leg)
             if isinstance(begun, LegFailed):
                 return self._failed(trace, begun)
             if isinstance(begun, Answer):
                 return whole_answer(begun, trace)
-            events = EventStream(trace, self._metrics, self._config.timeouts.idle_s)
+            events = EventStream(trace, self.metrics, self.config.timeouts.idle_s)
             answered = await events.answer(begun, lambda failure: None)
             leg.outcome = trace.outcome
             return answered

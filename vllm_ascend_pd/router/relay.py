@@ -29,7 +29,6 @@ from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
-from vllm_ascend_pd.router.releases import Kept, Releases
 from vllm_ascend_pd.router.selection import Selector, Unavailable
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.policies.base import Pair, Routed
+    from vllm_ascend_pd.router.releases import Kept, Releases
     from vllm_ascend_pd.router.retries import RetryBudget
     from vllm_ascend_pd.router.skipping import Skipper
     from vllm_ascend_pd.router.tokens import PromptLengths
@@ -76,53 +76,42 @@ class _KV:
     prefill: asyncio.Task[Prefilled | Answer | LegFailed]
 
 
+@dataclass(slots=True)
 class Relay:
     """Event loop thread. One ``serve`` per client request; cancelled when the client is gone."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        selector: Selector,
-        admission: Admission,
-        skipper: Skipper,
-        legs: Legs,
-        budget: RetryBudget,
-        lengths: PromptLengths,
-        metrics: Metrics,
-        tracing: Tracing,
-    ) -> None:
-        self._config = config
-        self._selector = selector
-        self._admission = admission
-        self._skipper = skipper
-        self._legs = legs
-        self._budget = budget
-        self._lengths = lengths
-        self._metrics = metrics
-        self._tracing = tracing
-        self._releases = Releases(config.timeouts.prefill_s, metrics)
+    config: RouterConfig
+    selector: Selector
+    admission: Admission
+    skipper: Skipper
+    legs: Legs
+    budget: RetryBudget
+    lengths: PromptLengths
+    metrics: Metrics
+    tracing: Tracing
+    releases: Releases
 
     async def serve(self, job: Job) -> web.StreamResponse:
         """One request, counted as waiting until its answer begins."""
-        self._metrics.num_waiting += 1
+        self.metrics.num_waiting += 1
         try:
             return await self._serve(job)
         finally:
             if job.trace.ttft_s is None:
-                self._metrics.num_waiting -= 1
+                self.metrics.num_waiting -= 1
 
     async def _serve(self, job: Job) -> web.StreamResponse:
         """Attempts, until one answers or none is left."""
         trace = job.trace
         failed: LegFailed | None = None
-        self._budget.request()
+        self.budget.request()
         while True:
-            admitted = await self._admission.admit(job.routed, again=failed is not None)
+            admitted = await self.admission.admit(job.routed, again=failed is not None)
             if not isinstance(admitted, Admitted):
                 return self._give_up(job, failed) if failed else not_admitted(trace, admitted)
             with admitted:
                 if failed is not None:
-                    self._metrics.add("retries", failed.failure.kind.value)
+                    self.metrics.add("retries", failed.failure.kind.value)
                 trace.num_attempts += 1
                 job.admitted, job.began = admitted, time.monotonic()
                 result = await self._attempt(job, admitted.pair)
@@ -141,12 +130,12 @@ class Relay:
                 "prefill_refused"  # D says what is wrong with the request, or answers it
             )
             return True
-        found = self._selector.candidates(job.routed)
+        found = self.selector.candidates(job.routed)
         if isinstance(found, Unavailable):
             return False
-        is_last = job.trace.num_attempts >= self._config.retries.max_attempts
+        is_last = job.trace.num_attempts >= self.config.retries.max_attempts
         out_of_time = failed.failure.kind is FailureKind.TIMEOUT
-        if failed.leg == "prefill" and not self._config.require_prefill:
+        if failed.leg == "prefill" and not self.config.require_prefill:
             # To compute the prompt, too, is no retry for D: it was not asked for anything yet.
             if found.alone or is_last or out_of_time or not self._has_budget():
                 job.routed.alone = "prefill_failed"
@@ -154,22 +143,22 @@ class Relay:
         return not is_last and not out_of_time and self._has_budget()
 
     def _has_budget(self) -> bool:
-        if self._budget.take():
+        if self.budget.take():
             return True
-        self._metrics.add("retry_budget_exhausted")
+        self.metrics.add("retry_budget_exhausted")
         return False
 
     async def _attempt(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
         trace = job.trace
         trace.decode = pair.decode.instance_id
-        skip = job.skipped = self._skipper.reason(job.body, job.routed, pair)
+        skip = job.skipped = self.skipper.reason(job.body, job.routed, pair)
         if skip is not None:
             return await self._alone(job, pair.decode, skip)
         trace.prefill = pair.prefill.instance_id
         kv = pair.prefill.kv
         concurrent = kv is not None and kv.supports_concurrent
         # D answers a background request at once, and that would end the prefill leg.
-        if concurrent and not job.body.is_background and self._config.order != "prefill-first":
+        if concurrent and not job.body.is_background and self.config.order != "prefill-first":
             self._begin(job, "concurrent")
             return await self._concurrent(job, pair)
         self._begin(job, "prefill-first")
@@ -177,13 +166,13 @@ class Relay:
 
     def _begin(self, job: Job, order: str) -> None:
         job.trace.order = order
-        self._metrics.add("orders", order)
+        self.metrics.add("orders", order)
 
     async def _alone(
         self, job: Job, instance: Instance, why: str
     ) -> web.StreamResponse | LegFailed:
         job.skipped, job.trace.prefill = why, ""
-        self._metrics.add("prefill_skips", why)
+        self.metrics.add("prefill_skips", why)
         self._begin(job, "decode-only")
         return await self._decode(job, instance, None)
 
@@ -194,8 +183,8 @@ class Relay:
         if isinstance(result, Answer):
             return whole_answer(result, job.trace)
         if result.params is None:
-            self._metrics.add("prefill_skips", "ended_at_first_token")
-        with self._releases.unless_taken(
+            self.metrics.add("prefill_skips", "ended_at_first_token")
+        with self.releases.unless_taken(
             pair.prefill, result.transfer_id, job.body.model, job.trace.headers
         ) as job.kept:
             return await self._decode(job, pair.decode, result.params)
@@ -204,7 +193,7 @@ class Relay:
         assert pair.prefill.kv is not None
         transfer_id = secrets.token_hex(16)
         params = concurrent_params(transfer_id, pair.prefill.kv)
-        with self._releases.unless_taken(
+        with self.releases.unless_taken(
             pair.prefill, transfer_id, job.body.model, job.trace.headers
         ) as job.kept:
             prefill = asyncio.ensure_future(
@@ -219,16 +208,16 @@ class Relay:
         self, job: Job, instance: Instance, sent: bytes
     ) -> Prefilled | Answer | LegFailed:
         num_tokens = job.routed.num_prompt_tokens
-        with self._tracing.leg(job.trace, "prefill", instance) as headers:
-            result = await self._legs.prefill(instance, job.body, headers, sent, num_tokens)
+        with self.tracing.leg(job.trace, "prefill", instance) as headers:
+            result = await self.legs.prefill(instance, job.body, headers, sent, num_tokens)
         if job.admitted is not None:
             job.admitted.prefilled()
         if isinstance(result, Prefilled):
             instance.kv = result.kv or instance.spec.kv
             cached = result.num_cached_tokens
             told = None if cached is None else (result.num_prompt_tokens, cached)
-            self._metrics.prefix("prefill", job.routed.num_prefill_hit_tokens, told)
-            self._lengths.learn(job.body.model, job.body.prompt, result.num_prompt_tokens)
+            self.metrics.prefix("prefill", job.routed.num_prefill_hit_tokens, told)
+            self.lengths.learn(job.body.model, job.body.prompt, result.num_prompt_tokens)
         elif isinstance(result, LegFailed) and result.failure.kind in KV_ENDPOINT_LOST:
             instance.kv = instance.spec.kv  # it may come back as another engine
         return result
@@ -243,11 +232,11 @@ class Relay:
         """``awaited``: what D waits for, and waits for in vain when its prefill leg has failed."""
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
         with (
-            self._tracing.leg(job.trace, "decode", instance) as headers,
-            self._legs.open(instance, "decode", num_tokens) as leg,
+            self.tracing.leg(job.trace, "decode", instance) as headers,
+            self.legs.open(instance, "decode", num_tokens) as leg,
         ):
             sent = job.body.for_decode(params, instance.instance_id)
-            asking = self._legs.decode(leg, job.body, headers, sent)
+            asking = self.legs.decode(leg, job.body, headers, sent)
             result = await (asking if awaited is None else _unless_lost(asking, awaited))
             if isinstance(result, LegFailed):
                 return result
@@ -255,12 +244,12 @@ class Relay:
                 job.kept.is_taken = True
             now = time.monotonic()
             job.trace.ttft_s = now - job.trace.started
-            self._metrics.first_byte(job.trace.ttft_s)
-            self._metrics.num_waiting -= 1
+            self.metrics.first_byte(job.trace.ttft_s)
+            self.metrics.num_waiting -= 1
             if job.trace.order != "decode-only":
-                self._metrics.handover.observe(now - leg.started)
+                self.metrics.handover.observe(now - leg.started)
             if isinstance(result, Stream) and job.trace.num_attempts == 1:
-                self._skipper.learn(job.body, job.routed, job.skipped, now - job.began)
+                self.skipper.learn(job.body, job.routed, job.skipped, now - job.began)
             # What D has of a prompt that P computes is not told apart from what P sends.
             is_alone = job.trace.order == "decode-only"
             if isinstance(result, Answer):
@@ -270,15 +259,15 @@ class Relay:
                 reads = is_alone and "stream_options" in job.body.fields
                 events = EventStream(
                     job.trace,
-                    self._metrics,
-                    self._config.timeouts.idle_s,
+                    self.metrics,
+                    self.config.timeouts.idle_s,
                     find_prompt_usage if reads else None,
                 )
                 answered = await events.answer(result, partial(instance.failed, what="stream"))
                 leg.outcome, told = job.trace.outcome, events.usage
             if is_alone:
-                self._metrics.prefix("decode", job.routed.num_decode_hit_tokens, told)
-            self._metrics.decode_leg.observe(time.monotonic() - leg.started)
+                self.metrics.prefix("decode", job.routed.num_decode_hit_tokens, told)
+            self.metrics.decode_leg.observe(time.monotonic() - leg.started)
             return answered
 
     def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
