@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_ascend_pd.router import stored
@@ -52,30 +52,23 @@ class Candidates:
     """Why there is no prefill leg."""
 
 
+@dataclass(slots=True)
 class Selector:
     """Event loop thread."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        policy: Policy,
-        labels: Labels,
-        *,
-        require_prefill: bool = False,
-        max_requests: int = 1024,
-    ) -> None:
-        """``require_prefill``: no engine computes a prompt alone for lack of another one.
-        ``max_requests``: for which an instance has room."""
-        self._registry = registry
-        self.policy = policy
-        self._labels = labels
-        self._require_prefill = require_prefill
-        self._max_requests = max_requests
+    registry: Registry
+    policy: Policy
+    labels: Labels
+    _: KW_ONLY
+    require_prefill: bool = False
+    """No engine computes a prompt alone for lack of another one."""
+    max_requests: int = 1024
+    """For which an instance has room."""
 
     @property
     def decodes(self) -> Sequence[Instance]:
         """All that decode for clients, available or not."""
-        return self._registry.decodes
+        return self.registry.decodes
 
     def choose(self, request: Routed) -> Pair | Unavailable | Full:
         """A pair, or one engine for all of it if there is no other, or if ``alone`` says why; the
@@ -111,7 +104,7 @@ class Selector:
         """Who has the response that a request goes on from, if it is one of these."""
         if request.previous_response is None:
             return None
-        owner = stored.owner(request.previous_response, self._registry)
+        owner = stored.owner(request.previous_response, self.registry)
         if owner is None:
             return None
         usable = owner.breaker.allows(owner.num_active) and owner not in request.excluded
@@ -119,35 +112,35 @@ class Selector:
 
     def known(self, model: str | None) -> str | None:
         """The model, if an engine told of it."""
-        return model if any(model in i.models for i in self._registry) else None
+        return model if any(model in i.models for i in self.registry) else None
 
     def _with_room(self, instances: Sequence[Instance]) -> Sequence[Instance]:
-        return [i for i in instances if i.num_admitted < self._max_requests]
+        return [i for i in instances if i.num_admitted < self.max_requests]
 
     def candidates(self, request: Routed) -> Candidates | Unavailable:
         """Changes nothing, not even whose turn it is."""
-        prefills = self._usable(self._registry.prefills, self._labels.prefill, request)
-        decodes = self._usable(self._registry.decodes, self._labels.decode, request)
+        prefills = self._usable(self.registry.prefills, self.labels.prefill, request)
+        decodes = self._usable(self.registry.decodes, self.labels.decode, request)
         model, alone = request.model, request.alone
         if alone is None:
             matched = _with_partner(prefills, decodes)
             if matched:
                 return Candidates(matched, decodes)
-            if self._require_prefill:
+            if self.require_prefill:
                 return self._no_pair(prefills, decodes, model)
             alone = "no_partner" if prefills and decodes else "no_prefill"
         if decodes:
             return Candidates((), decodes, alone)
-        if self._require_prefill:
-            return self._unavailable("decode", self._registry.decodes, model)
+        if self.require_prefill:
+            return self._unavailable("decode", self.registry.decodes, model)
         if prefills:
             return Candidates((), prefills, "no_decode")
-        return self._unavailable("prefill or decode", tuple(self._registry), model)
+        return self._unavailable("prefill or decode", tuple(self.registry), model)
 
     def by_model(self) -> dict[str, Candidates | Unavailable]:
         """What a request would find now, for each model that an engine told of; ``""`` if none
         did."""
-        models = {model for instance in self._registry for model in instance.models}
+        models = {model for instance in self.registry for model in instance.models}
         return {
             model or "": self.candidates(Routed(model=model)) for model in sorted(models) or (None,)
         }
@@ -173,9 +166,9 @@ class Selector:
         self, prefills: Sequence[Instance], decodes: Sequence[Instance], model: str | None
     ) -> Unavailable:
         if not prefills:
-            return self._unavailable("prefill", self._registry.prefills, model)
+            return self._unavailable("prefill", self.registry.prefills, model)
         if not decodes:
-            return self._unavailable("decode", self._registry.decodes, model)
+            return self._unavailable("decode", self.registry.decodes, model)
         return Unavailable(
             "no prefill instance can exchange KV with a decode instance: they differ in"
             " model, dtype, block size or version, see /instances",
