@@ -59,6 +59,7 @@ from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import Found, Lookup
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
@@ -109,7 +110,7 @@ class SimulatedWorker:
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], int] = {}
-        self.grants: dict[LeaseRef, tuple[int, ...]] = {}
+        self.grants: dict[LeaseRef, GrantSpec] = {}
         self.requests: dict[str, SimulatedRequest] = {}
         self.parked: dict[LoadId, LoadSpec] = {}
         self.cause_of: Callable[[LoadSpec], str] = lambda spec: ""
@@ -121,12 +122,12 @@ class SimulatedWorker:
 
     def execute(self, output: SchedulerOutput, samples: set[str]) -> ModelRunnerOutput:
         meta = output.pd_metadata
-        new_grants: dict[LeaseRef, tuple[int, ...]] = {}
+        new_grants: dict[LeaseRef, GrantSpec] = {}
         if meta is not None:
             assert isinstance(meta, StepMeta)
             for lease in meta.revokes:
                 self.grants.pop(lease, None)
-            new_grants = {grant.lease: grant.block_ids for grant in meta.grants}
+            new_grants = {grant.lease: grant for grant in meta.grants}
             for load_id in meta.cancels:
                 if load_id in self.parked:
                     self.end_parked(load_id, Cause.CANCELLED.value)
@@ -165,19 +166,23 @@ class SimulatedWorker:
             for offset in range(BLOCK_SIZE):
                 self.slots[block_id, offset] = -next(self._garbage)
 
+    def _source_of(self, load: LoadSpec) -> SimulatedWorker | None:
+        return next((peer for peer in self.peers if _lease_of(load) in peer.grants), None)
+
+    def grant_of(self, load: LoadSpec) -> GrantSpec | None:
+        """What may be read of the prompt by now."""
+        source = self._source_of(load)
+        return source.grants[_lease_of(load)] if source is not None else None
+
     def _run(self, load: LoadSpec, cause: str, num_resting: int = 0) -> None:
-        source: SimulatedWorker | None = None
-        lease = LeaseRef(load.transfer_id, load.peers[0].ticket.generation)
-        for peer in self.peers:
-            if lease in peer.grants:
-                source = peer
+        source = self._source_of(load)
         if source is None and not cause:
             cause = Cause.LEASE_EXPIRED.value
         for index, block_id in zip(load.block_indices, load.block_ids, strict=True):
             for offset in range(BLOCK_SIZE):
                 content = -next(self._garbage)
                 if not cause and source is not None:
-                    theirs = source.grants[lease][index]
+                    theirs = source.grants[_lease_of(load)].block_ids[index]
                     content = source.slots.get((theirs, offset), 0)
                 self.slots[block_id, offset] = content
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
@@ -235,6 +240,10 @@ class SimulatedWorker:
     def holds(self, request: SimulatedRequest, position: int) -> bool:
         slot = request.table[position // BLOCK_SIZE], position % BLOCK_SIZE
         return self.slots.get(slot) == request.content(position)
+
+
+def _lease_of(load: LoadSpec) -> LeaseRef:
+    return LeaseRef(load.transfer_id, load.peers[0].ticket.generation)
 
 
 @dataclass
@@ -752,9 +761,9 @@ def reuse_blocks(producer: Engine) -> None:
 def expect_readable(producer: Engine) -> None:
     """What consumers may read is the prompt's KV, and stays it."""
     reuse_blocks(producer)
-    (block_ids,) = producer.worker.grants.values()
-    assert len(block_ids) == producer.counts()["pinned_blocks"] == 2
-    simulated = SimulatedRequest(prompt_of(32), list(block_ids))
+    (grant,) = producer.worker.grants.values()
+    assert len(grant.block_ids) == producer.counts()["pinned_blocks"] == 2
+    simulated = SimulatedRequest(prompt_of(32), list(grant.block_ids))
     assert all(producer.worker.holds(simulated, position) for position in range(32))
     producer.scheduler.reset_prefix_cache()
 

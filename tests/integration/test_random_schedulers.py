@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random operations on the real schedulers, with simulated workers: see ``test_scheduler_hooks``.
+
+Many more rounds than in ``stress`` in a second, which has what this has not: real KV, pieces that
+come one by one, a pool, every kind of sampling.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.integration.test_scheduler_hooks import (  # noqa: F401
+    POLL_LIMIT_S,
+    Engine,
+    Engines,
+    base_config,
+    engines,
+    prompt_of,
+    right_token,
+)
+from vllm_ascend_pd.types import Cause
+
+NUM_ROUNDS = 4
+LENGTHS = [1, 2, 15, 16, 17, 32, 33, 48, 64, 96, 100, 112]
+ADDRESS = ("remote_engine_id", "remote_host", "remote_port", "remote_key")
+
+
+@dataclass(frozen=True)
+class Asked:
+    engine: Engine
+    prompt: list[int]
+    num_tokens: int
+    leg: str
+
+
+class Rounds:
+    """Two engines with both roles and little memory: one computes prompts, one decodes."""
+
+    def __init__(self, engines: Engines, seed: int) -> None:  # noqa: F811
+        self._draw = draw = Random(seed)
+        options: dict[str, Any] = {
+            "num_blocks": draw.choice([20, 24, 40]),
+            "scheduler_fields": {
+                "max_num_batched_tokens": 64,
+                "policy": draw.choice(["fcfs", "priority"]),
+            },
+            "first_token": draw.choice(["auto", "compute"]),
+            "load_mode": draw.choice(["auto", "step", "park"]),
+            "arrival_timeout_s": 0.5,  # nobody brings some transfer ids
+        }
+        self._prefiller = engines.make("kv_both", **options)
+        self._decoder = engines.make("kv_both", **options)
+        self._both = (self._prefiller, self._decoder)
+        self._failure_rate = 0.0
+        for engine in self._both:
+            engine.worker.cause_of = lambda load: self._cause()
+        known = self._prefiller.prefill("where", prompt_of(3))
+        self._where = {name: known[name] for name in ADDRESS}
+        self._prefiller.scheduler.reset_prefix_cache()
+        self._asked: dict[str, Asked] = {}
+        self._num_asked = 0
+        self._stems = [draw.choices(range(300, 2000), k=max(LENGTHS)) for _ in range(3)]
+
+    def run(self) -> None:
+        draw = self._draw
+        self._failure_rate = draw.choice([0, 0.1, 0.4])
+        operations = draw.choices(list(OPERATIONS), OPERATIONS.values(), k=draw.randrange(10, 60))
+        for name in operations:
+            getattr(self, f"_{name}")()
+        deadline = time.monotonic() + POLL_LIMIT_S
+        while self._asked:
+            assert time.monotonic() < deadline, f"nothing ends any more: {self._asked}"
+            for engine in self._both:
+                self._step(engine, 10)
+        for engine in (*self._both, *self._both):  # each gives up what the other has of it
+            while engine.in_flight:
+                engine.finish_step()
+            engine.scheduler.reset_prefix_cache()
+            engine.run(lambda engine=engine: self._is_idle(engine))
+
+    def _is_idle(self, engine: Engine) -> bool:
+        self._end_parked(engine)
+        return not engine.scheduler.has_requests()
+
+    # Operations.
+
+    def _prefill_first(self, prompt: list[int] | None = None) -> None:
+        prompt = prompt or self._prompt()
+        self._ask(self._prefiller, prompt, {"do_remote_decode": True}, "prefill", 1)
+
+    def _burst_of_prefills(self) -> None:
+        prompt = self._prompt()
+        for _ in range(self._draw.randrange(2, 8)):
+            self._prefill_first(prompt)
+
+    def _decode_first(self) -> None:
+        draw, prompt = self._draw, self._prompt()
+        transfer_id = f"random-{draw.getrandbits(64):x}"
+        order = [self._prefiller, self._decoder][:: draw.choice([1, -1])]
+        if draw.random() < 0.05:
+            order.remove(self._prefiller)
+        for engine in order:
+            if engine is self._prefiller:
+                params = {"do_remote_decode": True, "transfer_id": transfer_id}
+                self._ask(engine, prompt, params, "announced", 1)
+            else:
+                params = {"do_remote_prefill": True, "transfer_id": transfer_id, **self._where}
+                self._ask(engine, prompt, params, "decode first", draw.choice([1, 2, 5, 20]))
+            if draw.random() < 0.4:
+                self._step(draw.choice(self._both), draw.choice([1, 2, 3]))
+
+    def _alone(self) -> None:
+        engine = self._draw.choice(self._both)
+        self._ask(engine, self._prompt(), None, "alone", self._draw.choice([1, 2, 9]))
+
+    def _abort(self) -> None:
+        if self._asked:
+            request_id = self._draw.choice(list(self._asked))
+            self._asked.pop(request_id).engine.abort(request_id)
+
+    def _reset(self) -> None:
+        with suppress(RuntimeError):  # a step under way still has blocks
+            self._draw.choice(self._both).scheduler.reset_prefix_cache(self._draw.random() < 0.3)
+
+    def _step_prefiller(self) -> None:
+        self._step(self._prefiller, self._draw.choice([1, 1, 2, 5, 20]))
+
+    def _step_decoder(self) -> None:
+        self._step(self._decoder, self._draw.choice([1, 1, 2, 5, 20]))
+
+    # Requests and loads.
+
+    def _prompt(self) -> list[int]:
+        draw = self._draw
+        length = draw.choice([*LENGTHS, draw.randrange(1, max(LENGTHS))])
+        shared = draw.choice([length, length, draw.randrange(length + 1)])
+        own = draw.choices(range(300, 2000), k=length - shared)
+        return [*draw.choice(self._stems)[:shared], *own]
+
+    def _ask(
+        self,
+        engine: Engine,
+        prompt: list[int],
+        params: dict[str, Any] | None,
+        leg: str,
+        num_tokens: int,
+    ) -> None:
+        self._num_asked += 1
+        request_id = f"r{self._num_asked}"
+        request = engine.add(request_id, list(prompt), params, num_tokens)
+        request.priority = self._draw.choice([0, 0, 1])
+        self._asked[request_id] = Asked(engine, prompt, num_tokens, leg)
+
+    def _step(self, engine: Engine, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._end_parked(engine)
+            if engine.scheduler.has_requests():
+                engine.step()
+            elif engine.in_flight:
+                engine.finish_step()
+            self._settle()
+
+    def _settle(self) -> None:
+        for request_id, asked in list(self._asked.items()):
+            tokens = asked.engine.tokens[request_id]
+            first = len(asked.prompt)
+            assert tokens == [right_token(first + i) for i in range(len(tokens))], asked
+            if request_id in asked.engine.scheduler.requests:
+                continue
+            assert len(tokens) == asked.num_tokens, asked
+            del self._asked[request_id]
+            params = asked.engine.params.get(request_id)
+            if asked.leg == "prefill" and params is not None:
+                for _ in range(self._draw.choice([1, 1, 1, 2, 4])):
+                    num_tokens = self._draw.choice([1, 2, 5, 20])
+                    self._ask(self._decoder, asked.prompt, params, "prefill first", num_tokens)
+
+    def _cause(self) -> str:
+        return Cause.CHECKSUM.value if self._draw.random() < self._failure_rate else ""
+
+    def _end_parked(self, engine: Engine) -> None:
+        """Some of those whose prompt is computed, and of those whose producer has given it up."""
+        worker = engine.worker
+        for load_id, load in list(worker.parked.items()):
+            grant = worker.grant_of(load)
+            is_ready = grant is not None and grant.num_coming >= (load.num_awaited or 0)
+            if is_ready and self._draw.random() < 0.5:
+                worker.end_parked(load_id, self._cause())
+            elif grant is None and self._draw.random() < 0.1:
+                worker.end_parked(load_id, Cause.LEASE_EXPIRED.value)
+
+
+OPERATIONS = {
+    "prefill_first": 18,
+    "decode_first": 16,
+    "alone": 6,
+    "reset": 2,
+    "abort": 6,
+    "burst_of_prefills": 2,
+    "step_prefiller": 22,
+    "step_decoder": 28,
+}
+"""The names of operations, and how often each is drawn."""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_operations(engines: Engines, seed: int) -> None:  # noqa: F811
+    rounds = Rounds(engines, seed)
+    for _ in range(NUM_ROUNDS):
+        rounds.run()
