@@ -17,11 +17,11 @@ export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-pin wheel check-wheel bench lint patch unpatch status lock clean
+.PHONY: help venv demo test test-quick test-pin wheel check-wheel bench lint patch unpatch status lock clean
 
 help: ## list the targets
 	@echo "make <target>:"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 	@echo "One folder of tests: make test TESTS=tests/unit; options of pytest: PYTEST_ARGS='-k lease'"
 	@echo "Another vLLM, with an environment of its own: make demo VLLM=VERSION, VERSION one of:" \
 	    $(patsubst patches/vllm-%/pin.toml,%,$(wildcard patches/vllm-[0-9]*/pin.toml))
@@ -36,6 +36,11 @@ demo: venv ## prefill in one engine, decode in another, and compare the tokens w
 TESTS ?= tests
 test: venv ## run the tests
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+QUICK := tests/unit tests/engine tests/contract
+QUICK += tests/integration/test_prefill_first.py::test_consumer_computes_nothing_of_the_prompt
+test-quick: venv ## run the tests of the package's parts, and a hand-over between real engines
+	$(BIN)/python -m pytest -q $(QUICK) $(PYTEST_ARGS)
 
 PIN_TESTS := tests/patches/test_every_pin.py $(addprefix tests/patches/test_,config_carrier.py \
     drafts_on_cpu.py input_batch.py mla_on_cpu.py refused_at_start.py worker_hooks.py) \

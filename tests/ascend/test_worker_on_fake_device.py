@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tests.unit.engine.test_worker_step as steps
+import tests.engine.test_worker_step as steps
 import tests.unit.transfer.test_send_receive as transfer
+from tests.engine.test_worker_step import *  # noqa: F403
 from tests.pages import DevicePages
-from tests.unit.engine.test_worker_step import *  # noqa: F403
 from tests.unit.transfer.test_awaited_loads import *  # noqa: F403
 from tests.unit.transfer.test_send_receive import *  # noqa: F403
 from vllm_ascend_pd import hooks

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from tests.unit.backends.native_mooncake import NativeEngine
-from tests.unit.engine.test_device_caches import (
+from tests.engine.test_device_caches import (
     ALIGNMENT,
     GQA,
     HEADS,
@@ -24,6 +23,7 @@ from tests.unit.engine.test_device_caches import (
     config_of,
     content,
 )
+from tests.unit.backends.native_mooncake import NativeEngine
 from vllm_ascend_pd.backends import mooncake_engine
 from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.engine.test_device_caches import (
+from tests.engine.test_device_caches import (
     ALIGNMENT,
     BLOCK,
     GQA,

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from tests.unit.transfer.session_world import (
+from tests.engine.session_world import (
     ARRIVAL_TIMEOUT_S,
     BLOCK_SIZE,
     HEARTBEAT_S,

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.test_pool_scheduler import World
 from tests.unit.engine.test_pool_io_machine import NoRegistry
-from tests.unit.engine.test_pool_scheduler import World
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide

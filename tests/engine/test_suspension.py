@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.engine.test_worker_step import GRANT, LEASE, NAMES, Side, load_spec
-from tests.unit.engine.test_worker_step import side as side
+from tests.engine.test_worker_step import GRANT, LEASE, NAMES, Side, load_spec
+from tests.engine.test_worker_step import side as side
 from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.worker import step
 from vllm_ascend_pd.errors import TransferError

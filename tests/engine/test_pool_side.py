@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.unit.engine.test_pool_scheduler import World
+from tests.engine.test_pool_scheduler import World
 from vllm_ascend_pd.engine.scheduler import pool_side
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.pool.link import PoolLink

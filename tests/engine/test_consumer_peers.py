@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.unit.transfer.session_world import Clock, ConsumerProcess, Network, ProducerProcess
+from tests.engine.session_world import Clock, ConsumerProcess, Network, ProducerProcess
 from vllm_ascend_pd.config import SecurityConfig
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint
