@@ -24,6 +24,13 @@ def is_newer(made: Path, sources: list[Path]) -> bool:
     return made.is_file() and all(made.stat().st_mtime > s.stat().st_mtime for s in sources)
 
 
+def replace_file(source: Path, target: Path) -> None:
+    """By another file: a process may have loaded the one that is there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    shutil.copy2(source, target)
+
+
 class CMakeBuild(build_ext):
     """Hands each extension to CMake."""
 
@@ -31,8 +38,7 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         in_source = ROOT / self.get_ext_filename(ext.name)
         if self.editable_mode and in_source != target and is_newer(in_source, NATIVE_SOURCES):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(in_source, target)
+            replace_file(in_source, target)
             return
         try:
             self._build_with_cmake(ext)
@@ -67,8 +73,7 @@ class CMakeBuild(build_ext):
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", str(build_dir)], check=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(staged / self.get_ext_filename(ext.name.rpartition(".")[2]), target)
+        replace_file(staged / self.get_ext_filename(ext.name.rpartition(".")[2]), target)
 
 
 class PythonBuild(build_py):
