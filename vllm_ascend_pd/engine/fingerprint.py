@@ -13,6 +13,7 @@ from vllm_ascend_pd.config import PDConfig, WireProtocol
 from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
 from vllm_ascend_pd.engine.model_identity import model_identity
 from vllm_ascend_pd.engine.sharding import sharding
+from vllm_ascend_pd.engine.vllm_api.config import cpu_page_isa
 from vllm_ascend_pd.transfer.shares import num_shares
 from vllm_ascend_pd.wire import WIRE_VERSION
 
@@ -74,10 +75,4 @@ def _page_isa(vllm_config: VllmConfig, block_size: int) -> str:
         return f"npu-{page_format(ascend_facts(vllm_config))}"
     if vllm_config.device_config.device_type != "cpu":
         return "plain"
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    model = vllm_config.model_config
-    isa = _get_attn_isa(
-        model.dtype, block_size, model.get_head_size(), vllm_config.cache_config.cache_dtype
-    )
-    return f"{platform.machine()}-{isa}"
+    return f"{platform.machine()}-{cpu_page_isa(vllm_config, block_size)}"

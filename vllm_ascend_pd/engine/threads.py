@@ -9,7 +9,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm.distributed import utils as vllm_utils
+from vllm_ascend_pd.engine.vllm_api.process import sleep_while_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,12 +37,10 @@ def sleep_where_cores_are_few(num_workers: int) -> None:
     load is parked for as long as that takes, because the engine asks its workers for news. With a
     core for each that harms nobody. With fewer they take the cores from those they wait for: on
     Linux 6.18 the two workers of a consumer held two cores for seconds, while the producer that
-    they waited for got none. vLLM has another way, a sleep of zero seconds (70 us), for Pythons
-    whose ``sched_yield`` holds the GIL.
+    they waited for got none.
     """
     num_cores = len(_cores_of_engine())
-    if num_workers >= num_cores and vllm_utils.USE_SCHED_YIELD:
-        vllm_utils.USE_SCHED_YIELD = False
+    if num_workers >= num_cores and sleep_while_waiting():
         logger.info(
             "%d workers and an engine core on %d cores: they sleep while they wait for each other",
             num_workers,

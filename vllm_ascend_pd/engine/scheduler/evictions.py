@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm_ascend_pd.engine.vllm_api.blocks import content_hash, free_to_front, next_to_evict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Evictable:
 
     @property
     def content_hash(self) -> bytes:
-        return bytes(get_block_hash(self.block_hash))
+        return content_hash(self.block_hash)
 
 
 class Evictions:
@@ -43,7 +43,6 @@ class Evictions:
 
     def __init__(self, pool: BlockPool, horizon: int) -> None:
         self._pool = pool
-        self._queue = pool.free_block_queue
         self._horizon = horizon
         self._good: dict[int, Evictable] = {}
 
@@ -64,19 +63,12 @@ class Evictions:
         """Good blocks at the front of the free queue, the next one to be evicted first. The queue
         must not change meanwhile.
         """
-        block = self._queue.fake_free_list_head.next_free_block
-        for _ in range(min(self._horizon, self._queue.num_free_blocks)):
-            assert block is not None
+        for block in next_to_evict(self._pool, self._horizon):
             if block.block_hash is not None and self.is_good(block):
                 yield self._good[block.block_id]
-            block = block.next_free_block
 
     def give_back(self, blocks: list[KVCacheBlock]) -> None:
         """Unpin blocks that have been stored: those that nobody has come to use are still the next
         ones to be evicted.
         """
-        unused = [block for block in blocks if block.ref_cnt == 1]
-        self._pool.free_blocks(block for block in blocks if block.ref_cnt > 1)
-        for block in unused:
-            block.ref_cnt = 0
-        self._queue.prepend_n(unused)
+        free_to_front(self._pool, blocks)

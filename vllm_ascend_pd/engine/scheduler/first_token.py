@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
 
 from vllm_ascend_pd.config import FirstTokenMode
 from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
-from vllm_ascend_pd.engine.vllm_api.queues import remove_waiting
+from vllm_ascend_pd.engine.vllm_api.requests import append_output, end_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,9 +117,7 @@ def deliver(
     The request may end with it. ``num_local_tokens`` of its prompt are cached here; the rest is
     counted as transferred, because it is not computed here.
     """
-    new_token_ids, stopped = scheduler._update_request_with_output(
-        request, [token_id], is_stale=True
-    )
+    new_token_ids, stopped = append_output(scheduler, request, token_id)
     prefill_stats = request.take_prefill_stats()
     if prefill_stats is not None:
         num_tokens = request.num_prompt_tokens
@@ -130,8 +128,7 @@ def deliver(
     params = None
     if stopped:
         finish_reason = request.get_finished_reason()
-        params, _ = scheduler._free_request(request)
-        remove_waiting(scheduler, request)
+        params = end_waiting(scheduler, request)
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=new_token_ids,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm_ascend_pd.engine.vllm_api.blocks import cached_block, enter_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
-
-_GROUP_ID = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +60,8 @@ class PhantomBlocks:
 
     def num_leading_hits(self, request: Request, stop: int) -> int:
         """How many of the first ``stop`` blocks are cached, counted up to the first that is not."""
-        cached_block = self._pool.cached_block_hash_to_block.get_one_block
         for index in range(stop):
-            key = make_block_hash_with_group_id(request.block_hashes[index], _GROUP_ID)
-            if cached_block(key) is None:
+            if cached_block(self._pool, request.block_hashes[index]) is None:
                 return index
         return stop
 
@@ -74,10 +70,8 @@ class PhantomBlocks:
         neither.
         """
         missing: list[int] = []
-        cached_block = self._pool.cached_block_hash_to_block.get_one_block
         for index in range(min(source.num_blocks, (request.num_tokens - 1) // self._block_size)):
-            key = make_block_hash_with_group_id(request.block_hashes[index], _GROUP_ID)
-            if cached_block(key) is None:
+            if cached_block(self._pool, request.block_hashes[index]) is None:
                 if not source.has_block(index):
                     break
                 missing.append(index)
@@ -98,10 +92,8 @@ class PhantomBlocks:
         if last <= len(hits):
             return table
         missing: list[int] = []
-        cached_block = self._pool.cached_block_hash_to_block.get_one_block
-        hashes = request.block_hashes
         for index in range(len(hits), end):
-            block = cached_block(make_block_hash_with_group_id(hashes[index], _GROUP_ID))
+            block = cached_block(self._pool, request.block_hashes[index])
             if block is None:
                 if index >= last or not source.has_block(index):
                     break
@@ -137,7 +129,7 @@ class PhantomBlocks:
         self, request: Request, table: list[KVCacheBlock | None], indices: Sequence[int]
     ) -> None:
         for start, stop in _runs(indices):
-            self._pool.cache_full_blocks(request, table, start, stop, self._block_size, _GROUP_ID)
+            enter_blocks(self._pool, request, table, start, stop, self._block_size)
 
     def claim(self, blocks: Iterable[KVCacheBlock]) -> list[Phantom]:
         """Take the phantoms among ``blocks``, to which a request has just committed."""

@@ -21,3 +21,15 @@ def returns_step_data(config: VllmConfig) -> bool:
     if (aux := getattr(config, "aux_output_config", None)) is not None:
         return aux.enabled or model.return_sampling_mask
     return model.enable_return_routed_experts or model.return_sampling_mask
+
+
+def cpu_page_isa(config: VllmConfig, block_size: int) -> str:
+    """The instruction set for which the CPU backend packs K in its pages.
+
+    Touches:
+        vllm/v1/attention/backends/cpu_attn.py:_get_attn_isa
+    """
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model, cache = config.model_config, config.cache_config
+    return str(_get_attn_isa(model.dtype, block_size, model.get_head_size(), cache.cache_dtype))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool: its prefix cache and its free queue. Scheduler thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import get_block_hash, make_block_hash_with_group_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.request import Request
+
+_GROUP_ID = 0
+
+
+def content_hash(key: BlockHashWithGroupId) -> bytes:
+    """What the block holds, whatever its KV group."""
+    return bytes(get_block_hash(key))
+
+
+def cached_block(pool: BlockPool, block_hash: BlockHash) -> KVCacheBlock | None:
+    """The block of the prefix cache with that content.
+
+    Touches:
+        vllm/v1/core/block_pool.py:BlockPool.cached_block_hash_to_block
+        vllm/v1/core/block_pool.py:BlockHashToBlockMap.get_one_block
+    """
+    key = make_block_hash_with_group_id(block_hash, _GROUP_ID)
+    return pool.cached_block_hash_to_block.get_one_block(key)
+
+
+def enter_blocks(
+    pool: BlockPool,
+    request: Request,
+    table: list[KVCacheBlock | None],
+    start: int,
+    stop: int,
+    block_size: int,
+) -> None:
+    """``table[start:stop]`` into the prefix cache, as the request's blocks of those indices.
+
+    Touches:
+        vllm/v1/core/block_pool.py:BlockPool.cache_full_blocks
+    """
+    pool.cache_full_blocks(request, table, start, stop, block_size, _GROUP_ID)
+
+
+def next_to_evict(pool: BlockPool, most: int) -> Iterator[KVCacheBlock]:
+    """The front of the free queue. The queue must not change meanwhile.
+
+    Touches:
+        vllm/v1/core/block_pool.py:BlockPool.free_block_queue
+        vllm/v1/core/kv_cache_utils.py:FreeKVCacheBlockQueue.fake_free_list_head
+        vllm/v1/core/kv_cache_utils.py:FreeKVCacheBlockQueue.num_free_blocks
+        vllm/v1/core/kv_cache_utils.py:KVCacheBlock.next_free_block
+    """
+    queue = pool.free_block_queue
+    block = queue.fake_free_list_head.next_free_block
+    for _ in range(min(most, queue.num_free_blocks)):
+        assert block is not None
+        yield block
+        block = block.next_free_block
+
+
+def free_to_front(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
+    """Give up a reference of each block; those that nobody else uses are evicted next.
+
+    Touches:
+        vllm/v1/core/block_pool.py:BlockPool.free_blocks
+        vllm/v1/core/kv_cache_utils.py:KVCacheBlock.ref_cnt
+        vllm/v1/core/kv_cache_utils.py:FreeKVCacheBlockQueue.prepend_n
+    """
+    unused = [block for block in blocks if block.ref_cnt == 1]
+    pool.free_blocks(block for block in blocks if block.ref_cnt > 1)
+    for block in unused:
+        block.ref_cnt = 0
+    pool.free_block_queue.prepend_n(unused)
