@@ -315,7 +315,7 @@ class Transfers(RuleBasedStateMachine):
             if kind == "reset":
                 producer.revoke_all()
             else:
-                producer.revoke_blocks({1 + which})
+                producer.recovered({1 + which})
 
     def _kill_or_start_consumer(self) -> None:
         if self.consumer is None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """Of what waits for memory only."""
+_COLLECT_S = 0.0002
+"""What peers and the pool have said is looked at so often within a pass."""
 _PARKED = Plan(0, True, 0.0)
 """Of what is parked in any case: there is nothing to weigh."""
 
@@ -51,6 +53,7 @@ class Admission:
         self._parking = common.parking
         self._transfer = common.config.transfer
         self._block_size = common.block_size
+        self._collect_at = 0.0
 
     # Which source.
 
@@ -88,6 +91,12 @@ class Admission:
     # Waiting.
 
     def try_promote(self, request: Request) -> bool:
+        # Called for every waiting request of a pass.
+        now = time.monotonic()
+        if now >= self._collect_at:
+            self._collect_at = now + _COLLECT_S
+            for part in self.parts:
+                part.collect()
         source = self.source_of(request)
         if source is None or source.state.final:
             self.hand_on(request)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.log_limit import limited_logger
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.config import Role
     from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+    from vllm_ascend_pd.engine.scheduler.parts import Ending
     from vllm_ascend_pd.engine.scheduler.producer import Producer
     from vllm_ascend_pd.metrics import Stats
 
@@ -86,11 +88,10 @@ class Arrivals:
             ignored.num_local_tokens = num_local
             ignored.num_computed_tokens = ignored.num_prompt_tokens - num_local
 
-    def finish(self, request: Request) -> Provenance | None:
-        """Of a request that was ignored."""
-        return self._ignored.pop(request.request_id, None)
-
-
-def wants_provenance(request: Request) -> bool:
-    params: Any = request.kv_transfer_params
-    return isinstance(params, dict) and bool(params.get("return_provenance"))
+    def finish(self, request: Request, ending: Ending) -> dict[str, Any] | None:
+        """``kv_transfer_params`` of the response."""
+        provenance = self._ignored.pop(request.request_id, ending.provenance)
+        asked: Any = request.kv_transfer_params
+        if provenance is None or not isinstance(asked, dict) or not asked.get("return_provenance"):
+            return ending.params
+        return {**(ending.params or {}), "provenance": dataclasses.asdict(provenance)}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.metadata import StepReport
     from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.net.trust import Trust
+
+logger = logging.getLogger(__name__)
 
 _FINGERPRINT = 4
 """Its place among the labels of ``engine_info``."""
@@ -47,6 +50,7 @@ class EngineInfo(Part):
         self._stats.add_errors(impossible.take())
 
     def identify(self, fingerprint: str) -> None:
+        logger.info("the weights have changed: %s", fingerprint)
         self._stats.set("engine_info", 0, *self._labels)
         before, after = self._labels[:_FINGERPRINT], self._labels[_FINGERPRINT + 1 :]
         self._labels = (*before, fingerprint, *after)

@@ -117,6 +117,10 @@ class Parking:
         if (tail := self.tails.pop(source, None)) is not None:
             self._pool.free_blocks([tail])
 
+    def drop_tails(self) -> None:
+        for source in list(self.tails):
+            self.drop_tail(source)
+
     def leave(self, source: BlockSource) -> None:
         """Nothing that it has is wanted any more, or its request has ended."""
         self.drop_tail(source)
@@ -129,8 +133,7 @@ class Parking:
         """
         margin = self._pool.num_gpu_blocks // _FREE_SHARE
         if is_stuck or self._pool.get_num_free_blocks() < margin:
-            for source in list(self.tails):
-                self.drop_tail(source)
+            self.drop_tails()
 
 
 def _tail(request: Request, index: int, block: KVCacheBlock) -> TailBlock:

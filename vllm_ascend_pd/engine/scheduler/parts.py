@@ -125,8 +125,8 @@ class Part:
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
         """Into the outputs of the step under way, by client."""
 
-    def recovered(self, requests: list[Request], bad_block_ids: set[int]) -> None:
-        """A load has failed: these requests were preempted, and these blocks hold nothing good."""
+    def recovered(self, bad_block_ids: set[int]) -> None:
+        """A load has failed, and these blocks hold nothing good."""
 
     def finish(self, request: Request, ending: Ending) -> None:
         """The request has ended, by whatever cause."""

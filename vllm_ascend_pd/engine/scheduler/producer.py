@@ -147,9 +147,6 @@ class Producer(Part):
             self._book.page_servers = tuple(self._page_servers[rank] for rank in ranks)
             self._server.answer_waiting()
 
-    def recovered(self, requests: list[Request], bad_block_ids: set[int]) -> None:
-        self.revoke_blocks(bad_block_ids)
-
     def identify(self, fingerprint: str) -> None:
         self.revoke_all()
         self._book.identify(fingerprint)
@@ -301,7 +298,7 @@ class Producer(Part):
         revokes, self._revokes = tuple(self._revokes), []
         return revokes
 
-    def revoke_blocks(self, bad_block_ids: set[int]) -> None:
+    def recovered(self, bad_block_ids: set[int]) -> None:
         """Give up every lease that holds one of these blocks."""
         for prompt in self._prompts.values():
             if bad_block_ids.intersection(prompt.lease.block_ids):

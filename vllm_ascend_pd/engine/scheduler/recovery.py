@@ -20,14 +20,14 @@ from vllm.v1.request import RequestStatus
 from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
-    from vllm_ascend_pd.engine.scheduler.parts import Common
+    from vllm_ascend_pd.engine.scheduler.parts import Common, Part
     from vllm_ascend_pd.kv.load import LoadResult
 
 logger = limited_logger(__name__)
@@ -82,14 +82,13 @@ class LoadEnds:
     """Scheduler thread. One way for every load that ends, well or not."""
 
     def __init__(
-        self, common: Common, on_recovered: Callable[[list[Request], set[int]], None]
+        self, common: Common, parts: Sequence[Part], hand_on: Callable[[Request], None]
     ) -> None:
-        """``on_recovered`` is told the requests that a failed load has preempted, and what blocks
-        hold nothing good.
-        """
+        """``hand_on`` asks the next source for what a request lacks whose source has failed."""
         self._scheduler = common.scheduler
         self._common = common
-        self._on_recovered = on_recovered
+        self._parts = parts
+        self._hand_on = hand_on
         self._is_cpu = common.scheduler.vllm_config.device_config.device_type == "cpu"
         self._spoiled: set[int] = set()
         """Blocks that the next step clears."""
@@ -126,12 +125,14 @@ class LoadEnds:
     def _recover(self, bad_block_ids: set[int]) -> None:
         preempted, bad = recover(self._scheduler, bad_block_ids)
         self._spoil(bad)
+        for part in self._parts:
+            part.recovered(bad)
         self._common.stats.add("recovered_requests", len(preempted))
         for request in preempted:
             logger.warning("request %s: recomputing after a failed load", request.request_id)
             if request.prefill_stats is not None:
                 request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
-        self._on_recovered(preempted, bad)
+            self._hand_on(request)
 
     def _spoil(self, block_ids: set[int]) -> None:
         """Of a failed load: have the next step clear them, where that matters."""

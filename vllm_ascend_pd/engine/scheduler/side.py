@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.scheduler.admission import Admission
-from vllm_ascend_pd.engine.scheduler.arrivals import wants_provenance
 from vllm_ascend_pd.engine.scheduler.parts import COUNTS, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
 from vllm_ascend_pd.engine.suspension import resume, suspend
 from vllm_ascend_pd.engine.vllm_api.queues import keep_order_of_arrival
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,12 +28,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.identity import Identity
     from vllm_ascend_pd.engine.scheduler.parts import Common
 
-logger = limited_logger(__name__)
-
 P = TypeVar("P", bound=Part)
-
-_COLLECT_S = 0.0002
-"""What peers and the pool have said is looked at so often within a pass."""
 
 
 class SchedulerSide:
@@ -62,8 +53,7 @@ class SchedulerSide:
         self._admission = Admission(common)
         self._arrivals = arrivals
         self._start = on_engine_started
-        self._ends = LoadEnds(common, self._on_recovered)
-        self._collect_at = 0.0
+        self._ends = LoadEnds(common, self.parts, self._admission.hand_on)
         for part in parts:
             self.add(part)
 
@@ -87,12 +77,6 @@ class SchedulerSide:
             part.arrived(request, source)
 
     def try_promote(self, request: Request) -> bool:
-        # Called for every waiting request of a pass.
-        now = time.monotonic()
-        if now >= self._collect_at:
-            self._collect_at = now + _COLLECT_S
-            for part in self.parts:
-                part.collect()
         return self._admission.try_promote(request)
 
     # Lookup and allocation.
@@ -100,7 +84,7 @@ class SchedulerSide:
     def get_external_prefix_cache_blocks(
         self, request: Request, hit: tuple[Any, int, int]
     ) -> tuple[Any, int, int]:
-        return hit if self._admission.is_idle else self._admission.look_up(request, hit)
+        return self._admission.look_up(request, hit)
 
     def split_tail(
         self, request: Request, num_local_tokens: int, num_external_tokens: int
@@ -144,12 +128,6 @@ class SchedulerSide:
         for part in self.parts:
             part.deliver_first_tokens(outputs)
 
-    def _on_recovered(self, requests: list[Request], bad_block_ids: set[int]) -> None:
-        for part in self.parts:
-            part.recovered(requests, bad_block_ids)
-        for request in requests:
-            self._admission.hand_on(request)
-
     # The end.
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
@@ -157,10 +135,7 @@ class SchedulerSide:
         self._admission.leave(request)
         for part in self.parts:
             part.finish(request, ending)
-        provenance = self._arrivals.finish(request) or ending.provenance
-        if provenance is not None and wants_provenance(request):
-            return {**(ending.params or {}), "provenance": dataclasses.asdict(provenance)}
-        return ending.params
+        return self._arrivals.finish(request, ending)
 
     def has_pending_work(self) -> bool:
         has_news = [part.settle() for part in self.parts]
@@ -194,7 +169,6 @@ class SchedulerSide:
 
     def identify(self, fingerprint: str) -> None:
         """Of this engine, with its weights as they are from now on."""
-        logger.info("the weights have changed: %s", fingerprint)
         for part in self.parts:
             part.identify(fingerprint)
 
@@ -205,10 +179,8 @@ class SchedulerSide:
         self._admission.leave(request)
 
     def reset(self, reset_connector: bool) -> None:
-        common = self.common
-        common.phantoms.withdraw_all()
-        for source in list(common.parking.tails):
-            common.parking.drop_tail(source)
+        self.common.phantoms.withdraw_all()
+        self.common.parking.drop_tails()
         for part in self.parts:
             part.reset(reset_connector)
 
