@@ -156,7 +156,7 @@ def commands(options: argparse.Namespace, prefill: int, decode: int, port: int) 
     toy = [python, str(TOY_PROXY), "--port", str(port)]
     toy += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill)]
     toy += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode)]
-    found = {"ours": [*ours, "--access-log", "off"], "ours, access log": ours, "toy proxy": toy}
+    found = {"ours": [*ours, "--access-log", "off"], "ours with access log": ours, "toy proxy": toy}
     if options.demo:
         found["disagg_proxy_demo"] = [python, str(options.demo), "--model", "tiny"]
         found["disagg_proxy_demo"] += ["--prefill", f"127.0.0.1:{prefill}"]
