@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,6 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"stress seed: {config.getoption('--stress-seed')}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def descriptors_are_closed() -> Iterator[None]:
+    """Many thousand tests run in one process."""
+    yield
+    kinds: Counter[str] = Counter()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            kinds[os.readlink(entry.path).partition(":[")[0]] += 1
+    assert kinds.total() < 512, kinds.most_common(5)
 
 
 @pytest.fixture(scope="session")

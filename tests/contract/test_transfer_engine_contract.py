@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -144,11 +145,24 @@ class AscendEngine(MooncakeTransferEngine):
 class Memory:
     """Page-aligned memory that outlives the engines of a test."""
 
+    made: ClassVar[list[Memory]] = []
+
     def __init__(self, num_bytes: int = REGION_BYTES) -> None:
+        self.made.append(self)
         self.mapping = SharedMapping(num_bytes)
         self.addr = self.mapping.addr
         self.view = memoryview((ctypes.c_char * num_bytes).from_address(self.addr)).cast("B")
         self.num_bytes = num_bytes
+
+
+@pytest.fixture(autouse=True)
+def memories_end_after_engines() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("mooncake-contact-"):  # it may be about to write
+            thread.join()
+    while Memory.made:
+        Memory.made.pop().mapping.close()
 
 
 def wait(engine: TransferEngine, handle: TransferHandle) -> TransferStatus:

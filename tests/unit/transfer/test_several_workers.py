@@ -110,6 +110,7 @@ class Engines:
         for worker in (*self.workers, *self.peers):
             for thread in worker.threads:
                 thread.stop()
+            worker.pool.close()
 
 
 @pytest.fixture
