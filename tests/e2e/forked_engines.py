@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,24 +116,19 @@ class Launcher:
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
-    def close(self) -> None:
-        for engine in self._engines:
+    def kill_engines(self) -> None:
+        while self._engines:
+            engine = self._engines.pop()
             if engine.pid:
                 engine.kill()
+
+    def close(self) -> None:
+        self.kill_engines()
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
         assert self._process.stdout is not None
         self._process.stdout.close()
-
-
-@contextlib.contextmanager
-def launcher() -> Iterator[Launcher]:
-    started = Launcher()
-    try:
-        yield started
-    finally:
-        started.close()
 
 
 def _serve(command: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.forked_engines import ForkedEngine, launcher
+from tests.e2e.forked_engines import ForkedEngine, Launcher
 from tests.e2e.servers import free_port
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
@@ -92,32 +92,31 @@ def texts(answer: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(launched: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("router")
     model = folder / "model"
     make_tiny_model(model)
-    with launcher() as launched:
-        engines: dict[str, ForkedEngine] = {}
-        instances: list[dict[str, Any]] = []
-        for name in ("p0", "p1", "d0", "d1"):
-            config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
-            options = ["--kv-transfer-config", json.dumps(config)]
-            # With a plain TCP address vLLM's publisher connects instead of listening, and a port
-            # that is free now may be taken when it listens.
-            replay = f"ipc://{folder}/{name}.replay"
-            events = {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": replay}
-            publish = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
-            options += ["--kv-events-config", json.dumps(publish)]
-            options += ["--enable-prompt-tokens-details"]
-            engines[name] = launched.engine(name, model, folder, free_port(), *options)
-            engines[name].start()
-            role = "prefill" if name[0] == "p" else "decode"
-            url = engines[name].url
-            instances.append({"id": name, "url": url, "role": role, "kv_events": events})
-        for engine in engines.values():
-            engine.wait_ready()
-        with routing(folder, instances) as url:
-            yield Cluster(url, engines, instances, folder)
+    engines: dict[str, ForkedEngine] = {}
+    instances: list[dict[str, Any]] = []
+    for name in ("p0", "p1", "d0", "d1"):
+        config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
+        options = ["--kv-transfer-config", json.dumps(config)]
+        # With a plain TCP address vLLM's publisher connects instead of listening, and a port
+        # that is free now may be taken when it listens.
+        replay = f"ipc://{folder}/{name}.replay"
+        events = {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": replay}
+        publish = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
+        options += ["--kv-events-config", json.dumps(publish)]
+        options += ["--enable-prompt-tokens-details"]
+        engines[name] = launched.engine(name, model, folder, free_port(), *options)
+        engines[name].start()
+        role = "prefill" if name[0] == "p" else "decode"
+        url = engines[name].url
+        instances.append({"id": name, "url": url, "role": role, "kv_events": events})
+    for engine in engines.values():
+        engine.wait_ready()
+    with routing(folder, instances) as url:
+        yield Cluster(url, engines, instances, folder)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,15 +72,3 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(60)
-
-
-def vllm_serve(name: str, model: Path, log: Path, transfer_config: str | None) -> Server:
-    """``vllm serve`` as the README has it, small and eager."""
-    port = free_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-    command += ["--kv-cache-memory-bytes", str(256 << 20)]
-    if transfer_config is not None:
-        command += ["--kv-transfer-config", transfer_config]
-    return Server(name, command, port, "/health", log)

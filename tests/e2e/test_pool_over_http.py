@@ -17,7 +17,7 @@ import pytest
 import requests
 import zmq
 
-from tests.e2e.forked_engines import launcher
+from tests.e2e.forked_engines import Launcher
 from tests.e2e.servers import free_port
 from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex, chain
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
@@ -120,7 +120,7 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def serving(launched: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     folder = tmp_path_factory.mktemp("pool")
     make_tiny_model(folder / "model")
@@ -138,14 +138,13 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     options += ["--kv-events-config", json.dumps(publish), "--enable-prompt-tokens-details"]
     options += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "55"]
     options += ["--max-model-len", "1024"]
-    with launcher() as launched:
-        engine = launched.engine("pool", folder / "model", folder, free_port(), *options)
-        listener = Listener(events)
-        listener.start()
-        engine.start()
-        engine.wait_ready()
-        yield Serving(engine.url, listener)
-        listener.stop()
+    engine = launched.engine("pool", folder / "model", folder, free_port(), *options)
+    listener = Listener(events)
+    listener.start()
+    engine.start()
+    engine.wait_ready()
+    yield Serving(engine.url, listener)
+    listener.stop()
 
 
 def test_cached_tokens_and_events_tell_each_tier(serving: Serving) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.servers import Server, free_port, vllm_serve
-from vllm_ascend_pd.testing.tiny_model import main as make_model
+from tests.e2e.forked_engines import ForkedEngine, Launcher
+from tests.e2e.servers import Server, free_port
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 PROXY = Path(__file__).parent / "third_party" / "toy_proxy_server.py"
 SHORT = "Hello, my name is"
@@ -26,43 +27,41 @@ pytestmark = pytest.mark.engine
 @dataclass(frozen=True)
 class Deployment:
     proxy: Server
-    producer: Server
-    consumer: Server
-    single: Server
+    producer: ForkedEngine
+    consumer: ForkedEngine
+    single: ForkedEngine
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def deployment(
+    launched: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("toy-proxy")
-    model = folder / "model"
-    make_model(["--out", str(model), "--size", "tiny"])
-    config = {"kv_connector": "InEngine", "kv_port": 0}
-    servers: list[Server] = []
+    model = make_tiny_model(folder / "model").path
+
+    def start(name: str, role: str | None) -> ForkedEngine:
+        config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": role}
+        options = ["--kv-transfer-config", json.dumps(config)] if role else []
+        engine = launched.engine(name, model, folder, free_port(), *options)
+        engine.start()
+        return engine
+
+    producer, consumer = start("producer", "kv_producer"), start("consumer", "kv_consumer")
+    single, port = start("single", None), free_port()
+    command = [sys.executable, str(PROXY), "--port", str(port)]
+    command += ["--prefiller-hosts", "127.0.0.1", "--decoder-hosts", "127.0.0.1"]
+    command += ["--prefiller-ports", producer.url.rpartition(":")[2]]
+    command += ["--decoder-ports", consumer.url.rpartition(":")[2]]
+    proxy = Server("proxy", command, port, "/healthcheck", folder / "proxy.log")
     try:
-        for name, role in (("producer", "kv_producer"), ("consumer", "kv_consumer")):
-            servers.append(
-                vllm_serve(
-                    name, model, folder / f"{name}.log", json.dumps({**config, "kv_role": role})
-                )
-            )
-        servers.append(vllm_serve("single", model, folder / "single.log", None))
-        producer, consumer, single = servers
-        port = free_port()
-        command = [sys.executable, str(PROXY), "--port", str(port)]
-        command += ["--prefiller-hosts", "127.0.0.1", "--decoder-hosts", "127.0.0.1"]
-        command += ["--prefiller-ports", producer.url.rpartition(":")[2]]
-        command += ["--decoder-ports", consumer.url.rpartition(":")[2]]
-        proxy = Server("proxy", command, port, "/healthcheck", folder / "proxy.log")
-        servers.append(proxy)
-        for server in servers:
+        for server in (producer, consumer, single, proxy):
             server.wait_ready()
         yield Deployment(proxy, producer, consumer, single)
     finally:
-        for server in reversed(servers):
-            server.stop()
+        proxy.stop()
 
 
-def complete(server: Server, prompt: str, **options: Any) -> list[str]:
+def complete(server: Server | ForkedEngine, prompt: str, **options: Any) -> list[str]:
     """The texts of a non-streamed completion."""
     body = {
         "model": "tiny",
@@ -77,7 +76,7 @@ def complete(server: Server, prompt: str, **options: Any) -> list[str]:
     return [choice["text"] for choice in response.json()["choices"]]
 
 
-def stream(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def stream(server: Server | ForkedEngine, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a streamed answer; the stream must end with [DONE]."""
     with requests.post(f"{server.url}{path}", json=body, timeout=120, stream=True) as response:
         response.raise_for_status()
@@ -86,7 +85,7 @@ def stream(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
     return [json.loads(line) for line in lines[:-1]]
 
 
-def metric(server: Server, name: str) -> float:
+def metric(server: ForkedEngine, name: str) -> float:
     text = requests.get(f"{server.url}/metrics", timeout=30).text
     values = [
         float(line.rpartition(" ")[2])
@@ -168,7 +167,7 @@ def test_producer_gives_every_lease_back(deployment: Deployment) -> None:
 def test_engines_do_not_warn_that_transfer_parameters_are_ignored(deployment: Deployment) -> None:
     complete(deployment.proxy, "Quiet. " + SHORT)
     for server in (deployment.producer, deployment.consumer):
-        assert "Disabling KVTransfer" not in server.output()
+        assert "Disabling KVTransfer" not in server.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_engines_do_not_warn_that_transfer_parameters_are_ignored(deployment: De
 def test_kv_transfer_params_of_a_wrong_type_do_not_end_the_engine(
     deployment: Deployment, role: str, garbage: dict[str, Any]
 ) -> None:
-    server: Server = getattr(deployment, role)
+    server: ForkedEngine = getattr(deployment, role)
     body = {"model": "tiny", "prompt": "Garbage. " + SHORT, "max_tokens": 4, **garbage}
     response = requests.post(f"{server.url}/v1/completions", json=body, timeout=120)
     assert response.status_code in (200, 400, 422), response.text
