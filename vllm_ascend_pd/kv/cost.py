@@ -14,7 +14,6 @@ from vllm_ascend_pd.config import LoadMode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SMOOTHING = 0.3
 _RELAXATION = 0.1
 _STEP_SHARE = 0.5
 """A load that is expected to take this share of ``step_timeout_ms`` is parked in any case."""
@@ -23,24 +22,24 @@ _STEP_SHARE = 0.5
 class Speed:
     """Running mean of what was measured on this engine, in bytes or tokens per millisecond."""
 
-    def __init__(self, first: float | None = None) -> None:
-        """``first`` is believed before anything has been measured."""
+    def __init__(self, first: float = 0.0, smoothing: float = 0.3) -> None:
+        """``first`` is believed before anything has been measured; 0 where it is not known."""
         self._first = first
+        self._smoothing = smoothing
         self.per_ms = first
 
     def note(self, amount: float, elapsed_ms: float) -> None:
         if not amount or elapsed_ms <= 0:
             return
         measured = amount / elapsed_ms
-        mean = measured if self.per_ms is None else self.per_ms
-        self.per_ms = mean + _SMOOTHING * (measured - mean)
+        mean = self.per_ms or measured
+        self.per_ms = mean + self._smoothing * (measured - mean)
 
     def relax(self) -> None:
         """Something was not loaded because that seemed slow: believe it a little less each time, so
         that a bad moment is not remembered for ever.
         """
-        if self.per_ms is not None and self._first is not None:
-            self.per_ms += _RELAXATION * (self._first - self.per_ms)
+        self.per_ms += _RELAXATION * (self._first - self.per_ms)
 
     def ms(self, amount: float) -> float:
         """How long so much is expected to take; 0 where that is not known."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_ascend_pd.breaker import BreakerState
+from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import EngineLoad, Instance
 

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.breaker import Breaker
+from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.registration import EngineDescription
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError

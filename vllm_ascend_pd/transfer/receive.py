@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.kv.load import QUARANTINE_S
 from vllm_ascend_pd.kv.loader import Loader
 from vllm_ascend_pd.log_limit import limited_logger
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
 
 logger = limited_logger(__name__)
 
-_PIECE_OVERHEAD_S = 1e-3
-_FIRST_BYTES_PER_S = 1e9
+_PIECE_OVERHEAD_MS = 1.0
+_FIRST_BYTES_PER_MS = 1e6
 _SMOOTHING = 0.1
+"""Of pieces, of which a load has many."""
 
 
 class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
@@ -84,7 +86,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._answer_timeout_s = answer_timeout_s
         self._push_mode = push_mode
         self._sharding = sharding or Sharding()
-        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._speed = Speed(_FIRST_BYTES_PER_MS, _SMOOTHING)
         # One silent producer must not hold every slot until its pieces are given up.
         self._slots_per_load = max(1, pool.num_slots - pool.num_slots // 4)
         self._sessions = dict(sessions)
@@ -207,7 +209,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
     def _min_push_bytes(self) -> float:
         """What is not worth a piece of its own before the end of the prompt."""
         if self._push_mode is PushMode.AUTO:
-            return self._bytes_per_s * _PIECE_OVERHEAD_S
+            return self._speed.per_ms * _PIECE_OVERHEAD_MS
         return math.inf if self._push_mode is PushMode.PROMPT else 1
 
     def _flight_deadline(self, flight: InFlight) -> float:
@@ -372,7 +374,6 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
             load.note_landed(flight.piece)
             self._landed.notify_all()
         elapsed = time.monotonic() - flight.sent_at
-        measured = flight.num_bytes() / max(elapsed, 1e-6)
-        self._bytes_per_s += _SMOOTHING * (measured - self._bytes_per_s)
+        self._speed.note(flight.num_bytes(), max(elapsed, 1e-6) * 1000)
         if load.is_done:
             self._end(load, "")

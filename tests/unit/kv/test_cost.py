@@ -84,7 +84,6 @@ def test_measured_speed_moves_the_mean() -> None:
     speed = Speed(1000.0)
     for _ in range(50):
         speed.note(500_000, 1.0)
-    assert speed.per_ms is not None
     assert abs(speed.per_ms - 500_000) < 1000
     assert speed.ms(1_000_000) == pytest.approx(2.0, rel=0.01)
 
@@ -94,7 +93,7 @@ def test_what_has_not_been_measured_takes_no_time_to_guess() -> None:
     assert speed.ms(100) == 0.0
     speed.note(0, 1.0)
     speed.note(100, 0.0)
-    assert speed.per_ms is None
+    assert speed.per_ms == 0.0
     speed.note(256, 100.0)
     assert speed.per_ms == 2.56
 
@@ -103,7 +102,6 @@ def test_bad_moment_is_forgotten_bit_by_bit() -> None:
     speed = Speed(1000.0)
     for _ in range(20):
         speed.note(1, 1.0)
-    assert speed.per_ms is not None
     assert speed.per_ms < 10
     for _ in range(50):
         speed.relax()

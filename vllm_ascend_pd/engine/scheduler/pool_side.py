@@ -234,10 +234,10 @@ class PoolSide(Part):
             ("pool_bypassed", "put"): int(not self.saves.breaker.closed),
             ("pool_pinned_blocks", ""): self.saves.num_pinned,
             ("pool_saves_queued", ""): self.saves.num_under_way,
-            ("pool_prefill_tokens_per_s", ""): round((self._prefill.per_ms or 0) * 1000),
+            ("pool_prefill_tokens_per_s", ""): round(self._prefill.per_ms * 1000),
         }
         for place, speed in self.source.speeds.items():
-            now["pool_load_bytes_per_s", place.label] = round(speed.per_ms or 0) * 1000
+            now["pool_load_bytes_per_s", place.label] = round(speed.per_ms) * 1000
         for (name, label), value in now.items():
             if self._gauges.get((name, label)) != value:
                 self._stats.set(name, value, *([label] if label else []))

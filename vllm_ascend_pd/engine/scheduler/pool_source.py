@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.breaker import Breaker
 from vllm_ascend_pd.config import PoolLoad
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
+from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.pool.answers import fold_found
 from vllm_ascend_pd.pool.keys import PoolNames
@@ -341,7 +341,7 @@ class PoolSource:
             "request %s: %d of %d blocks are used that the pool has; load %.1f ms, %s bytes/ms,"
             " prefill %s tokens/ms",
             *(prompt.request.request_id, use, num_offered, plan.load_ms),
-            {place.label: round(speed.per_ms or 0) for place, speed in self.speeds.items()},
+            {place.label: round(speed.per_ms) for place, speed in self.speeds.items()},
             self._common.prefill.per_ms,
         )
         if use < num_offered:

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from vllm.v1.request import Request
 
-from vllm_ascend_pd.breaker import Breaker, BreakerState
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
+from vllm_ascend_pd.kv.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.answers import fold_saved
 from vllm_ascend_pd.pool.messages import (
     DROPPED,

@@ -8,6 +8,8 @@ import time
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.kv.states import Transitions
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,17 +33,25 @@ class Event(Enum):
     """It could not be reached, and now answers a probe."""
 
 
-TRANSITIONS = {
-    BreakerState.CLOSED: {Event.FAILURE: BreakerState.OPEN},
-    BreakerState.OPEN: {
-        Event.PROBE: BreakerState.HALF_OPEN,
-        Event.CAME_BACK: BreakerState.CLOSED,
-    },
-    BreakerState.HALF_OPEN: {
-        Event.OK: BreakerState.CLOSED,
-        Event.FAILURE: BreakerState.OPEN,
-    },
-}
+_S, _E = BreakerState, Event
+# Calls end after others have opened or closed it, and whoever may probe asks in every state.
+TRANSITIONS: Transitions[BreakerState, Event] = Transitions(
+    {
+        _S.CLOSED: {_E.FAILURE: _S.OPEN, _E.OK: _S.CLOSED, _E.PROBE: _S.CLOSED},
+        _S.OPEN: {
+            _E.PROBE: _S.HALF_OPEN,
+            _E.CAME_BACK: _S.CLOSED,
+            _E.OK: _S.OPEN,
+            _E.FAILURE: _S.OPEN,
+        },
+        _S.HALF_OPEN: {
+            _E.OK: _S.CLOSED,
+            _E.FAILURE: _S.OPEN,
+            _E.PROBE: _S.HALF_OPEN,
+            _E.CAME_BACK: _S.HALF_OPEN,
+        },
+    }
+)
 
 
 class Breaker:
@@ -118,8 +128,8 @@ class Breaker:
         self.backoff_s = min(self.backoff_s * 2, self._max_backoff_s)
 
     def _advance(self, event: Event) -> bool:
-        state = TRANSITIONS[self.state].get(event)
-        if state is None:
+        state = TRANSITIONS.after(self.state, event)
+        if state is self.state:
             return False
         self.state = state
         self.closed = state is BreakerState.CLOSED

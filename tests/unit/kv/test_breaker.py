@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ascend_pd.breaker import TRANSITIONS, Breaker, BreakerState
+from vllm_ascend_pd.kv.breaker import TRANSITIONS, Breaker, BreakerState
 from vllm_ascend_pd.router.instances import MAX_BACKOFF_S, MIN_BACKOFF_S
 
 
@@ -86,7 +86,7 @@ def test_a_late_answer_does_not_close_it(breaker: Breaker) -> None:
 
 
 def test_every_state_is_in_the_table() -> None:
-    assert set(TRANSITIONS) == set(BreakerState)
+    assert set(TRANSITIONS.table) == set(BreakerState)
 
 
 # One that somebody else probes, as a router does.
