@@ -67,7 +67,7 @@ def _loads(soname: str) -> bool:
     return False
 
 
-def _has_module(name: str) -> bool:
+def has_module(name: str) -> bool:
     # Not importlib.util.find_spec: setuptools' own finder, asked for pip, replaces distutils.
     return PathFinder.find_spec(name) is not None
 
@@ -83,7 +83,7 @@ class Probe:
     find_files: Callable[[str], list[str]] = glob.glob
     which: Callable[[str], str | None] = shutil.which
     loads: Callable[[str], bool] = _loads
-    has_module: Callable[[str], bool] = _has_module
+    has_module: Callable[[str], bool] = has_module
     has_python_headers: Callable[[], bool] = _has_python_headers
 
 

@@ -5,7 +5,6 @@ import argparse
 import ast
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -258,11 +257,12 @@ class Environment:
             raise StepError(title, reason, fix)
         fix = "apt-get install python3-venv, or use a Python that has the modules venv and pip"
         command = [sys.executable, "-m", "venv", *(["--clear"] if broken else [])]
-        call(title, [*command, *(["--without-pip"] if _has_pip() else []), str(path)], fix)
+        command += ["--without-pip"] if host.has_module("pip") else []
+        call(title, [*command, str(path)], fix)
 
     def fetch_uv(self) -> dict[str, str]:
         """Have uv, by pip; returns where it takes packages from."""
-        pip = [sys.executable if _has_pip() else str(self.python), "-m", "pip"]
+        pip = [sys.executable if host.has_module("pip") else str(self.python), "-m", "pip"]
         if not (self._uv_folder / f"uv-{UV}.dist-info").is_dir():
             options = ["--quiet", "--upgrade", "--no-deps", "--target", str(self._uv_folder)]
             call("uv", [*pip, "install", *options, f"uv=={UV}"], INDEX_FIX)
@@ -365,7 +365,3 @@ def pythons(vllm: str) -> tuple[str, ...]:
 def lock_file(python_version: str, vllm: str = host.VLLM) -> Path:
     other = "" if vllm == host.VLLM else f"-vllm-{vllm}"
     return REQUIREMENTS / f"cpu-py{python_version.replace('.', '')}{other}.txt"
-
-
-def _has_pip() -> bool:
-    return importlib.util.find_spec("pip") is not None
