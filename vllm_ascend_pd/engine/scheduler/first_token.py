@@ -55,11 +55,13 @@ RULED_OUT = (
     "logprobs",
     "prompt_logprobs",
     "logprob_token_ids",
+    "prompt_logprob_token_ids",
     "structured_outputs",
     "trace_decode_token_ids",
     "extra_args",
 )
-"""Fields that, when set, ask for more than a token, or for what only the consumer knows."""
+"""Fields that, when set, ask for more than a token, or for what only the consumer knows; not every
+version has all of them."""
 
 _CHILD_ID = re.compile(r"\d+_(.+)")
 _KV_PARAMS = "kv_transfer_params"
@@ -104,9 +106,10 @@ def sampling_key(request: Request, logits_processors: tuple[str, ...] = ()) -> b
 def _is_ruled_out(params: SamplingParams) -> bool:
     if params.sampling_type == SamplingType.RANDOM_SEED:
         return True
-    values = {name: getattr(params, name) for name in RULED_OUT}
-    values["extra_args"] = {k: v for k, v in (params.extra_args or {}).items() if k != _KV_PARAMS}
-    return any(value not in (None, {}) for value in values.values())
+    values = {name: getattr(params, name, None) for name in RULED_OUT}
+    others = {k: v for k, v in (params.extra_args or {}).items() if k != _KV_PARAMS}
+    values["extra_args"] = others or None
+    return any(value is not None for value in values.values())
 
 
 def deliver(
