@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+    from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
 GIB = 1 << 30
 NUM_PAIRS = 3
@@ -466,9 +466,10 @@ def bench_tier(options: argparse.Namespace) -> None:
     read threads do, up to 32 MiB at a time.
     """
     from vllm_ascend_pd.config import PoolConfig
-    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+    from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
+    from vllm_ascend_pd.pool.tier import Opening
 
-    backend = PoolBackend(PoolConfig(dram_size=2 * GIB), "127.0.0.1")
+    backend = MooncakeTier.open(Opening(PoolConfig(dram_size=2 * GIB)))
     print("DRAM tier with checksum, against memcpy by as many threads", flush=True)
     for block_mb in (1, 8):
         for num_threads in (1, 2):
@@ -477,7 +478,7 @@ def bench_tier(options: argparse.Namespace) -> None:
 
 
 def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
-    options: argparse.Namespace, backend: PoolBackend, block_bytes: int, num_threads: int
+    options: argparse.Namespace, backend: MooncakeTier, block_bytes: int, num_threads: int
 ) -> None:
     import numpy as np
 
@@ -521,12 +522,12 @@ def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
                 Value(space.key(h), staging.addr + i * size, size)
                 for i, h in enumerate(hashes[start : start + batch])
             ]
-            assert set(backend.tier.put(part)) == {Status.OK}
+            assert set(backend.put(part)) == {Status.OK}
 
     def get(thread: int) -> None:
         for start in range(thread * 4 * batch, num_blocks, num_threads * 4 * batch):
             keys = [space.key(h) for h in hashes[start : start + 4 * batch]]
-            with backend.tier.view(keys, size) as addrs:
+            with backend.view(keys, size) as addrs:
                 for i, addr in enumerate(addrs, start):
                     assert values.unpack(i, hashes[i], Region(addr, size), 0) is Status.OK
 
@@ -537,7 +538,7 @@ def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
             seconds = _in_threads(num_threads, run)
             if turn:  # the first one pays for the pages of the segment
                 rates[name].append(num_bytes / seconds / 1e9)
-        backend.tier.remove([space.key(h) for h in hashes])
+        backend.remove([space.key(h) for h in hashes])
     plain = statistics.median(rates["memcpy"])
     what = f"blocks of {block_bytes >> 20} MiB, {num_threads} threads"
     for name, measured in rates.items():
@@ -558,21 +559,21 @@ def _in_threads(num_threads: int, run: Callable[[int], None]) -> float:
 def bench_lookup(options: argparse.Namespace) -> None:
     from vllm_ascend_pd.config import PoolConfig
     from vllm_ascend_pd.pool.keys import KeySpace
-    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
-    from vllm_ascend_pd.pool.tier import Value
+    from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
+    from vllm_ascend_pd.pool.tier import Opening, Value
 
-    backend = PoolBackend(PoolConfig(dram_size=GIB), "127.0.0.1")
+    backend = MooncakeTier.open(Opening(PoolConfig(dram_size=GIB)))
     memory = Memory(1 << 20)
     backend.store.register(memory.addr, len(memory.map))
     space = KeySpace.of("bench")
     hashes = [i.to_bytes(32, "big") for i in range(20_000)]
     keys = [space.key(block_hash) for block_hash in hashes]
     for start in range(0, 10_000, 1000):
-        backend.tier.put([Value(key, memory.addr, 1024) for key in keys[start : start + 1000]])
+        backend.put([Value(key, memory.addr, 1024) for key in keys[start : start + 1000]])
     times = []
     for _ in range(options.rounds * 2):
         started = time.perf_counter()
-        places = backend.tier.lookup([space.key(block_hash) for block_hash in hashes])
+        places = backend.lookup([space.key(block_hash) for block_hash in hashes])
         times.append((time.perf_counter() - started) * 1000)
     print("lookup of 20,000 keys, half of them there", flush=True)
     assert sum(map(bool, places)) == 10_000

@@ -296,6 +296,9 @@ class PoolConfig(msgspec.Struct, frozen=True):
     dram_size: Size | None = None
     """Bytes of memory to contribute; without it 25 % of what is available at start."""
     ssd: SsdConfig | None = None
+    """A folder for what memory does not hold: of the tier ``fs``, or of Mooncake."""
+    tiers: tuple[str, ...] = ("mooncake",)
+    """Where blocks are looked for, in this order (``pool.registry``)."""
     get: bool = True
     """Take blocks that the pool has."""
     put: bool = True
@@ -329,11 +332,26 @@ class PoolConfig(msgspec.Struct, frozen=True):
                 f"pool.dram_size must be 0 or at least {_MIN_DRAM_BYTES >> 20} MiB,"
                 f" not {self.dram_size} bytes"
             )
+        self._check_tiers()
         if self.save is PoolSave.EVICTION and not self.put_decoded:
             raise ConfigError(
                 "pool.put_decoded false needs pool.save write_through: an evicted block does not"
                 " say which of its tokens were generated"
             )
+
+    def _check_tiers(self) -> None:
+        tiers = self.tiers
+        if not tiers or len(set(tiers)) < len(tiers):
+            raise ConfigError(f"pool.tiers must name some tiers, each once, not {list(tiers)}")
+        has_mooncake = "mooncake" in tiers
+        if has_mooncake and "dram" in tiers:
+            raise ConfigError("pool.tiers: mooncake and dram both take pool.dram_size; name one")
+        if "fs" in tiers and self.ssd is None:
+            raise ConfigError('pool.tiers: fs needs pool.ssd: {"path": "/…", "size": "…"}')
+        if self.ssd is not None and not {"fs", "mooncake"} & set(tiers):
+            raise ConfigError("pool.ssd is for the tiers fs and mooncake: name one in pool.tiers")
+        if self.master is not None and not has_mooncake:
+            raise ConfigError("pool.master is for the tier mooncake: name it in pool.tiers")
 
     def for_worker(self, rank: int, num_workers: int) -> PoolConfig:
         """One worker's part of the memory and of the disk, with a folder of its own."""

@@ -25,9 +25,10 @@ from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine, FaultScript
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.loader import Loader
-from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.loader import PoolLoader
+from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.messages import PoolLoadSpec
 from vllm_ascend_pd.pool.packing import Packing
 from vllm_ascend_pd.pool.tier import Status, Value

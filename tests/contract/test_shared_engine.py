@@ -13,7 +13,8 @@ from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.mooncake_store import MooncakeStore
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
 from vllm_ascend_pd.config import PoolConfig
-from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
+from vllm_ascend_pd.pool.tier import Opening
 
 SIZE = 64 << 10
 
@@ -36,14 +37,14 @@ def engine() -> Iterator[MooncakeTransferEngine]:
 
 
 @pytest.fixture(scope="module")
-def backend(engine: MooncakeTransferEngine) -> Iterator[PoolBackend]:
-    backend = PoolBackend(PoolConfig(dram_size=16 << 20), "127.0.0.1", engine.share())
+def backend(engine: MooncakeTransferEngine) -> Iterator[MooncakeTier]:
+    backend = MooncakeTier.open(Opening(PoolConfig(dram_size=16 << 20), shared=engine.share()))
     yield backend
     backend.close()
 
 
 @pytest.fixture(scope="module")
-def store(backend: PoolBackend) -> MooncakeStore:
+def store(backend: MooncakeTier) -> MooncakeStore:
     assert backend.store.wait_connected(60)
     return backend.store
 
@@ -90,7 +91,7 @@ def test_transfers_and_the_store_do_not_disturb_each_other(
 
 def test_engine_outlives_the_store() -> None:
     engine, peer = MooncakeTransferEngine("127.0.0.1"), MooncakeTransferEngine("127.0.0.1")
-    backend = PoolBackend(PoolConfig(dram_size=16 << 20), "127.0.0.1", engine.share())
+    backend = MooncakeTier.open(Opening(PoolConfig(dram_size=16 << 20), shared=engine.share()))
     assert backend.store.wait_connected(60)
     backend.close()
     ours, theirs = Buffer(3), Buffer(0)

@@ -16,8 +16,11 @@ import pytest
 from tests.disk import wait_on_disk
 from vllm_ascend_pd.backends.mooncake_store import MooncakeStore, StoreOptions
 from vllm_ascend_pd.config import PoolConfig, SsdConfig
-from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier
-from vllm_ascend_pd.pool.tier import Place, Status, SupportsView, Tier, Value
+from vllm_ascend_pd.pool.composite_tier import CompositeTier
+from vllm_ascend_pd.pool.fake_tier import FaultyTier
+from vllm_ascend_pd.pool.fs_tier import FileTier
+from vllm_ascend_pd.pool.memory_tier import MemoryTier
+from vllm_ascend_pd.pool.tier import Opening, Place, Status, SupportsView, Tier, Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,6 +105,10 @@ class OnSsd(Subject):
         return dict(self._stock.popitem() for _ in range(num_values))
 
 
+class OnDisk(Subject):
+    place = Place.SSD
+
+
 class Remote(Subject):
     """Values in the memory of another client."""
 
@@ -114,16 +121,16 @@ class Remote(Subject):
 
 def _open(config: PoolConfig) -> Iterator[Subject]:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
-    from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
+    from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
-    backend = PoolBackend(config, "127.0.0.1")
+    backend = MooncakeTier.open(Opening(config))
     buffers = Buffers()
     backend.store.register(buffers.addr, len(buffers.memory))
     assert backend.store.wait_connected(60)
     if (ssd := config.ssd) is None:
-        yield Subject(backend.tier, buffers)
+        yield Subject(backend, buffers)
     else:
-        yield OnSsd(backend.tier, buffers, Path(ssd.path))
+        yield OnSsd(backend, buffers, Path(ssd.path))
     backend.close()
 
 
@@ -144,7 +151,7 @@ def remote(dram: Subject) -> Iterator[Subject]:
     """A client without memory of its own, beside the one that has it."""
     from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
-    owner: MooncakeStore = dram.tier._store  # type: ignore[attr-defined]
+    owner: MooncakeStore = dram.tier.store  # type: ignore[attr-defined]
     store = MooncakeStore(StoreOptions("127.0.0.1", owner._options.master, 0))
     assert store.wait_connected(60)
     buffers = Buffers()
@@ -164,7 +171,23 @@ def faulty() -> Subject:
     return Subject(FaultyTier(MemoryTier(64 * MIB)), Buffers())
 
 
-@pytest.fixture(params=["memory", "faulty", "dram", "remote", "ssd"])
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    tier = FileTier(tmp_path_factory.mktemp("fs"), 64 * MIB)
+    yield OnDisk(tier, Buffers())
+    tier.close()
+
+
+@pytest.fixture(scope="module")
+def composite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """A value is in both, and found in memory."""
+    folder = tmp_path_factory.mktemp("composite")
+    tier = CompositeTier([MemoryTier(64 * MIB), FileTier(folder, 64 * MIB)])
+    yield Subject(tier, Buffers())
+    tier.close()
+
+
+@pytest.fixture(params=["memory", "faulty", "files", "composite", "dram", "remote", "ssd"])
 def subject(request: pytest.FixtureRequest) -> Subject:
     found: Subject = request.getfixturevalue(request.param)
     return found
@@ -250,10 +273,14 @@ def test_open_tier_is_healthy(subject: Subject) -> None:
     assert subject.tier.is_healthy()
 
 
-@pytest.mark.parametrize("kind", ["memory", "mooncake"])
-def test_closed_tier_answers_as_one_that_is_down(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["memory", "files", "composite", "mooncake"])
+def test_closed_tier_answers_as_one_that_is_down(kind: str, tmp_path: Path) -> None:
     buffers = Buffers()
     tier: Tier = MemoryTier(MIB)
+    if kind == "files":
+        tier = FileTier(tmp_path, MIB)
+    if kind == "composite":
+        tier = CompositeTier([tier, FileTier(tmp_path, MIB)])
     if kind == "mooncake":
         subject = next(gen := _open(PoolConfig(dram_size=16 * MIB)))
         tier, buffers = subject.tier, subject.buffers
@@ -274,9 +301,11 @@ def test_closed_tier_answers_as_one_that_is_down(kind: str) -> None:
         next(gen, None)
 
 
-def test_tier_that_is_full_says_so() -> None:
+@pytest.mark.parametrize("kind", ["memory", "files"])
+def test_tier_that_is_full_says_so(kind: str, tmp_path: Path) -> None:
     buffers = Buffers()
-    tier = MemoryTier(SIZE // 2)
+    small = SIZE // 2
+    tier = MemoryTier(small) if kind == "memory" else FileTier(tmp_path, small)
     assert tier.put([buffers.value("k", 0, b"x" * SIZE)]) == [Status.FULL]
 
 

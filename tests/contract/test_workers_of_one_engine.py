@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.config import PoolConfig
-from vllm_ascend_pd.pool.mooncake_tier import PoolBackend, Workers
-from vllm_ascend_pd.pool.tier import Place, Status, Value
+from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
+from vllm_ascend_pd.pool.tier import Opening, Place, Status, Value
 
 MIB = 1 << 20
+LOCAL = "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
-def backends() -> Iterator[list[PoolBackend]]:
+def backends() -> Iterator[list[MooncakeTier]]:
     said: list[Any] = []
 
     def first(value: Any) -> Any:
@@ -26,8 +27,8 @@ def backends() -> Iterator[list[PoolBackend]]:
 
     config = PoolConfig(dram_size=32 * MIB)
     backends = [
-        PoolBackend(config, "127.0.0.1", workers=Workers(0, 2, first)),
-        PoolBackend(config, "127.0.0.1", workers=Workers(1, 2, lambda value: said[0])),
+        MooncakeTier.open(Opening(config.for_worker(0, 2), LOCAL, 0, 2, first)),
+        MooncakeTier.open(Opening(config.for_worker(1, 2), LOCAL, 1, 2, lambda value: said.pop(0))),
     ]
     assert all(backend.store.wait_connected(60) for backend in backends)
     yield backends
@@ -35,30 +36,30 @@ def backends() -> Iterator[list[PoolBackend]]:
         backend.close()
 
 
-def test_the_first_one_starts_the_master(backends: list[PoolBackend]) -> None:
+def test_the_first_one_starts_the_master(backends: list[MooncakeTier]) -> None:
     assert backends[0].master is not None
     assert backends[1].master is None
 
 
-def test_they_divide_the_memory(backends: list[PoolBackend]) -> None:
-    assert [backend.tier.stats().capacity_bytes for backend in backends] == [16 * MIB] * 2
+def test_they_divide_the_memory(backends: list[MooncakeTier]) -> None:
+    assert [backend.stats().capacity_bytes for backend in backends] == [16 * MIB] * 2
 
 
-def test_each_stores_into_its_own_memory_first(backends: list[PoolBackend]) -> None:
+def test_each_stores_into_its_own_memory_first(backends: list[MooncakeTier]) -> None:
     memory = ctypes.create_string_buffer(MIB)
     addr = ctypes.addressof(memory)
     for rank, backend in enumerate(backends):
         backend.store.register(addr, MIB)
         values = [Value(f"worker/{rank}/{i}", addr, MIB) for i in range(8)]
-        assert backend.tier.put(values) == [Status.OK] * 8
+        assert backend.put(values) == [Status.OK] * 8
         keys = [value.key for value in values]
-        assert backend.tier.lookup(keys) == [Place.DRAM] * 8
-        assert backends[1 - rank].tier.lookup(keys) == [Place.REMOTE] * 8
+        assert backend.lookup(keys) == [Place.DRAM] * 8
+        assert backends[1 - rank].lookup(keys) == [Place.REMOTE] * 8
     # What is left of its own memory does not hold these; the other one's takes the rest.
     values = [Value(f"more/{i}", addr, MIB) for i in range(10)]
-    statuses = backends[0].tier.put(values)
+    statuses = backends[0].put(values)
     assert statuses == [Status.OK] * 10
-    places = backends[0].tier.lookup([value.key for value in values])
+    places = backends[0].lookup([value.key for value in values])
     assert set(places) == {Place.DRAM, Place.REMOTE}
     for backend in backends:
         backend.store.unregister(addr)

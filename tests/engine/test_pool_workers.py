@@ -24,10 +24,11 @@ from vllm_ascend_pd.engine.scheduler.sources import SourceState
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool import link as pool_link
 from vllm_ascend_pd.pool.answers import fold_found, fold_saved
-from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.link import PoolLink
+from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.messages import (
     DROPPED,
     AheadSpec,

@@ -30,9 +30,9 @@ from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.net.trust import Trust
-from vllm_ascend_pd.pool.fake_tier import MemoryTier
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.messages import AheadSpec, DropAhead, Save
 from vllm_ascend_pd.pool.packing import Packing
 from vllm_ascend_pd.pool.values import BlockValues

@@ -108,7 +108,7 @@ def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
     side: Any = hooks._worker
     if side._rank != rank:
         return 0
-    store, space = side._pool._tier._store, side._pool._space
+    store, space = side._pool._tier.store, side._pool._space
     keys = [space.key(block_hash) for block_hash in hashes]
     num_flipped = 0
     for replicas in store._store.batch_get_replica_desc(keys).values():
@@ -135,7 +135,8 @@ def _pool_master_id(worker: object) -> int | None:
     from vllm_ascend_pd import hooks
 
     side: Any = hooks._worker
-    master = side._pool._on_close.__self__.master
+    tier = side._pool._tier
+    master = getattr(tier, "inner", tier).master
     return master.process_id if master is not None else None
 
 

@@ -352,14 +352,6 @@ def prepare_store_env(ssd_bytes: int) -> None:
         os.environ.setdefault(name, value)
 
 
-def available_memory_bytes() -> int:
-    """Memory that new allocations can have without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def mapping_of(address: int) -> range:
     """The addresses of the mapping of this process that holds ``address``; empty if none does."""
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers for tests and drills: one in memory, and scripted faults around any tier."""
+"""For tests and drills: scripted faults around any tier."""
 
 from __future__ import annotations
 
@@ -7,93 +7,15 @@ import ctypes
 import re
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool.tier import Place, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Place, Status, Tier, TierStats, Value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class MemoryTier(Tier):
-    """Values in this process, least recently used ones evicted."""
-
-    def __init__(self, capacity_bytes: int, place: Place = Place.DRAM) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._place = place
-        self._lock = threading.Lock()
-        self._values: OrderedDict[str, bytes] = OrderedDict()
-        self._used_bytes = 0
-        self._closed = False
-
-    def lookup(self, keys: Sequence[str]) -> list[Place]:
-        with self._lock:
-            places = [self._place if key in self._values else Place.NOWHERE for key in keys]
-            for key in keys:
-                if key in self._values:
-                    self._values.move_to_end(key)
-        return places
-
-    def put(self, values: Sequence[Value]) -> list[Status]:
-        return [self._put(v.key, ctypes.string_at(v.addr, v.num_bytes)) for v in values]
-
-    def _put(self, key: str, data: bytes) -> Status:
-        with self._lock:
-            if self._closed:
-                return Status.FAILED
-            if key in self._values:
-                return Status.OK
-            if len(data) > self._capacity_bytes:
-                return Status.FULL
-            while self._used_bytes + len(data) > self._capacity_bytes:
-                _, evicted = self._values.popitem(last=False)
-                self._used_bytes -= len(evicted)
-            self._values[key] = data
-            self._used_bytes += len(data)
-            return Status.OK
-
-    def get(self, values: Sequence[Value]) -> list[Status]:
-        return [self._get(value) for value in values]
-
-    def _get(self, value: Value) -> Status:
-        with self._lock:
-            if self._closed:
-                return Status.FAILED
-            data = self._values.get(value.key)
-        if data is None:
-            return Status.MISSING
-        if len(data) != value.num_bytes:
-            return Status.DAMAGED
-        ctypes.memmove(value.addr, data, len(data))
-        return Status.OK
-
-    def remove(self, keys: Sequence[str]) -> None:
-        with self._lock:
-            for key in keys:
-                self._used_bytes -= len(self._values.pop(key, b""))
-
-    def clear(self) -> int:
-        with self._lock:
-            num_keys = len(self._values)
-            self._values.clear()
-            self._used_bytes = 0
-            return num_keys
-
-    def stats(self) -> TierStats:
-        with self._lock:
-            return TierStats(len(self._values), self._used_bytes, self._capacity_bytes)
-
-    def is_healthy(self) -> bool:
-        return not self._closed
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._values.clear()
-            self._used_bytes = 0
 
 
 class TierFault(Enum):
@@ -154,11 +76,21 @@ class FaultyTier(Tier):
     """Wraps any tier, also one between real processes, and spoils calls by script."""
 
     def __init__(self, inner: Tier, script: TierScript | None = None) -> None:
-        self._inner = inner
+        self.inner = inner
         self.script = script if script is not None else TierScript()
 
+    @classmethod
+    def open(cls, opening: Opening) -> FaultyTier:
+        raise ConfigError("this is no tier of its own")
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        self.inner.register(addr, num_bytes)
+
+    def unregister(self, addr: int) -> None:
+        self.inner.unregister(addr)
+
     def lookup(self, keys: Sequence[str]) -> list[Place]:
-        places = self._inner.lookup(keys)
+        places = self.inner.lookup(keys)
         for i in range(len(places)):
             if self._next("lookup") in (TierFault.FAIL, TierFault.MISSING):
                 places[i] = Place.NOWHERE
@@ -173,7 +105,7 @@ class FaultyTier(Tier):
             elif fault is TierFault.FAIL:
                 statuses.append(Status.FAILED)
             else:
-                statuses += self._inner.put([value])
+                statuses += self.inner.put([value])
         return statuses
 
     def get(self, values: Sequence[Value]) -> list[Status]:
@@ -187,7 +119,7 @@ class FaultyTier(Tier):
             elif fault is TierFault.SHORT:
                 statuses.append(Status.DAMAGED)
             else:
-                (status,) = self._inner.get([value])
+                (status,) = self.inner.get([value])
                 if fault is TierFault.CORRUPT and status is Status.OK:
                     spoiled = ctypes.c_uint8.from_address(value.addr + value.num_bytes // 2)
                     spoiled.value ^= 1
@@ -201,16 +133,16 @@ class FaultyTier(Tier):
         return fault
 
     def remove(self, keys: Sequence[str]) -> None:
-        self._inner.remove(keys)
+        self.inner.remove(keys)
 
     def clear(self) -> int:
-        return self._inner.clear()
+        return self.inner.clear()
 
     def stats(self) -> TierStats:
-        return self._inner.stats()
+        return self.inner.stats()
 
     def is_healthy(self) -> bool:
-        return self._inner.is_healthy()
+        return self.inner.is_healthy()
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()

@@ -31,8 +31,6 @@ from vllm_ascend_pd.pool.messages import (
 from vllm_ascend_pd.pool.saver import Replica, Saver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.pool.keys import KeySpace
     from vllm_ascend_pd.pool.tier import Tier
@@ -66,11 +64,8 @@ class PoolIO:
         slots: PoolSlots,
         num_readers: int,
         replica: Replica = Replica(),  # noqa: B008 - frozen
-        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_close`` gives the tier back, once no staging memory is registered any more."""
         self._tier = tier
-        self._on_close = on_close
         self._space = space
         self.blocks_per_batch = slots.read.slot_bytes // values.num_bytes
         """At most so many blocks are in one save."""
@@ -102,7 +97,7 @@ class PoolIO:
 
     def close(self) -> None:
         """After ``stop``, and after the staging memory has been closed."""
-        self._on_close()
+        self._tier.close()
 
     def handle(self, message: Message) -> None:
         """On the link's thread, that of whoever sends it in this process, or the main thread, when

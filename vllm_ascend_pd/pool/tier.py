@@ -3,30 +3,67 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
+    from vllm_ascend_pd.config import PoolConfig
 
-class Place(IntEnum):
-    """Where a value lies, seen from this process. Small: lookups answer one for each key."""
+_DRAM_SHARE = 0.25
 
-    NOWHERE = 0
-    DRAM = 1
+
+class Place(int):
+    """Where a value lies, seen from this process: a small number, for lookups answer one byte for
+    each key. A tier of another kind declares places of its own, in every process alike.
+    """
+
+    label: str
+    """Of metrics and provenance."""
+    medium: str
+    """Of KV events, as vLLM names it."""
+    bytes_per_ms: float
+    """What reading it is expected to give before anything has been measured."""
+
+    _declared: ClassVar[dict[int, Place]] = {}
+    NOWHERE: ClassVar[Place]
+    DRAM: ClassVar[Place]
     """Memory of this host that this process contributes."""
-    REMOTE = 2
+    REMOTE: ClassVar[Place]
     """Memory that another process contributes, here or on another host."""
-    SSD = 3
+    SSD: ClassVar[Place]
 
-    @property
-    def label(self) -> str:
-        """Of metrics and provenance."""
-        return self.name.lower()
+    def __new__(cls, number: int) -> Place:
+        """The one that was declared with this number."""
+        if (place := cls._declared.get(number)) is None:
+            raise ValueError(f"no place has the number {number}")
+        return place
+
+    @classmethod
+    def declare(cls, number: int, label: str, medium: str, bytes_per_ms: float) -> Place:
+        """``number`` is from 1 to 255, and nobody else's."""
+        if number in cls._declared:
+            raise ValueError(f"place {number} is {cls._declared[number]!r} already")
+        place = cls._declared[number] = super().__new__(cls, number)
+        place.label, place.medium, place.bytes_per_ms = label, medium, bytes_per_ms
+        return place
+
+    def __repr__(self) -> str:
+        return f"Place({self.label})"
+
+
+# What a slow network and a slow disk give.
+Place.NOWHERE = Place.declare(0, "nowhere", "", 0.0)
+Place.DRAM = Place.declare(1, "dram", "CPU", 2_000_000.0)
+Place.REMOTE = Place.declare(2, "remote", "CPU", 300_000.0)
+Place.SSD = Place.declare(3, "ssd", "STORAGE", 500_000.0)
 
 
 class Status(Enum):
@@ -61,6 +98,38 @@ class TierStats:
     capacity_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a tier is told when a worker opens it. All workers of an engine do so at a time."""
+
+    config: PoolConfig
+    """With this worker's part of memory and disk, and a folder of its own."""
+    host: str = "127.0.0.1"
+    """Where this engine is reached."""
+    rank: int = 0
+    num_workers: int = 1
+    from_first: Callable[[Any], Any] = lambda value: value
+    """What the first worker calls it with, for all of them, which call it at the same time."""
+    shared: SharedEngine | None = None
+    """The transfers' engine, where a process can have only one."""
+
+    def memory_bytes(self) -> int:
+        """To contribute: as configured, or a quarter of what is available."""
+        num_bytes = self.config.dram_size
+        if num_bytes is None:
+            num_bytes = int(_available_memory_bytes() * _DRAM_SHARE) // self.num_workers
+        # What is available changes as soon as one of them takes its part.
+        return int(self.from_first(num_bytes))
+
+
+def _available_memory_bytes() -> int:
+    """That new allocations can have without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class Tier(ABC):
     """Keys with immutable values. Worker process, any thread.
 
@@ -69,6 +138,11 @@ class Tier(ABC):
     and ``NOWHERE``. The caller keeps buffers mapped, and does not use the buffer of a failed get
     again for some seconds. Whether a value is the right one is the caller's to verify.
     """
+
+    @classmethod
+    @abstractmethod
+    def open(cls, opening: Opening) -> Tier:
+        """Raises ``ConfigError`` or ``BackendError`` if it cannot be opened as configured."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[str]) -> list[Place]:
@@ -91,6 +165,12 @@ class Tier(ABC):
     @abstractmethod
     def clear(self) -> int:
         """Forget every value; how many there were."""
+
+    def register(self, addr: int, num_bytes: int) -> None:  # noqa: B027 - most need not know
+        """Values will be read from and written to this memory."""
+
+    def unregister(self, addr: int) -> None:  # noqa: B027
+        """Not any more."""
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from vllm_ascend_pd.backends.mooncake_master import free_port
 from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.config import PoolConfig
-from vllm_ascend_pd.pool.mooncake_tier import PoolBackend
-from vllm_ascend_pd.pool.tier import Status, Value
+from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
+from vllm_ascend_pd.pool.tier import Opening, Status, Value
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[PoolBackend]:
+def backend() -> Iterator[MooncakeTier]:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
-    backend = PoolBackend(PoolConfig(dram_size=16 << 20), "127.0.0.1")
+    backend = MooncakeTier.open(Opening(PoolConfig(dram_size=16 << 20)))
     yield backend
     backend.close()
 
@@ -30,16 +30,16 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def store(backend: PoolBackend, num_keys: int) -> None:
+def store(backend: MooncakeTier, num_keys: int) -> None:
     memory = mmap.mmap(-1, 4096)
     addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     backend.store.register(addr, 4096)
     values = [Value(f"pd1/feed/{i:04}", addr, 1000) for i in range(num_keys)]
-    assert set(backend.tier.put(values)) == {Status.OK}
+    assert set(backend.put(values)) == {Status.OK}
     backend.store.unregister(addr)
 
 
-def test_stats_keys_and_clear(backend: PoolBackend) -> None:
+def test_stats_keys_and_clear(backend: MooncakeTier) -> None:
     assert backend.master is not None
     http = f"127.0.0.1:{backend.master.http_port}"
     store(backend, 30)
@@ -60,12 +60,12 @@ def test_stats_keys_and_clear(backend: PoolBackend) -> None:
     assert run("keys", "--http", http) == (0, "")
 
 
-def test_clear_asks_first(backend: PoolBackend) -> None:
+def test_clear_asks_first(backend: MooncakeTier) -> None:
     assert backend.master is not None
     store(backend, 1)
     http = f"127.0.0.1:{backend.master.http_port}"
     assert run("clear", "--http", http)[0] == 1
-    assert backend.tier.clear() == 1
+    assert backend.clear() == 1
 
 
 def test_master_that_is_not_there_is_named() -> None:

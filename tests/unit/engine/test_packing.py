@@ -16,10 +16,11 @@ import pytest
 
 from vllm_ascend_pd.backends.block_copy import PageLayout, PythonBlockCopier, Region
 from vllm_ascend_pd.backends.staging import StagingPool
-from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.link import PoolLink
+from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.messages import AheadSpec, DropAhead, DropSaves, Packed, Save, Saved
 from vllm_ascend_pd.pool.tier import Status, Value
 from vllm_ascend_pd.pool.values import BlockValues

@@ -8,7 +8,8 @@ import ctypes
 import pytest
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool.fake_tier import FaultyTier, MemoryTier, TierScript
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
+from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.tier import Place, Status, Value
 
 BUFFER = ctypes.create_string_buffer(64)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV events of the pool's tiers, published with those of the engine's own prefix cache."""
+"""KV events of the pool's tiers, published with those of the engine's own prefix cache, whose
+medium is the device's; theirs is that of the ``Place``.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from vllm_ascend_pd.engine.vllm_api.hashes import event_extra_keys
@@ -16,9 +18,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.pool.known_keys import KnownKeys
-
-MEDIA = {Place.DRAM: MEDIUM_CPU, Place.REMOTE: MEDIUM_CPU, Place.SSD: MEDIUM_STORAGE}
-"""``medium`` of the events of a tier; those of the prefix cache have the device's."""
 
 
 class PoolEvents:
@@ -57,7 +56,7 @@ class PoolEvents:
         """A lookup has found block ``index`` there."""
         block_hash = bytes(request.block_hashes[index])
         before = self._known.note(block_hash, place)
-        if MEDIA.get(before) != MEDIA.get(place):
+        if before.medium != place.medium:
             self._publish(block_hash, before, place, self.make_stored(request, index))
 
     def is_recent(self, block_hash: bytes, age_s: float) -> bool:
@@ -67,7 +66,7 @@ class PoolEvents:
     def stored(self, block_hash: bytes, event: BlockStored | None) -> None:
         """It has just been put into memory; ``event`` is from ``make_stored``."""
         before = self._known.note(block_hash, Place.DRAM)
-        if event is not None and MEDIA.get(before) != MEDIUM_CPU:
+        if event is not None and before.medium != Place.DRAM.medium:
             self._publish(block_hash, before, Place.DRAM, event)
 
     def gone(self, block_hash: bytes) -> None:
@@ -78,7 +77,7 @@ class PoolEvents:
         """The pool is down, or was: nothing that it had can be counted on."""
         by_medium: dict[str, list[bytes]] = {}
         for block_hash, place in self._known.clear().items():
-            by_medium.setdefault(MEDIA[place], []).append(block_hash)
+            by_medium.setdefault(place.medium, []).append(block_hash)
         if self._pool.enable_kv_cache_events:
             for medium, hashes in by_medium.items():
                 self._remove(hashes, medium)
@@ -92,10 +91,10 @@ class PoolEvents:
         if not self._pool.enable_kv_cache_events:
             return
         if after is not Place.NOWHERE and event is not None:
-            event.medium = MEDIA[after]
+            event.medium = after.medium
             self._pool.kv_event_queue.append(event)
         if before is not Place.NOWHERE:
-            self._remove([block_hash], MEDIA[before])
+            self._remove([block_hash], before.medium)
 
     def _remove(self, hashes: list[bytes], medium: str) -> None:
         self._pool.kv_event_queue.append(

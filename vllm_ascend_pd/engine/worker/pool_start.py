@@ -19,8 +19,9 @@ from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
-from vllm_ascend_pd.pool.mooncake_tier import PoolBackend, Workers
+from vllm_ascend_pd.pool.registry import open_tiers
 from vllm_ascend_pd.pool.saver import Replica
+from vllm_ascend_pd.pool.tier import Opening
 from vllm_ascend_pd.pool.values import BlockValues
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
-    from vllm_ascend_pd.pool.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,10 @@ def start_pool(
     space = KeySpace.of(
         fingerprint(vllm_config, kv_cache_config), own.share.index, own.share.count, secret
     )
-    workers = Workers(own.rank, own.num_workers, _from_first_worker)
-    backend = PoolBackend(config.pool, config.host, shared, workers)
-    tier: Tier = backend.tier
+    part = config.pool.for_worker(own.rank, own.num_workers)
+    tier = open_tiers(
+        Opening(part, config.host, own.rank, own.num_workers, _from_first_worker, shared)
+    )
     if script := envs.pool_fault_script():
         logger.warning("%s is set: the pool fails as scripted (%s)", envs.POOL_FAULTS, script)
         tier = FaultyTier(tier, TierScript(script))
@@ -73,14 +74,14 @@ def start_pool(
     slot_bytes = max(config.pool.staging_slot_bytes, values.num_bytes)
     num_readers = config.pool.io_threads
     read_slots, write_slots = (
-        StagingPool(backend.store, num_slots, slot_bytes, alignment=alignment)
+        StagingPool(tier, num_slots, slot_bytes, alignment=alignment)
         for num_slots in (2 * num_readers, _WRITE_SLOTS)
     )
     pools += [read_slots, write_slots]
     ahead_slots = None
     # On an accelerator, launching copies layer by layer would cost the model's thread its turns.
     if config.pool.save is PoolSave.WRITE_THROUGH and not isinstance(copier, DeviceBlockCopier):
-        ahead_slots = StagingPool(backend.store, _AHEAD_SLOTS, slot_bytes, alignment=alignment)
+        ahead_slots = StagingPool(tier, _AHEAD_SLOTS, slot_bytes, alignment=alignment)
         pools.append(ahead_slots)
     pool = PoolIO(
         tier,
@@ -89,7 +90,6 @@ def start_pool(
         PoolSlots(read_slots, write_slots, ahead_slots),
         num_readers,
         Replica(own.replica, own.num_replicas),
-        backend.close,
     )
     pool.start()
     logger.info(

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiers by name, several as one, and what plain files add to the contract."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm_ascend_pd.config import PoolConfig, SsdConfig
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.pool import registry
+from vllm_ascend_pd.pool.composite_tier import CompositeTier
+from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
+from vllm_ascend_pd.pool.fs_tier import FileTier
+from vllm_ascend_pd.pool.keys import KeySpace
+from vllm_ascend_pd.pool.memory_tier import MemoryTier
+from vllm_ascend_pd.pool.tier import Opening, Place, Status, Value
+
+SIZE = 1000
+SPACE = KeySpace.of("tiers")
+buffer = ctypes.create_string_buffer(64 * SIZE)
+
+
+def key_of(number: int) -> str:
+    return SPACE.key(bytes([number]) * 32)
+
+
+def value(number: int, slot: int = 0) -> Value:
+    return Value(key_of(number), ctypes.addressof(buffer) + slot * SIZE, SIZE)
+
+
+def put(tier: MemoryTier | FileTier | CompositeTier | FaultyTier, *numbers: int) -> list[Status]:
+    for slot, number in enumerate(numbers):
+        buffer[slot * SIZE : (slot + 1) * SIZE] = bytes([number]) * SIZE
+    return tier.put([value(number, slot) for slot, number in enumerate(numbers)])
+
+
+def get(tier: MemoryTier | FileTier | CompositeTier, *numbers: int) -> list[Status]:
+    """What is ``OK`` holds what was put."""
+    slots = range(32, 32 + len(numbers))
+    statuses = tier.get([value(number, slot) for number, slot in zip(numbers, slots, strict=True)])
+    for number, slot, status in zip(numbers, slots, statuses, strict=True):
+        if status is Status.OK:
+            assert buffer[slot * SIZE : (slot + 1) * SIZE] == bytes([number]) * SIZE
+    return statuses
+
+
+def lookup(tier: MemoryTier | FileTier | CompositeTier, *numbers: int) -> list[Place]:
+    return tier.lookup([key_of(number) for number in numbers])
+
+
+# By name.
+
+
+def test_unknown_tier_is_refused_with_the_names() -> None:
+    with pytest.raises(ConfigError, match=r"'s3' is none of \['dram', 'fs', 'mooncake'"):
+        registry.open_tiers(Opening(PoolConfig(tiers=("s3",))))
+
+
+def test_module_of_a_tier_is_imported_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_TIERS", dict(registry._TIERS))
+    registry.register_tier("ours", "a_module_of_ours", "OurTier")
+    with pytest.raises(ModuleNotFoundError):
+        registry.tier_class("ours")
+    module = ModuleType("a_module_of_ours")
+    module.OurTier = MemoryTier  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    tier = registry.open_tiers(Opening(PoolConfig(tiers=("ours",), dram_size=16 << 20)))
+    assert tier.stats().capacity_bytes == 16 << 20
+    with pytest.raises(ValueError, match="registered already"):
+        registry.register_tier("ours", "another", "Tier")
+
+
+def test_tiers_that_were_opened_are_closed_when_one_cannot_be(tmp_path: Path) -> None:
+    config = PoolConfig(
+        tiers=("fs", "dram"), dram_size=16 << 20, ssd=SsdConfig(str(tmp_path), 1 << 30)
+    )
+
+    def fail(value: object) -> object:
+        raise OSError("the other worker is gone")
+
+    with pytest.raises(OSError, match="is gone"):
+        registry.open_tiers(Opening(config, from_first=fail))
+    registry.open_tiers(Opening(config)).close()  # its folder is free again
+
+
+def test_place_has_one_meaning() -> None:
+    assert Place(3) is Place.SSD
+    assert [place.label for place in map(Place, range(4))] == ["nowhere", "dram", "remote", "ssd"]
+    with pytest.raises(ValueError, match="no place has the number 77"):
+        Place(77)
+    with pytest.raises(ValueError, match=r"place 1 is Place\(dram\)"):
+        Place.declare(1, "hbm", "GPU", 1.0)
+
+
+# Several as one.
+
+
+@pytest.fixture
+def memory() -> MemoryTier:
+    return MemoryTier(2 * SIZE)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[FileTier]:
+    tier = FileTier(tmp_path, 8 * SIZE)
+    yield tier
+    tier.close()
+
+
+def test_what_memory_evicts_is_found_in_the_tier_below(memory: MemoryTier, files: FileTier) -> None:
+    tier = CompositeTier([memory, files])
+    assert put(tier, 1, 2, 3) == [Status.OK] * 3
+    assert lookup(tier, 1, 2, 3, 4) == [Place.SSD, Place.DRAM, Place.DRAM, Place.NOWHERE]
+    assert get(tier, 3, 1, 4) == [Status.OK, Status.OK, Status.MISSING]
+
+
+def test_what_was_read_below_is_copied_above(memory: MemoryTier, files: FileTier) -> None:
+    tier = CompositeTier([memory, files])
+    put(files, 1)
+    assert lookup(tier, 1) == [Place.SSD]
+    assert get(tier, 1) == [Status.OK]
+    assert lookup(tier, 1) == [Place.DRAM]
+    assert get(memory, 1) == [Status.OK]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [("ok", "fail", Status.OK), ("fail", "ok", Status.OK), ("full", "fail", Status.FULL)],
+)
+def test_value_is_stored_if_one_tier_has_it(first: str, second: str, status: Status) -> None:
+    tiers = [
+        FaultyTier(MemoryTier(1 << 20), TierScript(f"put:{fault}")) for fault in (first, second)
+    ]
+    tier = CompositeTier(tiers)
+    assert put(tier, 1) == [status]
+    assert (lookup(tier, 1) == [Place.DRAM]) is (status is Status.OK)
+
+
+def test_buffer_of_a_failed_read_is_given_to_no_other_tier(memory: MemoryTier) -> None:
+    """Its bytes may still land."""
+    below = MemoryTier(1 << 20)
+    tier = CompositeTier([FaultyTier(memory, TierScript("get:fail")), below])
+    put(tier, 1)
+    assert get(tier, 1) == [Status.FAILED]
+    assert get(tier, 1) == [Status.OK]
+
+
+def test_one_tier_that_is_down_leaves_the_others(memory: MemoryTier, files: FileTier) -> None:
+    tier = CompositeTier([memory, files])
+    put(tier, 1)
+    memory.close()
+    assert tier.is_healthy()
+    assert lookup(tier, 1) == [Place.SSD]
+
+
+# Files.
+
+
+def test_values_outlive_their_process(files: FileTier, tmp_path: Path) -> None:
+    put(files, 1, 2)
+    files.close()
+    again = FileTier(tmp_path, 8 * SIZE)
+    assert lookup(again, 1, 2, 3) == [Place.SSD, Place.SSD, Place.NOWHERE]
+    assert get(again, 1, 2) == [Status.OK, Status.OK]
+    assert again.stats().used_bytes == 2 * SIZE
+    again.close()
+
+
+def test_folder_belongs_to_one_engine(files: FileTier, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is used by another engine"):
+        FileTier(tmp_path, 8 * SIZE)
+
+
+def test_least_recently_used_files_make_room(files: FileTier, tmp_path: Path) -> None:
+    put(files, *range(8))
+    get(files, 0)
+    assert put(files, 8, 9) == [Status.OK] * 2
+    assert lookup(files, 0, 1, 2, 3) == [Place.SSD, Place.NOWHERE, Place.NOWHERE, Place.SSD]
+    num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert num_bytes == files.stats().used_bytes == 8 * SIZE
+
+
+def test_smaller_folder_keeps_what_was_used_last(files: FileTier, tmp_path: Path) -> None:
+    put(files, *range(4))
+    for number, path in enumerate(sorted((tmp_path / "pd1").glob("*/*/*"))):
+        os.utime(path, (number, number))
+    files.close()
+    again = FileTier(tmp_path, 2 * SIZE)
+    assert lookup(again, 0, 1, 2, 3) == [Place.NOWHERE, Place.NOWHERE, Place.SSD, Place.SSD]
+    again.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, SIZE // 2, SIZE + 1])
+def test_file_of_another_size_is_damaged(files: FileTier, tmp_path: Path, num_bytes: int) -> None:
+    put(files, 1)
+    (path,) = (tmp_path / "pd1").glob("*/*/*")
+    path.write_bytes(bytes(num_bytes))
+    assert get(files, 1) == [Status.DAMAGED]
+
+
+def test_file_that_somebody_removed_is_missing(files: FileTier, tmp_path: Path) -> None:
+    put(files, 1)
+    (path,) = (tmp_path / "pd1").glob("*/*/*")
+    path.unlink()
+    assert get(files, 1) == [Status.MISSING]
+    assert lookup(files, 1) == [Place.NOWHERE]
+    assert put(files, 1) == [Status.OK]
+
+
+def test_half_written_file_is_no_value(files: FileTier, tmp_path: Path) -> None:
+    files.close()
+    (tmp_path / "new-3").write_bytes(b"half")
+    again = FileTier(tmp_path, 8 * SIZE)
+    assert not (tmp_path / "new-3").exists()
+    assert again.stats().num_keys == 0
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(errno.ENOSPC, Status.FULL), (errno.EIO, Status.FAILED)]
+)
+def test_disk_that_refuses_keeps_nothing(
+    files: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: Status
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert put(files, 1) == [status]
+    assert files.is_healthy() is (status is Status.FULL)
+    assert files.stats().used_bytes == 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["lock"]
+    monkeypatch.undo()
+    assert put(files, 1) == [Status.OK]

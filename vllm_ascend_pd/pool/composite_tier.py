@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several tiers as one: the first is the fastest, the last keeps the most.
+
+put     ──► every tier                     the last ones keep what the first ones evict
+lookup  ──► first, then what it lacks of the second, …
+get     ──► first, then what it lacks of the second, …;  what a lower one had ──► those above
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.pool.tier import Opening, Place, Status, Tier, TierStats, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# What is decided: which tier is asked next, where copies go, and what is said of several answers.
+
+
+def goes_on(status: Status) -> bool:
+    """Whether the next tier is read into the same buffer. After a failure that one may still be
+    written to.
+    """
+    return status in (Status.MISSING, Status.DAMAGED)
+
+
+def promotes_to(found_in: int) -> range:
+    """The tiers that get a copy of a value that was read from this one."""
+    return range(found_in)
+
+
+def stored(statuses: Sequence[Status]) -> Status:
+    """Of a put that went to every tier: one that has it is enough."""
+    for status in (Status.OK, Status.FULL):
+        if status in statuses:
+            return status
+    return Status.FAILED
+
+
+class CompositeTier(Tier):
+    """Any thread, as its tiers. What it does to one of them does not wait for another thread."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = list(tiers)
+
+    @classmethod
+    def open(cls, opening: Opening) -> CompositeTier:
+        raise ConfigError("pool.tiers names the tiers themselves")
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        for tier in self.tiers:
+            tier.register(addr, num_bytes)
+
+    def unregister(self, addr: int) -> None:
+        for tier in self.tiers:
+            tier.unregister(addr)
+
+    def lookup(self, keys: Sequence[str]) -> list[Place]:
+        places = [Place.NOWHERE] * len(keys)
+        left = list(range(len(keys)))
+        for tier in self.tiers:
+            if left:
+                for i, place in zip(left, tier.lookup([keys[i] for i in left]), strict=True):
+                    places[i] = place
+                left = [i for i in left if not places[i]]
+        return places
+
+    def put(self, values: Sequence[Value]) -> list[Status]:
+        return [
+            stored(each) for each in zip(*(tier.put(values) for tier in self.tiers), strict=True)
+        ]
+
+    def get(self, values: Sequence[Value]) -> list[Status]:
+        statuses = [Status.MISSING] * len(values)
+        left = list(range(len(values)))
+        for number, tier in enumerate(self.tiers):
+            if not left:
+                break
+            for i, status in zip(left, tier.get([values[i] for i in left]), strict=True):
+                statuses[i] = status
+            found = [values[i] for i in left if statuses[i] is Status.OK]
+            for above in promotes_to(number) if found else ():
+                self.tiers[above].put(found)
+            left = [i for i in left if goes_on(statuses[i])]
+        return statuses
+
+    def remove(self, keys: Sequence[str]) -> None:
+        for tier in self.tiers:
+            tier.remove(keys)
+
+    def clear(self) -> int:
+        """The most that one of them had."""
+        return max(tier.clear() for tier in self.tiers)
+
+    def stats(self) -> TierStats:
+        """Of the last one, which keeps the most."""
+        return self.tiers[-1].stats()
+
+    def is_healthy(self) -> bool:
+        return any(tier.is_healthy() for tier in self.tiers)
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
