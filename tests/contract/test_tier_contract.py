@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-import mmap
-import random
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,66 +18,49 @@ from vllm_ascend_pd.pool.fake_tier import FaultyTier
 from vllm_ascend_pd.pool.fs_tier import FileTier
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.tier import Opening, Place, Status, SupportsView, Tier, Value
+from vllm_ascend_pd.testing.tier_contract import MIB, SIZE, Buffers, Subject, TierContract, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
-SIZE = 64 << 10
-MIB = 1 << 20
-_numbers = itertools.count()
+
+class InMemory(Subject):
+    def held(self, key: str) -> bytes | None:
+        tier = getattr(self.tier, "inner", self.tier)
+        found: bytes | None = tier._values.get(key)
+        return found
 
 
-class Buffers:
-    """Memory that a tier reads and writes."""
-
-    def __init__(self, num_bytes: int = 8 * MIB) -> None:
-        self.memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.addr = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-    def value(self, key: str, slot: int, data: bytes = b"", size: int = SIZE) -> Value:
-        start = slot * SIZE
-        if data:
-            self.memory[start : start + len(data)] = data
-        return Value(key, self.addr + start, size)
-
-    def read(self, slot: int, size: int = SIZE) -> bytes:
-        return self.memory[slot * SIZE : slot * SIZE + size]
+class InMooncake(Subject):
+    def held(self, key: str) -> bytes | None:
+        """By Mooncake's own call."""
+        return self.tier.store._store.get(key) or None  # type: ignore[attr-defined]
 
 
-class Subject:
-    """A tier with values that lie where the suite says."""
+class OnDisk(Subject):
+    place = Place.SSD
 
-    place = Place.DRAM
+    def __init__(self, tier: Tier, buffers: Buffers, folder: Path) -> None:
+        super().__init__(tier, buffers)
+        self.folder = folder
 
-    def __init__(self, tier: Tier, buffers: Buffers) -> None:
-        self.tier = tier
-        self.buffers = buffers
-
-    def store(self, num_values: int = 1) -> dict[str, bytes]:
-        """Put random values; by key."""
-        data = {f"contract/{next(_numbers)}": random.randbytes(SIZE) for _ in range(num_values)}
-        values = [self.buffers.value(k, i, d) for i, (k, d) in enumerate(data.items())]
-        assert self.tier.put(values) == [Status.OK] * num_values
-        return data
-
-    def put(self, value: Value) -> Status:
-        """A tier that is full has room a moment later."""
-        deadline = time.monotonic() + 10
-        while True:
-            (status,) = self.tier.put([value])
-            if status is not Status.FULL or time.monotonic() > deadline:
-                return status
-            time.sleep(0.05)
-
-    def get(self, *keys: str, size: int = SIZE) -> list[tuple[Status, bytes]]:
-        values = [self.buffers.value(key, 64 + i, size=size) for i, key in enumerate(keys)]
-        statuses = self.tier.get(values)
-        return [(status, self.buffers.read(64 + i, size)) for i, status in enumerate(statuses)]
+    def held(self, key: str) -> bytes | None:
+        found = list(self.folder.rglob(key.rpartition("/")[2]))
+        files = [path for path in found if path.is_file()]
+        return files[0].read_bytes() if files else None
 
 
-class OnSsd(Subject):
+class InBoth(InMemory):
+    def held(self, key: str) -> bytes | None:
+        memory, files = self.tier.tiers  # type: ignore[attr-defined]
+        in_memory = InMemory(memory, self.buffers).held(key)
+        assert OnDisk(files, self.buffers, files._folder).held(key) == in_memory
+        return in_memory
+
+
+class OnSsd(InMooncake):
     """Values that memory has evicted; a stock of them, because that takes seconds."""
 
     place = Place.SSD
@@ -94,7 +74,7 @@ class OnSsd(Subject):
             # No lookups meanwhile: they protect what they find from eviction, for 5 s, as the put
             # did, and bring it back to memory.
             for _ in range(20):
-                keys = [f"filler/{next(_numbers)}" for _ in range(4)]
+                keys = [f"filler/{next(numbers)}" for _ in range(4)]
                 tier.put([Value(key, buffers.addr + 2 * MIB, MIB) for key in keys])
                 time.sleep(0.5)
             if set(tier.lookup(list(self._stock))) == {Place.SSD}:
@@ -105,11 +85,7 @@ class OnSsd(Subject):
         return dict(self._stock.popitem() for _ in range(num_values))
 
 
-class OnDisk(Subject):
-    place = Place.SSD
-
-
-class Remote(Subject):
+class Remote(InMooncake):
     """Values in the memory of another client."""
 
     place = Place.REMOTE
@@ -128,7 +104,7 @@ def _open(config: PoolConfig) -> Iterator[Subject]:
     backend.store.register(buffers.addr, len(buffers.memory))
     assert backend.store.wait_connected(60)
     if (ssd := config.ssd) is None:
-        yield Subject(backend, buffers)
+        yield InMooncake(backend, buffers)
     else:
         yield OnSsd(backend, buffers, Path(ssd.path))
     backend.close()
@@ -163,18 +139,19 @@ def remote(dram: Subject) -> Iterator[Subject]:
 
 @pytest.fixture(scope="module")
 def memory() -> Subject:
-    return Subject(MemoryTier(64 * MIB), Buffers())
+    return InMemory(MemoryTier(64 * MIB), Buffers())
 
 
 @pytest.fixture(scope="module")
 def faulty() -> Subject:
-    return Subject(FaultyTier(MemoryTier(64 * MIB)), Buffers())
+    return InMemory(FaultyTier(MemoryTier(64 * MIB)), Buffers())
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    tier = FileTier(tmp_path_factory.mktemp("fs"), 64 * MIB)
-    yield OnDisk(tier, Buffers())
+    folder = tmp_path_factory.mktemp("fs")
+    tier = FileTier(folder, 64 * MIB)
+    yield OnDisk(tier, Buffers(), folder)
     tier.close()
 
 
@@ -183,67 +160,22 @@ def composite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     """A value is in both, and found in memory."""
     folder = tmp_path_factory.mktemp("composite")
     tier = CompositeTier([MemoryTier(64 * MIB), FileTier(folder, 64 * MIB)])
-    yield Subject(tier, Buffers())
+    yield InBoth(tier, Buffers())
     tier.close()
 
 
-@pytest.fixture(params=["memory", "faulty", "files", "composite", "dram", "remote", "ssd"])
-def subject(request: pytest.FixtureRequest) -> Subject:
-    found: Subject = request.getfixturevalue(request.param)
-    return found
-
-
-def test_value_comes_back_as_it_was_put(subject: Subject) -> None:
-    data = subject.store(3)
-    assert subject.get(*data) == [(Status.OK, value) for value in data.values()]
-
-
-def test_lookup_says_where_each_value_is(subject: Subject) -> None:
-    data = subject.store(2)
-    unknown = f"contract/{next(_numbers)}"
-    first, second = data
-    assert subject.tier.lookup([first, unknown, second]) == [
-        subject.place,
-        Place.NOWHERE,
-        subject.place,
-    ]
-
-
-def test_unknown_key_is_missing_and_spoils_no_other(subject: Subject) -> None:
-    ((key, value),) = subject.store().items()
-    got = subject.get(f"contract/{next(_numbers)}", key)
-    assert got[0][0] is Status.MISSING
-    assert got[1] == (Status.OK, value)
-
-
-def test_first_value_of_a_key_stays(subject: Subject) -> None:
-    ((key, value),) = subject.store().items()
-    second = subject.buffers.value(key, 0, random.randbytes(SIZE))
-    assert subject.put(second) is Status.OK
-    assert subject.get(key) == [(Status.OK, value)]
-
-
-def test_value_of_another_size_is_damaged(subject: Subject) -> None:
-    ((key, _),) = subject.store().items()
-    assert subject.get(key, size=SIZE // 2)[0][0] is Status.DAMAGED
-    assert subject.get(key, size=2 * SIZE)[0][0] is Status.DAMAGED
-
-
-def test_removed_value_is_gone_and_can_be_put_again(subject: Subject) -> None:
-    ((key, _),) = subject.store().items()
-    subject.tier.remove([key, f"contract/{next(_numbers)}"])
-    assert subject.tier.lookup([key]) == [Place.NOWHERE]
-    assert subject.get(key)[0][0] is Status.MISSING
-    data = random.randbytes(SIZE)
-    assert subject.put(subject.buffers.value(key, 0, data)) is Status.OK
-    assert subject.get(key) == [(Status.OK, data)]
+class TestTiers(TierContract):
+    @pytest.fixture(params=["memory", "faulty", "files", "composite", "dram", "remote", "ssd"])
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        found: Subject = request.getfixturevalue(request.param)
+        return found
 
 
 def test_value_in_this_process_is_seen_in_place(dram: Subject) -> None:
     assert isinstance(dram.tier, SupportsView)
     data = dram.store(2)
     first, second = data
-    unknown = f"contract/{next(_numbers)}"
+    unknown = f"contract/{next(numbers)}"
     with dram.tier.view([first, unknown, second], SIZE) as addrs:
         assert [bool(addr) for addr in addrs] == [True, False, True]
         seen = [ctypes.string_at(addr, SIZE) for addr in addrs if addr]
@@ -260,17 +192,6 @@ def test_value_that_lies_elsewhere_is_not_seen_in_place(
     assert isinstance(subject.tier, SupportsView)
     with subject.tier.view(list(subject.store()), SIZE) as addrs:
         assert addrs == [0]
-
-
-def test_nothing_is_asked_with_no_keys(subject: Subject) -> None:
-    assert subject.tier.lookup([]) == []
-    assert subject.tier.put([]) == []
-    assert subject.tier.get([]) == []
-    subject.tier.remove([])
-
-
-def test_open_tier_is_healthy(subject: Subject) -> None:
-    assert subject.tier.is_healthy()
 
 
 @pytest.mark.parametrize("kind", ["memory", "files", "composite", "mooncake"])
