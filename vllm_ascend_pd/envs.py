@@ -12,7 +12,7 @@ STATE_ERRORS = "ASCEND_PD_STATE_ERRORS"
 
 
 def fault_script() -> str | None:
-    """A fault script for the transfer engine (tests only), see ``backends.fake_engine``."""
+    """A fault script for the transfer engine (tests only), see ``backends.fault_script``."""
     return os.environ.get(FAULTS) or None
 
 

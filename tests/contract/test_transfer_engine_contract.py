@@ -15,10 +15,10 @@ from tests.unit.backends.native_mooncake import NativeEngine
 from vllm_ascend_pd.backends import mooncake_engine
 from vllm_ascend_pd.backends.fake_engine import (
     FakeTransferEngine,
-    FaultScript,
     FaultyTransferEngine,
     InMemoryEngine,
 )
+from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.shared_memory import SharedMapping, SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.transfer_engine import (

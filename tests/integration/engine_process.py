@@ -72,7 +72,7 @@ def _worker_counts(worker: object) -> dict[str, int]:
 def _set_worker_faults(worker: object, script: str) -> None:
     """Runs in the worker process of an engine that was started with a fault script: a new one."""
     from vllm_ascend_pd import hooks
-    from vllm_ascend_pd.backends.fake_engine import FaultScript
+    from vllm_ascend_pd.backends.fault_script import FaultScript
 
     side: Any = hooks._worker
     parsed = FaultScript.parse(script)

@@ -6,13 +6,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-import re
 import threading
-from collections import deque
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
+from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript, WriteRequest
 from vllm_ascend_pd.backends.regions import RegionTable, check_batch
 from vllm_ascend_pd.backends.transfer_engine import (
     SupportsDirectPlacement,
@@ -21,115 +19,15 @@ from vllm_ascend_pd.backends.transfer_engine import (
     TransferHandle,
     TransferStatus,
 )
-from vllm_ascend_pd.errors import BackendError, ConfigError
+from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-
-class FaultKind(Enum):
-    """What happens to one write."""
-
-    OK = "ok"
-    FAIL = "fail"  # FAILED, nothing is written
-    DROP = "drop"  # DONE, nothing is written
-    SHORT = "short"  # DONE, only the first half is written
-    CORRUPT = "corrupt"  # DONE, one bit in the middle is wrong
-    GARBAGE = "garbage"  # DONE, every byte is 0xff: not a number in any format of KV
-    DELAY = "delay"  # RUNNING for num_polls polls, then like OK
-    NEVER = "never"  # RUNNING for ever, nothing is written
-    LATE = "late"  # FAILED, and the bytes are written when the test says so
+    from collections.abc import Sequence
 
 
 _SPOILED = (FaultKind.CORRUPT, FaultKind.GARBAGE)
 _STARTED = (FaultKind.OK, FaultKind.SHORT, *_SPOILED)
 """With the call; the others when they are polled, or never."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One scripted outcome; `num_polls` belongs to DELAY."""
-
-    kind: FaultKind
-    num_polls: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WriteRequest:
-    """The arguments of one write, and how many came before it. Of a batch the addresses are those
-    of its first piece, and `num_bytes` is the sum.
-    """
-
-    index: int
-    session: str
-    src_addr: int
-    dst_addr: int
-    num_bytes: int
-    pieces: tuple[tuple[int, int, int], ...] = ()
-    """Of a batch: (source, target, number of bytes) each."""
-
-    def head(self, num_bytes: int) -> tuple[tuple[int, int, int], ...]:
-        """The first `num_bytes` of a batch, as pieces."""
-        pieces = []
-        for src, dst, length in self.pieces:
-            if num_bytes > 0:
-                pieces.append((src, dst, min(length, num_bytes)))
-            num_bytes -= length
-        return tuple(pieces)
-
-
-OK = Fault(FaultKind.OK)
-
-_STEP = re.compile(r"(?P<kind>[a-z]+)(\((?P<polls>\d+)\))?(?P<star>\*(?P<count>\d+)?)?")
-
-
-class FaultScript:
-    """Decides the fault of each write: by order, or by a predicate. Thread safe.
-
-    Once an ordered script has run out, every further write is OK.
-    """
-
-    def __init__(
-        self,
-        faults: Iterable[Fault] = (),
-        *,
-        then: Fault = OK,
-        choose: Callable[[WriteRequest], Fault] | None = None,
-    ) -> None:
-        """`faults` are used up in order, then `choose` decides, or it is `then` for ever."""
-        self._faults = deque(faults)
-        self._then = then
-        self._choose = choose
-        self._lock = threading.Lock()
-
-    @classmethod
-    def parse(cls, text: str) -> FaultScript:
-        """Reads "ok*3,corrupt,delay(5)*2,ok*": `*n` repeats, a last `*` means for ever."""
-        faults: list[Fault] = []
-        then = OK
-        steps = [step.strip() for step in text.split(",")] if text.strip() else []
-        for i, step in enumerate(steps):
-            match = _STEP.fullmatch(step)
-            kinds = {kind.value: kind for kind in FaultKind}
-            if match is None or match["kind"] not in kinds:
-                raise ConfigError(f"fault script: {step!r} is none of {sorted(kinds)}")
-            kind = kinds[match["kind"]]
-            if (kind is FaultKind.DELAY) != (match["polls"] is not None):
-                raise ConfigError(f"fault script: {step!r}: write delay(n), and n only there")
-            fault = Fault(kind, int(match["polls"] or 0))
-            if match["star"] == "*":
-                if i + 1 != len(steps):
-                    raise ConfigError(f"fault script: nothing can follow the endless {step!r}")
-                then = fault
-            else:
-                faults.extend([fault] * int(match["count"] or 1))
-        return cls(faults, then=then)
-
-    def next_fault(self, write: WriteRequest) -> Fault:
-        with self._lock:
-            if self._faults:
-                return self._faults.popleft()
-        return self._choose(write) if self._choose is not None else self._then
 
 
 @dataclass(slots=True)

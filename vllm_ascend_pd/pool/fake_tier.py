@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 import time
 from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.backends.fault_script import parse_steps
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.tier import Opening, Place, Status, Tier, TierStats, Value
 
@@ -30,7 +30,6 @@ class TierFault(Enum):
     DELAY = "delay"  # the call takes delay(ms) longer
 
 
-_STEP = re.compile(r"(?P<kind>[a-z]+)(\((?P<ms>\d+)\))?(?P<star>\*(?P<count>\d+)?)?")
 _CALLS = ("lookup", "put", "get")
 
 
@@ -49,21 +48,10 @@ class TierScript:
             call, _, steps = part.partition(":")
             if call not in _CALLS:
                 raise ConfigError(f"tier script: {call!r} is none of {list(_CALLS)}")
-            self._parse(call, steps)
-
-    def _parse(self, call: str, steps: str) -> None:
-        faults: deque[tuple[TierFault, int]] = deque()
-        kinds = {kind.value: kind for kind in TierFault}
-        for step in (step.strip() for step in steps.split(",")):
-            match = _STEP.fullmatch(step)
-            if match is None or match["kind"] not in kinds:
-                raise ConfigError(f"tier script: {step!r} is none of {sorted(kinds)}")
-            fault = kinds[match["kind"]], int(match["ms"] or 0)
-            if match["star"] == "*":
-                self._then[call] = fault
-            else:
-                faults.extend([fault] * int(match["count"] or 1))
-        self._faults[call] = faults
+            faults, then = parse_steps("tier script", steps, TierFault)
+            self._faults[call] = deque(faults)
+            if then is not None:
+                self._then[call] = then
 
     def next(self, call: str) -> tuple[TierFault, int]:
         with self._lock:

@@ -9,13 +9,10 @@ import pytest
 
 from vllm_ascend_pd.backends.fake_engine import (
     FakeTransferEngine,
-    Fault,
-    FaultKind,
-    FaultScript,
     FaultyTransferEngine,
     InMemoryEngine,
-    WriteRequest,
 )
+from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript, WriteRequest
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
 from vllm_ascend_pd.errors import ConfigError
 

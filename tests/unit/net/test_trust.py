@@ -14,7 +14,7 @@ import pytest
 from tests.unit.transfer.raw_peers import RawServer, connected
 from tests.unit.transfer.test_control import LIMIT_S, Producer, make_open, outcome_of, wait_until
 from tests.unit.transfer.test_send_receive import Pair
-from vllm_ascend_pd.backends.fake_engine import FaultScript
+from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.transfer.control import ControlClient

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.transfer.test_send_receive import NUM_LAYERS, NUM_SLOTS, PAGE, Pair, wait_until
-from vllm_ascend_pd.backends.fake_engine import Fault, FaultKind, FaultScript
+from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.transfer.grants import GrantSpec

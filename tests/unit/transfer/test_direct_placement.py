@@ -22,7 +22,7 @@ from tests.unit.transfer.test_send_receive import (
     expect_loaded,
     wait_until,
 )
-from vllm_ascend_pd.backends.fake_engine import Fault, FaultKind, FaultScript, WriteRequest
+from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript, WriteRequest
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.kv.load import LoadResult

@@ -20,7 +20,7 @@ from tests.unit.transfer.test_control import (
     wait_until,
 )
 from tests.unit.transfer.test_send_receive import Pair, make_fetch
-from vllm_ascend_pd.backends.fake_engine import FaultScript
+from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.net import connection, listener, peers
 from vllm_ascend_pd.transfer import control, leases, send
 from vllm_ascend_pd.transfer.control import ControlClient

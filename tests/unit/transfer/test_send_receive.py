@@ -22,13 +22,8 @@ from vllm_ascend_pd.backends.block_copy import (
     make_block_copier,
 )
 from vllm_ascend_pd.backends.direct_placement import page_regions
-from vllm_ascend_pd.backends.fake_engine import (
-    FakeTransferEngine,
-    Fault,
-    FaultKind,
-    FaultScript,
-    WriteRequest,
-)
+from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
+from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript, WriteRequest
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.kv.load import LoadResult

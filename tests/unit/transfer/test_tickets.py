@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.transfer.raw_peers import connected
 from tests.unit.transfer.test_send_receive import NUM_SLOTS, Pair, make_fetch, wait_until
-from vllm_ascend_pd.backends.fake_engine import FaultScript
+from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, LeaseRef
 from vllm_ascend_pd.wire import (

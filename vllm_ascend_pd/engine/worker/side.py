@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.direct_placement import page_regions
-from vllm_ascend_pd.backends.fake_engine import FaultScript, FaultyTransferEngine
+from vllm_ascend_pd.backends.fake_engine import FaultyTransferEngine
+from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.backends.mooncake_engine import DIRECT_ALIGNMENT, MooncakeTransferEngine
 from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
