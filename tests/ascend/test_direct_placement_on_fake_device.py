@@ -15,9 +15,9 @@ import torch
 from tests.ascend.test_worker_on_fake_device import device, on_device  # noqa: F401
 from tests.unit.transfer.test_direct_placement import *  # noqa: F403
 from tests.unit.transfer.test_direct_placement import DirectPair, expect_loaded
-from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_device import FakeDevice
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 
 
 def launch_write(npu: Any, pages: torch.Tensor, block: int, value: int) -> None:

@@ -21,9 +21,9 @@ from tests.pages import DevicePages
 from tests.unit.transfer.test_awaited_loads import *  # noqa: F403
 from tests.unit.transfer.test_send_receive import *  # noqa: F403
 from vllm_ascend_pd import hooks
-from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_device import FakeDevice
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide, FencedStep

@@ -18,11 +18,12 @@ import pytest
 
 from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages
 from tests.unit.transfer.test_send_receive import Pair
-from vllm_ascend_pd.backends.block_copy import BlockCopier, PythonBlockCopier
+from vllm_ascend_pd.backends.block_copy import BlockCopier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_device import FakeDevice
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.fault_script import FaultScript
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.loader import Loader

@@ -20,9 +20,10 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
-from vllm_ascend_pd.backends.block_copy import PythonBlockCopier, Region
+from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout
 from vllm_ascend_pd.backends.fake_device import FakeDevice
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device
 from vllm_ascend_pd.errors import ConfigError
 

@@ -25,9 +25,9 @@ from tests.engine.test_device_caches import (
 )
 from tests.unit.backends.native_mooncake import NativeEngine
 from vllm_ascend_pd.backends import mooncake_engine
-from vllm_ascend_pd.backends.block_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_device import FakeDevice
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.worker import side

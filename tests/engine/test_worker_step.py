@@ -20,8 +20,9 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.unit.transfer.raw_peers import silent_server
 from vllm_ascend_pd import hooks
-from vllm_ascend_pd.backends.block_copy import BlockCopier, PythonBlockCopier
+from vllm_ascend_pd.backends.block_copy import BlockCopier
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport

@@ -19,11 +19,11 @@ from vllm_ascend_pd.backends.block_copy import (
     BlockCopier,
     NativeBlockCopier,
     PageLayout,
-    PythonBlockCopier,
     Region,
     finish_checksum,
     make_block_copier,
 )
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.errors import BackendError
 
 MASK = (1 << 64) - 1

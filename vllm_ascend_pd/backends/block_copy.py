@@ -24,27 +24,24 @@ counter for the secret. It finds faults of memory and transport; it is no MAC.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vllm_ascend_pd.backends.page_ring import RingPacker, RingPlacer
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from vllm_ascend_pd import _C
 
 logger = logging.getLogger(__name__)
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_CHUNK_BYTES = 1 << 20  # bounds the temporaries of the Python fallback; a multiple of 8
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,72 +247,10 @@ class NativeBlockCopier(BlockCopier):
         )
 
 
-class PythonBlockCopier(BlockCopier):
-    """numpy and ctypes only: the native one's reference, and the way out without a compiler."""
-
-    def gather(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
-    ) -> int:
-        num_bytes = _check_copy(layout, block_ids, staging, staging_offset)
-        start = staging.base + staging_offset
-        for page, addr in enumerate(_page_addresses(layout, block_ids)):
-            ctypes.memmove(start + page * layout.page_bytes, addr, layout.page_bytes)
-        return _checksum(start, num_bytes, seed)
-
-    def gather_layers(
-        self,
-        layout: PageLayout,
-        start: int,
-        stop: int,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int,
-        value_stride: int,
-    ) -> NDArray[np.uint64]:
-        layers = layout.for_layers(start, stop)
-        _check_values(layers, block_ids, start, staging, staging_offset, value_stride)
-        sums = np.zeros(len(block_ids), dtype=np.uint64)
-        first_word = start * layout.page_bytes // 8
-        first = staging.base + staging_offset + start * layout.page_bytes
-        num_bytes = layers.num_bytes(1)
-        for i in range(len(block_ids)):
-            to = first + i * value_stride
-            for page, addr in enumerate(_page_addresses(layers, block_ids[i : i + 1])):
-                ctypes.memmove(to + page * layout.page_bytes, addr, layout.page_bytes)
-            if num_bytes:
-                sums[i] = _accumulate(_bytes_at(to, num_bytes).view("<u8"), first_word)
-        return sums
-
-    def scatter(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
-    ) -> int:
-        num_bytes = _check_copy(layout, block_ids, staging, staging_offset)
-        if num_bytes == 0:
-            return _checksum(staging.base, 0, seed)
-        # A private copy, so that what is checksummed is what is stored.
-        stored = _bytes_at(staging.base + staging_offset, num_bytes).copy()
-        start = stored.ctypes.data
-        for page, addr in enumerate(_page_addresses(layout, block_ids)):
-            ctypes.memmove(addr, start + page * layout.page_bytes, layout.page_bytes)
-        return _checksum(start, num_bytes, seed)
-
-    def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
-        _check_range("region", region, offset, num_bytes)
-        return _checksum(region.base + offset, num_bytes, seed)
-
-
 def make_block_copier() -> BlockCopier:
     """The native copier, or with one warning the Python one."""
+    from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
+
     try:
         return NativeBlockCopier()
     except BackendError as error:
@@ -329,122 +264,11 @@ def make_block_copier() -> BlockCopier:
 
 def finish_checksum(total: int, num_bytes: int, seed: int) -> int:
     """The checksum of ``num_bytes`` bytes, of which ``total`` is the inner sum modulo 2**64."""
-    acc = (_mix(seed & _MASK) + total) & _MASK
-    return _mix(acc ^ (num_bytes * _GOLDEN & _MASK))
+    acc = (mix(seed & MASK) + total) & MASK
+    return mix(acc ^ (num_bytes * GOLDEN & MASK))
 
 
-def _check_copy(
-    layout: PageLayout, block_ids: NDArray[np.int64], staging: Region, staging_offset: int
-) -> int:
-    """Refuses what would leave either region; returns the number of staging bytes."""
-    _check_pages(layout, block_ids)
-    num_bytes = layout.num_bytes(len(block_ids))
-    _check_staging(layout, staging, staging_offset, num_bytes)
-    return num_bytes
-
-
-def _check_values(
-    layers: PageLayout,
-    block_ids: NDArray[np.int64],
-    first_layer: int,
-    staging: Region,
-    staging_offset: int,
-    value_stride: int,
-) -> None:
-    """What `gather_layers` refuses; ``layers`` are those from ``first_layer`` on."""
-    _check_pages(layers, block_ids)
-    if layers.page_bytes % 8:
-        raise ValueError(f"page_bytes must be a multiple of 8, not {layers.page_bytes}")
-    value_bytes = (first_layer + len(layers.layer_offsets)) * layers.page_bytes
-    if first_layer < 0 or value_bytes > value_stride:
-        raise ValueError(
-            f"layers from {first_layer} on do not fit in a value of {value_stride} bytes"
-        )
-    # What follows the pages of the last value is not touched.
-    num_bytes = max(0, len(block_ids) * value_stride - (value_stride - value_bytes))
-    _check_staging(layers, staging, staging_offset, num_bytes if len(block_ids) else 0)
-
-
-def _check_pages(layout: PageLayout, block_ids: NDArray[np.int64]) -> None:
-    region, page_bytes, stride = layout.region, layout.page_bytes, layout.block_stride
-    if not 0 < page_bytes <= stride:
-        raise ValueError(f"need 0 < page_bytes <= block_stride, got {page_bytes}, {stride}")
-    _check_array("layer_offsets", layout.layer_offsets)
-    _check_array("block_ids", block_ids)
-    last_start = region.size - page_bytes
-    outside = (layout.layer_offsets < 0) | (layout.layer_offsets > last_start)
-    if outside.any():
-        i = int(outside.argmax())
-        raise ValueError(
-            f"layer_offsets[{i}] = {layout.layer_offsets[i]} puts a page of {page_bytes} bytes "
-            f"outside the region of {region.size} bytes"
-        )
-    max_layer_offset = int(layout.layer_offsets.max(initial=0))
-    max_block_id = (last_start - max_layer_offset) // stride
-    outside = (block_ids < 0) | (block_ids > max_block_id)
-    if layout.layer_offsets.size and outside.any():
-        i = int(outside.argmax())
-        raise ValueError(
-            f"block_ids[{i}] = {block_ids[i]} lies outside the region of {region.size} bytes, "
-            f"which holds {max_block_id + 1} blocks"
-        )
-
-
-def _check_staging(
-    layout: PageLayout, staging: Region, staging_offset: int, num_bytes: int
-) -> None:
-    region = layout.region
-    _check_range("staging", staging, staging_offset, num_bytes)
-    if staging.base < region.base + region.size and region.base < staging.base + staging.size:
-        raise ValueError("the staging region overlaps the region of the pages")
-
-
-def _check_array(name: str, array: NDArray[np.int64]) -> None:
-    if array.dtype != np.int64 or array.ndim != 1 or not array.flags.c_contiguous:
-        raise TypeError(f"{name} must be a C-contiguous int64 vector")
-
-
-def _check_range(name: str, region: Region, offset: int, num_bytes: int) -> None:
-    if offset < 0 or num_bytes < 0 or offset + num_bytes > region.size:
-        raise ValueError(
-            f"{name} range of {num_bytes} bytes at offset {offset} leaves the region of "
-            f"{region.size} bytes"
-        )
-
-
-def _page_addresses(layout: PageLayout, block_ids: NDArray[np.int64]) -> list[int]:
-    block_offsets = block_ids * layout.block_stride
-    offsets = layout.layer_offsets[:, None] + block_offsets[None, :]
-    return [layout.region.base + offset for offset in offsets.ravel().tolist()]
-
-
-def _bytes_at(addr: int, num_bytes: int) -> NDArray[np.uint8]:
-    """A view of foreign memory, uint8 [num_bytes]."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(addr))
-
-
-def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+def mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
     return x ^ (x >> 31)
-
-
-def _checksum(addr: int, num_bytes: int, seed: int) -> int:
-    total = 0
-    for start in range(0, num_bytes, _CHUNK_BYTES):
-        num_chunk_bytes = min(_CHUNK_BYTES, num_bytes - start)
-        chunk = _bytes_at(addr + start, num_chunk_bytes)
-        if tail := num_chunk_bytes % 8:
-            chunk = np.concatenate([chunk, np.zeros(8 - tail, dtype=np.uint8)])
-        total += _accumulate(chunk.view("<u8"), start // 8)
-    return finish_checksum(total, num_bytes, seed)
-
-
-def _accumulate(words: NDArray[np.uint64], first_index: int) -> int:
-    """Sum over words; the first one has index `first_index`. uint64 arrays wrap silently."""
-    low_half, half_bits = np.uint64(0xFFFFFFFF), np.uint64(32)
-    counters = np.arange(first_index + 1, first_index + 1 + len(words), dtype=np.uint64)
-    mixed = words ^ (counters * np.uint64(_GOLDEN))
-    products = (mixed & low_half) * (mixed >> half_bits)
-    rotated = (words << half_bits) | (words >> half_bits)
-    return int((products + rotated).sum(dtype=np.uint64))

@@ -15,12 +15,12 @@ from vllm_ascend_pd.backends.block_copy import (
     BlockCopier,
     NativeBlockCopier,
     PageLayout,
-    PythonBlockCopier,
     Region,
     finish_checksum,
 )
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
 from vllm_ascend_pd.backends.fake_device import FakeDevice, FakeStream
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.torch_device import make_copier
 from vllm_ascend_pd.errors import BackendError
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ascend_pd.backends.block_copy import PythonBlockCopier, Region
+from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.torch_device import TorchDevice
 
 DEVICE = torch.device("cuda", 3)

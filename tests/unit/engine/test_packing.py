@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_ascend_pd.backends.block_copy import PageLayout, PythonBlockCopier, Region
+from vllm_ascend_pd.backends.block_copy import PageLayout, Region
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_ascend_pd.backends.block_copy import PageLayout, PythonBlockCopier, Region
+from vllm_ascend_pd.backends.block_copy import PageLayout, Region
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.pool.keys import KeySpace, PoolNames
 from vllm_ascend_pd.pool.tier import Status
 from vllm_ascend_pd.pool.values import HEADER_BYTES, BlockValues

@@ -16,14 +16,11 @@ import pytest
 
 from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages
 from tests.unit.transfer.raw_peers import connected, silent_server
-from vllm_ascend_pd.backends.block_copy import (
-    BlockCopier,
-    PythonBlockCopier,
-    make_block_copier,
-)
+from vllm_ascend_pd.backends.block_copy import BlockCopier, make_block_copier
 from vllm_ascend_pd.backends.direct_placement import page_regions
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript, WriteRequest
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.kv.load import LoadResult

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from vllm_ascend_pd.backends.block_copy import PageLayout, PythonBlockCopier, Region
+from vllm_ascend_pd.backends.block_copy import PageLayout, Region
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.fault_script import FaultScript
+from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.kv.load import LoadResult
