@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+
+from vllm_ascend_pd.types import Place
 
 COUNTERS: dict[str, tuple[str, str | None]] = {
     # name: (help, label or None)
@@ -93,9 +95,10 @@ class Provenance:
     num_prompt_tokens: int
     num_local_tokens: int = 0
     num_peer_tokens: int = 0
-    num_dram_tokens: int = 0
-    num_remote_tokens: int = 0
-    num_ssd_tokens: int = 0
+    pool_tokens: dict[str, int] = field(
+        default_factory=lambda: {place.label: 0 for place in Place.all()}
+    )
+    """By ``Place.label``."""
     num_computed_tokens: int = 0
     num_peer_blocks: int = 0
     num_peer_bytes: int = 0
@@ -110,3 +113,21 @@ class Provenance:
     ``first_token`` (the request ended with the peer's first token), or the cause why KV of a peer
     or of the pool was not used.
     """
+
+    def take_back(self, num_kept: int) -> None:
+        """All but so many tokens are computed after all, those of the pool first."""
+        excess = sum(self.pool_tokens.values()) + self.num_local_tokens + self.num_peer_tokens
+        excess = max(0, excess - num_kept)
+        self.num_computed_tokens += excess
+        for label, num_tokens in self.pool_tokens.items():
+            self.pool_tokens[label] -= min(excess, num_tokens)
+            excess -= min(excess, num_tokens)
+        num_local = min(excess, self.num_local_tokens)
+        self.num_local_tokens -= num_local
+        self.num_peer_tokens -= excess - num_local
+
+    def as_params(self) -> dict[str, object]:
+        """As a response shows it: the tokens of each place have a name of their own."""
+        values = asdict(self)
+        pool_tokens = values.pop("pool_tokens")
+        return values | {f"num_{label}_tokens": count for label, count in pool_tokens.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import ClassVar, NamedTuple, NewType
 
 Epoch = NewType("Epoch", str)
 """Random, new at each start of an engine: a restarted peer is never taken for the old one."""
@@ -38,6 +38,57 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+
+class Place(int):
+    """Where a value lies, seen from this process: a small number, for lookups answer one byte for
+    each key. A tier of another kind declares places of its own, in every process alike.
+    """
+
+    label: str
+    """Of metrics and provenance."""
+    medium: str
+    """Of KV events, as vLLM names it."""
+    bytes_per_ms: float
+    """What reading it is expected to give before anything has been measured."""
+
+    _declared: ClassVar[dict[int, Place]] = {}
+    NOWHERE: ClassVar[Place]
+    DRAM: ClassVar[Place]
+    """Memory of this host that this process contributes."""
+    REMOTE: ClassVar[Place]
+    """Memory that another process contributes, here or on another host."""
+    SSD: ClassVar[Place]
+
+    def __new__(cls, number: int) -> Place:
+        """The one that was declared with this number."""
+        if (place := cls._declared.get(number)) is None:
+            raise ValueError(f"no place has the number {number}")
+        return place
+
+    @classmethod
+    def declare(cls, number: int, label: str, medium: str, bytes_per_ms: float) -> Place:
+        """``number`` is from 1 to 255, and nobody else's."""
+        if number in cls._declared:
+            raise ValueError(f"place {number} is {cls._declared[number]!r} already")
+        place = cls._declared[number] = super().__new__(cls, number)
+        place.label, place.medium, place.bytes_per_ms = label, medium, bytes_per_ms
+        return place
+
+    @classmethod
+    def all(cls) -> list[Place]:
+        """But nowhere."""
+        return [place for number, place in sorted(cls._declared.items()) if number]
+
+    def __repr__(self) -> str:
+        return f"Place({self.label})"
+
+
+# What a slow network and a slow disk give.
+Place.NOWHERE = Place.declare(0, "nowhere", "", 0.0)
+Place.DRAM = Place.declare(1, "dram", "CPU", 2_000_000.0)
+Place.REMOTE = Place.declare(2, "remote", "CPU", 300_000.0)
+Place.SSD = Place.declare(3, "ssd", "STORAGE", 500_000.0)
 
 
 class Cause(str, Enum):

@@ -17,8 +17,9 @@ from vllm_ascend_pd.pool.composite_tier import CompositeTier
 from vllm_ascend_pd.pool.fake_tier import FaultyTier
 from vllm_ascend_pd.pool.fs_tier import FileTier
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
-from vllm_ascend_pd.pool.tier import Opening, Place, Status, SupportsView, Tier, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, SupportsView, Tier, Value
 from vllm_ascend_pd.testing.tier_contract import MIB, SIZE, Buffers, Subject, TierContract, numbers
+from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,8 @@ import pytest
 
 from vllm_ascend_pd.config import PoolConfig
 from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
-from vllm_ascend_pd.pool.tier import Opening, Place, Status, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Value
+from vllm_ascend_pd.types import Place
 
 MIB = 1 << 20
 LOCAL = "127.0.0.1"

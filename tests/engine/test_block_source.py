@@ -28,10 +28,9 @@ from vllm_ascend_pd.kv.cost import Plan
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.pool.messages import Found, Lookup
-from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
-from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
+from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId, Place
 from vllm_ascend_pd.wire import Opened, Refused, RemotePrefill
 
 NUM_TOKENS, NUM_BLOCKS = 100, 6
@@ -153,9 +152,9 @@ def counted(source: BlockSource) -> dict[str, int]:
     return {
         "local": origin.num_local_tokens,
         "external": origin.num_peer_tokens
-        + origin.num_dram_tokens
-        + origin.num_remote_tokens
-        + origin.num_ssd_tokens,
+        + origin.pool_tokens["dram"]
+        + origin.pool_tokens["remote"]
+        + origin.pool_tokens["ssd"],
         "computed": origin.num_computed_tokens,
     }
 

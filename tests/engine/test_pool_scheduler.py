@@ -36,9 +36,8 @@ from vllm_ascend_pd.pool.messages import (
     Save,
     Saved,
 )
-from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.transfer.shares import Sharding
-from vllm_ascend_pd.types import LoadId
+from vllm_ascend_pd.types import LoadId, Place
 
 BLOCK_SIZE = 16
 init_none_hash(sha256)
@@ -47,7 +46,13 @@ init_none_hash(sha256)
 class World:
     """One engine's scheduler objects, a clock, and everything that was sent to the worker."""
 
-    def __init__(self, events: bool = False, num_workers: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        events: bool = False,
+        num_workers: int = 1,
+        stores_to: Place = Place.DRAM,
+        **options: Any,
+    ) -> None:
         self.now = 1000.0
         self.sent: list[Any] = []
         self.ahead: tuple[AheadSpec, ...] = ()
@@ -56,7 +61,7 @@ class World:
         self.phantoms = PhantomBlocks(self.pool, BLOCK_SIZE)
         self.tables: dict[str, list[Any]] = {}
         self.known = KnownKeys(self.clock)
-        pool_events = PoolEvents(self.pool, self.known, BLOCK_SIZE)
+        pool_events = PoolEvents(self.pool, self.known, BLOCK_SIZE, stores_to)
         self.manager: Any = SimpleNamespace(
             block_pool=self.pool,
             coordinator=SimpleNamespace(
@@ -523,6 +528,14 @@ def test_events_tell_what_was_stored_and_where_it_went() -> None:
     assert media(back) == [("BlockStored", "CPU")]
 
 
+def test_events_of_what_was_stored_have_the_medium_of_the_first_tier() -> None:
+    world = World(events=True, stores_to=Place.SSD)
+    world.run_step(world.request(), 40)
+    world.pool.take_events()
+    world.answer()
+    assert media(world.pool.take_events()) == [("BlockStored", "STORAGE")] * 2
+
+
 def test_events_of_a_salted_prompt_say_so() -> None:
     world = World(events=True)
     request = world.request(name="salted", salt="tenant")
@@ -732,7 +745,7 @@ def test_prompt_whose_peer_failed_is_counted_once(world: World) -> None:
     prompt.admit(16, 48, [1, 2, 3])
     assert world.source.finish(request) is origin
     assert (origin.num_local_tokens, origin.num_peer_tokens) == (0, 16)
-    assert (origin.num_remote_tokens, origin.num_computed_tokens) == (48, 6)
+    assert (origin.pool_tokens["remote"], origin.num_computed_tokens) == (48, 6)
     assert origin.outcome == "checksum"
     counted = {k: v for k, v in world.stats.take().items() if k.startswith("prompt_tokens")}
     assert counted == {"prompt_tokens/remote": 48}
@@ -748,8 +761,7 @@ def test_parked_load_is_attributed_to_the_tier_it_came_from(world: World) -> Non
     prompt.load_started()
     prompt.load_ended(LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2}, was_parked=True)
     prompt.admit(0, 48, [])
-    assert (prompt.provenance.num_ssd_tokens, prompt.provenance.num_remote_tokens) == (32, 16)
-    assert prompt.provenance.num_dram_tokens == 0
+    assert prompt.provenance.pool_tokens == {"dram": 0, "remote": 16, "ssd": 32}
 
 
 def test_blocks_that_a_load_brought_in_and_are_gone_again_are_no_source(world: World) -> None:
@@ -762,6 +774,6 @@ def test_blocks_that_a_load_brought_in_and_are_gone_again_are_no_source(world: W
     prompt.load_started()
     prompt.load_ended(LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2}, was_parked=True)
     prompt.admit(0, 16, [])  # two have been evicted since
-    assert (prompt.provenance.num_remote_tokens, prompt.provenance.num_dram_tokens) == (16, 0)
+    assert prompt.provenance.pool_tokens == {"dram": 0, "remote": 16, "ssd": 0}
     world.source.finish(request)
     assert min(world.stats.take().values()) >= 0

@@ -42,9 +42,8 @@ from vllm_ascend_pd.pool.messages import (
     join_hashes,
 )
 from vllm_ascend_pd.pool.saver import Replica
-from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.pool.values import BlockValues
-from vllm_ascend_pd.types import LoadId
+from vllm_ascend_pd.types import LoadId, Place
 
 NOWHERE, DRAM, REMOTE, SSD = Place.NOWHERE, Place.DRAM, Place.REMOTE, Place.SSD
 
@@ -64,7 +63,9 @@ def test_a_block_is_where_its_slowest_share_is() -> None:
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 20))
 def test_places_fold_as_one_by_one(data: Any, num_workers: int, num_blocks: int) -> None:
-    row = st.lists(st.sampled_from(list(Place)), min_size=num_blocks, max_size=num_blocks)
+    row = st.lists(
+        st.sampled_from([Place.NOWHERE, *Place.all()]), min_size=num_blocks, max_size=num_blocks
+    )
     rows = [data.draw(row) for _ in range(num_workers)]
     expected = [NOWHERE if NOWHERE in shares else max(shares) for shares in zip(*rows, strict=True)]
     assert fold_found([found(*row) for row in rows]).places == bytes(expected)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool.tier import Opening, Place, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.backends.fault_script import parse_steps
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool.tier import Opening, Place, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.pool.keys import PREFIX
-from vllm_ascend_pd.pool.tier import Opening, Place, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,8 @@ class FileTier(Tier):
     its name when it is whole; that its bytes are the right ones is the reader's to verify, also
     after a loss of power.
     """
+
+    stores_to = Place.SSD
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
         self._folder = folder

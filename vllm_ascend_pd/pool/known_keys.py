@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.pool.tier import Place
+from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

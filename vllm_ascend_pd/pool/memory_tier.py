@@ -8,7 +8,8 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.pool.tier import Opening, Place, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -60,7 +60,7 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):
-    """``places[i]`` is a ``pool.tier.Place``."""
+    """``places[i]`` is a ``types.Place``."""
 
     lookup_id: int
     places: bytes

@@ -17,7 +17,8 @@ from vllm_ascend_pd.backends.mooncake_store import (
     prepare_store_env,
 )
 from vllm_ascend_pd.pool.fs_tier import make_folder
-from vllm_ascend_pd.pool.tier import Opening, Place, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,8 @@ import random
 import time
 from abc import ABC, abstractmethod
 
-from vllm_ascend_pd.pool.tier import Place, Status, Tier, Value
+from vllm_ascend_pd.pool.tier import Status, Tier, Value
+from vllm_ascend_pd.types import Place
 
 SIZE = 64 << 10
 MIB = 1 << 20

@@ -36,9 +36,8 @@ from vllm_ascend_pd.pool.messages import (
     Saved,
     join_hashes,
 )
-from vllm_ascend_pd.pool.tier import Place
 from vllm_ascend_pd.pool.values import BlockValues
-from vllm_ascend_pd.types import LoadId
+from vllm_ascend_pd.types import LoadId, Place
 
 NUM_LAYERS, NUM_BLOCKS, PAGE = 2, 8, 256
 HASHES = [bytes([i]) * 32 for i in range(6)]

@@ -10,7 +10,8 @@ import pytest
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
-from vllm_ascend_pd.pool.tier import Place, Status, Value
+from vllm_ascend_pd.pool.tier import Status, Value
+from vllm_ascend_pd.types import Place
 
 BUFFER = ctypes.create_string_buffer(64)
 

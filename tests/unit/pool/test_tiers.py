@@ -21,7 +21,8 @@ from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.fs_tier import FileTier
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
-from vllm_ascend_pd.pool.tier import Opening, Place, Status, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Value
+from vllm_ascend_pd.types import Place
 
 SIZE = 1000
 SPACE = KeySpace.of("tiers")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.log_limit import limited_logger
@@ -94,4 +93,4 @@ class Arrivals:
         asked: Any = request.kv_transfer_params
         if provenance is None or not isinstance(asked, dict) or not asked.get("return_provenance"):
             return ending.params
-        return {**(ending.params or {}), "provenance": dataclasses.asdict(provenance)}
+        return {**(ending.params or {}), "provenance": provenance.as_params()}

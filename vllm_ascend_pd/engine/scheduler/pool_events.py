@@ -11,7 +11,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from vllm_ascend_pd.engine.vllm_api.hashes import event_extra_keys
-from vllm_ascend_pd.pool.tier import Place
+from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -27,7 +27,14 @@ class PoolEvents:
     disk, without an event.
     """
 
-    def __init__(self, pool: BlockPool, known: KnownKeys, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        known: KnownKeys,
+        block_size: int,
+        stores_to: Place = Place.DRAM,
+    ) -> None:
+        self._stores_to = stores_to
         self._pool = pool
         self._known = known
         self._block_size = block_size
@@ -64,10 +71,10 @@ class PoolEvents:
         return self._known.is_recent(block_hash, age_s)
 
     def stored(self, block_hash: bytes, event: BlockStored | None) -> None:
-        """It has just been put into memory; ``event`` is from ``make_stored``."""
-        before = self._known.note(block_hash, Place.DRAM)
-        if event is not None and before.medium != Place.DRAM.medium:
-            self._publish(block_hash, before, Place.DRAM, event)
+        """It has just been put there; ``event`` is from ``make_stored``."""
+        before = self._known.note(block_hash, self._stores_to)
+        if event is not None and before.medium != self._stores_to.medium:
+            self._publish(block_hash, before, self._stores_to, event)
 
     def gone(self, block_hash: bytes) -> None:
         before = self._known.note(block_hash, Place.NOWHERE)

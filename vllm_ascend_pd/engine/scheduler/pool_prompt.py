@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
 from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.pool.messages import PoolLoadSpec
-from vllm_ascend_pd.pool.tier import Place
-from vllm_ascend_pd.types import Cause
+from vllm_ascend_pd.types import Cause, Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -136,7 +135,7 @@ class PoolPrompt(BlockSource):
             if (index := indices.get(block_id)) is not None:
                 self._pool.failed_to_load(bytes(self.request.block_hashes[index]))
         lost = {i for b, i in indices.items() if not result.failed or b in result.failed}
-        self._take_back(min(lost, default=0))
+        self.provenance.take_back(min(lost, default=0) * self._pool.block_size)
 
     def count_computed(self, admitted: bool) -> bool:
         """Whether the request has been admitted. Nobody says so when nothing of its prompt was to
@@ -171,7 +170,7 @@ class PoolPrompt(BlockSource):
             return
         origin = self.provenance
         block_size = self._pool.block_size
-        by_place = {Place.DRAM: 0, Place.REMOTE: 0, Place.SSD: 0}
+        by_place = dict.fromkeys(Place.all(), 0)
         tail = (origin.num_prompt_tokens - 1) // block_size
         for index in indices:
             num_tokens = block_size - (index == tail)
@@ -182,23 +181,6 @@ class PoolPrompt(BlockSource):
             back = min(excess, num_tokens)
             by_place[place] -= back
             excess -= back
-        origin.num_dram_tokens = by_place[Place.DRAM]
-        origin.num_remote_tokens = by_place[Place.REMOTE]
-        origin.num_ssd_tokens = by_place[Place.SSD]
+        origin.pool_tokens = {place.label: count for place, count in by_place.items()}
         if num_pool:
             origin.outcome = origin.outcome or "loaded"
-
-    def _take_back(self, first_lost: int) -> None:
-        """Tokens from this block on are computed after all."""
-        origin = self.provenance
-        kept = first_lost * self._pool.block_size
-        names = (
-            *("num_dram_tokens", "num_remote_tokens", "num_ssd_tokens"),
-            *("num_local_tokens", "num_peer_tokens"),
-        )
-        excess = sum(getattr(origin, name) for name in names) - kept
-        for name in names:
-            back = max(0, min(excess, getattr(origin, name)))
-            setattr(origin, name, getattr(origin, name) - back)
-            origin.num_computed_tokens += back
-            excess -= back

@@ -20,6 +20,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.known_keys import KnownKeys
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import DropSaves, Found, Message, Packed, Saved
+from vllm_ascend_pd.pool.registry import tier_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +67,9 @@ class PoolSide(Part):
         for address, _ in workers:
             self._link.connect(address)
         known = KnownKeys()
-        events = PoolEvents(common.manager.block_pool, known, common.block_size)
+        assert common.config.pool is not None
+        stores_to = tier_class(common.config.pool.tiers[0]).stores_to
+        events = PoolEvents(common.manager.block_pool, known, common.block_size, stores_to)
         options = scheduler.scheduler_config
         self.source = PoolSource(common, events, self._link.send)
         self.open = self.source.open

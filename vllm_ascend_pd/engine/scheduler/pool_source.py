@@ -21,8 +21,7 @@ from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.pool.answers import fold_found
 from vllm_ascend_pd.pool.keys import PoolNames
 from vllm_ascend_pd.pool.messages import Found, Lookup, join_hashes
-from vllm_ascend_pd.pool.tier import Place
-from vllm_ascend_pd.types import Cause
+from vllm_ascend_pd.types import Cause, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,12 +43,6 @@ _PROBE_HASH = bytes(32)
 _REFRESH_S = 2.0
 """Blocks that are used without the pool are looked up this often at most."""
 _POOL_FAULTS = (Cause.POOL_FAILED.value, Cause.DEADLINE.value)
-# Before anything has been measured: what a slow network and a slow disk give.
-_FIRST_BYTES_PER_MS = {
-    Place.DRAM: 2_000_000.0,
-    Place.REMOTE: 300_000.0,
-    Place.SSD: 500_000.0,
-}
 
 
 @dataclass(slots=True)
@@ -88,7 +81,7 @@ class PoolSource:
         self._events = events
         self._send = send
         self._clock = clock
-        self.speeds = {place: Speed(first) for place, first in _FIRST_BYTES_PER_MS.items()}
+        self.speeds = {place: Speed(place.bytes_per_ms) for place in Place.all()}
         """Of loads, by where the values lie."""
         self.breaker = Breaker(
             config.breaker_failures,
@@ -379,9 +372,11 @@ class PoolSource:
         prompt.count_computed(request.num_computed_tokens > 0)
         origin = prompt.provenance
         origin.outcome = origin.outcome or ("local" if origin.num_local_tokens else "computed")
-        sources = ("dram", "remote", "ssd")
-        for source in sources if prompt.had_peer else (*sources, "local", "computed"):
-            if num_tokens := getattr(origin, f"num_{source}_tokens"):
+        sources = dict(origin.pool_tokens)
+        if not prompt.had_peer:
+            sources |= {"local": origin.num_local_tokens, "computed": origin.num_computed_tokens}
+        for source, num_tokens in sources.items():
+            if num_tokens:
                 self._stats.add("prompt_tokens", num_tokens, source)
         logger.debug("request %s: %s", request.request_id, origin)
         return origin
