@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 PROMPTS = ["Hello, my name is", "Hi, your name is", "Tell me a very long story"]
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-PRODUCER = {"kv_role": "kv_producer", "kv_rank": 0}
-CONSUMER = {"kv_role": "kv_consumer", "kv_rank": 1}
+PRODUCER = {"kv_role": "kv_producer"}
+CONSUMER = {"kv_role": "kv_consumer"}
 PATIENT = {"lease_s": 300, "peer_timeout_s": 60, "step_load_timeout_s": 60}
 """What a machine that is slow or busy needs; the defaults are for a service, where others wait."""
 STOP_S = 120.0
