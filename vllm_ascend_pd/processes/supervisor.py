@@ -196,7 +196,8 @@ class Supervisor:
         self._set(child, State.BACKOFF, note)
 
     def _next_backoff(self, child: Child) -> float:
-        doubled = self._patience.first_backoff_s * 2.0 ** (child.num_backoffs - 1)
+        doublings = min(child.num_backoffs - 1, 64)  # 2.0**1024 overflows
+        doubled = self._patience.first_backoff_s * 2.0**doublings
         return min(doubled, self._patience.max_backoff_s)
 
     async def _terminate(

@@ -184,6 +184,11 @@ def test_backoff_grows_and_is_bounded(tmp_path: Path) -> None:
             notes.append(child.note.rpartition("again in ")[2])
             await watched.until(lambda: child.state is State.READY)
         assert notes == ["0.05 s", "0.1 s", "0.2 s", "0.2 s"]
+        child.num_backoffs = 2000
+        os.kill(child.pid or 0, signal.SIGTERM)
+        await watched.until(lambda: child.num_crashes == 5)
+        assert child.note.endswith("again in 0.2 s")
+        await watched.until(lambda: child.state is State.READY)
         await watched.stop()
 
     asyncio.run(scenario())
