@@ -425,6 +425,8 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
             for option, value in raw.get(section, {}).items():
                 if value is None:  # what was to be a secret must not be taken for none
                     raise ConfigError(f"{section}.{option} must be a string, not None")
+        if "pool" in raw and extra.pool is None:
+            raise ConfigError("pool must be a mapping, not NoneType; leave it out for no pool")
         security, pool = extra.security, extra.pool
         host = "127.0.0.1" if config.kv_ip == "localhost" else config.kv_ip
         try:

@@ -15,6 +15,7 @@ from vllm_ascend_pd.errors import ConfigError
 _T = TypeVar("_T")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 _NAMES = {str: "a string", dict: "a mapping", tuple: "a list"}
+_MAY_BE_SECRET = re.compile(r"(^|\.)env(\.|$)")
 
 
 Size = Annotated[int, msgspec.Meta(description="bytes")]
@@ -87,9 +88,11 @@ def _wrong(name: str, raw: Any, kind: Any) -> str:
     bounds = None
     if get_origin(kind) is Annotated:
         kind, bounds = get_args(kind)
+    is_told = get_origin(kind) not in (dict, tuple) and not isinstance(raw, Mapping | list | tuple)
+    found = repr(raw) if is_told and not _MAY_BE_SECRET.search(name) else type(raw).__name__
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"{name}: {raw!r} is not one of {[member.value for member in kind]}"
+        return f"{name}: {found} is not one of {[member.value for member in kind]}"
     if bounds is not None and (type(raw) is kind or (kind is float and type(raw) is int)):
         return f"{name} {bounds.description}, not {raw!r}"
     kind = get_origin(kind) or kind
-    return f"{name} must be {_NAMES.get(kind) or kind.__name__}, not {raw!r}"
+    return f"{name} must be {_NAMES.get(kind) or kind.__name__}, not {found}"

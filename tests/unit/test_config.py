@@ -151,6 +151,7 @@ def test_config_is_frozen() -> None:
         ({"security": {"peers": []}}, r"security: unknown keys \['peers'\]; valid"),
         ({"transfer": 5}, "transfer must be a mapping, not int"),
         ({"transfer": None}, "transfer must be a mapping, not NoneType"),
+        ({"pool": None}, "pool must be a mapping, not NoneType"),
         ({"transfer": {"lease_s": "30"}}, "transfer.lease_s must be float, not '30'"),
         ({"transfer": {"lease_s": True}}, "transfer.lease_s must be float, not True"),
         ({"transfer": {"lease_s": None}}, "transfer.lease_s must be float, not None"),

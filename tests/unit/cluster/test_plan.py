@@ -192,6 +192,7 @@ def test_ports_of_the_master_on_several_hosts_are_fixed() -> None:
     ("machine", "fields", "message"),
     [
         (CPU, {"extra_config": {"transfer": {"lease": 1}}}, "extra_config, as prefill-0 gets it: "),
+        (CPU, {"extra_config": {"pool": None}}, "as prefill-0 gets it: pool must be a mapping"),
         (GPU, {"prefill": [{"count": 4}]}, "hosts.localhost: its 5 engines need 5 devices, and it"),
         (GPU, {"args": {"tensor-parallel-size": "x"}}, "prefill-0: --tensor-parallel-size must"),
         (CPU, {"prefill": [{"port": 8000}]}, "port 8000 of host localhost is given both to the r"),

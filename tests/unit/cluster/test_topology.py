@@ -51,7 +51,7 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"decode": [{"tp": 1}]}, r"decode\[0\]: unknown keys \['tp'\]"),
         ({"router": {"prot": 1}}, r"router: unknown keys \['prot'\]; valid: .*'port'"),
         ({"model": 7}, "model must be a string, not 7"),
-        ({"prefill": {"count": 1}}, "prefill must be a list, not {'count': 1}"),
+        ({"prefill": {"count": 1}}, "prefill must be a list, not dict"),
         ({"prefill": [{"count": "2"}]}, r"prefill\[0\].count must be int, not '2'"),
         (
             {"prefill": [{"count": -1}, {"count": 2}]},
@@ -67,7 +67,7 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"hosts": {"a": {"cores": "0..3"}}}, "hosts.a.cores: '0..3' is not a list of cores"),
         ({"hosts": {"a": {}, "b": {}}}, "hosts.a.address 127.0.0.1 is a loopback address"),
         ({"hosts": {1: {}}}, "a key of hosts must be a string, not 1"),
-        ({"hosts": []}, r"hosts must be a mapping, not \[\]"),
+        ({"hosts": []}, "hosts must be a mapping, not list"),
         ({"device": "tpu"}, r"device: 'tpu' is not one of \['cpu', 'cuda', 'npu'\]"),
         ({"args": {"port": 1}}, "args.port: set by the topology itself"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
@@ -76,6 +76,24 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
 def test_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse({"model": "m", **changes})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"env": ["TOKEN=4711"]}, "env must be a mapping, not list"),
+        ({"env": "TOKEN=4711"}, "env must be a mapping, not str"),
+        ({"env": {"TOKEN": 4711}}, r"env\.TOKEN must be a string, not int"),
+        ({"prefill": [{"env": {"TOKEN": 4711}}]}, r"prefill\[0\]\.env\.TOKEN must be a st.* int"),
+        ({"more_args": "--api-key 4711"}, "more_args must be a list, not str"),
+        ({"model": {"token": 4711}}, "model must be a string, not dict"),
+    ],
+    ids=str,
+)
+def test_what_may_be_a_secret_is_not_told(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        parse({"model": "m", **wrong})
+    assert "4711" not in str(caught.value)
 
 
 def test_option_of_an_engine_stays_as_it_is_written() -> None:
