@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,24 @@ def test_requests_in_progress_end_before_the_workers_do(tmp_path: Path) -> None:
             posting = [asyncio.ensure_future(c.post(max_tokens=10)) for _ in range(6)]
             await c.until(lambda: c.decode.num_in_progress == 6)
             c.process.terminate()
+            assert await asyncio.gather(*posting) == [200] * 6
+
+    run(test)
+
+
+def test_signal_from_two_sides_is_not_a_second_one(tmp_path: Path) -> None:
+    """As systemd sends SIGTERM to every process of a service, beside what the keeper sends."""
+
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            c.decode.token_s = 0.1
+            posting = [asyncio.ensure_future(c.post(max_tokens=20)) for _ in range(6)]
+            await c.until(lambda: c.decode.num_in_progress == 6)
+            c.process.terminate()
+            await c.until(lambda: c.output.count("stopping: up to") == NUM_WORKERS)
+            for pid in c.worker_pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
             assert await asyncio.gather(*posting) == [200] * 6
 
     run(test)

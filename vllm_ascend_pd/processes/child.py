@@ -59,7 +59,7 @@ class Patience:
     early_stop_s: float = 3.0
     """The same before it is up: it has nothing to finish, and vLLM may not listen then."""
     hurry_s: float = 0.0
-    """The same after a second stop; if there is time at all, it gets a second SIGTERM."""
+    """The same after a second stop; if there is time at all, it gets SIGINT."""
     first_backoff_s: float = 1.0
     max_backoff_s: float = 30.0
     stable_s: float = 60.0

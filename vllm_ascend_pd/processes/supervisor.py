@@ -210,7 +210,8 @@ class Supervisor:
         patience_s = self._patience.stop_s if was_up else self._patience.early_stop_s
         await asyncio.wait({exited, kill}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if kill.done() and not exited.done() and self._patience.hurry_s:
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
             await asyncio.wait({exited}, timeout=self._patience.hurry_s)
         kill.cancel()
         await asyncio.gather(kill, return_exceptions=True)

@@ -279,6 +279,46 @@ def test_a_second_stop_does_not_wait(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+POLITE = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, lambda *_: sys.exit(print("hurries", flush=True)))
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_stop_is_a_sigint_for_who_gets_time_to_hurry(tmp_path: Path) -> None:
+    async def is_up(group: int) -> bool:
+        return (tmp_path / "a.log").read_text() == "up\n"
+
+    async def scenario() -> None:
+        patience = Patience(startup_s=20, stop_s=60, hurry_s=10, probe_s=0.05)
+        spec = ChildSpec("a", (sys.executable, "-c", POLITE), {}, is_up)
+        watched = Watched([spec], tmp_path, patience)
+        await watched.until_ready()
+        watched.supervisor.stop()
+        await asyncio.sleep(0.2)
+        assert not watched.task.done()
+        await watched.stop()
+        assert (tmp_path / "a.log").read_text() == "up\nhurries\n"
+
+    asyncio.run(scenario())
+
+
+def test_a_child_may_end_just_before_a_second_stop(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        supervisor = Watched([], tmp_path, Patience(hurry_s=10)).supervisor
+        process = await asyncio.create_subprocess_exec("true", start_new_session=True)
+        await process.wait()
+        supervisor.stop()
+        supervisor.stop()
+        exited = asyncio.create_task(asyncio.sleep(0.1, 0))  # its end is not known yet
+        await supervisor._terminate(process, exited, was_up=True)
+
+    asyncio.run(scenario())
+
+
 def test_stop_during_backoff(tmp_path: Path) -> None:
     async def scenario() -> None:
         patience = Patience(startup_s=20, first_backoff_s=60, max_backoff_s=60, probe_s=0.05)

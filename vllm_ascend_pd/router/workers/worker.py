@@ -138,7 +138,10 @@ def main() -> None:
 async def _run(config: RouterConfig, link: KeeperLink) -> None:
     raise_file_limit()
     stopping = Stopping()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.ask)
+    loop = asyncio.get_running_loop()
+    # systemd and the keeper may both send SIGTERM: only the keeper's SIGINT after it is a hurry.
+    loop.add_signal_handler(signal.SIGTERM, stopping.asked.set)
+    loop.add_signal_handler(signal.SIGINT, stopping.ask)
     sock = bind(config.host, config.port, shared=True)
     sock.listen(BACKLOG)
     server = RouterServer(config, Router(config, keeper=link))
