@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 from vllm_ascend_pd.config import LoadMode
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.queues import waiting_queues
-from vllm_ascend_pd.kv.cost import Plan, Question, plan
+from vllm_ascend_pd.kv.cost import Question, plan
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ _QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """Of what waits for memory only."""
 _COLLECT_S = 0.0002
 """What peers and the pool have said is looked at so often within a pass."""
-_PARKED = Plan(0, True, 0.0)
-"""Of what is parked in any case: there is nothing to weigh."""
 
 
 class Admission:
@@ -141,9 +139,6 @@ class Admission:
 
     def _plan(self, source: BlockSource, missing: list[int]) -> tuple[list[int], bool]:
         """What of the missing blocks is loaded, and whether beside the steps."""
-        if source.always_parks:
-            source.plan = _PARKED
-            return missing, True
         num_offered = missing[-1] + 1
         absent = set(missing)
         decided = plan(
@@ -157,7 +152,8 @@ class Admission:
             )
         )
         source.use(decided, num_offered)
-        return [i for i in missing if i < decided.num_blocks], decided.parks
+        parks = decided.parks or source.always_parks
+        return [i for i in missing if i < decided.num_blocks], parks
 
     def _others_wait(self) -> bool:
         """Whether an in-step load would hold up other requests."""
