@@ -647,6 +647,18 @@ def test_probe_without_an_answer_is_followed_by_another(world: World) -> None:
     assert not world.source.breaker.closed
 
 
+def test_reset_during_a_probe_does_not_keep_the_pool_away(world: World) -> None:
+    open_get_breaker(world)
+    world.now += 1.1
+    world.source.tick()
+    assert len(world.take(Lookup)) == 1
+    world.source.forget()
+    for _ in range(2):
+        world.now += 1.1
+        world.source.tick()
+    assert len(world.take(Lookup)) == 1
+
+
 def test_blocks_that_are_here_are_looked_up_too_and_nobody_waits(world: World) -> None:
     """The pool hears that they are used; what it has evicted meanwhile is stored again."""
     first = world.request()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from dataclasses import dataclass, field
 
 FORMAT_VERSION = 1
@@ -61,18 +62,22 @@ class KeySpace:
 class PoolNames:
     """What a block is called in the pool: its hash, until the engine has been told to forget what
     the pool has; then a hash of both, so that nothing from before is found. Engines that have been
-    told so equally often share their blocks again.
+    told so equally often share their blocks again, where the pool is shared; else the engine's next
+    start must not find what this one has forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_shared: bool = True) -> None:
+        self._is_shared = is_shared
         self._num_resets = 0
+        self._key = b""
 
     def forget(self) -> None:
         self._num_resets += 1
+        count = self._num_resets.to_bytes(8, "little")
+        self._key = count if self._is_shared else os.urandom(16)
 
     def name(self, block_hash: bytes) -> bytes:
         """As long as ``block_hash``."""
-        if not self._num_resets:
+        if not self._key:
             return block_hash
-        key = self._num_resets.to_bytes(8, "little")
-        return hashlib.blake2b(block_hash, digest_size=len(block_hash), key=key).digest()
+        return hashlib.blake2b(block_hash, digest_size=len(block_hash), key=self._key).digest()

@@ -131,3 +131,13 @@ def test_what_was_stored_before_the_pool_is_forgotten_has_another_name() -> None
     assert others.name(block_hash) == first
     names.forget()
     assert names.name(block_hash) not in (block_hash, first)
+
+
+def test_what_a_private_pool_has_forgotten_is_not_found_by_the_next_start() -> None:
+    block_hash = bytes(range(32))
+    names, next_start = PoolNames(is_shared=False), PoolNames(is_shared=False)
+    assert names.name(block_hash) == next_start.name(block_hash) == block_hash
+    names.forget()
+    next_start.forget()
+    assert len({block_hash, names.name(block_hash), next_start.name(block_hash)}) == 3
+    assert names.name(block_hash) == names.name(block_hash)

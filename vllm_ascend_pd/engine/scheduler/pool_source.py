@@ -71,7 +71,7 @@ class PoolSource:
     ) -> None:
         config = common.config.pool
         assert config is not None
-        self.names = PoolNames()
+        self.names = PoolNames(is_shared="mooncake" in config.tiers)
         self.transfer = common.config.transfer
         self.block_size = common.block_size
         self._config = config
@@ -261,7 +261,10 @@ class PoolSource:
         """Nothing that the pool has now is taken any more."""
         for prompt in self.open.values():
             prompt.give_up(Cause.CANCELLED)
-        self._pending.clear()
+        # A probe goes on: without its end the breaker would stay half open.
+        self._pending = {
+            i: p for i, p in self._pending.items() if p.prompt is None and p.refreshed is None
+        }
         self._events.all_gone()
         self.names.forget()
 
