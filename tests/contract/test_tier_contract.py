@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class InMemory(Subject):
     def held(self, key: str) -> bytes | None:
         tier = getattr(self.tier, "inner", self.tier)
-        found: bytes | None = tier._values.get(key)
-        return found
+        found = tier._values.get(key)
+        return None if found is None else bytes(found)
 
 
 class InMooncake(Subject):

@@ -62,7 +62,7 @@ class CompositeTier(Tier):
         places = [Place.NOWHERE] * len(keys)
         left = list(range(len(keys)))
         for tier in self.tiers:
-            if left:
+            if left and tier.is_healthy():
                 for i, place in zip(left, tier.lookup([keys[i] for i in left]), strict=True):
                     places[i] = place
                 left = [i for i in left if not places[i]]
@@ -74,16 +74,23 @@ class CompositeTier(Tier):
         ]
 
     def get(self, values: Sequence[Value]) -> list[Status]:
-        statuses = [Status.MISSING] * len(values)
+        statuses = [Status.MISSING if self.is_healthy() else Status.FAILED] * len(values)
         left = list(range(len(values)))
+        damaged: list[list[str]] = [[] for _ in self.tiers]
         for number, tier in enumerate(self.tiers):
             if not left:
                 break
+            if not tier.is_healthy():
+                continue
             for i, status in zip(left, tier.get([values[i] for i in left]), strict=True):
                 statuses[i] = status
             found = [values[i] for i in left if statuses[i] is Status.OK]
             for above in promotes_to(number) if found else ():
+                # A put changes nothing where there is a value, be it damaged.
+                keys = {value.key for value in found}
+                self.tiers[above].remove([key for key in damaged[above] if key in keys])
                 self.tiers[above].put(found)
+            damaged[number] = [values[i].key for i in left if statuses[i] is Status.DAMAGED]
             left = [i for i in left if goes_on(statuses[i])]
         return statuses
 

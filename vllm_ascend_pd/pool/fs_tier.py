@@ -3,7 +3,7 @@
 
 <pool.ssd.path>/lock                         held while the folder is used
 <pool.ssd.path>/pd1/3f0c9a…/8e/8e17…         one value, by its key; 8e: begin of the block hash
-<pool.ssd.path>/new-17                       one that is being written
+<pool.ssd.path>/.pd-value-17                 one that is being written
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = limited_logger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NEW = ".pd-value-"
 _REST_S = 1.0
 """After a failure, so long nothing is expected to work."""
 
@@ -59,7 +60,10 @@ class FileTier(Tier):
         self._folder = folder
         self._capacity_bytes = capacity_bytes
         self._numbers = itertools.count()
-        self._lock_fd = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock_fd = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise ConfigError(f"pool.ssd.path {folder} cannot be used: {e}") from e
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -83,7 +87,7 @@ class FileTier(Tier):
         return tier
 
     def _find_files(self) -> None:
-        for leftover in self._folder.glob("new-*"):
+        for leftover in self._folder.glob(f"{_NEW}*"):
             leftover.unlink()
         found = []
         for path in (self._folder / PREFIX).glob("*/*/*"):
@@ -102,7 +106,7 @@ class FileTier(Tier):
 
     def lookup(self, keys: Sequence[str]) -> list[Place]:
         with self._lock:
-            for key in keys:
+            for key in reversed(keys):  # a prompt's last blocks are of no use without its first
                 if key in self._sizes:
                     self._sizes.move_to_end(key)
             return [Place.SSD if key in self._sizes else Place.NOWHERE for key in keys]
@@ -126,7 +130,7 @@ class FileTier(Tier):
             self._write(value)
             status = Status.OK
         except OSError as e:
-            status = Status.FULL if e.errno in _NO_ROOM else self._failed(e)
+            status = self._disk_full(value) if e.errno in _NO_ROOM else self._failed(e)
         finally:
             with self._lock:
                 if status is not Status.OK or value.key in self._sizes:
@@ -134,6 +138,15 @@ class FileTier(Tier):
                 if status is Status.OK:
                     self._sizes[value.key] = value.num_bytes
         return status
+
+    def _disk_full(self, value: Value) -> Status:
+        """Others use the disk, too: give up as much as a later put of this value needs."""
+        logger.warning("the pool's files in %s: the disk is full", self._folder)
+        with self._lock:
+            evicted = self._make_room(self._capacity_bytes - self._used_bytes + value.num_bytes)
+        with suppress(OSError):
+            self._delete(evicted)
+        return Status.FULL
 
     def _make_room(self, num_bytes: int) -> list[str]:
         """Under the lock: forget what goes for it."""
@@ -145,14 +158,21 @@ class FileTier(Tier):
         return evicted
 
     def _delete(self, keys: Sequence[str]) -> None:
+        error = None
         for key in keys:
-            self._path(key).unlink(missing_ok=True)
+            try:
+                self._path(key).unlink(missing_ok=True)
+            except OSError as e:
+                error = e
+        if error is not None:
+            raise error
 
     def _write(self, value: Value) -> None:
-        new = self._folder / f"new-{next(self._numbers)}"
+        new = self._folder / f"{_NEW}{next(self._numbers)}"
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         try:
-            with new.open("xb", buffering=0) as file:
+            file_fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            with open(file_fd, "wb", buffering=0) as file:
                 while data:
                     data = data[file.write(data) :]
             path = self._path(value.key)
@@ -171,7 +191,6 @@ class FileTier(Tier):
                 return Status.FAILED
             if value.key not in self._sizes:
                 return Status.MISSING
-            self._sizes.move_to_end(value.key)
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         try:
             with self._path(value.key).open("rb", buffering=0) as file:
@@ -186,6 +205,7 @@ class FileTier(Tier):
             self._forget([value.key])
             return Status.MISSING
         except OSError as e:
+            self._forget([value.key])
             return self._failed(e)
         with suppress(OSError):
             os.utime(self._path(value.key))  # of what is kept, the next start knows what was used

@@ -8,6 +8,8 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
 from vllm_ascend_pd.types import Place
 
@@ -22,7 +24,7 @@ class MemoryTier(Tier):
         self._capacity_bytes = capacity_bytes
         self._place = place
         self._lock = threading.Lock()
-        self._values: OrderedDict[str, bytes] = OrderedDict()
+        self._values: OrderedDict[str, np.ndarray] = OrderedDict()
         self._used_bytes = 0
         self._closed = False
 
@@ -33,28 +35,37 @@ class MemoryTier(Tier):
     def lookup(self, keys: Sequence[str]) -> list[Place]:
         with self._lock:
             places = [self._place if key in self._values else Place.NOWHERE for key in keys]
-            for key in keys:
+            for key in reversed(keys):  # a prompt's last blocks are of no use without its first
                 if key in self._values:
                     self._values.move_to_end(key)
         return places
 
     def put(self, values: Sequence[Value]) -> list[Status]:
-        return [self._put(v.key, ctypes.string_at(v.addr, v.num_bytes)) for v in values]
+        return [self._put(value) for value in values]
 
-    def _put(self, key: str, data: bytes) -> Status:
+    def _put(self, value: Value) -> Status:
         with self._lock:
-            if self._closed:
-                return Status.FAILED
-            if key in self._values:
-                return Status.OK
-            if len(data) > self._capacity_bytes:
-                return Status.FULL
-            while self._used_bytes + len(data) > self._capacity_bytes:
+            if (known := self._known(value)) is not None:
+                return known
+        data = np.empty(value.num_bytes, np.uint8)
+        ctypes.memmove(data.ctypes.data, value.addr, value.num_bytes)  # without the GIL
+        with self._lock:
+            if (known := self._known(value)) is not None:
+                return known
+            while self._used_bytes + data.nbytes > self._capacity_bytes:
                 _, evicted = self._values.popitem(last=False)
-                self._used_bytes -= len(evicted)
-            self._values[key] = data
-            self._used_bytes += len(data)
+                self._used_bytes -= evicted.nbytes
+            self._values[value.key] = data
+            self._used_bytes += data.nbytes
             return Status.OK
+
+    def _known(self, value: Value) -> Status | None:
+        """Under the lock: of a put that need not copy anything."""
+        if self._closed:
+            return Status.FAILED
+        if value.key in self._values:
+            return Status.OK
+        return Status.FULL if value.num_bytes > self._capacity_bytes else None
 
     def get(self, values: Sequence[Value]) -> list[Status]:
         return [self._get(value) for value in values]
@@ -66,15 +77,16 @@ class MemoryTier(Tier):
             data = self._values.get(value.key)
         if data is None:
             return Status.MISSING
-        if len(data) != value.num_bytes:
+        if data.nbytes != value.num_bytes:
             return Status.DAMAGED
-        ctypes.memmove(value.addr, data, len(data))
+        ctypes.memmove(value.addr, data.ctypes.data, data.nbytes)
         return Status.OK
 
     def remove(self, keys: Sequence[str]) -> None:
         with self._lock:
             for key in keys:
-                self._used_bytes -= len(self._values.pop(key, b""))
+                if (data := self._values.pop(key, None)) is not None:
+                    self._used_bytes -= data.nbytes
 
     def clear(self) -> int:
         with self._lock:

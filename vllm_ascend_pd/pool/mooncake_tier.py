@@ -35,6 +35,8 @@ class MooncakeTier(Tier):
     The first value of a key stays, also while another client is still writing it.
     """
 
+    is_shared = True
+
     def __init__(
         self, store: MooncakeStore, capacity_bytes: int, master: EmbeddedMaster | None = None
     ) -> None:

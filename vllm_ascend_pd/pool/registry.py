@@ -10,6 +10,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.composite_tier import CompositeTier
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.config import PoolConfig
     from vllm_ascend_pd.pool.tier import Opening, Tier
 
 _TIERS: dict[str, tuple[str, str]] = {}
@@ -19,7 +20,7 @@ def register_tier(name: str, module: str, class_name: str) -> None:
     """Have ``pool.tiers`` know ``name``; ``module`` is imported when it is first used. Somebody
     else's tier is registered by a general plugin of vLLM, which every process of an engine loads.
     """
-    if name in _TIERS:
+    if _TIERS.get(name, (module, class_name)) != (module, class_name):
         raise ValueError(f"tier {name!r} is registered already")
     _TIERS[name] = module, class_name
 
@@ -28,8 +29,16 @@ def tier_class(name: str) -> type[Tier]:
     if name not in _TIERS:
         raise ConfigError(f"pool.tiers: {name!r} is none of {sorted(_TIERS)}")
     module, class_name = _TIERS[name]
-    found: type[Tier] = getattr(importlib.import_module(module), class_name)
+    try:
+        found: type[Tier] = getattr(importlib.import_module(module), class_name)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"pool.tiers: {name!r} cannot be loaded: {e}") from e
     return found
+
+
+def is_shared(config: PoolConfig) -> bool:
+    """Whether all workers of an engine find what one of them has stored."""
+    return all(tier_class(name).is_shared for name in config.tiers)
 
 
 def open_tiers(opening: Opening) -> Tier:

@@ -97,6 +97,8 @@ class Tier(ABC):
 
     stores_to: ClassVar[Place] = Place.DRAM
     """Where a value lies that has just been put."""
+    is_shared: ClassVar[bool] = False
+    """Whether every worker of the engine, and others, find what one of them has put."""
 
     @classmethod
     @abstractmethod

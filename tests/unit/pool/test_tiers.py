@@ -68,13 +68,14 @@ def test_unknown_tier_is_refused_with_the_names() -> None:
 def test_module_of_a_tier_is_imported_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_TIERS", dict(registry._TIERS))
     registry.register_tier("ours", "a_module_of_ours", "OurTier")
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ConfigError, match="'ours' cannot be loaded: No module named"):
         registry.tier_class("ours")
     module = ModuleType("a_module_of_ours")
     module.OurTier = MemoryTier  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     tier = registry.open_tiers(Opening(PoolConfig(tiers=("ours",), dram_size=16 << 20)))
     assert tier.stats().capacity_bytes == 16 << 20
+    registry.register_tier("ours", "a_module_of_ours", "OurTier")  # plugins are loaded twice
     with pytest.raises(ValueError, match="registered already"):
         registry.register_tier("ours", "another", "Tier")
 
@@ -90,6 +91,12 @@ def test_tiers_that_were_opened_are_closed_when_one_cannot_be(tmp_path: Path) ->
     with pytest.raises(OSError, match="is gone"):
         registry.open_tiers(Opening(config, from_first=fail))
     registry.open_tiers(Opening(config)).close()  # its folder is free again
+
+
+def test_only_what_all_workers_find_is_stored_by_one_of_them() -> None:
+    """Of those that hold the same KV heads."""
+    assert registry.is_shared(PoolConfig(tiers=("mooncake",)))
+    assert not registry.is_shared(PoolConfig(tiers=("dram",)))
 
 
 def test_place_has_one_meaning() -> None:
@@ -160,6 +167,27 @@ def test_one_tier_that_is_down_leaves_the_others(memory: MemoryTier, files: File
     memory.close()
     assert tier.is_healthy()
     assert lookup(tier, 1) == [Place.SSD]
+    assert get(tier, 1) == [Status.OK]
+
+
+def test_tier_that_has_just_failed_is_not_asked(memory: MemoryTier, files: FileTier) -> None:
+    tier = CompositeTier([memory, files])
+    put(files, 1, 2)
+    files._path(key_of(1)).unlink()
+    files._path(key_of(1)).mkdir()
+    assert get(tier, 1) == [Status.FAILED]
+    assert lookup(tier, 2) == [Place.NOWHERE]
+    assert get(tier, 2) == [Status.MISSING]
+
+
+def test_damaged_copy_gives_way_to_a_good_one_below(files: FileTier, tmp_path: Path) -> None:
+    below = MemoryTier(8 * SIZE)
+    tier = CompositeTier([files, below])
+    put(tier, 1)
+    (path,) = (tmp_path / "pd1").glob("*/*/*")
+    path.write_bytes(b"short")
+    assert get(tier, 1) == [Status.OK]
+    assert get(files, 1) == [Status.OK]
 
 
 # Files.
@@ -182,7 +210,7 @@ def test_folder_belongs_to_one_engine(files: FileTier, tmp_path: Path) -> None:
 
 def test_least_recently_used_files_make_room(files: FileTier, tmp_path: Path) -> None:
     put(files, *range(8))
-    get(files, 0)
+    lookup(files, 0)
     assert put(files, 8, 9) == [Status.OK] * 2
     assert lookup(files, 0, 1, 2, 3) == [Place.SSD, Place.NOWHERE, Place.NOWHERE, Place.SSD]
     num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
@@ -218,11 +246,82 @@ def test_file_that_somebody_removed_is_missing(files: FileTier, tmp_path: Path) 
 
 def test_half_written_file_is_no_value(files: FileTier, tmp_path: Path) -> None:
     files.close()
-    (tmp_path / "new-3").write_bytes(b"half")
+    (tmp_path / ".pd-value-3").write_bytes(b"half")
     again = FileTier(tmp_path, 8 * SIZE)
-    assert not (tmp_path / "new-3").exists()
+    assert not (tmp_path / ".pd-value-3").exists()
     assert again.stats().num_keys == 0
     again.close()
+
+
+def test_files_of_somebody_else_stay(files: FileTier, tmp_path: Path) -> None:
+    files.close()
+    (tmp_path / "new-results.csv").write_bytes(b"theirs")
+    (tmp_path / "new-model").mkdir()
+    FileTier(tmp_path, 8 * SIZE).close()
+    assert (tmp_path / "new-results.csv").read_bytes() == b"theirs"
+    assert (tmp_path / "new-model").is_dir()
+
+
+def test_nobody_else_may_read_a_value(files: FileTier, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    put(files, 1)
+    (path,) = (tmp_path / "pd1").glob("*/*/*")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_begin_of_a_prompt_outlives_its_end(files: FileTier, in_memory: bool) -> None:
+    """Without its first blocks the others are of no use."""
+    tier = MemoryTier(8 * SIZE) if in_memory else files
+    put(tier, *range(8))
+    lookup(tier, *range(8))
+    put(tier, 8, 9, 10)
+    kept = [place != Place.NOWHERE for place in lookup(tier, *range(8))]
+    assert kept == [True] * 5 + [False] * 3
+
+
+def test_file_that_cannot_be_removed_does_not_keep_the_others(
+    files: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(files, 1, 2, 3)
+    stuck = files._path(key_of(1))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == stuck:
+            raise PermissionError(errno.EPERM, "stuck")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    files.remove([key_of(1), key_of(2), key_of(3)])
+    assert list((tmp_path / "pd1").glob("*/*/*")) == [stuck]
+
+
+def test_full_disk_makes_room_for_what_comes_next(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others have taken of it cannot be had, however much the configuration allows."""
+    put(files, 1, 2)
+    link = os.link
+
+    def fits_two(new: Path, path: Path) -> None:
+        if files.stats().num_keys >= 2:
+            raise OSError(errno.ENOSPC, "full")
+        link(new, path)
+
+    monkeypatch.setattr(os, "link", fits_two)
+    assert put(files, 3) == [Status.FULL]
+    assert put(files, 3) == [Status.OK]
+    assert lookup(files, 1, 2, 3) == [Place.NOWHERE, Place.SSD, Place.SSD]
+
+
+def test_file_that_cannot_be_read_is_stored_again(files: FileTier) -> None:
+    put(files, 1)
+    path = files._path(key_of(1))
+    path.unlink()
+    path.mkdir()
+    assert get(files, 1) == [Status.FAILED]
+    assert lookup(files, 1) == [Place.NOWHERE]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
-from vllm_ascend_pd.pool.registry import open_tiers
+from vllm_ascend_pd.pool.registry import is_shared, open_tiers
 from vllm_ascend_pd.pool.saver import Replica
 from vllm_ascend_pd.pool.tier import Opening
 from vllm_ascend_pd.pool.values import BlockValues
@@ -89,7 +89,7 @@ def start_pool(
         space,
         PoolSlots(read_slots, write_slots, ahead_slots),
         num_readers,
-        Replica(own.replica, own.num_replicas),
+        Replica(own.replica, own.num_replicas) if is_shared(part) else Replica(),
     )
     pool.start()
     logger.info(
