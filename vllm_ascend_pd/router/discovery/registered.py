@@ -83,8 +83,9 @@ class Roster:
 
     async def expire(self, now: float) -> None:
         """Remove those that were silent for too long; ``now`` is monotonic."""
-        for instance_id, heard in list(self._last_heard.items()):
-            if now - heard > registration.TTL_S:
+        for instance_id in list(self._last_heard):
+            # One may leave, or be heard again, while others hear of those before it.
+            if now - self._last_heard.get(instance_id, now) > registration.TTL_S:
                 await self._remove(instance_id, f"silent for {registration.TTL_S:g} s")
 
     async def _remove(self, instance_id: str, why: str) -> None:

@@ -136,11 +136,15 @@ class Keeper:
     async def _read(self, name: str, worker: RouterWorker) -> None:
         if not worker.announced:
             return
+        before = worker.last
         try:
             async with worker.session.get("http://worker/snapshot") as response:
-                worker.last = msgspec.json.decode(await response.read(), type=Snapshot)
+                counted = msgspec.json.decode(await response.read(), type=Snapshot)
         except (aiohttp.ClientError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
             logger.warning("worker %s does not say what it counted: %r", name, e)
+            return
+        if worker.last is before:  # else it has ended meanwhile, and is among those that did
+            worker.last = counted
 
     async def _changed(self, specs: list[InstanceSpec]) -> None:
         self._engines = RegisteredEngines(self._engines.version + 1, specs)
@@ -244,4 +248,7 @@ async def _serve(config: RouterConfig, folder: Path, on_ready: Callable[[], None
 async def _refresh(keeper: Keeper) -> None:
     while True:
         await asyncio.sleep(REFRESH_S)
-        await keeper.refresh()
+        try:
+            await keeper.refresh()
+        except Exception:
+            logger.exception("refreshing")  # the next round may find what this one did not

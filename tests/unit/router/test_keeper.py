@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of a router have in common, while workers and engines come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from tests.router.harness import run
+from vllm_ascend_pd.processes.child import Child, ChildSpec, State
+from vllm_ascend_pd.registration import TTL_S
+from vllm_ascend_pd.router.discovery.registered import SOURCE, Roster
+from vllm_ascend_pd.router.instances import InstanceSpec
+from vllm_ascend_pd.router.snapshot import Snapshot
+from vllm_ascend_pd.router.workers import keeper as keeper_module
+from vllm_ascend_pd.router.workers.keeper import Keeper
+
+COUNTED = Snapshot(counters={"requests": [((), 7.0)]})
+
+
+def child(keeper: Keeper, name: str) -> Child:
+    return Child(ChildSpec(f"worker {name}", (), {}, keeper.workers[name].is_up), None)
+
+
+def test_worker_that_ends_while_it_is_asked_counts_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        keeper = Keeper(tmp_path, 1)
+        ended = child(keeper, "0")
+
+        async def snapshot(request: web.Request) -> web.Response:
+            if is_ending:
+                ended.state = State.STOPPED
+                keeper.changed(ended)
+            return web.Response(body=msgspec.json.encode(COUNTED))
+
+        app = web.Application()
+        app.router.add_get("/snapshot", snapshot)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.UnixSite(runner, str(tmp_path / "0")).start()
+        keeper.workers["0"].announced = True
+        is_ending = False
+        assert (await keeper.collect()).counters["requests"] == [((), 7.0)]
+        is_ending = True
+        assert (await keeper.collect()).counters["requests"] == [((), 7.0)]
+        assert (await keeper.collect()).counters["requests"] == [((), 7.0)]
+        await keeper.close()
+        await runner.cleanup()
+
+    run(test)
+
+
+def test_refreshing_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "REFRESH_S", 0.0)
+    refreshed = asyncio.Event()
+
+    class Failing:
+        is_first = True
+
+        async def refresh(self) -> None:
+            if self.is_first:
+                self.is_first = False
+                raise KeyError("gone")
+            refreshed.set()
+
+    async def test() -> None:
+        refreshing = asyncio.create_task(keeper_module._refresh(Failing()))  # type: ignore[arg-type]
+        await asyncio.wait_for(refreshed.wait(), 5)
+        refreshing.cancel()
+        await asyncio.gather(refreshing, return_exceptions=True)
+
+    run(test)
+
+
+def test_engine_leaves_or_is_heard_while_others_expire() -> None:
+    specs = {
+        name: InstanceSpec(instance_id=name, url=f"http://{name}:1", role="both", source=SOURCE)
+        for name in ("silent", "leaving", "back")
+    }
+    told: list[list[str]] = []
+
+    async def hear(known: list[InstanceSpec]) -> None:
+        told.append([spec.instance_id for spec in known])
+        if told[-1] == ["leaving", "back"]:
+            await roster.leave("leaving")
+            roster._last_heard["back"] += 2 * TTL_S
+
+    roster = Roster(hear)
+
+    async def test() -> None:
+        for spec in specs.values():
+            await roster.beat(spec)
+        await roster.expire(time.monotonic() + TTL_S + 1)
+
+    run(test)
+    assert told[-1] == ["back"]
