@@ -23,6 +23,7 @@ import psutil
 from tests.router.harness import run
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
+from vllm_ascend_pd.router.workers.worker import CONFIG_FILE
 
 NUM_WORKERS = 3
 PATIENCE_S = 30.0
@@ -173,6 +174,8 @@ def test_killed_worker_is_started_again_and_no_count_goes_back(tmp_path: Path) -
             assert await asyncio.gather(*(c.post() for _ in range(30))) == [200] * 30
             assert await c.metric(r'requests_total\{outcome="ok"\}') == 30
             victim = c.worker_pids()[1]
+            *_, folder, _ = psutil.Process(victim).cmdline()
+            Path(folder, CONFIG_FILE).unlink()  # as one does who cleans /tmp
             os.kill(victim, signal.SIGKILL)
             await c.until(lambda: "worker 1: killed by SIGKILL; starts again" in c.output)
             await c.restarted()

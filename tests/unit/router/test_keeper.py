@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from aiohttp import web
 
-from tests.router.harness import run
+from tests.router.harness import FAST, run
 from vllm_ascend_pd.processes.child import Child, ChildSpec, State
 from vllm_ascend_pd.registration import TTL_S
 from vllm_ascend_pd.router.discovery.registered import SOURCE, Roster
@@ -29,7 +30,7 @@ def child(keeper: Keeper, name: str) -> Child:
 
 def test_worker_that_ends_while_it_is_asked_counts_once(tmp_path: Path) -> None:
     async def test() -> None:
-        keeper = Keeper(tmp_path, 1)
+        keeper = Keeper(tmp_path, replace(FAST, num_workers=1))
         ended = child(keeper, "0")
 
         async def snapshot(request: web.Request) -> web.Response:

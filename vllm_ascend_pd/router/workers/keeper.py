@@ -14,6 +14,7 @@ registers with one of them is known to all before it gets its answer. ``/metrics
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pickle
 import signal
@@ -80,10 +81,11 @@ class RouterWorker:
 class Keeper:
     """What the workers have in common. Event loop thread."""
 
-    def __init__(self, folder: Path, num_workers: int) -> None:
+    def __init__(self, folder: Path, config: RouterConfig) -> None:
         self._folder = folder
+        self._config = pickle.dumps(config)
         self.workers = {
-            str(index): RouterWorker(folder / str(index)) for index in range(num_workers)
+            str(index): RouterWorker(folder / str(index)) for index in range(config.num_workers)
         }
         self._engines = RegisteredEngines()
         self._registered = Roster(self._changed)
@@ -92,6 +94,7 @@ class Keeper:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
+        self._write_config()
         app = web.Application(client_max_size=1 << 20)
         app.router.add_put("/workers/{name}", self._announced)
         app.router.add_get("/registered", self._known)
@@ -102,6 +105,11 @@ class Keeper:
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self._folder / KEEPER_SOCKET)).start()
+
+    def _write_config(self) -> None:
+        """For workers that start. One may read it now, so it is written only if it is gone."""
+        with contextlib.suppress(FileExistsError), (self._folder / CONFIG_FILE).open("xb") as file:
+            file.write(self._config)
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -132,6 +140,10 @@ class Keeper:
             if child.state is State.BACKOFF:
                 logger.error("%s: %s", child.spec.name, child.note)
                 self._ended = add_up([self._ended, _ONE_RESTART], [])
+                try:
+                    self._write_config()
+                except OSError as e:
+                    logger.error("cannot write the configuration of workers: %s", e)
 
     async def _read(self, name: str, worker: RouterWorker) -> None:
         if not worker.announced:
@@ -213,13 +225,12 @@ def serve(config: RouterConfig, on_ready: Callable[[str], None]) -> None:
         tempfile.TemporaryDirectory(prefix="vllm-pd-router-") as folder,
     ):
         shared = replace(config, port=sock.getsockname()[1])
-        Path(folder, CONFIG_FILE).write_bytes(pickle.dumps(shared))
         url = url_of(config, sock)
         asyncio.run(_serve(shared, Path(folder), lambda: on_ready(url)))
 
 
 async def _serve(config: RouterConfig, folder: Path, on_ready: Callable[[], None]) -> None:
-    keeper = Keeper(folder, config.num_workers)
+    keeper = Keeper(folder, config)
     await keeper.start()
     specs = [
         ChildSpec(f"worker {name}", (sys.executable, "-c", _START, str(folder), name), {}, w.is_up)
