@@ -199,6 +199,16 @@ def test_wrong_file_names_the_field(text: str, named: str) -> None:
         decode_instances(text.encode(), "file")
 
 
+def test_operators_file_may_name_a_socket_for_events() -> None:
+    """Who registers may not."""
+    events = {"endpoint": "ipc:///run/p0", "replay_endpoint": "ipc:///run/p0-replay"}
+    entry = {"url": "http://a:1", "role": "prefill", "kv_events": events}
+    [instance] = decode_instances(json.dumps({"instances": [entry]}).encode(), "file")
+    assert instance.spec().kv_events == registration.KVEvents(**events)
+    with pytest.raises(ConfigError, match="kv_events: 'ipc:///run/p0' must start with tcp://"):
+        registration.decode(json.dumps({**entry, "epoch": "e"}).encode())
+
+
 def test_instance_given_twice_is_an_error() -> None:
     config = replace(FAST, prefills=("http://a:1",), decodes=("http://a:1",))
     with pytest.raises(ConfigError, match="twice"):
