@@ -56,6 +56,7 @@ def test_text_of_a_client_cannot_begin_a_line_or_colour_a_terminal() -> None:
     line = describe(Trace(request, "id\r\n", error="an\nerror"))  # type: ignore[arg-type]
     assert as_text(line).isprintable()
     assert r"/v1/x\nforged\x1b[31m\x85\u2028é" in as_text(line)
+    assert ' id "GET /v1/é" ' in as_text({**line, "path": "/v1/é", "request_id": "id"})
     assert "\n" not in as_json(line)
     assert json.loads(as_json(line))["path"] == path
 

@@ -53,6 +53,8 @@ def as_text(line: dict[str, Any]) -> str:
     ).format(**told, ttft=ttft)
     if line["error"]:
         text += f" error={line['error']!r}"
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
