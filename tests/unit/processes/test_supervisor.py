@@ -306,9 +306,10 @@ def test_a_second_stop_is_a_sigint_for_who_gets_time_to_hurry(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-def test_a_child_may_end_just_before_a_second_stop(tmp_path: Path) -> None:
+def test_a_child_may_end_just_before_a_second_stop() -> None:
     async def scenario() -> None:
-        supervisor = Watched([], tmp_path, Patience(hurry_s=10)).supervisor
+        patience = Patience(hurry_s=10)
+        supervisor = Supervisor([], None, lambda child: None, lambda: None, patience)
         process = await asyncio.create_subprocess_exec("true", start_new_session=True)
         await process.wait()
         supervisor.stop()
