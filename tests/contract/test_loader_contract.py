@@ -113,6 +113,10 @@ class Subject(ABC):
         """From now on the source answers with failures, or with other bytes than it should."""
 
     @abstractmethod
+    def hold(self) -> None:
+        """Have all threads of the loader stand still, until ``copier.source`` opens."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
     def start(
@@ -174,6 +178,10 @@ class FromPeer(Subject):
     def spoil(self, kind: str) -> None:
         self.pair.engine._script = FaultScript.parse(f"{kind}*")
 
+    def hold(self) -> None:
+        self.copier.source.close()
+        self.pair.loader.submit(self.copier.source.enter)
+
     def close(self) -> None:
         self.pair.stop()
 
@@ -215,6 +223,9 @@ class FromPool(Subject):
 
     def spoil(self, kind: str) -> None:
         self.tier.script = TierScript(f"get:{kind}*")
+
+    def hold(self) -> None:
+        self.copier.source.close()
 
     def close(self) -> None:
         self.loader.stop()
@@ -317,6 +328,16 @@ def test_load_of_a_source_that_says_nothing_ends_at_its_deadline(
     result = subject.results()[load_id]
     assert result.cause == Cause.DEADLINE.value
     assert set(result.failed) <= {2, 3}
+    subject.copier.source.open()
+    subject.wait_at_rest()
+    np.testing.assert_array_equal(subject.ours.bytes, before)
+
+
+def test_load_ends_though_all_threads_of_the_loader_are_held(subject: Subject) -> None:
+    subject.hold()
+    load_id = subject.start((0, 1), (2, 3), in_step=False, timeout_s=SHORT_S)
+    assert subject.results()[load_id].cause == Cause.DEADLINE.value
+    before = subject.ours.bytes.copy()
     subject.copier.source.open()
     subject.wait_at_rest()
     np.testing.assert_array_equal(subject.ours.bytes, before)

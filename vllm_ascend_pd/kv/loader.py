@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from vllm_ascend_pd.kv.load import Load, LoadResult, merge_results
 from vllm_ascend_pd.log_limit import limited_logger
@@ -44,6 +44,9 @@ class Loader(ABC, Generic[SpecT, LoadT]):
     - After its end nothing is written into its pages (``Load.lock``).
     - A wait ends when what it waits for has landed, or the load has ended.
     """
+
+    overdue_s: ClassVar[float] = 0.0
+    """So long after its deadline a load is ended here, if the loader's threads have not done it."""
 
     def __init__(self) -> None:
         self._loads: dict[LoadId, list[LoadT]] = {}
@@ -87,7 +90,11 @@ class Loader(ABC, Generic[SpecT, LoadT]):
         if not self._loads:
             return []
         results = []
+        now = time.monotonic()
         for load_id, loads in list(self._loads.items()):
+            for load in loads:
+                if load.ended is None and now >= load.deadline + self.overdue_s:
+                    self._end(load, Cause.DEADLINE.value)
             ended = [load.ended for load in loads if load.ended is not None]
             if len(ended) == len(loads):
                 results.append(merge_results(ended))

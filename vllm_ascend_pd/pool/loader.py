@@ -143,13 +143,6 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
             order = (0 if spec.in_step else 1, next(self._order))
             self._batches.put((*order, _Batch(load, start, stop)))
 
-    def take_results(self) -> list[LoadResult]:
-        now = time.monotonic()
-        for (load,) in self._loads.values():
-            if now >= load.deadline:  # all readers may be held by calls on the tier
-                self._end(load, Cause.DEADLINE.value)
-        return super().take_results()
-
     # Read threads.
 
     def _run(self) -> None:

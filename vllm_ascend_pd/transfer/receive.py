@@ -65,6 +65,8 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
     while a write goes on, its blocks rest: `take_rested` says until when.
     """
 
+    overdue_s = 1.0  # else its thread reads first what has come in time
+
     def __init__(
         self,
         sessions: Mapping[str, str],
