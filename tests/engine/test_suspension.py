@@ -24,8 +24,10 @@ def direct(side: Side) -> Iterator[Side]:
     side.worker._live_regions = regions = [
         (side.caches[name].data_ptr(), side.caches[name].nbytes) for name in NAMES
     ]
-    side.worker.resume()
+    for region in regions:
+        side.transports.register(*region)
     yield side
+    side.worker.resume()
     for addr, _ in regions:
         side.transports.unregister(addr)
 
@@ -44,6 +46,17 @@ def test_registered_pages_are_registered_anew(direct: Side) -> None:
     assert direct.transports.num_regions() == before - len(NAMES)
     direct.worker.resume()
     assert direct.transports.num_regions() == before
+
+
+def test_what_is_mapped_or_unmapped_already_is_left_alone(direct: Side) -> None:
+    """As when weights alone wake up before another sleep, or KV caches before all the rest."""
+    before = direct.transports.num_regions()
+    for _ in range(2):
+        direct.worker.suspend()
+        assert direct.transports.num_regions() == before - len(NAMES)
+    for _ in range(2):
+        direct.worker.resume()
+        assert direct.transports.num_regions() == before
 
 
 def test_pages_that_are_still_loaded_are_not_let_go(direct: Side) -> None:

@@ -147,6 +147,7 @@ class WorkerSide:
         self._packs_ahead = False
         self._reported_server = server is None
         self._rank = rank
+        self._is_suspended = False
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         meta = scheduler_output.pd_metadata
@@ -250,11 +251,13 @@ class WorkerSide:
         return self._pool.address, self._pool.blocks_per_batch
 
     def suspend(self) -> None:
-        """The KV caches are about to be unmapped; nothing is computed meanwhile.
+        """The KV caches are about to be unmapped, unless they are; nothing is computed meanwhile.
 
         Raises:
             TransferError: they are still in use.
         """
+        if self._is_suspended:
+            return
         self._grants.discard_all()
         if self._server is not None and not self._server.drain(_DRAIN_S):
             raise TransferError(f"KV is still read by a consumer after {_DRAIN_S:.0f} s: no sleep")
@@ -262,9 +265,13 @@ class WorkerSide:
             raise TransferError("KV is still loaded: no sleep; abort what waits for it first")
         for addr, _ in self._live_regions:
             self._transports.unregister(addr)
+        self._is_suspended = True
 
     def resume(self) -> None:
-        """The KV caches are mapped again, where they were."""
+        """The KV caches are mapped, where they were; perhaps they have been all the time."""
+        if not self._is_suspended:
+            return
+        self._is_suspended = False
         for region in self._live_regions:
             self._transports.register(*region)
 
