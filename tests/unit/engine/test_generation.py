@@ -103,6 +103,18 @@ def test_a_reload_is_called_after_its_files(
     assert reload("a", weights_iterator=iter(())) == generation(model())
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        "compute_weight_checksums",
+        "shutdown_weight_transfer_engine",
+        "release_late_interaction_query_cache",
+    ],
+)
+def test_calls_that_only_read_or_let_go_keep_weights(method: str) -> None:
+    assert keeps_weights(method)
+
+
 def test_calls_of_which_nothing_is_known_may_change_weights() -> None:
     assert keeps_weights("add_lora")
     assert not keeps_weights("update_weights_from_ipc")

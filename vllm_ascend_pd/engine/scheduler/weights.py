@@ -26,6 +26,8 @@ _KEEP_WEIGHTS = frozenset(
         *("get_model", "get_kv_cache_spec", "get_supported_tasks", "get_model_inspection"),
         *("add_lora", "remove_lora", "pin_lora", "list_loras", "save_sharded_state"),
         *("init_weight_transfer_engine", "report_device_id", "determine_available_memory"),
+        *("shutdown_weight_transfer_engine", "compute_weight_checksums"),
+        "release_late_interaction_query_cache",
     )
 )
 """Methods of vLLM's workers after which the weights are those that they were."""
