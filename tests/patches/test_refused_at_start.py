@@ -16,6 +16,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.integration.architectures import make_model
+from vllm_ascend_pd import hooks
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 IN_ENGINE = {"kv_connector": "InEngine", "kv_role": "kv_both"}
@@ -90,6 +92,15 @@ def test_offline_ranks_are_refused(moe: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_options_that_cannot_work_are_named(model: str, options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(model, *options)
+
+
+def test_routed_experts_are_refused(model: str) -> None:
+    """vLLM's own checks, which come first, let through only what a CPU without Triton cannot do."""
+    config = configure(model)
+    part = getattr(config, "aux_output_config", config.model_config)
+    part.enable_return_routed_experts = True
+    with pytest.raises(ConfigError, match="leave out --enable-return-routed-experts"):
+        hooks.check_config(config)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_ascend_pd.engine.vllm_api.config import returns_routed_experts
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ def check_config(config: VllmConfig) -> None:
         (
             config.model_config is not None and not config.model_config.disable_cascade_attn,
             "cascade attention, which counts block references (leave disable_cascade_attn on)",
+        ),
+        (
+            returns_routed_experts(config),
+            (
+                "routed experts in outputs (leave out --enable-return-routed-experts): a token"
+                " whose KV is loaded is routed here by no layer"
+            ),
         ),
     )
 

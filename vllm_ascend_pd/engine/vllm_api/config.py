@@ -14,13 +14,21 @@ def returns_step_data(config: VllmConfig) -> bool:
 
     Touches:
         vllm/config/model.py:ModelConfig.return_sampling_mask
+    """
+    return returns_routed_experts(config) or config.model_config.return_sampling_mask
+
+
+def returns_routed_experts(config: VllmConfig) -> bool:
+    """Whether outputs carry what each layer has computed beside the KV of each token.
+
+    Touches:
         vllm/config/vllm.py:VllmConfig.aux_output_config
             | vllm/config/model.py:ModelConfig.enable_return_routed_experts
     """
-    model = config.model_config
     if (aux := getattr(config, "aux_output_config", None)) is not None:
-        return aux.enabled or model.return_sampling_mask
-    return model.enable_return_routed_experts or model.return_sampling_mask
+        return bool(aux.enabled)
+    model = config.model_config
+    return model is not None and model.enable_return_routed_experts
 
 
 def cpu_page_isa(config: VllmConfig, block_size: int) -> str:
