@@ -68,7 +68,7 @@ wheel: venv ## build wheels that install, patch and serve without this checkout,
 	rm -rf build/lib* build/bdist*
 	PATH="$(CURDIR)/$(BIN):$$PATH" VLLM_ASCEND_PD_REQUIRE_NATIVE=1 $(VENV)/uv/bin/uv build --quiet --wheel \
 	    --no-build-isolation --python $(BIN)/python --out-dir dist
-	@$(PYTHON) tools/engine_alias.py dist
+	@$(PYTHON) tools/engine_alias.py dist $(VLLM)
 	@cp tools/requirements/*.txt dist
 	@ls dist
 

@@ -205,6 +205,12 @@ def test_usual_version_of_the_makefile_is_that_of_bootstrap() -> None:
     assert f"VLLM ?= {host.VLLM}\nVENV := .venv$(addprefix -,$(filter-out {host.VLLM}," in makefile
 
 
+def test_the_makefile_makes_the_alias_wheel_of_the_version_that_is_asked_for() -> None:
+    command = ["make", "--dry-run", "--no-print-directory", "wheel", "VLLM=0.32.0"]
+    said = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    assert "tools/engine_alias.py dist 0.32.0\n" in said
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
