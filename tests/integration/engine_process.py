@@ -383,6 +383,18 @@ class EngineServer:
     def sleep(self, level: int) -> None:
         self._llm.sleep(level=level)
 
+    def release_kv_cache_memory(self) -> bool:
+        """While it is paused, as vLLM 0.32 can; false where vLLM cannot."""
+        if not hasattr(self._llm, "release_kv_cache_memory"):
+            return False
+        self._llm.sleep(level=0)
+        try:
+            self._llm.release_kv_cache_memory()
+        except RuntimeError as e:
+            if "not supported on CPU" not in str(e):
+                raise
+        return True
+
     def wake_up(self) -> None:
         self._llm.wake_up()
 

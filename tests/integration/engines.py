@@ -350,6 +350,9 @@ class Engine:
     def sleep(self, level: int) -> None:
         self._call("sleep", level=level)
 
+    def release_kv_cache_memory(self) -> bool:
+        return bool(self._call("release_kv_cache_memory"))
+
     def wake_up(self) -> None:
         self._call("wake_up")
 

@@ -185,15 +185,19 @@ def test_reset_of_the_connector_takes_the_pool_for_empty(
 # Sleep.
 
 
+@pytest.mark.parametrize("way", ["sleep", "release"])
 def test_sleep_revokes_leases_in_the_worker_before_it_returns(
-    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: Callable[..., list[int]], way: str
 ) -> None:
     """The CPU's workers unmap nothing; what is told to them, and when, is the same."""
     producer, consumer = pair
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
     assert producer.counts()["worker_grants"] == 1
-    producer.sleep(1)
+    if way == "release" and not producer.release_kv_cache_memory():
+        pytest.skip("this vLLM releases KV caches with all the rest only")
+    if way == "sleep":
+        producer.sleep(1)
     counts = producer.counts()
     assert (counts["leases"], counts["worker_grants"]) == (0, 0)
     assert consumer.ask(prompt, 16, params).outcome == "lease_expired"
