@@ -54,8 +54,7 @@ Url = Annotated[str, Meta(extra_json_schema=_URL)]
 """See ``check_url``."""
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
-ZmqAddress = Annotated[str, Meta(pattern="^(tcp|ipc)://")]
-"""``ipc`` only where the operator lists it: nobody who registers names a file of the router's."""
+ZmqAddress = Annotated[str, Meta(pattern="^tcp://")]
 
 
 class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,10 +140,6 @@ def decode(body: bytes) -> Registration:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ConfigError(f"not a registration: {e}") from e
     check_url(registration.url)
-    if (events := registration.kv_events) is not None:
-        for endpoint in (events.endpoint, events.replay_endpoint):
-            if endpoint is not None and not endpoint.startswith("tcp://"):
-                raise ConfigError(f"kv_events: {endpoint!r} must start with tcp://")
     return registration
 
 

@@ -159,7 +159,7 @@ def test_bug_of_ours_is_500_in_json_and_logged_once(
 ) -> None:
     async def test() -> None:
         async with deployed() as d:
-            monkeypatch.setattr(d.router.selector, "by_model", lambda: 1 / 0)
+            monkeypatch.setattr(type(d.router.selector), "by_model", lambda _: 1 / 0)
             async with d.http.get(f"{d.url}/health") as response:
                 assert response.status == 500
                 error = (await response.json())["error"]

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.registration import EngineDescription, check_instance_id, check_url
+from vllm_ascend_pd.registration import EngineDescription, KVEvents, check_instance_id, check_url
 from vllm_ascend_pd.router.instances import InstanceSpec
 
 if TYPE_CHECKING:
@@ -22,12 +22,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SOURCE = "static"
+LocalZmqAddress = Annotated[str, msgspec.Meta(pattern="^(tcp|ipc)://")]
+
+
+class FileKVEvents(KVEvents, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The operator may also name a file of this host, which who registers may not."""
+
+    endpoint: LocalZmqAddress
+    replay_endpoint: LocalZmqAddress | None = None
 
 
 class FileInstance(EngineDescription, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of ``--instances``."""
 
     id: str | None = None
+    kv_events: FileKVEvents | None = None
 
     def spec(self) -> InstanceSpec:
         check_url(self.url)
