@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.stress.rounds import OPERATIONS
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     POLL_LIMIT_S,
     Engine,
@@ -194,19 +195,6 @@ class Rounds:
                 worker.end_parked(load_id, self._cause())
             elif grant is None and self._draw.random() < 0.1:
                 worker.end_parked(load_id, Cause.LEASE_EXPIRED.value)
-
-
-OPERATIONS = {
-    "prefill_first": 18,
-    "decode_first": 16,
-    "alone": 6,
-    "reset": 2,
-    "abort": 6,
-    "burst_of_prefills": 2,
-    "step_prefiller": 22,
-    "step_decoder": 28,
-}
-"""The names of operations, and how often each is drawn."""
 
 
 @pytest.mark.parametrize("seed", range(8))
