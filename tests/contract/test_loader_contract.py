@@ -146,6 +146,13 @@ class Subject(ABC):
             time.sleep(0.001)
         return results
 
+    def check_nothing_more_is_written(self) -> None:
+        """Once what was held goes on: the blocks are somebody else's."""
+        before = self.ours.bytes.copy()
+        self.copier.source.open()
+        self.wait_at_rest()
+        np.testing.assert_array_equal(self.ours.bytes, before)
+
     def wait_at_rest(self) -> None:
         """Until no thread works on a slot; some may be in quarantine."""
         deadline = time.monotonic() + LONG_S
@@ -337,10 +344,7 @@ def test_load_ends_though_all_threads_of_the_loader_are_held(subject: Subject) -
     subject.hold()
     load_id = subject.start((0, 1), (2, 3), in_step=False, timeout_s=SHORT_S)
     assert subject.results()[load_id].cause == Cause.DEADLINE.value
-    before = subject.ours.bytes.copy()
-    subject.copier.source.open()
-    subject.wait_at_rest()
-    np.testing.assert_array_equal(subject.ours.bytes, before)
+    subject.check_nothing_more_is_written()
 
 
 def test_nothing_is_written_for_a_load_that_was_cancelled(subject: Subject) -> None:
@@ -349,10 +353,7 @@ def test_nothing_is_written_for_a_load_that_was_cancelled(subject: Subject) -> N
     assert subject.copier.source.reached.wait(LONG_S)
     subject.loader.cancel(load_id)
     assert subject.results()[load_id].cause == Cause.CANCELLED.value
-    before = subject.ours.bytes.copy()  # from here on the blocks are somebody else's
-    subject.copier.source.open()
-    subject.wait_at_rest()
-    np.testing.assert_array_equal(subject.ours.bytes, before)
+    subject.check_nothing_more_is_written()
 
 
 def test_end_of_a_load_waits_for_the_copy_that_is_under_way(subject: Subject) -> None:
