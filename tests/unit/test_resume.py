@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What says that a request goes on which another engine has begun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.net.trust import Secret
+from vllm_ascend_pd.resume import Resume, ResumeKey, prompt_digest
+
+_KEY = ResumeKey(Secret(b"a secret of more than 32 bytes for tests"))
+_OTHER = ResumeKey(Secret(b"another secret of more than 32 bytes ...."))
+_SIGNED = _KEY.sign("cmpl-1", [1, 2, 3], [7, 8])
+
+
+def test_what_was_signed_is_accepted_after_its_way_as_json() -> None:
+    assert _KEY.accepts(Resume.from_params(_SIGNED.to_params()))
+    assert _SIGNED.prompt_digest == prompt_digest([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"request_id": "cmpl-2"},
+        {"output_token_ids": (7, 9)},
+        {"output_token_ids": (7,)},
+        {"output_token_ids": (7, 8, 0)},
+        {"prompt_digest": prompt_digest([1, 2, 4])},
+        {"only_exact": False},
+        {"proof": ""},
+        {"proof": "ä"},
+    ],
+    ids=str,
+)
+def test_nothing_else_is_accepted_with_its_proof(changed: dict[str, Any]) -> None:
+    assert not _KEY.accepts(replace(_SIGNED, **changed))
+
+
+def test_another_secret_is_not_accepted() -> None:
+    assert not _OTHER.accepts(_SIGNED)
+    assert not _KEY.accepts(ResumeKey(None).sign("cmpl-1", [1, 2, 3], [7, 8]))
+
+
+def test_no_field_runs_into_the_next_one() -> None:
+    moved = replace(_SIGNED, request_id="cmpl-", prompt_digest="1" + _SIGNED.prompt_digest)
+    assert not _KEY.accepts(moved)
+
+
+def test_without_a_secret_there_is_no_proof_and_none_is_asked_for() -> None:
+    unsigned = ResumeKey(None).sign("cmpl-1", [1], [2])
+    assert unsigned.proof == ""
+    assert ResumeKey(None).accepts(unsigned)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("output_token_ids", []),
+        ("output_token_ids", [-1]),
+        ("output_token_ids", [1 << 32]),
+        ("output_token_ids", ["7"]),
+        ("output_token_ids", [True]),
+        ("output_token_ids", None),
+        ("request_id", "two\nlines"),
+        ("request_id", 5),
+        ("prompt_digest", "x" * 300),
+        ("proof", ["x"]),
+        ("only_exact", "no"),
+        ("steer", 1),
+    ],
+)
+def test_anything_malformed_is_refused_and_the_field_named(field: str, value: object) -> None:
+    with pytest.raises(TransferError, match=rf"kv_transfer_params\.resume: .*{field}"):
+        Resume.from_params({**_SIGNED.to_params(), field: value})
+
+
+@pytest.mark.parametrize("value", [None, 5, "resume", [], {}])
+def test_what_is_no_resume_at_all_is_refused(value: object) -> None:
+    with pytest.raises(TransferError, match=r"kv_transfer_params\.resume"):
+        Resume.from_params(value)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What says that a request goes on which another engine has begun: ``kv_transfer_params.resume``.
+
+Who has seen the tokens of a broken answer sends the request again, unchanged, with these tokens.
+The engine takes them as its own first output and computes the next one. A client could make an
+engine say anything in that way, so all of it is signed with the secret of the installation, and the
+router lets no client's ``resume`` through. Without a secret nothing is signed; then only an engine
+whose own ``kv_ip`` is a loopback address resumes at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from array import array
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.wire import Name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_ascend_pd.net.trust import Secret
+
+RESUME = "resume"
+"""The field of ``kv_transfer_params``."""
+_MAX_TOKENS = 1 << 24
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``ResumeKey.sign`` makes it."""
+
+    request_id: Name
+    """Of the broken request, as its client knows it."""
+    output_token_ids: Annotated[
+        tuple[_TokenId, ...], msgspec.Meta(min_length=1, max_length=_MAX_TOKENS)
+    ]
+    """All that are known, in order."""
+    prompt_digest: Name
+    """See ``prompt_digest``: of what they are the answer to."""
+    only_exact: bool = True
+    """Refuse rather than go on where the next tokens are only as likely as the lost ones were: with
+    a temperature and no seed, or with a seed and drafts.
+    """
+    proof: Name = ""
+
+    def to_params(self) -> dict[str, Any]:
+        """The value of ``kv_transfer_params["resume"]``, as plain JSON values."""
+        params: dict[str, Any] = msgspec.to_builtins(self)
+        return params
+
+    @classmethod
+    def from_params(cls, value: object) -> Resume:
+        """``TransferError`` names the wrong field."""
+        try:
+            return msgspec.convert(value, cls)
+        except msgspec.ValidationError as e:
+            raise TransferError(f"kv_transfer_params.{RESUME}: {e}") from e
+
+
+class ResumeKey:
+    """Signs, and knows what was signed with the same secret. Any thread."""
+
+    def __init__(self, secret: Secret | None) -> None:
+        """Without a secret proofs are empty, and all of them are accepted."""
+        self._key = None if secret is None else secret.derive(b"resume key 1")
+
+    def sign(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        only_exact: bool = True,
+    ) -> Resume:
+        """For the answer to this prompt that has begun with these tokens."""
+        digest = prompt_digest(prompt_token_ids)
+        unsigned = Resume(request_id, tuple(output_token_ids), digest, only_exact)
+        return msgspec.structs.replace(unsigned, proof=self._proof(unsigned))
+
+    def accepts(self, resume: Resume) -> bool:
+        """Whether its proof was made with this key, for all that it says."""
+        expected = self._proof(resume).encode()
+        return self._key is None or hmac.compare_digest(expected, resume.proof.encode())
+
+    def _proof(self, resume: Resume) -> str:
+        if self._key is None:
+            return ""
+        said = msgspec.json.encode((resume.request_id, resume.prompt_digest, resume.only_exact))
+        said += array("I", resume.output_token_ids).tobytes()
+        return hmac.new(self._key, said, "sha256").hexdigest()
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """Of all token ids of a prompt, as the first chunk of an answer has them
+    (``return_token_ids``).
+    """
+    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).hexdigest()
