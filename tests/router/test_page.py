@@ -85,6 +85,45 @@ def request(num_tokens: int) -> tuple[Body, Routed]:
 
 
 @needs_browser
+def test_page_shows_the_way_of_each_request_and_filters_them(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with deployed(2, 1, replace(FAST, order="prefill-first")) as d:
+            d.prefills[0].script("status(500)")
+            for name in ("first", "second"):
+                await d.post(headers={"X-Request-Id": name})
+            dom = await rendered(f"{d.url}/", tmp_path / "profile")
+            rows = ways(dom)
+            assert list(rows) == ["tiny second", "tiny first"]  # the latest on top
+            decode = f"127.0.0.1:{d.decodes[0].port}"
+            for row, kinds in zip(
+                rows.values(),
+                (["queue", "prefill"], ["queue", "prefill", "queue", "prefill"]),
+                strict=True,
+            ):
+                bars = re.findall(r'title="(\w+) (\S*) ([\d.]+) ms to ([\d.]+) ms"', row)
+                assert [bar[0] for bar in bars] == [*kinds, "handover", "tokens"]
+                assert {bar[1] for bar in bars[-2:]} == {decode}
+                assert all(float(start) <= float(end) for *_, start, end in bars)
+                assert bars[-2][3] == bars[-1][2]  # the first token
+            assert "ok, 2 attempts" in rows["tiny first"]
+
+            profile = tmp_path / "profile"
+            dom = await rendered(f"{d.url}/#filter=SECOND+{decode}+prefill-first", profile)
+            assert list(ways(dom)) == ["tiny second"]
+            assert not ways(await rendered(f"{d.url}/#filter=nothing+%", profile))
+
+    run(test)
+
+
+def ways(dom: str) -> dict[str, str]:
+    """Rows of the last requests, by the request's name."""
+    body = re.search(r'<tbody id="timelines">(.*?)</tbody>', dom, re.S)
+    assert body is not None
+    rows = re.findall("<tr>.*?</tr>", body[1])
+    return {re.findall("<td.*?>(.*?)</td>", row)[1]: row for row in rows}
+
+
+@needs_browser
 def test_page_runs_nothing_that_an_engine_says(tmp_path: Path) -> None:
     async def test() -> None:
         async with deployed() as d:

@@ -233,7 +233,7 @@ class Router:
             raise
         finally:
             self.metrics.num_requests -= 1
-            self.metrics.add("requests", trace.outcome)
+            self.metrics.ended(trace)
             self.access_log.write(trace)
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -68,6 +68,7 @@ class Generation:
         )
         if self.selector.policy.needs_token_ids:
             await self._find_token_ids(body, routed, trace.headers)
+        trace.model = body.model or ""
         return await self.relay.serve(Job(body, routed, trace))
 
     async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
@@ -127,11 +128,13 @@ def _merge(answers: list[web.Response], trace: Trace) -> web.Response:
 
 def _fold(traces: list[Trace], trace: Trace, status: int) -> None:
     """The story of a batch is that of its chats."""
-    for name in ("order", "prefill", "decode"):
+    for name in ("model", "order", "prefill", "decode"):
         told = dict.fromkeys(getattr(one, name) for one in traces)
         setattr(trace, name, ",".join(filter(None, told)))
     trace.status = status
     trace.num_attempts = sum(one.num_attempts for one in traces)
+    for one in traces:
+        trace.stages += [stage.shift(one.started - trace.started) for stage in one.stages]
     trace.error = next((one.error for one in traces if one.error), "")
     ended = {one.outcome for one in traces if one.status == status} or {"failed"}
     trace.outcome = ended.pop()

@@ -19,11 +19,13 @@ from vllm_ascend_pd.router.snapshot import (
     InstanceSnapshot,
     Snapshot,
 )
+from vllm_ascend_pd.router.trace import NUM_TIMELINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.trace import Timeline, Trace
 
 OUTCOMES = (
     "ok",
@@ -93,6 +95,13 @@ class Metrics:
         """Of them, those for engines whose answer has not begun."""
         self.num_queued: Callable[[], int] = lambda: 0
         """Of those, the ones that engines have no room for."""
+        self._timelines: deque[Timeline] = deque(maxlen=NUM_TIMELINES)
+
+    def ended(self, trace: Trace) -> None:
+        """A request, in whatever way."""
+        self.add("requests", trace.outcome)
+        if trace.stages:
+            self._timelines.append(trace.timeline())
 
     def add(self, name: str, *labels: str, by: float = 1) -> None:
         """To a counter of ``COUNTERS``."""
@@ -132,4 +141,5 @@ class Metrics:
             self._break_evens(),
             self._degraded(),
             *self._recent_ttft.sums(),
+            list(self._timelines),
         )

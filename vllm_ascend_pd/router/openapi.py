@@ -84,6 +84,7 @@ SCHEMAS: dict[str, Schema] = {
             "degraded": _map({"enum": ["no_prefill", "no_decode", "no_partner", "unavailable"]}),
             "requests": _map(INTEGER),
             "instances": _list(OBJECT),
+            "timelines": _list(OBJECT),
             "break_even_tokens": _map(INTEGER),
             "answers_per_s": NUMBER,
             "prefix_tokens": _object({"expected": INTEGER, "cached": INTEGER}),

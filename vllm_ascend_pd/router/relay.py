@@ -106,7 +106,8 @@ class Relay:
         failed: LegFailed | None = None
         self.budget.request()
         while True:
-            admitted = await self.admission.admit(job.routed, again=failed is not None)
+            with trace.stage("queue"):
+                admitted = await self.admission.admit(job.routed, again=failed is not None)
             if not isinstance(admitted, Admitted):
                 return self._give_up(job, failed) if failed else not_admitted(trace, admitted)
             with admitted:
@@ -208,7 +209,10 @@ class Relay:
         self, job: Job, instance: Instance, sent: bytes
     ) -> Prefilled | Answer | LegFailed:
         num_tokens = job.routed.num_prompt_tokens
-        with self.tracing.leg(job.trace, "prefill", instance) as headers:
+        with (
+            self.tracing.leg(job.trace, "prefill", instance) as headers,
+            job.trace.stage("prefill", instance.instance_id),
+        ):
             result = await self.legs.prefill(instance, job.body, headers, sent, num_tokens)
         if job.admitted is not None:
             job.admitted.prefilled()
@@ -231,8 +235,10 @@ class Relay:
     ) -> web.StreamResponse | LegFailed:
         """``awaited``: what D waits for, and waits for in vain when its prefill leg has failed."""
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
+        is_alone = job.trace.order == "decode-only"
         with (
             self.tracing.leg(job.trace, "decode", instance) as headers,
+            job.trace.stage("alone" if is_alone else "decode", instance.instance_id) as stage,
             self.legs.open(instance, "decode", num_tokens) as leg,
         ):
             sent = job.body.for_decode(params, instance.instance_id)
@@ -243,15 +249,14 @@ class Relay:
             if job.kept is not None and (isinstance(result, Stream) or result.status < 400):
                 job.kept.is_taken = True
             now = time.monotonic()
-            job.trace.ttft_s = now - job.trace.started
+            stage.first_token_s = job.trace.ttft_s = now - job.trace.started
             self.metrics.first_byte(job.trace.ttft_s)
             self.metrics.num_waiting -= 1
-            if job.trace.order != "decode-only":
+            if not is_alone:
                 self.metrics.handover.observe(now - leg.started)
             if isinstance(result, Stream) and job.trace.num_attempts == 1:
                 self.skipper.learn(job.body, job.routed, job.skipped, now - job.began)
             # What D has of a prompt that P computes is not told apart from what P sends.
-            is_alone = job.trace.order == "decode-only"
             if isinstance(result, Answer):
                 answered: web.StreamResponse = whole_answer(result, job.trace)
                 told = find_prompt_usage(result.body) if is_alone else None

@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from vllm_ascend_pd.registration import Role, State
+from vllm_ascend_pd.router.trace import NUM_TIMELINES, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -213,6 +214,8 @@ class Snapshot(msgspec.Struct):
     """Answers that began within the last seconds of ``stats_window_s``."""
     recent_ttft_s: float = 0.0
     """Sum of their times to the first byte."""
+    timelines: list[Timeline] = []
+    """Of the requests that ended last, up to ``NUM_TIMELINES``, the oldest first."""
 
     def expose(self) -> bytes:
         """In Prometheus' text format."""
@@ -248,6 +251,8 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
                 counts[name][labels] = counts[name].get(labels, 0) + value
         for name, histogram in snapshot.histograms.items():
             histograms[name].add(histogram)
+    timelines = [one for snapshot in (*ended, *running) for one in snapshot.timelines]
+    timelines.sort(key=lambda timeline: timeline.ended_at)
     return Snapshot(
         {name: list(values.items()) for name, values in counts.items()},
         histograms,
@@ -259,6 +264,7 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
         {model: why for one in running for model, why in one.degraded.items()},
         sum(one.num_recent for one in running),
         sum(one.recent_ttft_s for one in running),
+        timelines[-NUM_TIMELINES:],
     )
 
 

@@ -20,6 +20,7 @@ from vllm_ascend_pd.router.snapshot import (
     Snapshot,
     add_up,
 )
+from vllm_ascend_pd.router.trace import NUM_TIMELINES, Stage, Timeline
 
 
 def instance(name: str, **changes: Any) -> InstanceSnapshot:
@@ -48,6 +49,23 @@ def instance(name: str, **changes: Any) -> InstanceSnapshot:
         **changes,
     }
     return InstanceSnapshot(**fields)
+
+
+def timeline(ended_at: float) -> Timeline:
+    return Timeline(
+        ended_at=ended_at,
+        request_id="r",
+        path="/v1/completions",
+        model="m",
+        order="prefill-first",
+        outcome="ok",
+        status=200,
+        num_attempts=1,
+        error="",
+        ttft_s=0.1,
+        duration_s=0.2,
+        stages=[Stage("decode", "d", 0.0, 0.2, 0.1)],
+    )
 
 
 @pytest.mark.parametrize(("index", "shown"), [(None, None), (PrefixIndex(), "fallback")])
@@ -105,6 +123,16 @@ def test_recent_errors_are_the_latest_of_all() -> None:
     assert found == [float(at) for at in range(40 - NUM_RECENT_ERRORS, 40)]
 
 
+def test_last_timelines_are_those_of_all_also_of_workers_that_ended() -> None:
+    first, second, third = (
+        Snapshot(timelines=[timeline(float(at)) for at in range(start, NUM_TIMELINES, 3)])
+        for start in range(3)
+    )
+    newest = Snapshot(timelines=[timeline(float(NUM_TIMELINES))])
+    total = add_up([first], [second, third, newest])
+    assert [one.ended_at for one in total.timelines] == [*range(1, NUM_TIMELINES + 1)]
+
+
 def test_break_even_is_that_of_the_most_careful_worker() -> None:
     total = add_up([], [Snapshot(break_evens={"m": 90}), Snapshot(break_evens={"m": 45, "n": 0})])
     assert total.break_evens == {"m": 45, "n": 0}
@@ -117,5 +145,6 @@ def test_it_crosses_processes_unchanged() -> None:
         histograms={"ttft": Histogram()},
         instances=[instance("d", errors=[RecentError(1.0, "x")])],
         break_evens={"m": 1},
+        timelines=[timeline(1.0)],
     )
     assert msgspec.json.decode(msgspec.json.encode(snapshot), type=Snapshot) == snapshot
