@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between KV pages in an accelerator's memory and staging in host memory.
 
-    device pages            copy stream        pinned        the host's copier         staging
-    one layer, one block:   ----------->      [K|V][K|V]...  ------------------->    [K|V][K|V]...
-      K here, V there       <-----------                     <- (checksum in passing) <-
+    device pages       by index    scratch     copy    pinned        the host's copier   staging
+    one layer, one     -------->  [K|V][K|V]  ----->  [K|V][K|V]     --------------->  [K|V][K|V]
+      block: K here,   <--------  on the dev. <-----                <- (checksum in passing) <-
+      V there
 
 A page (one block in one layer) is one run of bytes or several: K and V apart, MLA's latent and RoPE
 parts. In staging they lie side by side, so engines that cut a page differently understand each
 other. Staging may be hit by a late network write at any time; what goes to the device is therefore
 copied out of it first, and the checksum is of that private copy.
+
+Pages are picked and put by index, some kernels for each layer whatever the number of blocks: a copy
+for each run of bytes would cost the host more than the bytes cost the device.
 
 What the engine has launched on its own stream and what is copied here would not wait for each other
 by themselves. Fences order them, see `DeviceBlockCopier.fence`.
@@ -16,21 +20,28 @@ by themselves. Fences order them, see `DeviceBlockCopier.fence`.
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import torch
 
 from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    import torch
     from numpy.typing import NDArray
 
+    _Move: TypeAlias = Callable[["_Lane", "DevicePageLayout", int, Mapping["_Cut", "_Rows"]], None]
+
 _ONE_PAGE = np.zeros(1, dtype=np.int64)
+
+_Cut: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,10 @@ class Segment:
     offset: int
     stride: int
     num_bytes: int
+
+    @property
+    def cut(self) -> _Cut:
+        return self.offset, self.stride, self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,33 +97,13 @@ class DevicePageLayout(PageLayout):
     def divides(self, count: int) -> bool:
         return count == 1
 
-    def runs(self, block_ids: list[int]) -> Iterator[tuple[Segment, int, int]]:
-        """What to copy, in the order of staging: segment, its first block, number of bytes.
-
-        Neighbouring blocks whose pages are neighbours in memory too are one run.
-        """
-        for layer in self.segments:
-            packed = len(layer) == 1 and layer[0].stride == layer[0].num_bytes
-            at = 0
-            while at < len(block_ids):
-                count = 1
-                while (
-                    packed
-                    and at + count < len(block_ids)
-                    and block_ids[at + count] == block_ids[at] + count
-                ):
-                    count += 1
-                for segment in layer:
-                    yield segment, block_ids[at], segment.num_bytes * count
-                at += count
-
 
 class Device(Protocol):
     """Streams, events and memory of one accelerator, as far as copies need them.
 
-    `copy` only enqueues; nothing that was enqueued may be relied upon before `synchronize` of its
-    stream has returned, which blocks without the GIL. Tensors are flat, uint8 and of equal size.
-    Every method but `record` is for the calling thread's own stream.
+    `run` only enqueues; nothing that was enqueued may be relied upon before `synchronize` of its
+    stream has returned, which blocks without the GIL. Every method but `record` is for the calling
+    thread's own stream.
     """
 
     def bind_thread(self) -> None:
@@ -123,14 +118,17 @@ class Device(Protocol):
     def wait(self, stream: Any, event: Any) -> None:
         """What is enqueued on `stream` from now on runs after the event; returns at once."""
 
-    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue target[:] = source; one of them is on the device, the other one is pinned."""
+    def run(self, stream: Any, work: Callable[[], object]) -> None:
+        """Enqueue what `work` asks of torch; host memory in it is pinned."""
 
     def synchronize(self, stream: Any) -> None:
         """Until everything that was enqueued on `stream` is done."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Page-locked host memory, uint8 [num_bytes]."""
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the device, uint8 [num_bytes]."""
 
 
 class Fence:
@@ -152,20 +150,34 @@ class Fence:
 
 @dataclass(slots=True)
 class _Lane:
-    """What one thread copies with."""
+    """What one thread copies with: a stream, and memory of one size on both sides."""
 
     stream: Any
     bounce: torch.Tensor
+    scratch: torch.Tensor
+    index: torch.Tensor
+    """Pinned int64."""
+    device_index: torch.Tensor
 
     @property
     def region(self) -> Region:
         return Region(self.bounce.data_ptr(), self.bounce.numel())
 
 
+class _Rows(NamedTuple):
+    """A cut of a memory into rows of equal size, such that every page is some of them."""
+
+    num_bytes: int
+    start: int
+    stop: int
+    """Those of all pages, block by block, are ``index[start:stop]``."""
+
+
 class DeviceBlockCopier(BlockCopier):
     """A copier for `DevicePageLayout`. A call returns when its bytes are where they belong.
 
-    Each thread has a stream and a pinned buffer of its own, as large as its largest copy so far.
+    Each thread has a stream of its own, a pinned buffer as large as its largest copy so far, and as
+    much memory of the device.
     """
 
     def __init__(self, device: Device, host: BlockCopier) -> None:
@@ -251,9 +263,7 @@ class DeviceBlockCopier(BlockCopier):
             _one_page(staging, staging_offset, num_bytes), _ONE_PAGE, lane.region, 0, seed
         )
         self._order(lane, ids)
-        for pages, bounce in _pairs(layout, ids, lane):
-            self._device.copy(lane.stream, pages, bounce)
-        self._device.synchronize(lane.stream)
+        self._run(lane, layout, ids, _put)
         return checksum
 
     def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
@@ -274,20 +284,31 @@ class DeviceBlockCopier(BlockCopier):
         """The pages, layer-major, in this thread's pinned buffer, once they are there."""
         lane = self._lane(num_bytes)
         self._order(lane, ids)
-        for pages, bounce in _pairs(layout, ids, lane):
-            self._device.copy(lane.stream, bounce, pages)
-        self._device.synchronize(lane.stream)
+        self._run(lane, layout, ids, _pick)
         return lane.region
+
+    def _run(self, lane: _Lane, layout: DevicePageLayout, ids: list[int], move: _Move) -> None:
+        index, rows = _index(layout, np.array(ids, dtype=np.int64))
+        if len(lane.index) < len(index):
+            lane.index = self._device.pinned(index.nbytes).view(torch.int64)
+            lane.device_index = self._device.scratch(index.nbytes).view(torch.int64)
+        lane.index[: len(index)] = torch.from_numpy(index)
+        self._device.run(lane.stream, partial(move, lane, layout, len(ids), rows))
+        self._device.synchronize(lane.stream)
 
     def _lane(self, num_bytes: int) -> _Lane:
         lane: _Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
             self._device.bind_thread()
-            lane = _Lane(self._device.new_stream(), self._device.pinned(num_bytes))
+            nothing = torch.empty(0, dtype=torch.int64)
+            lane = _Lane(self._device.new_stream(), *self._memory(num_bytes), nothing, nothing)
             self._lanes.lane = lane
         elif lane.bounce.numel() < num_bytes:
-            lane.bounce = self._device.pinned(num_bytes)
+            lane.bounce, lane.scratch = self._memory(num_bytes)
         return lane
+
+    def _memory(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._device.pinned(num_bytes), self._device.scratch(num_bytes)
 
     def _order(self, lane: _Lane, ids: list[int]) -> None:
         with self._lock:
@@ -302,16 +323,74 @@ def _one_page(region: Region, offset: int, num_bytes: int) -> PageLayout:
     return PageLayout(region, np.array([offset], dtype=np.int64), num_bytes, num_bytes)
 
 
-def _pairs(
-    layout: DevicePageLayout, ids: list[int], lane: _Lane
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Device bytes and their place in the pinned buffer."""
-    at = 0
-    for segment, block, num_bytes in layout.runs(ids):
-        start = segment.offset + block * segment.stride
-        pages = layout.memories[segment.memory][start : start + num_bytes]
-        yield pages, lane.bounce[at : at + num_bytes]
-        at += num_bytes
+def _index(
+    layout: DevicePageLayout, ids: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], dict[_Cut, _Rows]]:
+    """The rows of these blocks' pages, for every cut that a segment of the layout has. Layers are
+    mostly cut alike, so there are few.
+    """
+    rows: dict[_Cut, _Rows] = {}
+    parts: list[NDArray[np.int64]] = []
+    stop = 0
+    for segment in chain.from_iterable(layout.segments):
+        if segment.cut in rows:
+            continue
+        row_bytes = math.gcd(*segment.cut)
+        first = (segment.offset + ids * segment.stride) // row_bytes
+        each = np.arange(segment.num_bytes // row_bytes, dtype=np.int64)
+        parts.append((first[:, None] + each).ravel())
+        start, stop = stop, stop + len(parts[-1])
+        rows[segment.cut] = _Rows(row_bytes, start, stop)
+    return np.concatenate(parts), rows
+
+
+def _pick(
+    lane: _Lane, layout: DevicePageLayout, num_blocks: int, rows: Mapping[_Cut, _Rows]
+) -> None:
+    """Pages to the pinned buffer, in the order of staging. On the lane's stream."""
+    num_bytes = layout.num_bytes(num_blocks)
+    for table, index, pages in _tables(lane, layout, num_blocks, rows):
+        pages.copy_(table.index_select(0, index).view(pages.shape))
+    lane.bounce[:num_bytes].copy_(lane.scratch[:num_bytes], non_blocking=True)
+
+
+def _put(
+    lane: _Lane, layout: DevicePageLayout, num_blocks: int, rows: Mapping[_Cut, _Rows]
+) -> None:
+    """The pinned buffer to pages. On the lane's stream."""
+    num_bytes = layout.num_bytes(num_blocks)
+    lane.scratch[:num_bytes].copy_(lane.bounce[:num_bytes], non_blocking=True)
+    for table, index, pages in _tables(lane, layout, num_blocks, rows):
+        table.index_copy_(0, index, pages.reshape(len(index), -1))
+
+
+def _tables(
+    lane: _Lane, layout: DevicePageLayout, num_blocks: int, rows: Mapping[_Cut, _Rows]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For every segment: its memory as rows, which of them its pages are, and their place in the
+    scratch memory, [num_blocks, words].
+    """
+    # Kernels for such copies exist for 32-bit words everywhere.
+    is_aligned = all(each.num_bytes % 4 == 0 for each in rows.values())
+    word = torch.int32 if is_aligned else torch.uint8
+    num_index = max(each.stop for each in rows.values())
+    lane.device_index[:num_index].copy_(lane.index[:num_index], non_blocking=True)
+    scratch = lane.scratch[: layout.num_bytes(num_blocks)].view(word)
+    for segments, packed in zip(
+        layout.segments, scratch.view(len(layout.segments), num_blocks, -1), strict=True
+    ):
+        at = 0
+        for segment in segments:
+            row_bytes, start, stop = rows[segment.cut]
+            memory = layout.memories[segment.memory]
+            memory = memory[: memory.numel() // row_bytes * row_bytes].view(word)
+            num_words = segment.num_bytes // word.itemsize
+            yield (
+                memory.view(-1, row_bytes // word.itemsize),
+                lane.device_index[start:stop],
+                packed[:, at : at + num_words],
+            )
+            at += num_words
 
 
 def _check(

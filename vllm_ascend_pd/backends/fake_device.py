@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 class FakeStream:
     """Work in order. All fields under the device's lock."""
 
-    work: list[Callable[[], None]] = field(default_factory=list)
+    work: list[Callable[[], object]] = field(default_factory=list)
     num_done: int = 0
 
     def run_to(self, end: int) -> None:
@@ -41,10 +40,6 @@ class FakeEvent:
 
     stream: FakeStream
     end: int
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 class FakeDevice(Device):
@@ -77,15 +72,16 @@ class FakeDevice(Device):
         with self._lock:
             stream.work.append(lambda: event.stream.run_to(event.end))
 
-    def copy(self, stream: FakeStream, target: torch.Tensor, source: torch.Tensor) -> None:
-        if target.numel() != source.numel():
-            raise ValueError(f"{source.numel()} bytes to {target.numel()}")
+    def run(self, stream: FakeStream, work: Callable[[], object]) -> None:
         with self._lock:
-            stream.work.append(partial(_copy, target, source))
+            stream.work.append(work)
 
     def synchronize(self, stream: FakeStream) -> None:
         with self._lock:
             stream.run_to(len(stream.work))
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)

@@ -6,13 +6,16 @@ Not yet run on either; checked against the documented calls of torch.cuda and to
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_ascend_pd.backends.block_copy import BlockCopier, make_block_copier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class TorchDevice:
@@ -37,15 +40,23 @@ class TorchDevice:
     def wait(self, stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
-    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+    def run(self, stream: Any, work: Callable[[], object]) -> None:
         with self._api.stream(stream):
-            target.copy_(source, non_blocking=True)
+            work()
 
     def synchronize(self, stream: Any) -> None:
-        stream.synchronize()
+        """By an event: torch_npu waits for a stream until its one queue of launches is empty, into
+        which the model's thread goes on to put those of its step.
+        """
+        event = self._api.Event()
+        event.record(stream)
+        event.synchronize()
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def make_copier(device: torch.device) -> BlockCopier:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_ascend_pd.backends.block_copy import (
     BlockCopier,
@@ -185,14 +187,57 @@ def test_no_block_is_no_copy(copier: DeviceBlockCopier, host: BlockCopier) -> No
     assert copier.scatter(memory.layout, ids(), staging.region, 0, 7) == empty
 
 
-def test_neighbours_are_one_copy(copier: DeviceBlockCopier) -> None:
-    runs = list(Memory("one run").layout.for_layers(0, 1).runs([3, 4, 5, 9, 11, 10]))
-    assert [(block, num_bytes // PAGE) for _, block, num_bytes in runs] == [
-        (3, 3),
-        (9, 1),
-        (11, 1),
-        (10, 1),
-    ]
+class Kernels(TorchDispatchMode):
+    """Counts what would be launched; views are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(copier: DeviceBlockCopier, shape: str, blocks: np.ndarray) -> tuple[int, int]:
+    """Of a gather and of a scatter."""
+    layout, staging = Memory(shape).layout, Staging()
+    counts = []
+    for call in (copier.gather, copier.scatter):
+        call(layout, blocks, staging.region)  # makes the memory that later calls use
+        with Kernels() as counted:
+            call(layout, blocks, staging.region)
+        counts.append(counted.count)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_number_of_kernels_does_not_depend_on_the_number_of_blocks(
+    copier: DeviceBlockCopier, shape: str
+) -> None:
+    few = kernels(copier, shape, ids(3, 9))
+    assert kernels(copier, shape, ids(3, 5, 6, 9, 1, 2, 15, 14, 0, 12)) == few
+    num_segments = sum(len(layer) for layer in Memory(shape).layout.segments)
+    assert max(few) <= 2 * num_segments + 3
+
+
+def test_pages_that_no_word_fits_are_copied_too(copier: DeviceBlockCopier) -> None:
+    """A page of 5 bytes, 7 from the next one, after 3 others."""
+    memory = torch.arange(64, dtype=torch.uint8)
+    layout = replace(
+        Memory("one run").layout.for_layers(0, 1),
+        page_bytes=5,
+        segments=((Segment(0, 3, 7, 5),),),
+        memories=(memory,),
+        num_blocks=8,
+    )
+    staging = Staging()
+    copier.gather(layout, ids(6, 1), staging.region)
+    assert staging.bytes[:10].tolist() == [*range(45, 50), *range(10, 15)]
+    copier.scatter(layout, ids(0, 7), staging.region)
+    assert memory[3:8].tolist() == [*range(45, 50)]
+    assert memory[52:57].tolist() == [*range(10, 15)]
+    assert memory[8:52].tolist() == [*range(8, 52)]
 
 
 @pytest.mark.parametrize("wrong", [(16,), (-1,), (0, 99)])

@@ -35,13 +35,13 @@ class Api:
             def wait_event(self, event: Any) -> None:
                 api.calls.append("wait")
 
-            def synchronize(self) -> None:
-                api.calls.append("synchronize")
-
         class Event:
             def record(self, stream: Any = None) -> None:
-                assert stream == "the engine's"
-                api.calls.append("record")
+                of = stream if stream == "the engine's" else "its own"
+                api.calls.append(f"record {of}")
+
+            def synchronize(self) -> None:
+                api.calls.append("synchronize event")
 
         self.Stream, self.Event = Stream, Event
 
@@ -66,7 +66,8 @@ def api() -> Api:
 @pytest.fixture
 def copier(api: Api, monkeypatch: pytest.MonkeyPatch) -> DeviceBlockCopier:
     device = TorchDevice(api, DEVICE)
-    monkeypatch.setattr(device, "pinned", lambda n: torch.zeros(n, dtype=torch.uint8))
+    for memory in ("pinned", "scratch"):
+        monkeypatch.setattr(device, memory, lambda n: torch.zeros(n, dtype=torch.uint8))
     return DeviceBlockCopier(device, PythonBlockCopier())
 
 
@@ -86,24 +87,28 @@ def layout() -> DevicePageLayout:
 def test_copies_run_on_their_own_stream_behind_the_fence(
     api: Api, copier: DeviceBlockCopier
 ) -> None:
+    """And are waited for by an event: torch_npu, asked for a stream, waits for one queue of all
+    launches to be empty, those of the model's thread included, which come without an end.
+    """
     copier.fence([1])
-    assert api.calls == ["record"]
+    assert api.calls == ["record the engine's"]
     api.calls.clear()
+    copying = ["wait", "on stream", "record its own", "synchronize event"]
     staging = np.zeros(16, dtype=np.uint8)
     region = Region(staging.ctypes.data, 16)
     copier.gather(layout(), np.array([1], dtype=np.int64), region)
-    assert api.calls == ["set cuda:3", "stream on cuda:3", "wait", "on stream", "synchronize"]
+    assert api.calls == ["set cuda:3", "stream on cuda:3", *copying]
     assert staging.tolist() == list(range(16, 32))
     api.calls.clear()
     copier.scatter(layout(), np.array([1], dtype=np.int64), region)
-    assert api.calls == ["wait", "on stream", "synchronize"]
+    assert api.calls == copying
 
 
 def test_torch_cuda_has_what_is_used() -> None:
     """``torch.npu`` is checked against the calls of vllm-ascend, see tests/ascend."""
     cuda = torch.cuda
     inspect.signature(cuda.Stream.wait_event).bind(None, object())
-    inspect.signature(cuda.Stream.synchronize).bind(None)
+    inspect.signature(cuda.Event.synchronize).bind(None)
     inspect.signature(cuda.Event.record).bind(None, object())
     inspect.signature(cuda.set_device).bind(DEVICE)
     inspect.signature(cuda.current_stream).bind(DEVICE)
