@@ -34,6 +34,7 @@ from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import KVGroup
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.net.peers import Peers
 from vllm_ascend_pd.net.trust import Trust
@@ -48,6 +49,7 @@ from vllm_ascend_pd.wire import FirstToken
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 VOCAB_SIZE = 1000
+GROUP = KVGroup(0, BLOCK_SIZE, page_bytes=1, layers=("layer",))
 LEASE_S = 30.0
 PEER_TIMEOUT_S = 2.0
 HEARTBEAT_S = 10.0
@@ -191,17 +193,17 @@ def make_manager() -> KVCacheManager:
 
 
 def make_common(manager: KVCacheManager, role: Role) -> Common:
-    scheduler: Any = SimpleNamespace(kv_cache_manager=manager, block_size=BLOCK_SIZE)
-    phantoms, loads = PhantomBlocks(manager.block_pool, BLOCK_SIZE), Loads()
+    scheduler: Any = SimpleNamespace(kv_cache_manager=manager)
+    phantoms, loads = PhantomBlocks(manager.block_pool, GROUP), Loads()
     return Common(
         scheduler=scheduler,
         config=PDConfig(role=role, engine_id="p", host="127.0.0.1", port=0),
         stats=Stats(),
-        bytes_per_block=1,
+        groups=(GROUP,),
         sharding=Sharding(),
         phantoms=phantoms,
         loads=loads,
-        parking=Parking(manager, phantoms, loads),
+        parking=Parking(manager, GROUP, phantoms, loads),
     )
 
 

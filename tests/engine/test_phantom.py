@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks, _runs
+from vllm_ascend_pd.kv.span import KVGroup
 
 BLOCK_SIZE = 16
 init_none_hash(sha256)
@@ -67,7 +68,7 @@ def pool() -> BlockPool:
 
 @pytest.fixture
 def phantoms(pool: BlockPool) -> PhantomBlocks:
-    return PhantomBlocks(pool, BLOCK_SIZE)
+    return PhantomBlocks(pool, KVGroup(0, BLOCK_SIZE, 1, ("layer",)))
 
 
 def cached(pool: BlockPool, request: Request) -> list[int | None]:

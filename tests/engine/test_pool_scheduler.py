@@ -24,6 +24,7 @@ from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import KVGroup
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.known_keys import KnownKeys
 from vllm_ascend_pd.pool.messages import (
@@ -40,6 +41,7 @@ from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import LoadId, Place
 
 BLOCK_SIZE = 16
+GROUP = KVGroup(0, BLOCK_SIZE, page_bytes=1000, layers=("layer",))
 init_none_hash(sha256)
 
 
@@ -58,22 +60,18 @@ class World:
         self.ahead: tuple[AheadSpec, ...] = ()
         self.stats = Stats()
         self.pool = BlockPool(64, True, BLOCK_SIZE, enable_kv_cache_events=events)
-        self.phantoms = PhantomBlocks(self.pool, BLOCK_SIZE)
+        self.phantoms = PhantomBlocks(self.pool, GROUP)
         self.tables: dict[str, list[Any]] = {}
         self.known = KnownKeys(self.clock)
-        pool_events = PoolEvents(self.pool, self.known, BLOCK_SIZE, stores_to)
+        pool_events = PoolEvents(self.pool, self.known, GROUP, stores_to)
         self.manager: Any = SimpleNamespace(
             block_pool=self.pool,
             coordinator=SimpleNamespace(
-                single_type_managers=(
-                    SimpleNamespace(req_to_blocks=self.tables, block_size=BLOCK_SIZE),
-                )
+                single_type_managers=(SimpleNamespace(req_to_blocks=self.tables),)
             ),
         )
         self.loads = Loads(num_workers)
-        self.scheduler: Any = SimpleNamespace(
-            kv_cache_manager=self.manager, block_size=BLOCK_SIZE, requests={}
-        )
+        self.scheduler: Any = SimpleNamespace(kv_cache_manager=self.manager, requests={})
         self.common = Common(
             scheduler=self.scheduler,
             config=PDConfig(
@@ -84,11 +82,11 @@ class World:
                 pool=PoolConfig(**{"breaker_failures": 2, **options}),
             ),
             stats=self.stats,
-            bytes_per_block=1000,
+            groups=(GROUP,),
             sharding=Sharding(num_workers=num_workers),
             phantoms=self.phantoms,
             loads=self.loads,
-            parking=Parking(self.manager, self.phantoms, self.loads),
+            parking=Parking(self.manager, GROUP, self.phantoms, self.loads),
         )
         self.source = PoolSource(self.common, pool_events, self.sent.append, self.clock)
         self.saves = Saves(

@@ -3,10 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.engine.scheduler.recovery import find_affected
+from vllm_ascend_pd.engine.scheduler import recovery
+from vllm_ascend_pd.kv.span import GroupBlocks, Span
+
+
+def find_affected(tables: Mapping[str, list[int]], bad: set[int]) -> tuple[set[str], set[int]]:
+    """Of requests with one group of blocks."""
+    spans = {
+        request_id: Span(0, 16 * len(table), (GroupBlocks(16, tuple(table)),))
+        for request_id, table in tables.items()
+    }
+    return recovery.find_affected(spans, bad)
 
 
 def test_blocks_after_a_bad_one_are_bad() -> None:
@@ -29,6 +41,14 @@ def test_block_that_became_bad_affects_requests_seen_before() -> None:
 def test_bad_block_that_nobody_uses_stays_bad() -> None:
     assert find_affected({}, {7}) == (set(), {7})
     assert find_affected({"a": []}, {7}) == (set(), {7})
+
+
+def test_what_is_left_ends_at_a_boundary_of_every_group() -> None:
+    """Blocks 1 to 4 have 16 tokens each, 5 and 6 have 32."""
+    span = Span(0, 64, (GroupBlocks(16, (1, 2, 3, 4)), GroupBlocks(32, (5, 6))))
+    assert recovery.find_affected({"a": span}, {4}) == ({"a"}, {3, 4, 6})
+    assert recovery.find_affected({"a": span}, {6}) == ({"a"}, {3, 4, 6})
+    assert recovery.find_affected({"a": span}, {7}) == (set(), {7})
 
 
 @settings(deadline=None)

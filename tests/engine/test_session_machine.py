@@ -363,7 +363,7 @@ class Transfers(RuleBasedStateMachine):
     def what_is_pinned_is_leased(self) -> None:
         for producer in self.producers:
             for prompt in producer.producer._prompts.values():
-                assert not prompt.pinned or len(prompt.pinned) == len(prompt.lease.block_ids)
+                assert not prompt.pinned or len(prompt.pinned) == len(prompt.lease.span.block_ids)
 
     # The end.
 

@@ -14,10 +14,13 @@ from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
 from vllm_ascend_pd.engine.model_identity import model_identity
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.vllm_api.config import cpu_page_isa
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.transfer.shares import num_shares
 from vllm_ascend_pd.wire import WIRE_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -26,9 +29,9 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """E.g. ``vllm=0.30.0 config=3f0c… weights=81d2… … wire=1``; equal or no transfer."""
     from vllm.version import __version__ as vllm_version
 
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    groups = kv_groups(kv_cache_config)
     own = sharding(vllm_config)
-    num_layers = sum(len(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors)
+    num_parts = num_shares(own.num_workers, own.num_kv_heads)
     parts = {
         "vllm": vllm_version.partition("+")[0],
         **model_identity(vllm_config),
@@ -40,10 +43,10 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             ]
         ),
         "layout": str(kv_cache_config.kv_cache_layout),
-        "block": str(spec.block_size),
-        "page": str(spec.page_size_bytes * num_shares(own.num_workers, own.num_kv_heads)),
-        "layers": str(num_layers),
-        "isa": _page_isa(vllm_config, spec.block_size),
+        "block": _each(group.block_size for group in groups),
+        "page": _each(group.page_bytes * num_parts for group in groups),
+        "layers": _each(len(group.layers) for group in groups),
+        "isa": _each(_page_isa(vllm_config, group.block_size) for group in groups),
         "hash": vllm_config.cache_config.prefix_caching_hash_algo,
         "seed": _hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
         "wire": str(WIRE_VERSION),
@@ -54,6 +57,11 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             placement = "-direct" if transfer.places_directly else ""
             parts["via"] = f"{transfer.protocol.value}{placement}"
     return " ".join(f"{key}={value}" for key, value in parts.items())
+
+
+def _each(values: Iterable[object]) -> str:
+    """Of the KV cache groups, in their order."""
+    return ",".join(map(str, values))
 
 
 def _hash_seed(algorithm: str) -> str:

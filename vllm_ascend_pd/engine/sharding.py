@@ -27,9 +27,3 @@ def can_divide_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         vllm_config.device_config.device_type == "cpu"
         and str(kv_cache_config.kv_cache_layout) in _HEADS_OUTERMOST
     )
-
-
-def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
-    """Of one worker's share of a block, in all layers."""
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    return spec.page_size_bytes * sum(len(t.layers) for t in kv_cache_config.kv_cache_tensors)

@@ -9,7 +9,7 @@ import math
 import threading
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.lease_states import (
@@ -23,6 +23,7 @@ from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm_ascend_pd.kv.span import Span
     from vllm_ascend_pd.transfer.tickets import PageServer
 
 logger = limited_logger(__name__)
@@ -48,25 +49,28 @@ def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int])
     return digest.digest()
 
 
+class Tail(NamedTuple):
+    """What a span's last block holds in one group: 1..block_size tokens, and what vLLM would hash
+    beside them.
+    """
+
+    token_ids: tuple[int, ...]
+    extra_keys: bytes
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One prompt's blocks on this engine. Immutable but for ``state``, ``expires_at``, ``ends_at``,
-    ``is_opened``, ``first_token_id``, ``askers`` and, while it is computed, ``block_ids``
+    """A span of one sequence on this engine. Immutable but for ``state``, ``expires_at``,
+    ``ends_at``, ``is_opened``, ``first_token_id``, ``askers`` and, while it is computed, ``span``,
+    whose blocks become known then, and whose end may grow: with it grow its hashes and ``tails``
     (scheduler thread only).
 
-    ``block_ids[i]`` holds the tokens ``[i * block_size, (i + 1) * block_size)`` of the prompt; the
-    last one, after ``num_before_tail`` others, is the tail block, whose tokens are
-    ``tail_token_ids`` (1..block_size of them). An ``announced`` lease can be opened before its
-    prompt is computed.
+    ``tails`` are by group. An ``announced`` lease can be opened before its span is computed.
     """
 
     transfer_id: TransferId
-    block_ids: tuple[int, ...]
-    block_hashes: tuple[bytes, ...]
-    tail_token_ids: tuple[int, ...]
-    tail_extra_keys: bytes
-    num_tokens: int
-    num_before_tail: int
+    span: Span
+    tails: tuple[Tail, ...]
     announced: bool = False
     state: ProducerState = ProducerState.OPEN
     expires_at: float = 0.0
@@ -90,21 +94,22 @@ class Lease:
 
     def match(self, request: Open) -> tuple[int, int]:
         """How many leading blocks, and how many tail tokens, ``request`` may read."""
+        hashes, tail = self.span.groups[0].hashes, self.tails[0]
         num_blocks = 0
-        for ours, theirs in zip(self.block_hashes, request.block_hashes, strict=False):
+        for ours, theirs in zip(hashes, request.block_hashes, strict=False):
             if ours != theirs:
                 break
             num_blocks += 1
-        num_before_tail = self.num_before_tail
+        num_before_tail = self.span.num_before_tail(0)
         count = request.num_tail_tokens
         if (
             num_blocks < num_before_tail
             or len(request.block_hashes) != num_before_tail
-            or not 0 < count <= len(self.tail_token_ids)
+            or not 0 < count <= len(tail.token_ids)
         ):
             return num_blocks, 0
-        parent = self.block_hashes[num_before_tail - 1] if num_before_tail else b""
-        digest = tail_digest(parent, self.tail_extra_keys, self.tail_token_ids[:count])
+        parent = hashes[num_before_tail - 1] if num_before_tail else b""
+        digest = tail_digest(parent, tail.extra_keys, tail.token_ids[:count])
         return num_blocks, count if digest == request.tail_digest else 0
 
 
@@ -184,11 +189,11 @@ class LeaseBook:
                 for lease in self._leases.values()
                 if lease.state is ProducerState.LEASED and not lease.is_opened
             ]
-            num_blocks = sum(len(lease.block_ids) for lease in unopened)
+            num_blocks = sum(len(lease.span.block_ids) for lease in unopened)
             for lease in unopened[:-1]:
                 if num_blocks <= max_blocks:
                     break
-                num_blocks -= len(lease.block_ids)
+                num_blocks -= len(lease.span.block_ids)
                 over.append(lease.transfer_id)
         return sum(self._end(transfer_id, ProducerEvent.DISPLACED) for transfer_id in over)
 
@@ -247,7 +252,7 @@ class LeaseBook:
             self._renew(lease)
         num_readable = num_blocks + bool(num_tail_tokens)
         first_token_id, first_token_follows = None, False
-        if num_tail_tokens == len(lease.tail_token_ids):  # the same prompt to its end
+        if num_tail_tokens == len(lease.tails[0].token_ids):  # the same prompt to its end
             first_token_id, first_token_follows = self._first_token(lease, request, identity)
         return Opened(
             request.transfer_id,

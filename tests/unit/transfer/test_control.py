@@ -16,6 +16,7 @@ import pytest
 from tests.unit.transfer.raw_peers import RawServer, connected, silent_server
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.span import GroupBlocks, Span
 from vllm_ascend_pd.net import peers
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer import control
@@ -24,7 +25,7 @@ from vllm_ascend_pd.transfer.control import (
     ControlServer,
     OpenOutcome,
 )
-from vllm_ascend_pd.transfer.leases import _MAX_ASKERS, Lease, LeaseBook, tail_digest
+from vllm_ascend_pd.transfer.leases import _MAX_ASKERS, Lease, LeaseBook, Tail, tail_digest
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import (
@@ -79,7 +80,8 @@ class Producer:
 
     def lease(self, name: str = "t", hashes: tuple[bytes, ...] = (b"h0", b"h1")) -> Lease:
         ids = tuple(range(1, len(hashes) + 2))
-        lease = Lease(TransferId(name), ids, hashes, (1, 2, 3), b"", 35, 2)
+        span = Span(0, 35, (GroupBlocks(16, ids, hashes),))
+        lease = Lease(TransferId(name), span, (Tail((1, 2, 3), b""),))
         self.book.grant(lease)
         assert self.book.finish(lease)
         return lease
@@ -404,7 +406,8 @@ def test_stop_sends_what_was_asked_for(
 
 
 def announced(producer: Producer, sampling_key: bytes = b"alike") -> Lease:
-    lease = Lease(TransferId("t"), (), (b"h0", b"h1"), (1, 2, 3), b"", 35, 2, announced=True)
+    span = Span(0, 35, (GroupBlocks(16, (), (b"h0", b"h1")),))
+    lease = Lease(TransferId("t"), span, (Tail((1, 2, 3), b""),), announced=True)
     lease.sampling_key = sampling_key
     producer.book.grant(lease)
     return lease

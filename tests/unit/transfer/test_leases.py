@@ -8,13 +8,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from vllm_ascend_pd.kv.span import GroupBlocks, Span
 from vllm_ascend_pd.transfer.lease_states import ProducerState
-from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, tail_digest
+from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, Tail, tail_digest
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
 
 LEASE_S = 30.0
+BLOCK_SIZE = 16
 PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 5), TicketKey())
 WORKERS = (PAGE_SERVER.admit(LeaseRef("t", 1), 4),)
 HASHES = (b"h0", b"h1", b"h2")
@@ -36,9 +38,9 @@ def make_lease(
     hashes: tuple[bytes, ...] = HASHES, tail: tuple[int, ...] = TAIL, name: str = "t"
 ) -> Lease:
     num_blocks = len(hashes) + 1
-    return Lease(
-        TransferId(name), tuple(range(1, num_blocks + 1)), hashes, tail, KEYS, 52, len(hashes)
-    )
+    blocks = GroupBlocks(BLOCK_SIZE, tuple(range(1, num_blocks + 1)), hashes)
+    end = len(hashes) * BLOCK_SIZE + len(tail)
+    return Lease(TransferId(name), Span(0, end, (blocks,)), (Tail(tail, KEYS),))
 
 
 def make_open(
@@ -91,8 +93,10 @@ def test_prompt_within_one_block_gets_its_tail() -> None:
 
 def test_prompt_of_whole_blocks_gets_its_last_block_as_tail() -> None:
     """The last block has a hash too, but the consumer computes its last token."""
-    lease = replace(make_lease(), block_hashes=(*HASHES, b"h3"))
-    assert lease.match(make_open()) == (3, 3)
+    lease = make_lease(tail=(*TAIL, *range(BLOCK_SIZE - len(TAIL))))
+    (blocks,) = lease.span.groups
+    span = replace(lease.span, groups=(blocks._replace(hashes=(*HASHES, b"h3")),))
+    assert replace(lease, span=span).match(make_open()) == (3, 3)
 
 
 def test_prompt_without_a_tail_gets_blocks_only() -> None:

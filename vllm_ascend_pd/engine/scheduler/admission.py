@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.config import LoadMode
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
+from vllm_ascend_pd.engine.vllm_api.groups import block_table
 from vllm_ascend_pd.engine.vllm_api.queues import waiting_queues
 from vllm_ascend_pd.kv.cost import Question, plan
 from vllm_ascend_pd.types import Cause
@@ -50,7 +51,7 @@ class Admission:
         self._loads = common.loads
         self._parking = common.parking
         self._transfer = common.config.transfer
-        self._block_size = common.block_size
+        self._group = common.group
         self._collect_at = 0.0
 
     # Which source.
@@ -177,9 +178,7 @@ class Admission:
         loads = self._loads
         if loads.new or loads.running:
             draft.cancels = loads.take_cancels()
-            loads.note_computed(
-                lambda request: self._manager.get_blocks(request.request_id).blocks[0]
-            )
+            loads.note_computed(lambda request: block_table(self._manager, request, self._group))
         self._prefetch()
         draft.loads = loads.take_new()
 
@@ -203,13 +202,13 @@ class Admission:
         source = self.source_of(request)
         if source is None or not source.offers:
             return hit
-        blocks = self._phantoms.publish(request, hit[0][0], source)
-        num_full = (request.num_tokens - 1) // self._block_size
-        num_tail = source.num_tail_tokens if len(blocks) == num_full else 0
-        return (blocks,), len(blocks) * self._block_size + num_tail, hit[2]
+        blocks = self._phantoms.publish(request, hit[0][self._group.id], source)
+        is_whole = len(blocks) == self._group.tail_index(request.num_tokens)
+        num_tail = source.num_tail_tokens if is_whole else 0
+        return (blocks,), len(blocks) * self._group.block_size + num_tail, hit[2]
 
     def split_tail(self, request: Request, num_local: int, num_external: int) -> tuple[int, int]:
-        num_tail = num_local % self._block_size
+        num_tail = num_local % self._group.block_size
         if not num_tail or self.source_of(request) is None:
             return num_local, num_external
         return num_local - num_tail, num_external + num_tail
@@ -220,8 +219,8 @@ class Admission:
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom], None)
         self._loads.note_user(request, hits)
-        num_hit = len(hits) * self._block_size
-        num_external = len(phantoms) * self._block_size
+        num_hit = len(hits) * self._group.block_size
+        num_external = len(phantoms) * self._group.block_size
         source = self.source_of(request) or self._find(request)
         if source is not None:
             num_external = min(num_hit, num_external + source.num_parked_tokens)

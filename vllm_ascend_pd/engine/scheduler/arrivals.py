@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.engine.vllm_api.groups import known_end
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.types import Cause
@@ -68,7 +69,7 @@ class Arrivals:
     def _ignore(self, request: Request, cause: Cause, detail: str) -> None:
         """No transfer for this request; said in the log, the metrics and the response."""
         self._stats.add("requests", label=cause.value)
-        num_tokens = request.num_prompt_tokens
+        num_tokens = known_end(request)
         self._ignored[request.request_id] = Provenance(
             num_tokens, num_computed_tokens=num_tokens, outcome=cause.value
         )

@@ -30,8 +30,9 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
-from vllm_ascend_pd.engine.sharding import bytes_per_block, can_divide_pages, sharding
+from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.engine.vllm_api.groups import only_group
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.net.trust import Trust
@@ -77,17 +78,18 @@ class _Builder:
         self._fingerprint = fingerprint(vllm_config, scheduler.kv_cache_config)
         self._sampling_key = make_sampling_key(vllm_config, config.transfer.first_token)
         shares = sharding(vllm_config)
-        phantoms = PhantomBlocks(manager.block_pool, scheduler.block_size)
+        group = only_group(scheduler.kv_cache_config)
+        phantoms = PhantomBlocks(manager.block_pool, group)
         loads = Loads(shares.num_workers)
         self._common = Common(
             scheduler=scheduler,
             config=config,
             stats=Stats(),
-            bytes_per_block=bytes_per_block(scheduler.kv_cache_config) * shares.num_workers,
+            groups=(group,),
             sharding=shares,
             phantoms=phantoms,
             loads=loads,
-            parking=Parking(manager, phantoms, loads),
+            parking=Parking(manager, group, phantoms, loads),
         )
 
     def build(self) -> SchedulerSide:

@@ -56,7 +56,7 @@ class Consumer(Part):
         loaded.
         """
         self.transfer = common.config.transfer
-        self.block_size = common.block_size
+        self.group = common.group
         self.bytes_per_block = common.bytes_per_block
         self.speed = Speed(_FIRST_BYTES_PER_MS)
         self.prefill = common.prefill
@@ -108,8 +108,8 @@ class Consumer(Part):
             session.provenance.outcome = Cause.NOT_NEEDED.value
             session.aborted()
             return None
-        num_full = (request.num_tokens - 1) // self.block_size
-        tail_start = num_full * self.block_size
+        num_full = self.group.tail_index(request.num_tokens)
+        tail_start = num_full * self.group.block_size
         sampling_key = self._sampling_key(request)
         num_tail = request.num_tokens - tail_start - (not sampling_key)
         parent = request.block_hashes[num_full - 1] if num_full else b""
@@ -195,8 +195,9 @@ class Consumer(Part):
         self.collect()
         for session in self.take_first_tokens():
             request, common = session.request, self._common
-            num_full = request.num_prompt_tokens // self.block_size
-            num_cached = common.phantoms.num_leading_hits(request, num_full) * self.block_size
+            block_size = self.group.block_size
+            num_full = session.end // block_size
+            num_cached = common.phantoms.num_leading_hits(request, num_full) * block_size
             num_local = max(0, num_cached - session.num_parked_tokens)
             assert session.first_token_id is not None
             session.provenance.first_token = "peer"

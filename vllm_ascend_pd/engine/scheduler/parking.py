@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.loads import TailBlock
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
+from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
+from vllm_ascend_pd.engine.vllm_api.groups import block_table
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import KVGroup
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +37,12 @@ waits must not starve them."""
 class Parking:
     """Scheduler thread."""
 
-    def __init__(self, manager: KVCacheManager, phantoms: PhantomBlocks, loads: Loads) -> None:
+    def __init__(
+        self, manager: KVCacheManager, group: KVGroup, phantoms: PhantomBlocks, loads: Loads
+    ) -> None:
+        self._manager = manager
         self._pool = manager.block_pool
-        (self._tables,) = manager.coordinator.single_type_managers
-        self._block_size = self._tables.block_size
+        self._group = group
         self._phantoms = phantoms
         self._loads = loads
         self.tails: dict[BlockSource, KVCacheBlock] = {}
@@ -49,11 +54,11 @@ class Parking:
         kept = [
             block
             for block_hash in request.block_hashes[: missing[-1]]
-            for block in self._pool.get_cached_block(block_hash, [0]) or ()
+            if (block := cached_block(self._pool, block_hash, self._group)) is not None
         ]
         self._pool.touch(kept)
         margin = self._pool.num_gpu_blocks // _FREE_SHARE
-        num_full = (request.num_tokens - 1) // self._block_size
+        num_full = self._group.tail_index(request.num_tokens)
         has_tail = source.has_tail(num_full)
         enough = self._pool.get_num_free_blocks() - len(missing) - has_tail >= margin
         if enough:
@@ -73,7 +78,7 @@ class Parking:
         loaded = record.loaded(result)
         if loaded and wanted:
             self._phantoms.cache(request, *loaded)
-            source.num_parked_tokens = len(loaded[0]) * self._block_size
+            source.num_parked_tokens = len(loaded[0]) * self._group.block_size
         held = list(record.held)
         if record.tail is not None:
             if not result.cause and wanted:
@@ -94,10 +99,10 @@ class Parking:
         else this step loads it into that one.
         """
         request = source.request
-        num_full = (request.num_tokens - 1) // self._block_size
+        num_full = self._group.tail_index(request.num_tokens)
         num_tail = source.num_tail_tokens if source.offers and num_hits == num_full else 0
         if num_tail:
-            table = self._tables.req_to_blocks[request.request_id]
+            table = block_table(self._manager, request, self._group)
             if source in self.tails:
                 table[num_full], self.tails[source] = self.tails[source], table[num_full]
             else:
@@ -108,9 +113,9 @@ class Parking:
     def cache_full_tail(self, source: BlockSource) -> None:
         """Once it has the first token, a tail block that is full is a block like the others."""
         if source in self.tails and source.is_tail_cacheable:
-            index = (source.request.num_prompt_tokens - 1) // self._block_size
+            index = self._group.tail_index(source.end)
             self._phantoms.cache(source.request, [index], [self.tails[source]])
-            source.num_parked_tokens += self._block_size
+            source.num_parked_tokens += self._group.block_size
             self.drop_tail(source)
 
     def drop_tail(self, source: BlockSource) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.parking import Parking
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.metrics import Provenance, Stats
     from vllm_ascend_pd.pool.messages import AheadSpec, Message, PoolLoadSpec
     from vllm_ascend_pd.transfer.grants import GrantSpec
@@ -40,8 +41,7 @@ class Common:
     scheduler: Scheduler
     config: PDConfig
     stats: Stats
-    bytes_per_block: int
-    """Of all workers together."""
+    groups: tuple[KVGroup, ...]
     sharding: Sharding
     phantoms: PhantomBlocks
     loads: Loads
@@ -54,8 +54,20 @@ class Common:
         return self.scheduler.kv_cache_manager
 
     @property
+    def group(self) -> KVGroup:
+        """The one that there is, see ``supported``."""
+        (group,) = self.groups
+        return group
+
+    @property
     def block_size(self) -> int:
-        return self.scheduler.block_size
+        """In tokens."""
+        return self.group.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of all workers together."""
+        return self.group.bytes_per_block * self.sharding.num_workers
 
 
 @dataclass(slots=True)

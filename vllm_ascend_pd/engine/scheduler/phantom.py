@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.kv.span import KVGroup
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +49,11 @@ class Phantom:
 
 
 class PhantomBlocks:
-    """The published blocks whose loads have not been started (scheduler thread)."""
+    """The published blocks of one group whose loads have not been started (scheduler thread)."""
 
-    def __init__(self, block_pool: BlockPool, block_size: int) -> None:
+    def __init__(self, block_pool: BlockPool, group: KVGroup) -> None:
         self._pool = block_pool
-        self._block_size = block_size
+        self._group = group
         self._phantoms: dict[int, Phantom] = {}
 
     def __len__(self) -> int:
@@ -61,7 +62,7 @@ class PhantomBlocks:
     def num_leading_hits(self, request: Request, stop: int) -> int:
         """How many of the first ``stop`` blocks are cached, counted up to the first that is not."""
         for index in range(stop):
-            if cached_block(self._pool, request.block_hashes[index]) is None:
+            if cached_block(self._pool, request.block_hashes[index], self._group) is None:
                 return index
         return stop
 
@@ -70,8 +71,8 @@ class PhantomBlocks:
         neither.
         """
         missing: list[int] = []
-        for index in range(min(source.num_blocks, (request.num_tokens - 1) // self._block_size)):
-            if cached_block(self._pool, request.block_hashes[index]) is None:
+        for index in range(min(source.num_blocks, self._group.tail_index(request.num_tokens))):
+            if cached_block(self._pool, request.block_hashes[index], self._group) is None:
                 if not source.has_block(index):
                     break
                 missing.append(index)
@@ -86,14 +87,14 @@ class PhantomBlocks:
         leading cached blocks. No reference is kept: if the request is not scheduled now, nothing
         has to be undone.
         """
-        end = (request.num_tokens - 1) // self._block_size
+        end = self._group.tail_index(request.num_tokens)
         last = min(source.num_blocks, end)
         table: list[KVCacheBlock] = list(hits)
         if last <= len(hits):
             return table
         missing: list[int] = []
         for index in range(len(hits), end):
-            block = cached_block(self._pool, request.block_hashes[index])
+            block = cached_block(self._pool, request.block_hashes[index], self._group)
             if block is None:
                 if index >= last or not source.has_block(index):
                     break
@@ -129,7 +130,7 @@ class PhantomBlocks:
         self, request: Request, table: list[KVCacheBlock | None], indices: Sequence[int]
     ) -> None:
         for start, stop in _runs(indices):
-            enter_blocks(self._pool, request, table, start, stop, self._block_size)
+            enter_blocks(self._pool, request, table, start, stop, self._group)
 
     def claim(self, blocks: Iterable[KVCacheBlock]) -> list[Phantom]:
         """Take the phantoms among ``blocks``, to which a request has just committed."""

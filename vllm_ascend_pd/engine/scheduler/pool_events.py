@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
+    from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.pool.known_keys import KnownKeys
 
 
@@ -31,32 +32,32 @@ class PoolEvents:
         self,
         pool: BlockPool,
         known: KnownKeys,
-        block_size: int,
+        group: KVGroup,
         stores_to: Place = Place.DRAM,
     ) -> None:
         self._stores_to = stores_to
         self._pool = pool
         self._known = known
-        self._block_size = block_size
+        self._group = group
 
     def make_stored(self, request: Request, index: int) -> BlockStored | None:
         """For block ``index`` of ``request``, without its medium; ``None`` when nobody listens."""
         if not self._pool.enable_kv_cache_events:
             return None
         hashes = request.block_hashes
-        start = index * self._block_size
-        end = start + self._block_size
+        start = index * self._group.block_size
+        end = start + self._group.block_size
         lora = request.lora_request
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(hashes[index])],
             parent_block_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
             token_ids=request.all_token_ids[start:end],
-            block_size=self._block_size,
+            block_size=self._group.block_size,
             lora_id=lora.adapter_id if lora else None,
             medium=None,
             lora_name=lora.name if lora else None,
             extra_keys=event_extra_keys(request, start, end),
-            group_idx=0,
+            group_idx=self._group.id,
         )
 
     def found(self, request: Request, index: int, place: Place) -> None:
@@ -108,6 +109,6 @@ class PoolEvents:
             BlockRemoved(
                 block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
                 medium=medium,
-                group_idx=0,
+                group_idx=self._group.id,
             )
         )

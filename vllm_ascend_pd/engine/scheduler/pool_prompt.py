@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
-from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.pool.messages import PoolLoadSpec
 from vllm_ascend_pd.types import Cause, Place
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.types import LoadId
 
 _EXPECTED_OUTCOMES = ("", Cause.CANCELLED.value)
@@ -37,7 +37,7 @@ class PoolPrompt(BlockSource):
         """Blocks before ``start`` were in the prefix cache at arrival and were not asked for.
         ``had_peer``: ``provenance`` is that of its session with a peer, which the consumer counts.
         """
-        super().__init__(request, provenance or Provenance(request.num_prompt_tokens))
+        super().__init__(request, provenance)
         self.start = start
         self.had_peer = had_peer
         self.loaded: set[int] = set()
@@ -53,9 +53,9 @@ class PoolPrompt(BlockSource):
         """``places[i]`` is that of block ``start + i``."""
         self._places = places
         self._num_blocks = self.start + len(places.rstrip(b"\0"))
-        block_size = self._pool.block_size
-        if self.has_block((self.request.num_tokens - 1) // block_size):
-            self._num_tail_tokens = block_size - 1
+        group = self._pool.group
+        if self.has_block(group.tail_index(self.request.num_tokens)):
+            self._num_tail_tokens = group.block_size - 1
         self.advance(SourceEvent.FOUND)
 
     @property
@@ -135,7 +135,7 @@ class PoolPrompt(BlockSource):
             if (index := indices.get(block_id)) is not None:
                 self._pool.failed_to_load(bytes(self.request.block_hashes[index]))
         lost = {i for b, i in indices.items() if not result.failed or b in result.failed}
-        self.provenance.take_back(min(lost, default=0) * self._pool.block_size)
+        self.provenance.take_back(min(lost, default=0) * self._pool.group.block_size)
 
     def count_computed(self, admitted: bool) -> bool:
         """Whether the request has been admitted. Nobody says so when nothing of its prompt was to
@@ -169,11 +169,11 @@ class PoolPrompt(BlockSource):
         if not num_pool and not indices:
             return
         origin = self.provenance
-        block_size = self._pool.block_size
+        group = self._pool.group
         by_place = dict.fromkeys(Place.all(), 0)
-        tail = (origin.num_prompt_tokens - 1) // block_size
+        tail = group.tail_index(self.end)
         for index in indices:
-            num_tokens = block_size - (index == tail)
+            num_tokens = group.block_size - (index == tail)
             by_place[self.place_of(index) or Place.DRAM] += num_tokens
         # Some may have been evicted since; what is not known to be elsewhere was in DRAM.
         excess = sum(by_place.values()) - num_pool

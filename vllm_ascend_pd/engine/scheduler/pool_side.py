@@ -69,7 +69,7 @@ class PoolSide(Part):
         known = KnownKeys()
         assert common.config.pool is not None
         stores_to = tier_class(common.config.pool.tiers[0]).stores_to
-        events = PoolEvents(common.manager.block_pool, known, common.block_size, stores_to)
+        events = PoolEvents(common.manager.block_pool, known, common.group, stores_to)
         options = scheduler.scheduler_config
         self.source = PoolSource(common, events, self._link.send)
         self.open = self.source.open
@@ -167,7 +167,7 @@ class PoolSide(Part):
     def arrived(self, request: Request, source: BlockSource | None) -> None:
         if source is not None:
             # Its producer stores the prompt.
-            self.saves.skip(request, request.num_prompt_tokens)
+            self.saves.skip(request, source.end)
         else:
             self.source.add(request)
 

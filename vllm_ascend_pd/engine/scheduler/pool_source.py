@@ -73,7 +73,7 @@ class PoolSource:
         assert config is not None
         self.names = PoolNames(is_shared="mooncake" in config.tiers)
         self.transfer = common.config.transfer
-        self.block_size = common.block_size
+        self.group = common.group
         self._config = config
         self._common = common
         self._phantoms = common.phantoms
@@ -117,7 +117,7 @@ class PoolSource:
         """
         if not self._config.get or request.skip_reading_prefix_cache:
             return
-        end = (request.num_tokens - 1) // self.block_size
+        end = self.group.tail_index(request.num_tokens)
         stop = min(end + 1, len(request.block_hashes))
         previous = self.find(request)
         # The blocks of a preempted request are still cached, and about to be taken by others.
@@ -326,7 +326,7 @@ class PoolSource:
     def compute_ms(self) -> float:
         if self._config.load is not PoolLoad.AUTO:
             return 0.0
-        return self._common.prefill.ms(self.block_size)
+        return self._common.prefill.ms(self.group.block_size)
 
     def decided(self, prompt: PoolPrompt, plan: Plan, num_offered: int) -> None:
         """So many of the blocks that it offers are used."""

@@ -11,12 +11,19 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
+from vllm_ascend_pd.engine.vllm_api.groups import (
+    block_hashes,
+    block_table,
+    block_tables,
+    known_end,
+)
 from vllm_ascend_pd.engine.vllm_api.hashes import extra_keys
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.kv.span import GroupBlocks, Span
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.lease_states import ProducerState
-from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
+from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, Tail
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import RemotePrefill, check_name
 
@@ -76,7 +83,6 @@ class Producer(Part):
         """``sampling_key``: see ``first_token``."""
         self._common = common
         self._stats = common.stats
-        self._block_size = common.block_size
         self._manager = common.manager
         unopened_share = common.config.transfer.unopened_share
         self._max_unopened_blocks = int(unopened_share * self._manager.block_pool.num_gpu_blocks)
@@ -181,7 +187,7 @@ class Producer(Part):
         key = _prompt_key(request.request_id)
         prompt = self._prompts.get(key)
         if prompt is None:
-            if _chosen_id(request) is not None or num_after < request.num_prompt_tokens:
+            if _chosen_id(request) is not None or num_after < known_end(request):
                 return None  # announced on arrival, and given up since; or not computed yet
             transfer_id = TransferId(secrets.token_hex(16))
             prompt = self._keep(key, self._make_lease(request, transfer_id, False))
@@ -190,9 +196,9 @@ class Producer(Part):
         is_admitted = prompt.owner is None
         if is_admitted and lease.state is ProducerState.OPEN:
             prompt.owner = request
-        if num_before >= request.num_prompt_tokens or prompt.owner is not request:
+        if num_before >= lease.span.end or prompt.owner is not request:
             return None
-        lease.block_ids = self._block_ids(request)
+        lease.span = lease.span.holding(block_tables(self._manager, request))
         if lease.announced and self._common.loads.is_under(request):
             prompt.num_held = num_after
             self._held.add(prompt)
@@ -213,14 +219,14 @@ class Producer(Part):
 
     def _spec(self, lease: Lease, num_tokens_before: int, num_tokens_after: int) -> GrantSpec:
         def num_blocks(num_tokens: int) -> int:
-            if num_tokens >= lease.num_tokens:
-                return lease.num_before_tail + 1
-            return min(num_tokens // self._block_size, lease.num_before_tail)
+            if num_tokens >= lease.span.end:
+                return lease.span.num_blocks(0)
+            return num_tokens // self._common.block_size
 
         return GrantSpec(
             lease.ref,
             self._epoch,
-            lease.block_ids,
+            lease.span.block_ids,
             num_blocks(num_tokens_before),
             num_blocks(num_tokens_after),
         )
@@ -230,10 +236,6 @@ class Producer(Part):
         self._book.grant(lease)
         self._stats.add("leases_granted")
         return prompt
-
-    def _block_ids(self, request: Request) -> tuple[int, ...]:
-        num_blocks = (request.num_prompt_tokens - 1) // self._block_size + 1
-        return tuple(self._manager.get_block_ids(request.request_id)[0][:num_blocks])
 
     def _make_way(self) -> None:
         """Prompts for consumers that may never come leave blocks for others."""
@@ -260,13 +262,19 @@ class Producer(Part):
             return None
         if prompt is None:  # given back before it was computed; whoever comes all the same is told
             prompt = _Prompt(self._make_lease(request, TransferId(chosen_id), True))
-            prompt.lease.block_ids = self._block_ids(request)
+            tables = block_tables(self._manager, request)
+            prompt.lease.span = prompt.lease.span.holding(tables)
         lease = prompt.lease
         is_owner = prompt.owner is request
         if is_owner and self._book.finish(lease, _first_token(request, lease)):
             self._server.tell_first_token(lease)
-            blocks = self._manager.get_blocks(request.request_id).blocks[0]
-            prompt.pinned = list(blocks[: len(lease.block_ids)])
+            prompt.pinned = [
+                block
+                for group in self._common.groups
+                for block in block_table(self._manager, request, group)[
+                    : lease.span.num_blocks(group.id)
+                ]
+            ]
             self._manager.block_pool.touch(prompt.pinned)
             self._make_way()
         return RemotePrefill(
@@ -274,11 +282,11 @@ class Producer(Part):
             remote_host=self._endpoint.host,
             remote_port=self._endpoint.port,
             remote_key=self._endpoint.key,
-            remote_block_ids=lease.block_ids,
+            remote_block_ids=lease.span.block_ids,
             tp_size=self._common.sharding.num_workers,
             transfer_id=lease.transfer_id,
             remote_epoch=self._epoch,
-            remote_num_tokens=lease.num_tokens,
+            remote_num_tokens=lease.span.end,
         ).to_params()
 
     def collect_closed(self) -> None:
@@ -301,7 +309,7 @@ class Producer(Part):
     def recovered(self, bad_block_ids: set[int]) -> None:
         """Give up every lease that holds one of these blocks."""
         for prompt in self._prompts.values():
-            if bad_block_ids.intersection(prompt.lease.block_ids):
+            if bad_block_ids.intersection(prompt.lease.span.block_ids):
                 self._book.revoke(prompt.lease)
         self.collect_closed()
 
@@ -328,17 +336,17 @@ class Producer(Part):
             self.collect_closed()
 
     def _make_lease(self, request: Request, transfer_id: TransferId, announced: bool) -> Lease:
-        num_tokens = request.num_prompt_tokens
-        num_full_before_tail = (num_tokens - 1) // self._block_size
-        tail_start = num_full_before_tail * self._block_size
+        groups, end = self._common.groups, known_end(request)
+        blocks = (GroupBlocks(g.block_size, (), block_hashes(request, g, end)) for g in groups)
+        span = Span(0, end, tuple(blocks))
+        starts = [span.tail_start(group.id) for group in groups]
         return Lease(
             transfer_id=transfer_id,
-            block_ids=(),
-            block_hashes=tuple(request.block_hashes[: num_tokens // self._block_size]),
-            tail_token_ids=tuple(request.all_token_ids[tail_start:num_tokens]),
-            tail_extra_keys=tail_extra_keys(request, tail_start, num_tokens),
-            num_tokens=num_tokens,
-            num_before_tail=num_full_before_tail,
+            span=span,
+            tails=tuple(
+                Tail(tuple(request.all_token_ids[start:end]), tail_extra_keys(request, start, end))
+                for start in starts
+            ),
             announced=announced,
             sampling_key=self._sampling_key(request),
         )
@@ -364,5 +372,6 @@ def _prompt_key(request_id: str) -> str:
 
 
 def _first_token(request: Request, lease: Lease) -> int | None:
-    """What was sampled after the prompt, if a consumer may take it."""
-    return request.output_token_ids[0] if lease.sampling_key and request.num_output_tokens else None
+    """What was sampled after the span, if a consumer may take it."""
+    end = lease.span.end
+    return request.all_token_ids[end] if lease.sampling_key and request.num_tokens > end else None

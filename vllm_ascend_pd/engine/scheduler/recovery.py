@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_pd.engine.vllm_api.groups import allocated_span
 from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -29,42 +30,42 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
     from vllm_ascend_pd.engine.scheduler.parts import Common, Part
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import KVGroup, Span
 
 logger = limited_logger(__name__)
 
 
-def find_affected(
-    tables: dict[str, list[int]], bad_block_ids: set[int]
-) -> tuple[set[str], set[int]]:
+def find_affected(spans: Mapping[str, Span], bad_block_ids: set[int]) -> tuple[set[str], set[int]]:
     """Which requests use a bad block, and all blocks that are bad because of it.
 
-    A block after a bad one in any table was computed on bad KV, so it is bad too; that may affect
-    further requests, hence the fixed point.
+    What comes after a bad block in any span, in any group, was computed on bad KV, so it is bad
+    too; that may affect further requests, hence the fixed point.
     """
     bad = set(bad_block_ids)
-    first_bad = {request_id: len(table) for request_id, table in tables.items()}
+    first_bad = {request_id: span.end for request_id, span in spans.items()}
     changed = True
     while changed:
         changed = False
-        for request_id, table in tables.items():
-            known = first_bad[request_id]
-            first = next((i for i in range(known) if table[i] in bad), known)
-            if first < known:
+        for request_id, span in spans.items():
+            first = span.first_of(bad)
+            if first < first_bad[request_id]:
                 first_bad[request_id] = first
-                bad.update(table[first:])
+                bad |= span.block_ids_from(first)
                 changed = True
-    affected = {i for i, table in tables.items() if first_bad[i] < len(table)}
+    affected = {i for i, span in spans.items() if first_bad[i] < span.end}
     return affected, bad
 
 
-def recover(scheduler: Scheduler, bad_block_ids: set[int]) -> tuple[list[Request], set[int]]:
+def recover(
+    scheduler: Scheduler, groups: Sequence[KVGroup], bad_block_ids: set[int]
+) -> tuple[list[Request], set[int]]:
     """Evict and preempt; returns the preempted requests and all evicted block ids."""
     manager = scheduler.kv_cache_manager
-    tables = {
-        request.request_id: manager.get_block_ids(request.request_id)[0]
+    spans = {
+        request.request_id: allocated_span(manager, groups, request)
         for request in scheduler.running
     }
-    affected, bad = find_affected(tables, bad_block_ids)
+    affected, bad = find_affected(spans, bad_block_ids)
     bad.discard(manager.block_pool.null_block.block_id)
     manager.evict_blocks(bad)
     preempted = [request for request in scheduler.running if request.request_id in affected]
@@ -123,7 +124,7 @@ class LoadEnds:
         return bad
 
     def _recover(self, bad_block_ids: set[int]) -> None:
-        preempted, bad = recover(self._scheduler, bad_block_ids)
+        preempted, bad = recover(self._scheduler, self._common.groups, bad_block_ids)
         self._spoil(bad)
         for part in self._parts:
             part.recovered(bad)

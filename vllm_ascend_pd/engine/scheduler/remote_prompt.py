@@ -13,7 +13,6 @@ from vllm.v1.request import RequestStatus
 from vllm_ascend_pd.config import PeerLoad
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 
@@ -44,7 +43,7 @@ class RemotePrompt(BlockSource):
         self, request: Request, remote: RemotePrefill, peers: Consumer, key: tuple[str, int]
     ) -> None:
         """``key``: unlike the request's id it is not used again."""
-        super().__init__(request, Provenance(request.num_prompt_tokens))
+        super().__init__(request)
         self.key = key
         self.remote = remote
         self.control = Endpoint(remote.remote_host, remote.remote_port, remote.remote_key)
@@ -53,11 +52,11 @@ class RemotePrompt(BlockSource):
         """What the producer has sampled after the prompt."""
         self._peers = peers
         self._transfer = peers.transfer
-        self._block_size = peers.block_size
+        self._block_size = peers.group.block_size
         self._workers: tuple[Worker, ...] = ()
         self._num_blocks = 0
         self._num_tail_tokens = 0
-        """Of the block that holds the prompt's last token, perhaps with it, perhaps all."""
+        """Of the tail of what the producer has, perhaps with its last token, perhaps all."""
         self._num_kept_tokens = 0
         """Of those counted as the peer's: what stays if its loads fail after all."""
         self._first_token_follows = False
@@ -105,7 +104,7 @@ class RemotePrompt(BlockSource):
         return (
             self.first_token_id is not None
             and self.state in _BEFORE_ADMISSION
-            and not self.request.num_output_tokens
+            and not self.is_continued
         )
 
     def holds_back(self) -> bool:
@@ -133,13 +132,14 @@ class RemotePrompt(BlockSource):
     # What it has.
 
     @property
+    def is_continued(self) -> bool:
+        """Whether a token after the span is known."""
+        return self.request.num_tokens > self.end
+
+    @property
     def is_tail_cacheable(self) -> bool:
-        """Whether the block of the prompt's last token is full, and no token of it is computed."""
-        return (
-            self._num_tail_tokens == self._block_size
-            and self.request.num_output_tokens > 0
-            and not self.is_stale
-        )
+        """Whether the tail is full, and no token of it is computed."""
+        return self._num_tail_tokens == self._block_size and self.is_continued and not self.is_stale
 
     @property
     def num_blocks(self) -> int:
@@ -147,14 +147,14 @@ class RemotePrompt(BlockSource):
 
     @property
     def num_tail_tokens(self) -> int:
-        """The last token is computed in any case: that is the prompt's or the first after it."""
+        """The last known token is computed in any case: the span's or the first after it."""
         return min(self._num_tail_tokens, (self.request.num_tokens - 1) % self._block_size)
 
     def has_block(self, index: int) -> bool:
         return index < self.num_blocks
 
     def has_tail(self, index: int) -> bool:
-        follows = self._first_token_follows and not self.request.num_output_tokens
+        follows = self._first_token_follows and not self.is_continued
         num_tokens = self._num_tail_tokens if follows else self.num_tail_tokens
         return num_tokens > 0 and self.num_blocks == index
 
@@ -212,7 +212,7 @@ class RemotePrompt(BlockSource):
         """The request has ended."""
         if not self.state.final:
             is_answered = (
-                self.request.num_output_tokens > 0
+                self.is_continued
                 and self.state in _BEFORE_ADMISSION
                 and self.request.status != RequestStatus.FINISHED_ABORTED
             )

@@ -29,6 +29,7 @@ from vllm.v1.request import Request
 
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
+from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end
 from vllm_ascend_pd.kv.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.answers import fold_saved
 from vllm_ascend_pd.pool.messages import (
@@ -126,12 +127,12 @@ class Saves:
         self._num_workers = common.sharding.num_workers
         self._send = send
         self._pool = common.manager.block_pool
-        (self._tables,) = common.manager.coordinator.single_type_managers
+        self._manager = common.manager
+        self._group = common.group
         self._known = known
         self._events = events
         self._config = config
         self._stats = common.stats
-        self._block_size = common.block_size
         self._blocks_per_save = bounds.blocks_per_save
         self._clock = clock
         self._max_pinned = max(1, self._pool.num_gpu_blocks // _PINNED_SHARE)
@@ -181,15 +182,15 @@ class Saves:
             request = requests[request_id]
             num_before = request.num_computed_tokens
             num_after = num_before + num_scheduled
-            if num_after // self._block_size > self._saved.get(request_id, 0):
+            if num_after // self._group.block_size > self._saved.get(request_id, 0):
                 step.requests.append((request, request.num_preemptions, num_after))
-            if announces and num_before < request.num_prompt_tokens:
-                start = num_before // self._block_size
-                stop = min(num_after, request.num_prompt_tokens) // self._block_size
+            if announces and num_before < known_end(request):
+                start = num_before // self._group.block_size
+                stop = min(num_after, known_end(request)) // self._group.block_size
                 if request_id not in self._not_found:
                     start = self._first_wanted(request, start, stop)
-                blocks = self._tables.req_to_blocks[request_id][start:stop]
-                block_ids.extend(map(_BLOCK_ID, blocks))
+                table = block_table(self._manager, request, self._group)
+                block_ids.extend(map(_BLOCK_ID, table[start:stop]))
         if block_ids:
             step.ahead = self._announce(block_ids)
         return step.ahead
@@ -239,20 +240,20 @@ class Saves:
         have stored nothing yet.
         """
         if self._evictions is None:
-            self._saved[request.request_id] = num_tokens // self._block_size
+            self._saved[request.request_id] = num_tokens // self._group.block_size
 
     def _new_full_blocks(
         self, request: Request, num_computed: int
     ) -> tuple[int, int, Sequence[KVCacheBlock]]:
         """Those from ``start`` to ``end`` have not been seen; the request's block table."""
         start = self._saved.get(request.request_id, 0)
-        end = min(num_computed, request.num_tokens) // self._block_size
+        end = min(num_computed, request.num_tokens) // self._group.block_size
         if not self._config.put_decoded:
-            end = min(end, request.num_prompt_tokens // self._block_size)
+            end = min(end, known_end(request) // self._group.block_size)
         end = min(end, len(request.block_hashes))
         if start >= end:
             return start, start, ()
-        table = self._tables.req_to_blocks[request.request_id]
+        table = block_table(self._manager, request, self._group)
         return start, min(end, len(table)), table
 
     def _store(

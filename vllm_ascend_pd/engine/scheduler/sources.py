@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from vllm_ascend_pd.engine.vllm_api.groups import known_end
 from vllm_ascend_pd.kv.states import Transitions
+from vllm_ascend_pd.metrics import Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
-    from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.pool.messages import PoolLoadSpec
     from vllm_ascend_pd.transfer.load import LoadSpec
     from vllm_ascend_pd.types import Cause, LoadId
@@ -111,10 +112,10 @@ _OFFERING = (SourceState.READY, SourceState.PLACED)
 
 
 class BlockSource(ABC):
-    """Blocks of one prompt that are held elsewhere: by a peer, or by the pool.
+    """Blocks of one request's span [0, ``end``) that are held elsewhere: by a peer, or by the pool.
 
     Scheduler thread only. A load of blocks that are gone meanwhile fails; it never gets others.
-    ``block index`` counts the prompt's blocks from its start.
+    ``block index`` counts the span's blocks, of the one group that there is.
     """
 
     is_complete = True
@@ -124,9 +125,10 @@ class BlockSource(ABC):
     place_until = math.inf
     """When it is given up to find memory for what is not complete."""
 
-    def __init__(self, request: Request, provenance: Provenance) -> None:
+    def __init__(self, request: Request, provenance: Provenance | None = None) -> None:
         self.request = request
-        self.provenance = provenance
+        self.end = known_end(request)
+        self.provenance = provenance or Provenance(self.end)
         self.state = SourceState.ASKED
         self.num_loads = 0
         """Loads under way that use it, also those of other requests that share its blocks."""
@@ -149,7 +151,7 @@ class BlockSource(ABC):
     @property
     @abstractmethod
     def num_tail_tokens(self) -> int:
-        """Tokens that can be had of the block after the prompt's last cacheable one."""
+        """Tokens that can be had of the span's tail."""
 
     @abstractmethod
     def has_block(self, index: int) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.request import Request
 
-_GROUP_ID = 0
+    from vllm_ascend_pd.kv.span import KVGroup
 
 
 def content_hash(key: BlockHashWithGroupId) -> bytes:
@@ -22,14 +22,14 @@ def content_hash(key: BlockHashWithGroupId) -> bytes:
     return bytes(get_block_hash(key))
 
 
-def cached_block(pool: BlockPool, block_hash: BlockHash) -> KVCacheBlock | None:
+def cached_block(pool: BlockPool, block_hash: BlockHash, group: KVGroup) -> KVCacheBlock | None:
     """The block of the prefix cache with that content.
 
     Touches:
         vllm/v1/core/block_pool.py:BlockPool.cached_block_hash_to_block
         vllm/v1/core/block_pool.py:BlockHashToBlockMap.get_one_block
     """
-    key = make_block_hash_with_group_id(block_hash, _GROUP_ID)
+    key = make_block_hash_with_group_id(block_hash, group.id)
     return pool.cached_block_hash_to_block.get_one_block(key)
 
 
@@ -39,14 +39,14 @@ def enter_blocks(
     table: list[KVCacheBlock | None],
     start: int,
     stop: int,
-    block_size: int,
+    group: KVGroup,
 ) -> None:
     """``table[start:stop]`` into the prefix cache, as the request's blocks of those indices.
 
     Touches:
         vllm/v1/core/block_pool.py:BlockPool.cache_full_blocks
     """
-    pool.cache_full_blocks(request, table, start, stop, block_size, _GROUP_ID)
+    pool.cache_full_blocks(request, table, start, stop, group.block_size, group.id)
 
 
 def next_to_evict(pool: BlockPool, most: int) -> Iterator[KVCacheBlock]:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans: which blocks of each group hold which tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.kv.span import GroupBlocks, KVGroup, Span
+
+
+def make_span(start: int, end: int, *block_sizes: int) -> Span:
+    """With a block for every token, named by its first one: 100 * group + its index."""
+    bare = Span(start, end, tuple(map(GroupBlocks, block_sizes)))
+    return bare.holding([range(100 * i, 100 * i + 100) for i in range(len(block_sizes))])
+
+
+def test_empty_span_has_no_blocks() -> None:
+    span = make_span(32, 32, 16, 32)
+    assert span.block_ids == ()
+    assert [span.num_blocks(i) for i in (0, 1)] == [0, 0]
+    assert [span.num_before_tail(i) for i in (0, 1)] == [0, 0]
+    assert span.first_of({0, 100}) == 32
+    assert span.block_ids_from(0) == set()
+
+
+def test_span_that_ends_within_a_block_has_it_as_its_tail() -> None:
+    span = make_span(0, 35, 16)
+    assert (span.num_blocks(0), span.num_full(0), span.num_before_tail(0)) == (3, 2, 2)
+    assert span.tail_start(0) == 32
+    assert span.block_ids == (0, 1, 2)
+
+
+def test_last_block_of_a_span_is_its_tail_also_when_it_is_full() -> None:
+    span = make_span(0, 32, 16)
+    assert (span.num_blocks(0), span.num_full(0), span.num_before_tail(0)) == (2, 2, 1)
+    assert span.tail_start(0) == 16
+
+
+def test_groups_of_different_block_sizes_have_tails_of_their_own() -> None:
+    span = make_span(64, 120, 16, 32)
+    assert [span.num_blocks(i) for i in (0, 1)] == [4, 2]
+    assert [span.tail_start(i) for i in (0, 1)] == [112, 96]
+    assert span.block_ids == (0, 1, 2, 3, 100, 101)
+
+
+def test_block_is_found_by_its_first_token_in_every_group() -> None:
+    span = make_span(64, 120, 16, 32)
+    assert span.first_of({3}) == 112
+    assert span.first_of({101}) == 96
+    assert span.first_of({3, 101}) == 96
+    assert span.first_of({7}) == 120
+
+
+def test_blocks_from_a_token_on_are_those_that_hold_it_or_what_follows() -> None:
+    span = make_span(64, 120, 16, 32)
+    assert span.block_ids_from(112) == {3, 101}
+    assert span.block_ids_from(80) == {1, 2, 3, 100, 101}
+    assert span.block_ids_from(0) == set(span.block_ids)
+
+
+@pytest.mark.parametrize(("start", "sizes"), [(8, (16,)), (16, (16, 32))])
+def test_span_must_begin_with_a_block_in_every_group(start: int, sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"token {start} is within one of the {sizes[-1]} tokens"):
+        make_span(start, 64, *sizes)
+
+
+@pytest.mark.parametrize(("start", "end"), [(-16, 0), (32, 16)])
+def test_span_must_go_forward(start: int, end: int) -> None:
+    with pytest.raises(ValueError, match="not a span of tokens"):
+        make_span(start, end, 16)
+
+
+@pytest.mark.parametrize(
+    "blocks", [GroupBlocks(16, (1, 2, 3)), GroupBlocks(16, (1, 2), (b"a", b"b"))]
+)
+def test_span_must_not_have_more_blocks_than_tokens_for_them(blocks: GroupBlocks) -> None:
+    with pytest.raises(ValueError, match="group 0 has"):
+        Span(0, 20, (blocks,))
+
+
+@given(
+    st.integers(0, 8), st.integers(0, 200), st.lists(st.sampled_from([8, 16, 32, 64]), min_size=1)
+)
+def test_tail_begins_before_the_end_and_ends_with_it(
+    first: int, num_tokens: int, sizes: list[int]
+) -> None:
+    start = first * 64
+    span = make_span(start, start + num_tokens, *sizes)
+    for i, size in enumerate(sizes):
+        group = KVGroup(i, size, 1, ("layer",))
+        length = span.end - span.tail_start(i)
+        assert length == 0 if not num_tokens else 0 < length <= size
+        assert span.num_full(i) in (span.num_before_tail(i), span.num_blocks(i))
+        if not start and num_tokens:
+            assert group.tail_index(span.end) == span.num_before_tail(i)

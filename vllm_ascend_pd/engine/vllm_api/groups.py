@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache groups, and what requests have in each of them. Scheduler thread, but for ``kv_groups``.
+
+This is the one place that knows how vLLM orders groups: ``KVGroup.id`` is the index everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.kv.span import GroupBlocks, KVGroup, Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+def kv_groups(config: KVCacheConfig) -> tuple[KVGroup, ...]:
+    """Those of the engine.
+
+    Touches:
+        vllm/v1/kv_cache_interface.py:KVCacheConfig.kv_cache_groups
+        vllm/v1/kv_cache_interface.py:KVCacheConfig.kv_cache_tensors
+        vllm/v1/kv_cache_interface.py:KVCacheGroupSpec.layer_names
+        vllm/v1/kv_cache_interface.py:KVCacheTensor.layers
+    """
+    stored = [name for tensor in config.kv_cache_tensors for name in tensor.layers]
+    return tuple(
+        KVGroup(
+            id=index,
+            block_size=group.kv_cache_spec.block_size,
+            page_bytes=group.kv_cache_spec.page_size_bytes,
+            layers=tuple(name for name in stored if name in group.layer_names),
+        )
+        for index, group in enumerate(config.kv_cache_groups)
+    )
+
+
+def only_group(config: KVCacheConfig) -> KVGroup:
+    """That of an engine that has one; others are refused, see ``scheduler.supported``."""
+    (group,) = kv_groups(config)
+    return group
+
+
+def blocks_of(blocks: KVCacheBlocks, group: KVGroup) -> Sequence[KVCacheBlock]:
+    """The part of ``blocks`` that is this group's.
+
+    Touches:
+        vllm/v1/core/kv_cache_manager.py:KVCacheBlocks.blocks
+    """
+    return blocks.blocks[group.id]
+
+
+def block_table(manager: KVCacheManager, request: Request, group: KVGroup) -> list[KVCacheBlock]:
+    """The blocks of a request, as they are: who changes the list changes the table.
+
+    Touches:
+        vllm/v1/core/kv_cache_coordinator.py:KVCacheCoordinator.single_type_managers
+        vllm/v1/core/single_type_kv_cache_manager.py:SingleTypeKVCacheManager.req_to_blocks
+    """
+    return manager.coordinator.single_type_managers[group.id].req_to_blocks[request.request_id]
+
+
+def known_end(request: Request) -> int:
+    """How many tokens of a request were known when it came: the end of the span that is asked for,
+    leased and loaded for it. What follows is sampled.
+    """
+    return request.num_prompt_tokens
+
+
+def block_hashes(request: Request, group: KVGroup, end: int) -> tuple[bytes, ...]:
+    """Of the full blocks of its first ``end`` tokens.
+
+    Touches:
+        vllm/v1/request.py:Request.block_hashes
+    """
+    return tuple(request.block_hashes[: end // group.block_size])
+
+
+def block_tables(manager: KVCacheManager, request: Request) -> tuple[list[int], ...]:
+    """The ids of the blocks that are allocated for it, by group.
+
+    Touches:
+        vllm/v1/core/kv_cache_manager.py:KVCacheManager.get_block_ids
+    """
+    return manager.get_block_ids(request.request_id)
+
+
+def allocated_span(manager: KVCacheManager, groups: Sequence[KVGroup], request: Request) -> Span:
+    """All that blocks are allocated for, without hashes."""
+    tables = block_tables(manager, request)
+    sizes = [group.block_size for group in groups]
+    end = max(len(table) * size for table, size in zip(tables, sizes, strict=True))
+    return Span(0, end, tuple(map(GroupBlocks, sizes))).holding(tables)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A span: a piece of a sequence, and its blocks in each KV cache group. Pure.
+
+    tokens      start                                   end
+    blocks of 16  [  h0  ][  h1  ][  h2  ][  tail . . . .|
+    blocks of 32  [      h0      ][        tail . . . . .|
+
+A span begins at a boundary of blocks in every group. Its last block, the *tail*, holds its last
+token: it is mostly not full, and then it has no hash. A prompt is the span [0, n); the span of a
+request that runs ends later and later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose KV of the same tokens is in the same blocks; fixed for an engine.
+
+    ``id`` is the group's place among those of the engine. ``block_size`` is in tokens;
+    ``page_bytes`` is what one worker has of a block in one of ``layers``.
+    """
+
+    id: int
+    block_size: int
+    page_bytes: int
+    layers: tuple[str, ...]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of one worker's share, in all layers."""
+        return self.page_bytes * len(self.layers)
+
+    def tail_index(self, end: int) -> int:
+        """The tail's index, for a span that ends at ``end``: so many full blocks are before it."""
+        return (end - 1) // self.block_size
+
+
+class GroupBlocks(NamedTuple):
+    """One group's blocks of a span, in order. ``hashes`` are those of full blocks; either may be
+    shorter than the span, and be continued later.
+    """
+
+    block_size: int
+    block_ids: tuple[int, ...] = ()
+    hashes: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a sequence; ``groups[i]`` are the blocks of the engine's group ``i``.
+
+    Raises:
+        ValueError: ``start`` is within a block, or there are more blocks than tokens for them.
+    """
+
+    start: int
+    end: int
+    groups: tuple[GroupBlocks, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise ValueError(f"not a span of tokens: [{self.start}, {self.end})")
+        for i, group in enumerate(self.groups):
+            if self.start % group.block_size:
+                raise ValueError(
+                    f"a span must begin with a block: token {self.start} is within one of the"
+                    f" {group.block_size} tokens that blocks of group {i} have"
+                )
+            if len(group.block_ids) > self.num_blocks(i) or len(group.hashes) > self.num_full(i):
+                raise ValueError(
+                    f"group {i} has {len(group.block_ids)} blocks and {len(group.hashes)} hashes"
+                    f" for {self.end - self.start} tokens in blocks of {group.block_size}"
+                )
+
+    def num_blocks(self, group: int) -> int:
+        """With the tail."""
+        return -(-(self.end - self.start) // self.groups[group].block_size)
+
+    def num_full(self, group: int) -> int:
+        """Full blocks; the tail is one of them if it is full."""
+        return (self.end - self.start) // self.groups[group].block_size
+
+    def num_before_tail(self, group: int) -> int:
+        return max(0, self.num_blocks(group) - 1)
+
+    def tail_start(self, group: int) -> int:
+        """The first token of the tail."""
+        return self.start + self.num_before_tail(group) * self.groups[group].block_size
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Of all groups, which take their blocks from one pool."""
+        return tuple(block_id for group in self.groups for block_id in group.block_ids)
+
+    def holding(self, tables: Sequence[Sequence[int]]) -> Span:
+        """The same in the blocks of these tables, by group, which may go on behind its end."""
+        return replace(
+            self,
+            groups=tuple(
+                group._replace(block_ids=tuple(table[: self.num_blocks(i)]))
+                for i, (group, table) in enumerate(zip(self.groups, tables, strict=True))
+            ),
+        )
+
+    def first_of(self, block_ids: set[int]) -> int:
+        """The first token that is in one of these blocks; ``end`` if none is."""
+        return min(
+            (
+                self.start + group.block_ids.index(block_id) * group.block_size
+                for group in self.groups
+                for block_id in block_ids.intersection(group.block_ids)
+            ),
+            default=self.end,
+        )
+
+    def block_ids_from(self, token: int) -> set[int]:
+        """Blocks that hold this token or one after it."""
+        return {
+            block_id
+            for group in self.groups
+            for block_id in group.block_ids[max(0, token - self.start) // group.block_size :]
+        }
