@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from tests.router.scripted_engine import Received, ScriptedEngine
 
 MAX_SAMPLES = 64
+_DONE = b"data: [DONE]\n\n"
+LAST_WORDS = {
+    "end": (),
+    "dead": (b'data: {"error":{"message":"EngineCore died","code":500}}\n\n', _DONE),
+    "abort": (b'data: {"choices":[{"index":0,"finish_reason":"abort"}]}\n\n', _DONE),
+}
+"""What an engine's server says when the engine fails within a stream."""
 
 
 class NotFound(Exception):
@@ -32,6 +39,9 @@ class Answer:
     num_prompt_tokens: int
     num_cached_tokens: int | None
     params: dict[str, Any] | None
+    prompt_token_ids: list[int]
+    num_resumed: int = 0
+    """Tokens that it goes on with."""
 
     @classmethod
     def make(cls, engine: ScriptedEngine, request: Received) -> Answer:
@@ -51,14 +61,19 @@ class Answer:
         ids = body.get("prompt")
         if not (isinstance(ids, list) and all(isinstance(one, int) for one in ids)):
             ids = range(len(prompt) // 4)
+        resumed = (request.params.get("resume") or {}).get("output_token_ids", [])
+        seed = prompt + "x" * (engine.differs and bool(resumed))
+        tokens = [_token(seed, index) for index in range(num_tokens)]
         return cls(
             form,
             body,
             model,
-            [_token(prompt, index) for index in range(num_tokens)],
+            tokens,
             max(1, len(ids)),
             engine.num_cached_tokens,
             _params(engine, request),
+            list(ids) or [0],
+            len(resumed),
         )
 
     @property
@@ -109,19 +124,25 @@ class Answer:
     ) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
         writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
+        num_left = number
         for at, event in enumerate(self.events()):
             if fault in ("break", "truncate") and at == number:
                 writer.write(_chunk(event[: len(event) // 2]))
                 return
+            num_left -= len(event)
+            if fault == "cut" and num_left < 0:
+                writer.write(_chunk(event)[:num_left])
+                return
+            if fault in LAST_WORDS and at == number:
+                writer.writelines(map(_chunk, LAST_WORDS[fault]))
+                break
             if fault == "stall" and at == number:
                 await asyncio.Event().wait()
             if token_s:
                 await asyncio.sleep(token_s)
-            pieces = (
-                [event[i : i + 1] for i in range(len(event))] if fault == "slow_body" else [event]
-            )
-            for piece in pieces:
-                writer.write(_chunk(piece))
+            size = 1 if fault == "slow_body" else len(event)
+            for i in range(0, len(event), size):
+                writer.write(_chunk(event[i : i + size]))
             await writer.drain()
         writer.write(b"0\r\n\r\n")
 
@@ -178,14 +199,22 @@ def _openai(is_chat: bool) -> Form:
 
     def events(answer: Answer) -> Iterable[bytes]:
         first = base(answer, kind + ".chunk" if is_chat else kind)
-        for token in answer.tokens:
+        tells = answer.request.get("return_token_ids")
+        prompt: dict[str, Any] = {"prompt_token_ids": answer.prompt_token_ids if tells else None}
+        resumed = answer.tokens[: answer.num_resumed]
+        groups = [resumed] * bool(resumed) + [[t] for t in answer.tokens[answer.num_resumed :]]
+        for tokens in groups:
+            text = "".join(tokens)
             for sample in range(answer.num_samples):
-                choice: dict[str, Any] = {"index": sample, "finish_reason": None}
-                choice |= {"delta": {"content": token}} if is_chat else {"text": token}
+                why = "length" if tokens is groups[-1] else None
+                choice: dict[str, Any] = {"index": sample, "finish_reason": why}
+                choice |= {"delta": {"content": text}} if is_chat else {"text": text}
+                choice |= prompt | {"token_ids": list(map(token_id, tokens)) if tells else None}
                 yield _event({**first, "choices": [choice]})
+            prompt = {"prompt_token_ids": None}
         if (answer.request.get("stream_options") or {}).get("include_usage"):
             yield _event({**first, "choices": [], "usage": answer.usage()})
-        yield b"data: [DONE]\n\n"
+        yield _DONE
 
     def check(body: dict[str, Any]) -> None:
         if is_chat:
@@ -338,8 +367,12 @@ def _token(prompt: str, index: int) -> str:
     return " " + hashlib.sha256(f"{prompt}{index}".encode()).hexdigest()[:4]
 
 
+def token_id(token: str) -> int:
+    return int(token, 16)
+
+
 def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _named_event(value: dict[str, Any]) -> bytes:

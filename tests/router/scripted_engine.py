@@ -19,6 +19,10 @@ left, the request is answered well:
     truncate     half of the answer's body, then closed
     break(n)     of a stream: n events and a half one, then closed
     stall(n)     of a stream: n events, then nothing
+    cut(n)       of a stream: n bytes of events, then closed
+    end(n)       of a stream: n events, then its regular end, without [DONE]
+    dead(n)      of a stream: n events, then vLLM's error of an engine that died, and [DONE]
+    abort(n)     of a stream: n events, then one that says abort, and [DONE]
     no_params    a prefill answer without kv_transfer_params
     stopped      a prefill answer without them, because the first token ended the request
 """
@@ -90,6 +94,8 @@ class ScriptedEngine:
     """Tokens of each prompt that it says it had already, as with --enable-prompt-tokens-details."""
     models: tuple[str, ...] = ("tiny",)
     """The first is that of requests that name none."""
+    differs: bool = False
+    """It goes on with tokens that it would not have computed."""
     is_healthy: bool = True
     health_hangs: bool = False
     metrics: str = ""
@@ -187,6 +193,8 @@ class ScriptedEngine:
         elif path == BATCH and not isinstance(request.json.get("messages") or None, list):
             self.received.append(request)
             writer.write(error(400, "messages"))
+        elif path == "/v1/audio/transcriptions":
+            writer.write(whole_answer(200, b'data: {"text": "a"}\n\n', b"text/event-stream"))
         else:
             self.received.append(request)
             writer.write(json_answer(200, {"path": request.path, "served_by": self.name}))

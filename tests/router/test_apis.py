@@ -131,6 +131,19 @@ def test_broken_stream_ends_with_an_error_that_clients_of_the_api_read(
     run(test)
 
 
+def test_stream_of_another_api_is_passed_on() -> None:
+    async def test() -> None:
+        async with (
+            deployed() as d,
+            d.http.post(f"{d.url}/v1/audio/transcriptions", json={"model": "tiny"}) as response,
+        ):
+            assert response.status == 200
+            assert await response.read() == b'data: {"text": "a"}\n\n'
+            assert d.count("requests_total", outcome="ok") == 1
+
+    run(test)
+
+
 def test_stored_response_is_found_where_it_is() -> None:
     async def test() -> None:
         async with deployed(2, 3) as d:

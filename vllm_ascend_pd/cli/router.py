@@ -144,6 +144,13 @@ def router(
     allow_credentials: Annotated[
         bool, option(SECURITY, "They may send credentials.", "--allow-credentials")
     ] = False,
+    secret_file: Annotated[
+        Path | None,
+        option(
+            SECURITY,
+            "The engines' security.secret_file, with which they know what they may go on with.",
+        ),
+    ] = None,
     tls_certificate: Annotated[
         Path | None, option(SECURITY, "Serve https with this certificate chain.")
     ] = None,
@@ -164,6 +171,16 @@ def router(
         float, option(TIMES, "A decode leg that is not streamed, seconds.")
     ] = 3600.0,
     max_attempts: Annotated[int, option(TIMES, "Pairs to try for one request.")] = 3,
+    resume_streams: Annotated[
+        str,
+        option(
+            TIMES,
+            "Which streams go on from another engine when theirs dies: exact (where the client gets"
+            " the very tokens: temperature 0, or a seed), any (also where they are only as likely)"
+            " or off.",
+        ),
+    ] = "exact",
+    max_resumes: Annotated[int, option(TIMES, "Times that one stream goes on.")] = 3,
     max_requests: Annotated[
         int, option(TIMES, "Requests in progress on one engine; more wait in the router.")
     ] = 1024,
@@ -221,6 +238,7 @@ def router(
             api_keys_file=api_keys_file,
             engine_api_key_file=engine_api_key_file,
             registration_token_file=registration_token_file,
+            secret_file=secret_file,
             prefill_labels=_labels(prefill_model_labels),
             decode_labels=_labels(decode_model_labels),
             kubernetes=router_config.Kubernetes(
@@ -239,7 +257,11 @@ def router(
                 idle_s=idle_timeout,
                 answer_s=answer_timeout,
             ),
-            retries=router_config.Retries(max_attempts=max_attempts),
+            retries=router_config.Retries(
+                max_attempts=max_attempts,
+                resume=resume_streams,  # type: ignore[arg-type]
+                max_resumes=max_resumes,
+            ),
             queueing=router_config.Queueing(max_requests, max_queued, queue_timeout),
             probes=router_config.Probes(
                 interval_s=probe_interval, load_interval_s=engine_stats_interval

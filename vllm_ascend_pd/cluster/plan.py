@@ -223,6 +223,8 @@ def _router_command(
         words += [word for engine in engines for word in (f"--{engine.role}", engine.url)]
     elif token_file := topology.extra_config.get("router", {}).get("token_file"):
         words += ["--registration-token-file", token_file]
+    if secret_file := topology.extra_config.get("security", {}).get("secret_file"):
+        words += ["--secret-file", secret_file]
     argv = (*words, *render_args(router.args))
     return Command("router", "router", host, argv, dict(router.env), shared.router_url)
 

@@ -33,6 +33,7 @@ def describe(trace: Trace) -> dict[str, Any]:
         "duration_ms": round((time.monotonic() - trace.started) * 1e3, 1),
         "num_bytes": trace.num_bytes,  # of the answer's body
         "num_attempts": trace.num_attempts,
+        "num_resumes": trace.num_resumes or None,
         "remote": request.remote,
         "order": trace.order or None,
         "prefill": trace.prefill or None,
@@ -51,6 +52,8 @@ def as_text(line: dict[str, Any]) -> str:
         " outcome={outcome} order={order} prefill={prefill} decode={decode}"
         " attempts={num_attempts} ttft={ttft}"
     ).format(**told, ttft=ttft)
+    if line["num_resumes"]:
+        text += " resumes={num_resumes}".format(**line)
     if line["error"]:
         text += f" error={line['error']!r}"
     if text.isprintable():

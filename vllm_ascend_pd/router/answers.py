@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
 from vllm_ascend_pd.router.apis import MESSAGES
+from vllm_ascend_pd.router.failures import Failure, FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vllm_ascend_pd.router.admission import TooMany
-    from vllm_ascend_pd.router.failures import Failure
     from vllm_ascend_pd.router.http_exchange import Response
     from vllm_ascend_pd.router.legs import Answer, Stream
     from vllm_ascend_pd.router.metrics import Metrics
@@ -103,10 +103,25 @@ def whole_answer(answer: Answer, trace: Trace) -> web.Response:
     return web.Response(status=answer.status, body=answer.body, headers=headers)
 
 
+class Record(Protocol):
+    """Knows what the client has of a stream."""
+
+    failure: Failure | None
+    """How the engine failed, if events told of it."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the client has all of it."""
+
+    def take(self, events: bytes) -> bytes:
+        """Whole events of the engine; what the client gets of them."""
+
+
 class EventStream:
     """Relays server-sent events to a client, whole events only.
 
-    So an error can follow at any time, and the client sees the engine's bytes unchanged.
+    So an error can follow at any time, or the stream of another engine. Without a record of it the
+    client sees the engine's bytes unchanged.
     """
 
     def __init__(
@@ -115,54 +130,76 @@ class EventStream:
         metrics: Metrics,
         idle_s: float,
         find_usage: Callable[[bytes], tuple[int, int] | None] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
+        """``headers``: more than the engine's."""
         self._trace = trace
         self._request = trace.request
         self._find_usage = find_usage
         self.usage: tuple[int, int] | None = None
         """What ``find_usage`` found last."""
         self._metrics = metrics
-        self._idle_s = idle_s
+        self.idle_s = idle_s
+        """Seconds that the next piece may take."""
+        self._headers = headers or {}
+        self._answer: web.StreamResponse | None = None
         self._held = b""
 
-    async def answer(self, stream: Stream, broke: Callable[[Failure], None]) -> web.StreamResponse:
-        """All of the stream, which is closed then; ``broke`` is told of its failure."""
-        trace, response = self._trace, stream.response
-        trace.status = response.status
-        answer = web.StreamResponse(status=response.status)
-        answer.headers.extend(answer_headers(response.headers, trace.request_id))
+    async def relay(self, stream: Stream, record: Record | None = None) -> Failure | None:
+        """All of the stream, which is closed then; how it broke."""
         try:
-            await answer.prepare(self._request)
-            failure = await self._relay(answer, response, stream.first)
-            if failure is None:
-                trace.outcome = "ok"
-            else:
-                broke(failure)
-                trace.outcome, trace.error = "broken_stream", f"{trace.decode}: {failure}"
-                message = "the engine failed after part of the answer was sent"
-                message += f": {failure.kind.value}"
-                await self._write(answer, error_event(self._request.path, "broken_stream", message))
-            await answer.write_eof()
-            return answer
+            if self._answer is None:
+                await self._begin(stream.response)
+            return await self._relay(stream.response, stream.first, record)
         finally:
-            response.close()
+            stream.response.close()
+
+    async def end(self, failure: Failure | None) -> web.StreamResponse:
+        """Nothing more comes; ``failure``: and the client is told why."""
+        assert self._answer is not None
+        trace = self._trace
+        if failure is None:
+            trace.outcome = "ok"
+        else:
+            trace.outcome, trace.error = "broken_stream", f"{trace.decode}: {failure}"
+            message = "the engine failed after part of the answer was sent"
+            message += f": {failure.kind.value}"
+            await self.write(error_event(self._request.path, "broken_stream", message))
+        await self._answer.write_eof()
+        return self._answer
+
+    async def _begin(self, response: Response) -> None:
+        self._trace.status = response.status
+        self._answer = web.StreamResponse(status=response.status, headers=self._headers)
+        self._answer.headers.extend(answer_headers(response.headers, self._trace.request_id))
+        await self._answer.prepare(self._request)
 
     async def _relay(
-        self, answer: web.StreamResponse, response: Response, first: bytes
+        self, response: Response, first: bytes, record: Record | None
     ) -> Failure | None:
+        self._held = b""
         piece: bytes | Failure | None = first
         last = time.monotonic()
         while isinstance(piece, bytes):
             response.set_deadline(None, "")
             if events := self._whole_events(piece):
-                await self._write(answer, events)
-            response.set_deadline(self._idle_s, "the next token")
+                if record is not None:
+                    events = record.take(events)
+                if events:
+                    await self.write(events)
+                if record is not None and record.failure is not None:
+                    return record.failure
+            response.set_deadline(self.idle_s, "the next token")
             piece = await response.next()
             now = time.monotonic()
             self._metrics.itl.observe(now - last)
             last = now
+        if record is not None:
+            if record.is_done:
+                return None
+            return piece or Failure(FailureKind.TRUNCATED, "the stream ended without [DONE]")
         if piece is None and self._held:
-            await self._write(answer, self._held)
+            await self.write(self._held)
         return piece
 
     def _whole_events(self, piece: bytes) -> bytes:
@@ -177,7 +214,9 @@ class EventStream:
         self._held = piece[end:]
         return piece[:end]
 
-    async def _write(self, answer: web.StreamResponse, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
+        assert self._answer is not None
+        answer = self._answer
         self._trace.num_bytes += len(data)
         if self._find_usage is not None:
             self.usage = self._find_usage(data) or self.usage
@@ -186,7 +225,7 @@ class EventStream:
             await answer.write(data)
             return
         # The client is behind: it may be slow, but not for ever.
-        stalled = asyncio.get_running_loop().call_later(self._idle_s, transport.abort)
+        stalled = asyncio.get_running_loop().call_later(self.idle_s, transport.abort)
         try:
             await answer.write(data)
         finally:

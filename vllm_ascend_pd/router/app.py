@@ -10,7 +10,9 @@ import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd import __version__, registration
+from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.private_file import read_token
+from vllm_ascend_pd.resume import ResumeKey
 from vllm_ascend_pd.router.access_log import AccessLog
 from vllm_ascend_pd.router.admission import Admission
 from vllm_ascend_pd.router.answers import error_response
@@ -44,6 +46,7 @@ from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
 from vllm_ascend_pd.router.relay import Relay
 from vllm_ascend_pd.router.releases import Releases
+from vllm_ascend_pd.router.resumption import Resumption
 from vllm_ascend_pd.router.retries import RetryBudget
 from vllm_ascend_pd.router.selection import Labels, Selector, Unavailable
 from vllm_ascend_pd.router.skipping import Skipper
@@ -129,6 +132,9 @@ class Router:
             self.metrics,
             self.tracing,
             Releases(config.timeouts.prefill_s, self.metrics),
+            Resumption(
+                config, self.admission, self.legs, self.metrics, self.tracing, _resume_key(config)
+            ),
         )
         self.passthrough = Passthrough(
             config, self.selector, self.admission, self.legs, self.metrics
@@ -362,6 +368,10 @@ class Router:
             self._keys.refresh()
         self.registered.refresh_secrets()
         await self._alone.expire(now)
+
+
+def _resume_key(config: RouterConfig) -> ResumeKey:
+    return ResumeKey(Secret.load(str(config.secret_file)) if config.secret_file else None)
 
 
 def _json(value: Any) -> web.Response:

@@ -71,6 +71,11 @@ class Body:
         """One of its fields; ``BadRequest`` if it is no string."""
         return _string(self.fields, name)
 
+    def add(self, name: str, value: msgspec.Raw) -> None:
+        """For the engine that decodes, whatever the client says there."""
+        self.fields[name] = value
+        self.raw = _encoder.encode(self.fields)
+
     def for_prefill(self, transfer_id: str | None = None) -> bytes:
         """Compute the prompt, one token of one sample, not streamed."""
         fields = {key: value for key, value in self.fields.items() if key not in NOT_FOR_PREFILL}

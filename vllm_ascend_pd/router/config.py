@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router import access_log
 from vllm_ascend_pd.router.access_log import FORMATS, AccessLogFormat
+from vllm_ascend_pd.router.resumable import RESUME_MODES, ResumeMode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,10 +59,19 @@ class Retries:
     """Retries per request, over all requests."""
     budget_burst: int = 100
     """Retries that may come at once, when an engine with that many requests dies."""
+    resume: ResumeMode = "exact"
+    """Which broken streams go on from another engine."""
+    max_resumes: int = 3
+    """Of one stream. They take nothing of the budget: all streams of an engine end with it."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise ConfigError("max_attempts must be at least 1")
+        if self.resume not in RESUME_MODES or self.max_resumes < 1:
+            raise ConfigError(
+                f"--resume-streams {self.resume!r}: one of {', '.join(RESUME_MODES)};"
+                " --max-resumes must be at least 1"
+            )
         if self.budget_ratio < 0 or self.budget_burst < 0:
             raise ConfigError("budget_ratio and budget_burst must not be negative")
 
@@ -197,6 +207,8 @@ class RouterConfig:
     api_keys_file: Path | None = None
     engine_api_key_file: Path | None = None
     registration_token_file: Path | None = None
+    secret_file: Path | None = None
+    """The engines' ``security.secret_file``: what they are to go on with is signed with it."""
     prefill_labels: tuple[str, ...] = ()
     decode_labels: tuple[str, ...] = ()
     kubernetes: Kubernetes | None = None

@@ -30,6 +30,8 @@ class FailureKind(str, Enum):
     """The prefill engine answered without telling where the KV is."""
     REFUSED = "refused"
     """The prefill engine answered 4xx while the decode engine waited for it."""
+    DIFFERS = "differs"
+    """The engine that was to go on with a stream began with other tokens."""
     DOWN = "down"
     """The engine stopped to answer probes while we waited for it."""
 

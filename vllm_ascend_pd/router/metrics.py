@@ -88,6 +88,7 @@ class Metrics:
         self.decode_leg = Histogram()
         self.handover = Histogram()
         self.queue = Histogram()
+        self.resume = Histogram()
         self.loop_lag = Histogram()
         self.num_requests = 0
         """In progress now."""

@@ -126,7 +126,7 @@ class Passthrough:
             if isinstance(begun, Answer):
                 return whole_answer(begun, trace)
             events = EventStream(trace, self.metrics, self.config.timeouts.idle_s)
-            answered = await events.answer(begun, lambda failure: None)
+            answered = await events.end(await events.relay(begun))
             leg.outcome = trace.outcome
             return answered
 

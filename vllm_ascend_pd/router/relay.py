@@ -15,8 +15,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.answers import (
@@ -29,7 +28,10 @@ from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
+from vllm_ascend_pd.router.resumable import NOTHING, Promise, ask_for_token_ids, promise
+from vllm_ascend_pd.router.resumption import Broken, Resumption
 from vllm_ascend_pd.router.selection import Selector, Unavailable
+from vllm_ascend_pd.router.transcript import Transcript
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.trace import Trace
     from vllm_ascend_pd.router.tracing import Tracing
 
+RESUMES = "x-resumes"
+"""A stream's header: what is promised if its engine dies."""
 KV_ENDPOINT_LOST = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOWN)
 
 
@@ -66,6 +70,14 @@ class Job:
     """What P keeps for the attempt under way."""
     began: float = 0.0
     """When it was admitted."""
+    promise: Promise = NOTHING
+    """For its stream."""
+    shows_token_ids: bool = False
+    """To its client."""
+
+    def record(self) -> Transcript | None:
+        """Of a stream that begins now, if it may have to go on elsewhere."""
+        return None if self.promise.kind == "none" else Transcript(self.shows_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,9 @@ class _KV:
 
     producer: Instance
     prefill: asyncio.Task[Prefilled | Answer | LegFailed]
+
+
+_Ended: TypeAlias = "web.StreamResponse | LegFailed | Broken"
 
 
 @dataclass(slots=True)
@@ -90,10 +105,16 @@ class Relay:
     metrics: Metrics
     tracing: Tracing
     releases: Releases
+    resumption: Resumption
 
     async def serve(self, job: Job) -> web.StreamResponse:
         """One request, counted as waiting until its answer begins."""
         self.metrics.num_waiting += 1
+        mode = self.config.retries.resume
+        if job.body.is_stream and mode != "off":
+            job.promise = promise(job.body, mode)
+            if job.promise.kind != "none":
+                job.shows_token_ids = ask_for_token_ids(job.body)
         try:
             return await self._serve(job)
         finally:
@@ -116,6 +137,8 @@ class Relay:
                 trace.num_attempts += 1
                 job.admitted, job.began = admitted, time.monotonic()
                 result = await self._attempt(job, admitted.pair)
+            if isinstance(result, Broken):
+                return await self.resumption.go_on(job, result)
             if not isinstance(result, LegFailed):
                 return result
             failed = result
@@ -149,7 +172,7 @@ class Relay:
         self.metrics.add("retry_budget_exhausted")
         return False
 
-    async def _attempt(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
+    async def _attempt(self, job: Job, pair: Pair) -> _Ended:
         trace = job.trace
         trace.decode = pair.decode.instance_id
         skip = job.skipped = self.skipper.reason(job.body, job.routed, pair)
@@ -169,15 +192,13 @@ class Relay:
         job.trace.order = order
         self.metrics.add("orders", order)
 
-    async def _alone(
-        self, job: Job, instance: Instance, why: str
-    ) -> web.StreamResponse | LegFailed:
+    async def _alone(self, job: Job, instance: Instance, why: str) -> _Ended:
         job.skipped, job.trace.prefill = why, ""
         self.metrics.add("prefill_skips", why)
         self._begin(job, "decode-only")
         return await self._decode(job, instance, None)
 
-    async def _prefill_first(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
+    async def _prefill_first(self, job: Job, pair: Pair) -> _Ended:
         result = await self._prefill(job, pair.prefill, job.body.for_prefill())
         if isinstance(result, LegFailed):
             return result
@@ -190,7 +211,7 @@ class Relay:
         ) as job.kept:
             return await self._decode(job, pair.decode, result.params)
 
-    async def _concurrent(self, job: Job, pair: Pair) -> web.StreamResponse | LegFailed:
+    async def _concurrent(self, job: Job, pair: Pair) -> _Ended:
         assert pair.prefill.kv is not None
         transfer_id = secrets.token_hex(16)
         params = concurrent_params(transfer_id, pair.prefill.kv)
@@ -232,7 +253,7 @@ class Relay:
         instance: Instance,
         params: msgspec.Raw | None,
         awaited: _KV | None = None,
-    ) -> web.StreamResponse | LegFailed:
+    ) -> _Ended:
         """``awaited``: what D waits for, and waits for in vain when its prefill leg has failed."""
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
         is_alone = job.trace.order == "decode-only"
@@ -267,9 +288,15 @@ class Relay:
                     self.metrics,
                     self.config.timeouts.idle_s,
                     find_prompt_usage if reads else None,
+                    {} if self.config.retries.resume == "off" else {RESUMES: str(job.promise)},
                 )
-                answered = await events.answer(result, partial(instance.failed, what="stream"))
-                leg.outcome, told = job.trace.outcome, events.usage
+                record = job.record()
+                failure = await events.relay(result, record)
+                leg.outcome, told = "broken_stream" if failure else "ok", events.usage
+                if failure is not None:
+                    instance.failed(failure, "stream")
+                    return Broken(events, instance, failure, record)
+                answered = await events.end(None)
             if is_alone:
                 self.metrics.prefix("decode", job.routed.num_decode_hit_tokens, told)
             self.metrics.decode_leg.observe(time.monotonic() - leg.started)

@@ -46,6 +46,11 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Requests that waited too long for room, or found too many waiting",
         ("reason",),
     ),
+    "resumes": (
+        "Attempts to go on with a broken stream from another engine, by how they ended",
+        ("kind", "outcome"),
+    ),
+    "not_resumed": ("Broken streams that nothing was promised for, by cause", ("cause",)),
     "worker_restarts": ("Workers that ended by themselves and were started again", ()),
 }
 HISTOGRAMS = {
@@ -55,6 +60,7 @@ HISTOGRAMS = {
     "decode_leg": "Decode leg, all of it",
     "loop_lag": "How late the event loop was, looked at every 0.1 s",
     "queue": "Wait of a request that engines had no room for",
+    "resume": "Broken stream to its next token, from another engine",
     "handover": "Decode leg to its first byte, for a prompt that another engine computed",
 }
 """Exposed as ``<name>_seconds``."""

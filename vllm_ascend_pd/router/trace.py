@@ -71,6 +71,7 @@ class Trace:
     prefill: str = ""
     decode: str = ""
     num_attempts: int = 0
+    num_resumes: int = 0
     status: int = 0
     num_bytes: int = 0
     ttft_s: float | None = None

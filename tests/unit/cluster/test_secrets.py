@@ -40,6 +40,7 @@ def test_engines_and_router_of_one_machine_share_what_is_made_at_each_start(tmp_
     assert [section["token_file"] for section in sections(planned, "router")] == [str(token)] * 2
     router = planned.commands[-1].argv
     assert router[router.index("--registration-token-file") + 1] == str(token)
+    assert router[router.index("--secret-file") + 1] == str(secret)
 
 
 def test_files_of_the_user_are_kept(tmp_path: Path) -> None:

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams whose engine dies: they go on from another one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.router.broken_streams import (
+    ANY,
+    GREEDY,
+    broken,
+    resumes,
+    sent,
+    text,
+    told_ids,
+    uninterrupted,
+)
+from tests.router.harness import FAST, deployed, events, run, until
+from tests.router.scripted_answers import token_id
+from tests.router.scripted_engine import Received
+from vllm_ascend_pd.resume import Resume, ResumeKey
+from vllm_ascend_pd.router.config import Queueing, Retries
+
+BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "fault", ["break(1)", "break(3)", "stall(3)", "end(2)", "dead(4)", "abort(2)", "break(5)"]
+)
+def test_broken_stream_goes_on_from_another_engine(path: str, fault: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            got = await broken(d, fault, path=path)
+            (resumed,) = resumes(d)
+            whole = uninterrupted(d.decodes[0].received[0])
+            assert text(got) == text(whole)
+            assert got[-1] == "[DONE]"
+            assert got.count("[DONE]") == 1
+            assert all(ids is None for chunk in got[:-1] for ids in told_ids(chunk))
+            resume = Resume.from_params(resumed.params["resume"])
+            assert ResumeKey(None).accepts(resume)
+            assert resume.only_exact
+            expected = [token_id(token) for token in text(whole).split()[: int(fault[-2])]]
+            assert list(resume.output_token_ids) == expected
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 1
+            assert d.count("resume_seconds_count") == 1
+            assert d.count("requests_total", outcome="ok") == 1
+            assert len(d.prefills[0].received) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_stream_cut_at_any_byte_goes_on(size: int) -> None:
+    """Also when the second engine dies while it replays."""
+
+    async def test() -> None:
+        async with deployed(1, 3) as d:
+            whole = uninterrupted(await sent(d, max_tokens=size))
+            num_bytes = len(b"".join(b"data: " + json.dumps(c).encode() for c in whole))
+            for at in range(0, num_bytes, 7):
+                for engine in d.decodes:
+                    engine.script_nothing()
+                    engine.received.clear()
+                    engine.script(f"cut({at})")
+                d.decodes[at % 3].script_nothing()
+                status, _, body = await d.post(**{**GREEDY, "max_tokens": size})
+                assert status == 200
+                got = events(body)
+                assert text(got) == text(whole), at
+                assert got.count("[DONE]") == 1
+                await until(lambda: all(i.is_available for i in d.router.registry))
+
+    run(test)
+
+
+def test_finished_stream_needs_no_other_engine() -> None:
+    """All but [DONE] had come."""
+
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            got = await broken(d, "end(6)")
+            assert got[-1] == "[DONE]"
+            assert got[-2]["choices"][0]["finish_reason"] == "length"
+            assert not resumes(d)
+
+    run(test)
+
+
+def test_finished_stream_gets_its_usage_from_another_engine() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            got = await broken(d, "end(6)", stream_options={"include_usage": True})
+            assert got[-1] == "[DONE]"
+            assert got[-2]["usage"]["completion_tokens"] == 6
+            assert len(resumes(d)) == 1
+
+    run(test)
+
+
+def test_usage_and_provenance_are_told_of_the_whole_answer() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            got = await broken(d, "break(2)", stream_options={"include_usage": True})
+            assert got[-2]["usage"]["completion_tokens"] == 6
+            assert got[-2]["provenance"] == {"resumed": 1, "kind": "exact"}
+
+    run(test)
+
+
+def test_client_that_asked_gets_each_token_id_once() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            got = await broken(d, "break(2)", return_token_ids=True)
+            whole = uninterrupted(d.decodes[0].received[0])
+            ids = [i for chunk in got[:-1] for told in told_ids(chunk) for i in told or ()]
+            assert ids == [token_id(token) for token in text(whole).split()]
+            prompts = [c["choices"][0]["prompt_token_ids"] for c in got[:-1]]
+            assert [bool(prompt) for prompt in prompts] == [True] + [False] * 5
+
+    run(test)
+
+
+def test_second_engine_that_dies_is_followed_by_the_first_again() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.decodes[1].script("break(2)")  # the replay, and one token
+            got = await broken(d, "break(2)")
+            assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
+            lengths = sorted(len(r.params["resume"]["output_token_ids"]) for r in resumes(d))
+            assert lengths == [2, 3]
+            assert d.count("resumes_total", kind="exact", outcome="truncated") == 1
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 1
+
+    run(test)
+
+
+def test_stream_goes_on_a_limited_number_of_times() -> None:
+    """A request may be what kills its engines."""
+
+    async def test() -> None:
+        config = replace(FAST, retries=Retries(max_resumes=2))
+        async with deployed(1, 4, config) as d:
+            for engine in d.decodes[1:]:
+                engine.script("break(1)")
+            got = await broken(d, "break(1)")
+            assert got[-1]["error"]["type"] == "broken_stream"
+            assert len(resumes(d)) == 2
+            assert d.count("requests_total", outcome="broken_stream") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("fault", ["close", "status(500)", "reset", "garbage"])
+def test_engine_that_cannot_go_on_is_followed_by_another(fault: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 3) as d:
+            d.decodes[1].script(fault)
+            got = await broken(d, "break(2)")
+            assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
+            assert got[-1] == "[DONE]"
+
+    run(test)
+
+
+def test_prefill_engine_goes_on_when_no_decode_engine_is_left() -> None:
+    async def test() -> None:
+        async with deployed(1, 1) as d:
+            got = await broken(d, "break(2)")
+            assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
+            assert len(d.prefills[0].received) == 2
+
+    run(test)
+
+
+def test_stream_ends_with_an_error_when_no_engine_is_left() -> None:
+    async def test() -> None:
+        async with deployed(1, 1) as d:
+            d.prefills[0].script("ok, status(500)")
+            got = await broken(d, "break(2)")
+            assert got[-1]["error"]["type"] == "broken_stream"
+            assert d.count("resumes_total", kind="exact", outcome="unavailable") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("refusal", ["status(400)", "dead(0)"])
+def test_stream_that_all_engines_refuse_ends(refusal: str) -> None:
+    """An engine of ours says so as an error in its stream; it is not its fault."""
+
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.decodes[1].script(refusal)
+            d.prefills[0].script(f"ok, {refusal}")
+            got = await broken(d, "break(2)")
+            assert got[-1]["error"]["type"] == "broken_stream"
+            assert d.count("resumes_total", kind="exact", outcome="refused") == 2
+            assert sum(i.num_failures for i in d.router.registry) == 1
+
+    run(test)
+
+
+def test_seeded_stream_that_no_engine_can_go_on_with_exactly_is_sampled_by_option() -> None:
+    async def test() -> None:
+        async with deployed(1, 3, ANY) as d:
+            for engine in d.decodes:
+                engine.script("dead(0)")
+            d.prefills[0].script("ok")
+            got = await broken(d, "break(2)", temperature=0.7, seed=3)
+            kinds = [r.params["resume"]["only_exact"] for r in resumes(d)]
+            assert sorted(kinds) == [False, False, True]
+            assert got[-2]["provenance"]["kind"] == "sampled"
+
+    run(test)
+
+
+def test_engine_that_begins_with_other_tokens_is_not_believed() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.prefills[0].differs = d.decodes[1].differs = True
+            got = await broken(d, "break(2)")
+            assert got[-1]["error"]["type"] == "broken_stream"
+            whole = text(uninterrupted(d.decodes[0].received[0]))
+            assert whole.startswith(text(got[:-1]))
+            assert d.count("resumes_total", kind="exact", outcome="differs") == 2
+
+    run(test)
+
+
+def test_wait_for_another_engine_ends() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.decodes[1].script("hang")
+            got = await broken(d, "break(2)")
+            assert got[-1]["error"]["type"] == "broken_stream"
+            assert d.count("resumes_total", kind="exact", outcome="timeout") == 1
+            await until(lambda: d.decodes[1].num_given_up == 1)
+
+    run(test)
+
+
+@pytest.mark.parametrize("moment", ["asking", "replayed"])
+def test_client_that_leaves_meanwhile_leaves_nothing(moment: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.decodes[0].script("break(2)")
+            d.decodes[1].script("hang" if moment == "asking" else "stall(2)")
+            leaving = asyncio.ensure_future(d.post(**GREEDY))
+            await until(lambda: d.decodes[1].num_in_progress == 1)
+            leaving.cancel()
+            await until(lambda: d.decodes[1].num_given_up == 1)
+            await until(lambda: all(i.num_admitted == 0 for i in d.router.registry))
+            await until(lambda: d.count("requests_total", outcome="disconnected") == 1)
+            assert d.count("resumes_total", kind="exact", outcome="disconnected") == 1
+
+    run(test)
+
+
+def test_resumed_stream_waits_for_room_and_gives_it_back() -> None:
+    async def test() -> None:
+        config = replace(FAST, queueing=Queueing(max_requests=1))
+        async with deployed(1, 2, config) as d:
+            for engine in d.decodes:
+                engine.script("delay(0.2)")
+            other = asyncio.ensure_future(d.post(headers={"x-session-id": "b"}, prompt="b"))
+            await until(lambda: sum(e.num_in_progress for e in d.decodes) == 1)
+            busy = next(e for e in d.decodes if e.num_in_progress)
+            free = next(e for e in d.decodes if e is not busy)
+            free.script_nothing()
+            free.script("break(2)")
+            _, _, body = await d.post(**GREEDY)
+            assert text(events(body)) == text(uninterrupted(free.received[-1]))
+            assert (await other)[0] == 200
+            assert all(i.num_admitted == 0 for i in d.router.registry)
+
+    run(test)
+
+
+def test_all_streams_of_an_engine_that_is_killed_go_on() -> None:
+    async def test() -> None:
+        config = replace(FAST, policy="least-loaded", retries=Retries(budget_burst=0))
+        async with deployed(1, 2, config, token_s=0.02) as d:
+            posts = [
+                asyncio.ensure_future(d.post(**{**GREEDY, "max_tokens": 20}, prompt=f"{i}"))
+                for i in range(64)
+            ]
+            await until(lambda: d.decodes[0].num_in_progress >= 24)
+            await until(lambda: d.router.metrics.num_waiting == 0)
+            await d.decodes[0].stop()
+            for i, answered in enumerate(await asyncio.gather(*posts)):
+                got = events(answered[2])
+                sent = {"model": "tiny", "prompt": f"{i}", **GREEDY, "max_tokens": 20}
+                asked = Received("POST", "/v1/completions", {}, json.dumps(sent).encode())
+                assert text(got) == text(uninterrupted(asked))
+            assert d.count("requests_total", outcome="ok") == 64
+            assert d.count("resumes_total", kind="exact", outcome="ok") >= 24
+
+    run(test)

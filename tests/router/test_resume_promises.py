@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which streams go on when their engine dies, and what clients and engines are told of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.broken_streams import ANY, GREEDY, broken, resumes
+from tests.router.harness import FAST, deployed, events, run
+from vllm_ascend_pd.net.trust import Secret
+from vllm_ascend_pd.resume import Resume, ResumeKey
+from vllm_ascend_pd.router.config import Retries
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"prompt": ["a", "b"]}, "batch"),
+        ({"temperature": 0.7}, "sampled"),
+        ({"temperature": None}, "sampled"),
+        ({"temperature": 0.7, "seed": -1}, "sampled"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"path": "/v1/chat/completions", "include_reasoning": False}, "include_reasoning"),
+        ({"path": "/v1/messages", "messages": [{"role": "user", "content": "a"}]}, "api"),
+        ({"path": "/v1/responses", "input": "a"}, "api"),
+    ],
+)
+def test_what_cannot_go_on_ends_as_its_cause_says(fields: dict[str, Any], cause: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.decodes[0].script("break(4)")
+            _, headers, body = await d.post(**{**GREEDY, **fields})
+            assert b"broken_stream" in body
+            assert headers["x-resumes"] == f"none; {cause}"
+            assert not resumes(d)
+            assert "return_token_ids" not in d.decodes[0].received[0].json
+            assert d.count("not_resumed_total", cause=cause) == 1
+
+    run(test)
+
+
+def test_sampled_stream_goes_on_by_option() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, ANY) as d:
+            got = await broken(d, "break(2)", temperature=0.7)
+            assert got[-1] == "[DONE]"
+            assert resumes(d)[0].params["resume"]["only_exact"] is False
+            assert d.count("resumes_total", kind="sampled", outcome="ok") == 1
+
+    run(test)
+
+
+def test_seeded_stream_goes_on() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            got = await broken(d, "break(2)", temperature=0.7, seed=3)
+            assert got[-1] == "[DONE]"
+            assert resumes(d)[0].params["resume"]["only_exact"] is True
+
+    run(test)
+
+
+def test_nothing_goes_on_if_switched_off() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, replace(FAST, retries=Retries(resume="off"))) as d:
+            d.decodes[0].script("break(2)")
+            _, headers, body = await d.post(**GREEDY)
+            assert events(body)[-1]["error"]["type"] == "broken_stream"
+            assert "x-resumes" not in headers
+            assert "return_token_ids" not in d.decodes[0].received[0].json
+
+    run(test)
+
+
+def test_what_goes_on_is_signed_with_the_secret_of_the_engines(tmp_path: Path) -> None:
+    async def test() -> None:
+        path = tmp_path / "secret"
+        path.write_text("s" * 40)
+        path.chmod(0o600)
+        async with deployed(1, 2, replace(FAST, secret_file=path)) as d:
+            await broken(d, "break(2)")
+            resume = Resume.from_params(resumes(d)[0].params["resume"])
+            assert ResumeKey(Secret.load(str(path))).accepts(resume)
+            assert not ResumeKey(Secret(b"o" * 40)).accepts(resume)
+
+    run(test)
+
+
+def test_client_cannot_say_what_an_engine_has_said() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            resume = ResumeKey(None).sign("x", [1], [2]).to_params()
+            for smuggled in (
+                {"kv_transfer_params": {"resume": resume}},
+                {"vllm_xargs": {"kv_transfer_params": {"resume": resume}}},
+            ):
+                status, _, _ = await d.post(**GREEDY, **smuggled)
+                assert status == 200
+            everyone = (*d.prefills, *d.decodes)
+            assert all(b"resume" not in r.body for e in everyone for r in e.received)
+
+    run(test)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which streams can go on from another engine, as far as their requests tell.
+
+exact     the next tokens are those that the first engine would have computed
+sampled   they are as likely; only with ``--resume-streams any``
+none      the stream ends with an error, as its cause says
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
+
+from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.router.bodies import Body
+
+ResumeMode = Literal["exact", "any", "off"]
+RESUME_MODES: tuple[ResumeMode, ...] = get_args(ResumeMode)
+Kind = Literal["exact", "sampled", "none"]
+
+GREEDY_BELOW = 1e-5
+"""vLLM's own limit of a temperature."""
+RETURN_TOKEN_IDS = "return_token_ids"
+HARMLESS: dict[str, tuple[bytes, ...]] = {
+    "n": (b"null", b"1"),
+    "best_of": (b"null", b"1"),
+    "use_beam_search": (b"null", b"false"),
+    "logprobs": (b"null", b"false"),
+    "top_logprobs": (b"null", b"0"),
+    "prompt_logprobs": (b"null",),
+    "logprob_token_ids": (b"null",),
+    "prompt_logprob_token_ids": (b"null",),
+    "echo": (b"null", b"false"),
+    "include_reasoning": (b"null", b"true"),
+    "thinking_token_budget": (b"null",),
+}
+"""Fields with which a stream cannot go on, unless they say this: several answers at once, numbers
+or text of tokens that are not computed again, or tokens that the engine does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a client can count on when its engine dies."""
+
+    kind: Kind
+    cause: str = ""
+    """Why nothing is promised."""
+
+    def __str__(self) -> str:
+        return f"none; {self.cause}" if self.cause else self.kind
+
+
+NOTHING = Promise("none", "off")
+
+
+def promise(body: Body, mode: ResumeMode) -> Promise:
+    """For the stream that answers it."""
+    if mode == "off":
+        return NOTHING
+    if body.path not in (COMPLETIONS, CHAT):
+        return Promise("none", "api")
+    if body.decode_only is not None:
+        return Promise("none", body.decode_only)
+    for name, values in HARMLESS.items():
+        if bytes(body.fields.get(name, values[0])) not in values:
+            return Promise("none", name)
+    if _is_reproducible(body):
+        return Promise("exact")
+    return Promise("sampled") if mode == "any" else Promise("none", "sampled")
+
+
+def _is_reproducible(body: Body) -> bool:
+    """A seed with drafts is not, which the engine knows, and refuses."""
+    if bytes(body.fields.get("seed", b"null")) not in (b"null", b"-1"):
+        return True
+    try:
+        return abs(float(bytes(body.fields.get("temperature", b"null")))) < GREEDY_BELOW
+    except ValueError:  # what a model's own default is, only its engine knows
+        return False
+
+
+def ask_for_token_ids(body: Body) -> bool:
+    """Of the engine that decodes. Whether the client asked, too."""
+    asked = bytes(body.fields.get(RETURN_TOKEN_IDS, b"false")) in (b"true", b"1")
+    body.add(RETURN_TOKEN_IDS, msgspec.Raw(b"true"))
+    return asked
+
+
+def wants_usage(body: Body) -> bool:
+    """At the end of the stream."""
+    options = msgspec.json.decode(body.fields.get("stream_options", b"null"))
+    return isinstance(options, dict) and bool(options.get("include_usage"))

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A broken stream goes on from another engine.
+
+The client's request is sent again as it was, with the tokens that the client has and a proof that
+they come from here (``vllm_ascend_pd.resume``). One engine does all of it: it has the KV in a pool,
+or computes it. The client's answer stays open meanwhile; no admission and no leg of the engine that
+broke off does.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.resume import RESUME, ResumeKey
+from vllm_ascend_pd.router.admission import Admission, Admitted
+from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
+from vllm_ascend_pd.router.failures import FailureKind
+from vllm_ascend_pd.router.legs import Leg, LegFailed, Legs, Stream
+from vllm_ascend_pd.router.resumable import Promise, wants_usage
+from vllm_ascend_pd.router.splice import Splice
+from vllm_ascend_pd.router.transcript import DONE, Transcript
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from vllm_ascend_pd.router.answers import EventStream
+    from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.failures import Failure
+    from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.relay import Job
+    from vllm_ascend_pd.router.trace import Stage
+    from vllm_ascend_pd.router.tracing import Tracing
+
+logger = limited_logger(__name__)
+
+FINAL = ("ok", "unavailable", "timeout")
+"""Outcomes of an attempt after which there is no other one."""
+
+
+@dataclass(slots=True)
+class Broken:
+    """A stream that the client has a part of."""
+
+    events: EventStream
+    instance: Instance
+    """The last that failed, and how."""
+    failure: Failure
+    transcript: Transcript | None
+    """``None`` if nothing was promised."""
+    since: float = field(default_factory=time.monotonic)
+    failed: set[Instance] = field(default_factory=set)
+    """Since the client got its last token."""
+    stage: Stage | None = None
+    """Of the attempt under way."""
+
+
+@dataclass(slots=True)
+class Resumption:
+    """Event loop thread. Cancelled when the client is gone."""
+
+    config: RouterConfig
+    admission: Admission
+    legs: Legs
+    metrics: Metrics
+    tracing: Tracing
+    key: ResumeKey
+
+    async def go_on(self, job: Job, broken: Broken) -> web.StreamResponse:
+        """To the stream's end, or until no engine can go on."""
+        trace, transcript = job.trace, broken.transcript
+        cause: str | None = job.promise.cause
+        if transcript is not None:
+            transcript.read()
+            cause = transcript.obstacle()
+        if transcript is None or cause is not None:
+            self.metrics.add("not_resumed", str(cause))
+            logger.warning("request %s does not go on: %s", trace.request_id, cause)
+            return await broken.events.end(broken.failure)
+        ended = await self._engines_in_turn(job, broken, transcript)
+        logger.info(
+            "request %s: %d times resumed (%s), at last: %s",
+            trace.request_id,
+            trace.num_resumes,
+            job.promise.kind,
+            ended,
+        )
+        return await broken.events.end(None if ended == "ok" else broken.failure)
+
+    async def _engines_in_turn(self, job: Job, broken: Broken, transcript: Transcript) -> str:
+        """What came of the last attempt."""
+        needs_usage = wants_usage(job.body)
+        while True:
+            if transcript.has_finished and (transcript.has_usage or not needs_usage):
+                await broken.events.write(DONE)
+                return "ok"
+            if job.trace.num_resumes == self.config.retries.max_resumes:
+                return "limit"
+            job.trace.num_resumes += 1
+            outcome = await self._counted(job, broken, transcript)
+            if outcome in FINAL or transcript.obstacle() is not None:
+                return outcome
+
+    async def _counted(self, job: Job, broken: Broken, transcript: Transcript) -> str:
+        outcome, kind = "disconnected", job.promise.kind
+        try:
+            outcome = await self._attempt(job, broken, transcript)
+        finally:
+            self.metrics.add("resumes", kind, outcome)
+        return outcome
+
+    async def _attempt(self, job: Job, broken: Broken, transcript: Transcript) -> str:
+        """One engine goes on; what came of it."""
+        logger.info(
+            "request %s goes on after %d tokens (%s): %s: %s",
+            job.trace.request_id,
+            len(transcript.token_ids),
+            job.promise.kind,
+            broken.instance.instance_id,
+            broken.failure,
+        )
+        broken.failed.add(broken.instance)
+        timeouts, events = self.config.timeouts, broken.events
+        left_s = broken.since + timeouts.first_token_s - time.monotonic()
+        with ExitStack() as held:
+            try:
+                async with timeout(left_s):
+                    found = await self._ask(job, broken, transcript, held)
+            except TIMED_OUT:
+                return "timeout"
+            if isinstance(found, str):
+                return found
+            leg, stream = found
+
+            def began() -> None:
+                now = time.monotonic()
+                self.metrics.resume.observe(now - broken.since)
+                if broken.stage is not None:
+                    broken.stage.first_token_s = now - job.trace.started
+                events.idle_s = timeouts.idle_s
+                broken.failed.clear()
+
+            told = {"resumed": job.trace.num_resumes, "kind": job.promise.kind}
+            events.idle_s = max(timeouts.idle_s, left_s)  # the engine may compute the prompt now
+            splice = Splice(transcript, told, began)
+            failure = await events.relay(stream, splice)
+            if failure is None:
+                leg.outcome = "ok"
+                return "ok"
+            broken.instance, broken.failure = leg.instance, failure
+            if failure.kind is FailureKind.STATUS and not splice.num_tokens:
+                leg.outcome = "refused"
+                return self._refused(job)
+            leg.outcome = "broken_stream"
+            leg.instance.failed(failure, "stream")
+            if not broken.failed:
+                broken.since = time.monotonic()
+            return failure.kind.value
+
+    def _refused(self, job: Job) -> str:
+        """The engine cannot go on, for a cause that its log tells, and is not to blame for it. A
+        seed with drafts is one, which its next tokens would only be as likely with."""
+        if self.config.retries.resume == "any":
+            job.promise = Promise("sampled")
+        return "refused"
+
+    async def _ask(
+        self, job: Job, broken: Broken, transcript: Transcript, held: ExitStack
+    ) -> tuple[Leg, Stream] | str:
+        """Its stream; ``held`` ends the leg. Or why there is none."""
+        routed, trace = job.routed, job.trace
+        routed.alone, routed.excluded = "resumed", broken.failed
+        with trace.stage("queue"):
+            admitted = await self.admission.admit(routed, again=True)
+        if not isinstance(admitted, Admitted):
+            return "unavailable"
+        held.enter_context(admitted)
+        instance = admitted.pair.decode
+        trace.decode, trace.prefill, trace.order = instance.instance_id, "", "decode-only"
+        trace.num_attempts += 1
+        headers = held.enter_context(self.tracing.leg(trace, "decode", instance))
+        broken.stage = held.enter_context(trace.stage("alone", instance.instance_id))
+        num_tokens = routed.num_prompt_tokens + routed.num_max_tokens
+        leg = held.enter_context(self.legs.open(instance, "decode", num_tokens))
+        sent = job.body.for_decode(self._params(job, transcript), instance.instance_id)
+        result = await self.legs.decode(leg, job.body, headers, sent)
+        if isinstance(result, Stream):
+            return leg, result
+        broken.instance = instance
+        if isinstance(result, LegFailed):
+            broken.failure = result.failure
+            return result.failure.kind.value
+        logger.warning("%s refuses to go on: %.200r", instance.instance_id, result.body)
+        return self._refused(job)
+
+    def _params(self, job: Job, transcript: Transcript) -> msgspec.Raw | None:
+        """Nothing if the client has no token yet."""
+        if not transcript.token_ids:
+            return None
+        resume = self.key.sign(
+            job.trace.request_id,
+            transcript.prompt_token_ids,
+            transcript.token_ids,
+            only_exact=job.promise.kind == "exact",
+        )
+        return msgspec.Raw(msgspec.json.encode({RESUME: resume.to_params()}))

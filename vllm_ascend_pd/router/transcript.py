@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client has of a stream, in a form from which another engine can go on.
+
+The engine is asked for token ids. The client gets its bytes without them, unless it asked itself.
+They are cut out of the bytes, since to parse each chunk would cost more than to relay it: in a JSON
+string their names would have escaped quotes. The chunks are kept as they came, and read in bulk.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DATA = b"data: "
+DONE = b"data: [DONE]\n\n"
+READ_EVERY_BYTES = 32 << 10
+"""What is kept as it came, at most: some hundred tokens."""
+
+Chunk = dict[str, Any]
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct, gc=False):
+    index: int
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """Nothing else that a client could get twice is known."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[_Call, ...] = ()
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: tuple[_Choice, ...]
+    usage: dict[str, Any] | None = None
+
+
+_chunks_decoder: msgspec.json.Decoder[list[_Chunk]] = msgspec.json.Decoder(list[_Chunk])
+_decoder: msgspec.json.Decoder[Chunk] = msgspec.json.Decoder(Chunk)
+_TOKEN_IDS = re.compile(rb'token_ids":\s*\[[\d,\s]*\]')
+_HIDDEN = b'token_ids":null'
+_TEXTS = ("content", "reasoning", "reasoning_content")
+_NO_DELTA = b'"delta":{}'
+_GOES_ON = b'"finish_reason":null'
+_ERROR = b'data: {"error"'
+_ABORT = b'"finish_reason":"abort"'
+
+
+class Transcript:
+    """Event loop thread. Of a stream of one choice, by a few bytes a token."""
+
+    def __init__(self, shows_token_ids: bool) -> None:
+        self.shows_token_ids = shows_token_ids
+        """To the client, which asked for them."""
+        self._raw: list[bytes] = []
+        self._num_raw_bytes = 0
+        self.token_ids = array("I")
+        self.prompt_token_ids = array("I")
+        self.envelope: Chunk = {}
+        self.num_chars: dict[str, int] = {}
+        """By field, see ``texts``."""
+        self.num_calls = 0
+        """Tool calls whose id the client has."""
+        self.has_role = False
+        self.has_finished = False
+        self.has_usage = False
+        self.is_done = False
+        self.failure: Failure | None = None
+        self.is_readable = True
+
+    def take(self, events: bytes) -> bytes:
+        """Whole events of the engine, about to be sent; what the client gets of them."""
+        if _ERROR in events or _ABORT in events:
+            events, self.failure = until_failure(events)
+        self._raw.append(events)
+        self._num_raw_bytes += len(events)
+        if self._num_raw_bytes > READ_EVERY_BYTES:
+            self.read()
+        if events.endswith(DONE):
+            self.is_done = True
+        return events if self.shows_token_ids else hide_token_ids(events)
+
+    def read(self) -> None:
+        """All that was taken until now."""
+        raw = b"".join(self._raw).removesuffix(DONE)
+        self._raw, self._num_raw_bytes = [], 0
+        try:
+            if raw and not self.envelope:
+                self._read_first(raw[len(DATA) : raw.index(b"\n\n")])
+            for chunk in _chunks_decoder.decode(
+                b"[" + raw[len(DATA) : -2].replace(b"\n\n" + DATA, b",") + b"]"
+            ):
+                self.has_usage |= chunk.usage is not None and not chunk.choices
+                for choice in chunk.choices:
+                    self._read(choice)
+        except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError):
+            self.is_readable = False  # not as vLLM writes it
+
+    def obstacle(self) -> str | None:
+        """Why no engine can go on, of what was read."""
+        if not self.is_readable:
+            return "protocol"
+        has_text = any(self.num_chars.values())
+        if bool(self.token_ids) < has_text or bool(self.prompt_token_ids) < bool(self.token_ids):
+            return "no_token_ids"
+        return None
+
+    def _read_first(self, event: bytes) -> None:
+        chunk = _decoder.decode(event)
+        self.envelope = envelope(chunk)
+        prompt = chunk.get("prompt_token_ids") or chunk["choices"][0].get("prompt_token_ids")
+        self.prompt_token_ids.extend(prompt or ())
+
+    def _read(self, choice: _Choice) -> None:
+        if choice.token_ids is not None:
+            self.token_ids.extend(choice.token_ids)
+        if choice.finish_reason is not None:
+            self.has_finished = True
+        if choice.text:
+            self._add("text", choice.text)
+        delta = choice.delta
+        if delta is None:
+            return
+        for name in _TEXTS:
+            if value := getattr(delta, name):
+                self._add(name, value)
+        for call in delta.tool_calls:
+            self.num_calls = max(self.num_calls, call.index + 1)
+            if call.function is not None:
+                self._add(f"tool_calls[{call.index}].name", call.function.name or "")
+                self._add(f"tool_calls[{call.index}].arguments", call.function.arguments or "")
+        if delta.role is not None:
+            self.has_role = True
+
+    def _add(self, field: str, value: str) -> None:
+        self.num_chars[field] = self.num_chars.get(field, 0) + len(value)
+
+
+def envelope(chunk: Chunk) -> Chunk:
+    """What is the same in all chunks of one stream."""
+    return {name: chunk[name] for name in ("id", "created", "model") if name in chunk}
+
+
+def texts(choice: Chunk) -> Iterator[tuple[str, Chunk, str]]:
+    """Where a chunk's choice has text that goes on in the next one: the field, and the object and
+    key that hold it."""
+    delta = choice.get("delta")
+    if delta is None:
+        yield "text", choice, "text"
+        return
+    for name in _TEXTS:
+        if delta.get(name) is not None:
+            yield name, delta, name
+    for call in delta.get("tool_calls") or ():
+        function = call.get("function") or {}
+        for name in ("name", "arguments"):
+            if function.get(name) is not None:
+                yield f"tool_calls[{call['index']}].{name}", function, name
+
+
+def hide_token_ids(events: bytes) -> bytes:
+    """As the engine writes them when nobody asks for token ids."""
+    hidden = _TOKEN_IDS.sub(_HIDDEN, events)
+    if _NO_DELTA not in hidden:
+        return hidden
+    kept = (e for e in hidden.split(b"\n\n") if not (_NO_DELTA in e and _GOES_ON in e))
+    return b"\n\n".join(kept)
+
+
+def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
+    """What an engine's server sent before it said, within the stream, that its engine has failed;
+    and what it said."""
+    at = events.find(_ERROR)
+    if at < 0 and _ABORT in events:
+        before = events.rfind(b"\n\n", 0, events.find(_ABORT))
+        at = 0 if before < 0 else before + 2
+        return events[:at], Failure(FailureKind.STATUS, "the engine gave the request up")
+    if at < 0:
+        return events, None
+    told = events[at + len(DATA) : events.find(b"\n\n", at)]
+    try:
+        error = _decoder.decode(told)["error"]
+        if error["code"] < 500:
+            return events, None
+        failure = Failure(FailureKind.STATUS, f"status {error['code']}: {error['message']}")
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        failure = Failure(FailureKind.PROTOCOL, "an error that is not understood")
+    return events[:at], failure
