@@ -2,7 +2,8 @@
 """What our code imports of a package, or says that it touches, and whether its source has it.
 
 By syntax alone: nothing is imported. A docstring says it below ``Touches:``, indented, as
-``path:name`` or ``path:Class.attribute``; ``|`` stands between what one version or another has.
+``path:name`` or ``path:Class.attribute``; ``|`` stands between what one version or another has. A
+class whose docstring names another one says that it touches what its own body declares.
 """
 
 import ast
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from patch_series import Files
 
-_TOUCHES = re.compile(r"^( *)Touches:\n((?:\1 +\S.*\n?)+)", re.MULTILINE)
+_TOUCHES = re.compile(r"^( *)Touches:(?: (\S.*)$|\n((?:\1 +\S.*\n?)+))", re.MULTILINE)
 
 
 def wanted_names(code: Path, package: str) -> dict[str, str]:
@@ -50,10 +51,18 @@ def _imports(module: ast.Module, package: str) -> Iterator[tuple[int, str]]:
 def _touched(module: ast.Module, package: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            for _, listed in _TOUCHES.findall(ast.get_docstring(node) or ""):
-                for wanted in re.sub(r"\s*\n\s*\|\s*", " | ", listed).split("\n"):
-                    if wanted.strip().startswith(f"{package}/"):
-                        yield node.lineno, wanted.strip()
+            for _, one, several in _TOUCHES.findall(ast.get_docstring(node) or ""):
+                for line in re.sub(r"\s*\n\s*\|\s*", " | ", one or several).split("\n"):
+                    if (wanted := line.strip()).startswith(f"{package}/"):
+                        yield node.lineno, wanted
+                        if isinstance(node, ast.ClassDef):
+                            yield from _members(node, wanted)
+
+
+def _members(node: ast.ClassDef, wanted: str) -> Iterator[tuple[int, str]]:
+    for name, declared in _bound(node.body):
+        if not name.startswith("__"):
+            yield declared.lineno, " | ".join(f"{one}.{name}" for one in wanted.split(" | "))
 
 
 class Source:
@@ -61,7 +70,7 @@ class Source:
 
     def __init__(self, files: tuple[Files, ...]) -> None:
         self._files = files
-        self._parsed: dict[str, dict[str, ast.AST] | None] = {}
+        self._parsed: dict[str, dict[str, ast.stmt] | None] = {}
 
     def has(self, wanted: str) -> bool:
         path, _, dotted = wanted.partition(":")
@@ -74,7 +83,7 @@ class Source:
             return not name or name in bound or self._module(f"{folder}/{name}.py") is not None
         return self._class_has(path, name, attribute)
 
-    def _module(self, path: str) -> dict[str, ast.AST] | None:
+    def _module(self, path: str) -> dict[str, ast.stmt] | None:
         if path not in self._parsed:
             places = path, path.removesuffix(".py") + "/__init__.py"
             found = (files[place] for place in places for files in self._files if place in files)
@@ -103,7 +112,7 @@ class Source:
         return any(self._class_has(path, base, attribute) for base in bases)
 
 
-def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
     """The names that these statements bind, also in their branches."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

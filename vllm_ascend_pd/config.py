@@ -384,7 +384,7 @@ def _check_part(name: str, part: int, least: int, num_workers: int) -> None:
 
 
 class KVTransferConfigLike(Protocol):
-    """The fields of vLLM's ``KVTransferConfig`` that are read here."""
+    """Touches: vllm/config/kv_transfer.py:KVTransferConfig"""
 
     kv_role: Any
     engine_id: str | None

@@ -128,7 +128,11 @@ _IDLE: AbstractContextManager[object] = nullcontext()
 
 
 def in_engine(kv_transfer_config: Any) -> bool:
-    """Whether this configuration selects the in-engine path (so no connector object is made)."""
+    """Whether this configuration selects the in-engine path (so no connector object is made).
+
+    Touches:
+        vllm/config/kv_transfer.py:KVTransferConfig.kv_connector
+    """
     return getattr(kv_transfer_config, "kv_connector", None) == IN_ENGINE
 
 
@@ -158,7 +162,9 @@ def install_worker(
 
 def make_v2_connector() -> Any:
     """The connector object through which Model Runner V2 drives the installed worker side."""
-    return import_module("vllm_ascend_pd.engine.worker.mrv2").InEngineKVConnector(_worker)
+    return import_module("vllm_ascend_pd.engine.vllm_api.model_runner_v2").InEngineKVConnector(
+        _worker
+    )
 
 
 def active() -> bool:
@@ -173,12 +179,22 @@ def begin_step(scheduler_output: SchedulerOutput) -> None:
 
 
 def peer_tokens(new_request: NewRequestData) -> list[int]:
-    """Output tokens of a request that is new to the worker: the first, if a peer has sampled it."""
+    """Output tokens of a request that is new to the worker: the first, if a peer has sampled it.
+
+    Touches:
+        vllm/v1/core/sched/output.py:NewRequestData.prefill_token_ids
+        vllm/v1/core/sched/output.py:NewRequestData.prompt_len
+    """
     return (new_request.prefill_token_ids or [])[new_request.prompt_len :]
 
 
 def keep_generators(requests: dict[str, CachedRequestState], request_ids: list[str]) -> None:
-    """Before a step that loads KV: what it samples may be dropped, so what it draws is undone."""
+    """Before a step that loads KV: what it samples may be dropped, so what it draws is undone.
+
+    Touches:
+        vllm/v1/worker/gpu_input_batch.py:CachedRequestState.generator
+        vllm/v1/worker/gpu_input_batch.py:CachedRequestState.output_token_ids
+    """
     if _worker is None or not _worker.loads_in_step():
         return
     for request_id in request_ids:
@@ -203,6 +219,9 @@ def overlaps_loads(cudagraph_mode: Any) -> bool:
 
     True for a step whose KV is still on its way, if the engine has PIECEWISE graphs to run instead.
     ``cudagraph_mode`` is that of the engine's configuration.
+
+    Touches:
+        vllm/config/compilation.py:CUDAGraphMode.has_piecewise_cudagraphs
     """
     if _worker is None or not _worker.loads_under_way():
         return False
@@ -214,6 +233,9 @@ def armed_step(attn_metadata: object | None, cudagraph_mode: Any) -> AbstractCon
 
     On entry it waits for what the forward may not overlap with, and ``current_step`` is set
     inside.
+
+    Touches:
+        vllm/config/compilation.py:CUDAGraphMode.FULL
     """
     if _worker is None or attn_metadata is None:
         return _IDLE

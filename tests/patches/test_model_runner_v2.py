@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR, KVConnector, get
 
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.metadata import StepReport
-from vllm_ascend_pd.engine.worker.mrv2 import InEngineKVConnector
+from vllm_ascend_pd.engine.vllm_api.model_runner_v2 import InEngineKVConnector
 
 
 class ScriptedStep:

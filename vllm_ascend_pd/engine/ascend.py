@@ -17,7 +17,8 @@ from vllm_ascend_pd.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.config import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.types import VllmConfig
+
 
 MLAPO_MAX_TOKENS = 1024
 """``MLAPO_MAX_SUPPORTED_TOKENS`` of vllm-ascend: up to here a consumer frees weights."""

@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+from vllm_ascend_pd.engine.vllm_api.connector import (
+    KVConnectorBase_V1,
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-
 from vllm_ascend_pd.metrics import COUNTERS, GAUGES, split_key
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.types import VllmConfig
 
 
 @dataclass

@@ -15,25 +15,23 @@ from vllm_ascend_pd.engine.model_identity import model_identity
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.vllm_api.config import cpu_page_isa
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
+from vllm_ascend_pd.engine.vllm_api.process import vllm_version
 from vllm_ascend_pd.transfer.shares import num_shares
 from vllm_ascend_pd.wire import WIRE_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
 
 
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """E.g. ``vllm=0.30.0 config=3f0c… weights=81d2… … wire=1``; equal or no transfer."""
-    from vllm.version import __version__ as vllm_version
-
     groups = kv_groups(kv_cache_config)
     own = sharding(vllm_config)
     num_parts = num_shares(own.num_workers, own.num_kv_heads)
     parts = {
-        "vllm": vllm_version.partition("+")[0],
+        "vllm": vllm_version(),
         **model_identity(vllm_config),
         "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
         "kv_dtype": "-".join(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
+from vllm_ascend_pd.engine.vllm_api.connector import KVConnectorWorkerMetadata
 from vllm_ascend_pd.pool.messages import AheadSpec, Message, PoolLoadSpec
 from vllm_ascend_pd.transfer.grants import GrantSpec
 from vllm_ascend_pd.transfer.load import LoadSpec

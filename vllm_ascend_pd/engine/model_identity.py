@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.config import PDConfig, WeightReading
+from vllm_ascend_pd.engine.vllm_api.config import uses_modelscope
 from vllm_ascend_pd.engine.weight_files import content_digest
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.types import ModelConfig, VllmConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +135,9 @@ def _model_folder(vllm_config: VllmConfig) -> Path | None:
 
 
 def _find_snapshot(name: str, revision: str | None, cache_dir: str | None) -> Path:
-    import vllm.envs
-
-    if vllm.envs.VLLM_USE_MODELSCOPE:
-        hub = import_module("modelscope.hub.snapshot_download")
-    else:
-        hub = import_module("huggingface_hub")
+    hub = import_module(
+        "modelscope.hub.snapshot_download" if uses_modelscope() else "huggingface_hub"
+    )
     return Path(
         hub.snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
     )

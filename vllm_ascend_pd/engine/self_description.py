@@ -11,11 +11,10 @@ from vllm_ascend_pd.registration import KVEndpoint, KVEvents, Registration
 from vllm_ascend_pd.registration import Role as RouterRole
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     from vllm_ascend_pd.config import PDConfig
+    from vllm_ascend_pd.engine.vllm_api.types import Scheduler, VllmConfig
     from vllm_ascend_pd.types import Endpoint, Epoch
+
 
 _ROLES: dict[Role, RouterRole] = {
     Role.PRODUCER: "prefill",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.transfer.shares import Sharding
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
+
 
 _HEADS_OUTERMOST = ("LBHNC", "BLHNC")
 

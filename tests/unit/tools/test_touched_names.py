@@ -42,6 +42,11 @@ def touching(*lines: str) -> str:
     return f'def f():\n    """Do it.\n\n    Touches:\n{listed}    """\n'
 
 
+def declaring(name: str, *lines: str) -> str:
+    body = "".join(f"    {line}\n" for line in lines)
+    return f'class Like:\n    """Touches: {name}"""\n\n{body}    def __len__(self): ...\n'
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -54,6 +59,8 @@ def touching(*lines: str) -> str:
         touching("toy/core.py:Engine.kind", "toy/core.py:Engine.old"),
         touching("toy/core.py:Engine.gone", "    | toy/core.py:Engine.queue"),
         touching("toy/gone.py:gone | toy/core.py:Engine.queue"),
+        declaring("toy/core.py:Engine", "kind: str", "old: int", "def run(self) -> None: ..."),
+        declaring("toy/gone.py:Gone | toy/core.py:Engine", "queue: list"),
     ],
 )
 def test_what_is_there_is_found(tmp_path: Path, text: str) -> None:
@@ -71,6 +78,14 @@ def test_what_is_there_is_found(tmp_path: Path, text: str) -> None:
         (
             touching("toy/core.py:Engine.run", "toy/core.py:Engine.a", "  | toy/core.py:Engine.b"),
             "toy/core.py:Engine.a | toy/core.py:Engine.b (ours/mine.py:1)",
+        ),
+        (
+            declaring("toy/core.py:Engine", "kind: str", "gone: int"),
+            "toy/core.py:Engine.gone (ours/mine.py:5)",
+        ),
+        (
+            declaring("toy/core.py:Engine", "@property", "def gone(self) -> int: ..."),
+            "toy/core.py:Engine.gone (ours/mine.py:5)",
         ),
     ],
 )

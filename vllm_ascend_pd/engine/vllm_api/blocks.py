@@ -10,9 +10,13 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, make_block_hash_with_gro
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
-    from vllm.v1.request import Request
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        BlockHash,
+        BlockHashWithGroupId,
+        BlockPool,
+        KVCacheBlock,
+        Request,
+    )
 
     from vllm_ascend_pd.kv.span import KVGroup
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.types import VllmConfig
 
 
 def returns_step_data(config: VllmConfig) -> bool:
@@ -27,7 +27,7 @@ def returns_routed_experts(config: VllmConfig) -> bool:
     """
     if (aux := getattr(config, "aux_output_config", None)) is not None:
         return bool(aux.enabled)
-    model = config.model_config
+    model: Any = config.model_config
     return model is not None and model.enable_return_routed_experts
 
 
@@ -41,3 +41,10 @@ def cpu_page_isa(config: VllmConfig, block_size: int) -> str:
 
     model, cache = config.model_config, config.cache_config
     return str(_get_attn_isa(model.dtype, block_size, model.get_head_size(), cache.cache_dtype))
+
+
+def uses_modelscope() -> bool:
+    """Whether names of models are those of ModelScope."""
+    from vllm.envs import VLLM_USE_MODELSCOPE
+
+    return bool(VLLM_USE_MODELSCOPE)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core import kv_cache_utils
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from vllm_ascend_pd.engine.vllm_api.types import Request
 
 
 def extra_keys(request: Request, start: int, stop: int) -> tuple[Any, ...] | None:

@@ -3,7 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.distributed import utils
+
+
+def vllm_version() -> str:
+    """Of the release, without what a build adds to it."""
+    from vllm.version import __version__
+
+    return str(__version__).partition("+")[0]
 
 
 def sleep_while_waiting() -> bool:
@@ -16,3 +25,24 @@ def sleep_while_waiting() -> bool:
     was_yielding = bool(utils.USE_SCHED_YIELD)
     utils.USE_SCHED_YIELD = False
     return was_yielding
+
+
+def from_first_worker(value: Any) -> Any:
+    """What the worker of rank 0 has; all workers call it at the same time.
+
+    Touches:
+        vllm/distributed/parallel_state.py:GroupCoordinator.broadcast_object
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().broadcast_object(value)
+
+
+def loaded_model(worker: Any) -> Any:
+    """The ``torch.nn.Module`` of this worker.
+
+    Touches:
+        vllm/v1/worker/worker_base.py:WorkerBase.model_runner
+        vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.get_model
+    """
+    return worker.model_runner.get_model()

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.request_queue import RequestQueue
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
+    from vllm_ascend_pd.engine.vllm_api.types import Request, RequestQueue, Scheduler
 
 
 def waiting_queues(scheduler: Scheduler) -> tuple[RequestQueue, RequestQueue]:
@@ -24,9 +22,10 @@ def waiting_queues(scheduler: Scheduler) -> tuple[RequestQueue, RequestQueue]:
         vllm/v1/core/sched/scheduler.py:Scheduler.kv_holding_waiting
             | vllm/v1/core/sched/scheduler.py:Scheduler.skipped_waiting
     """
+    any_version: Any = scheduler
     if (holding := getattr(scheduler, "kv_holding_waiting", None)) is not None:
         return holding, scheduler.waiting
-    return scheduler.skipped_waiting, scheduler.waiting
+    return any_version.skipped_waiting, scheduler.waiting
 
 
 def num_waiting(scheduler: Scheduler) -> int:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.engine.vllm_api.queues import remove_waiting
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
+    from vllm_ascend_pd.engine.vllm_api.types import Request, Scheduler
 
 
 def append_output(scheduler: Scheduler, request: Request, token_id: int) -> tuple[list[int], bool]:

@@ -17,10 +17,9 @@ from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.worker.step import WorkerSide
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, Fence
     from vllm_ascend_pd.engine.metadata import StepReport
+    from vllm_ascend_pd.engine.vllm_api.types import SchedulerOutput
     from vllm_ascend_pd.engine.worker.step import ArmedStep
 
 

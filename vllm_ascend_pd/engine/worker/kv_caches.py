@@ -16,7 +16,8 @@ from vllm_ascend_pd.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig
+
 
 _DEVICES = ("cuda", "npu")
 _COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")

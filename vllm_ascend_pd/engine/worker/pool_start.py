@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from typing import TYPE_CHECKING, Any
-
-from vllm.distributed.parallel_state import get_tp_group
+from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
@@ -15,6 +13,7 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.sharding import sharding
+from vllm_ascend_pd.engine.vllm_api.process import from_first_worker
 from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
@@ -25,12 +24,11 @@ from vllm_ascend_pd.pool.tier import Opening
 from vllm_ascend_pd.pool.values import BlockValues
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ def start_pool(
     )
     part = config.pool.for_worker(own.rank, own.num_workers)
     tier = open_tiers(
-        Opening(part, config.host, own.rank, own.num_workers, _from_first_worker, shared)
+        Opening(part, config.host, own.rank, own.num_workers, from_first_worker, shared)
     )
     if script := envs.pool_fault_script():
         logger.warning("%s is set: the pool fails as scripted (%s)", envs.POOL_FAULTS, script)
@@ -99,7 +97,3 @@ def start_pool(
         kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
     )
     return pool
-
-
-def _from_first_worker(value: Any) -> Any:
-    return get_tp_group().broadcast_object(value)

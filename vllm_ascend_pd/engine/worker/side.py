@@ -34,10 +34,10 @@ from vllm_ascend_pd.transfer.send import DataServer
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def create(
 def _create(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
 ) -> WorkerSide:
+    assert vllm_config.kv_transfer_config is not None
     config = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config)
     trust = Trust.load(config.security.secret_file)
     caches = locate(kv_cache_config, kv_caches)

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import logging
-from copy import copy
 from typing import TYPE_CHECKING, Any
-
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.vllm_api.outputs import output_without_forward, step_output
 from vllm_ascend_pd.engine.worker.loaders import Loaders
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.pool.messages import PoolLoadSpec
@@ -19,10 +17,13 @@ from vllm_ascend_pd.transfer.load import LoadSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.backends.transports import Transports
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        KVConnectorOutput,
+        ModelRunnerOutput,
+        SchedulerOutput,
+    )
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.loader import Loader
     from vllm_ascend_pd.net.trust import Trust
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.receive import PeerLoader
     from vllm_ascend_pd.transfer.send import DataServer
     from vllm_ascend_pd.types import LoadId
+
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ class StepOutput:
 
     def __init__(self, side: WorkerSide) -> None:
         self._side = side
-        self._output = KVConnectorOutput()
+        self._output = step_output()
 
     def __enter__(self) -> KVConnectorOutput:
         return self._output
@@ -209,11 +211,7 @@ class WorkerSide:
         # Nothing has taken the armed step; the next forward, perhaps a dummy's, must not.
         self._armed = False
         self._end_grants()
-        output = copy(EMPTY_MODEL_RUNNER_OUTPUT)
-        output.kv_connector_output = KVConnectorOutput(
-            kv_connector_worker_meta=self._report(self._busy_loader())
-        )
-        return output
+        return output_without_forward(self._report(self._busy_loader()))
 
     def _busy_loader(self) -> Loaders | None:
         return None if self._loader is None or self._loader.is_idle else self._loader

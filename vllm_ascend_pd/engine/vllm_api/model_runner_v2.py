@@ -9,14 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.forward_context import is_forward_context_available
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.gpu.kv_connector import KVConnector
 
 from vllm_ascend_pd import hooks
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        KVConnectorOutput,
+        ModelRunnerOutput,
+        SchedulerOutput,
+    )
     from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 
 

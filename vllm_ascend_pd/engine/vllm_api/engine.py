@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core and its executor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.engine import EngineCoreRequestType
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.vllm_api.types import EngineCore
+    from vllm_ascend_pd.hooks import SchedulerHooks
+
+
+def join_reports(core: EngineCore, num_workers: int) -> None:
+    """Hear of all workers, and not, as without a connector, of one only.
+
+    Touches:
+        vllm/v1/executor/abstract.py:Executor.kv_output_aggregator
+    """
+    if num_workers > 1:
+        core.model_executor.kv_output_aggregator = KVOutputAggregator(num_workers)
+
+
+def attach(core: EngineCore, hooks: SchedulerHooks) -> None:
+    """Where the patched executor looks for them."""
+    executor: Any = core.model_executor
+    executor.pd = hooks
+
+
+def is_ending(core: EngineCore) -> bool:
+    """Whether the engine was asked to end; one that lives in its client's process is not. Any
+    thread.
+
+    Touches:
+        vllm/v1/engine/core.py:EngineCoreProc.is_running
+    """
+    return not getattr(core, "is_running", lambda: True)()
+
+
+def wake(core: EngineCore) -> None:
+    """Make the engine's loop look for work. Any thread.
+
+    Touches:
+        vllm/v1/engine/core.py:EngineCoreProc.input_queue
+        vllm/v1/engine/__init__.py:EngineCoreRequestType.WAKEUP
+    """
+    if (queue := getattr(core, "input_queue", None)) is not None:
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
