@@ -50,11 +50,11 @@ def _imports(module: ast.Module, package: str) -> Iterator[tuple[int, str]]:
 
 def _touched(module: ast.Module, package: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
             for _, one, several in _TOUCHES.findall(ast.get_docstring(node) or ""):
                 for line in re.sub(r"\s*\n\s*\|\s*", " | ", one or several).split("\n"):
                     if (wanted := line.strip()).startswith(f"{package}/"):
-                        yield node.lineno, wanted
+                        yield getattr(node, "lineno", 1), wanted
                         if isinstance(node, ast.ClassDef):
                             yield from _members(node, wanted)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request
@@ -68,7 +69,7 @@ class SchedulerHooks(Protocol):
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request is unfinished."""
 
-    def on_engine_started(self, engine_core: object) -> None:
+    def on_engine_started(self, engine_core: EngineCore) -> None:
         """The engine core is complete; keep what wakes its loop."""
 
     def reset(self, reset_connector: bool) -> None:

@@ -14,27 +14,22 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from vllm_ascend_pd.config import LoadMode
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.groups import block_table
 from vllm_ascend_pd.engine.vllm_api.queues import waiting_queues
+from vllm_ascend_pd.engine.vllm_api.status import is_queued, queue, waits_for_kv
 from vllm_ascend_pd.kv.cost import Question, plan
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.parts import Common, Part, StepDraft
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request, SchedulerOutput
 
-_QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-"""Of what waits for memory only."""
+
 _COLLECT_S = 0.0002
 """What peers and the pool have said is looked at so often within a pass."""
 
@@ -101,9 +96,9 @@ class Admission:
             self.hand_on(request)
             source = self.source_of(request)
         if source is None:
-            if request.status == RequestStatus.WAITING_FOR_KV:
-                request.status = RequestStatus.WAITING
-            return request.status in _QUEUED  # else it waits for a grammar, say
+            if waits_for_kv(request):
+                queue(request)
+            return is_queued(request)
         if source.holds_back():
             return False
         if source.state is SourceState.READY and not self._place(source):
@@ -112,7 +107,7 @@ class Admission:
         if source.delays():
             return False
         request.status = source.queued_status
-        return request.status in _QUEUED
+        return is_queued(request)
 
     def _place(self, source: BlockSource) -> bool:
         """Decide how its blocks come; whether the request may be scheduled now."""
@@ -169,9 +164,7 @@ class Admission:
         """Nothing runs, and a request that waits for nothing has found no memory."""
         scheduler = self._scheduler
         return not (output.num_scheduled_tokens or scheduler.running) and any(
-            request.status in _QUEUED
-            for requests in waiting_queues(scheduler)
-            for request in requests
+            is_queued(request) for requests in waiting_queues(scheduler) for request in requests
         )
 
     def add_loads(self, draft: StepDraft) -> None:

@@ -11,13 +11,13 @@ from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.config import Role
     from vllm_ascend_pd.engine.scheduler.consumer import Consumer
     from vllm_ascend_pd.engine.scheduler.parts import Ending
     from vllm_ascend_pd.engine.scheduler.producer import Producer
+    from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.metrics import Stats
+
 
 logger = limited_logger(__name__)
 

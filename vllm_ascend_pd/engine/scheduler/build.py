@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
-
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.engine import EngineCoreRequestType
+from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import PDConfig, PeerLoad, WeightReading
 from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
@@ -32,6 +29,7 @@ from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.engine.vllm_api.engine import attach, is_ending, join_reports, wake
 from vllm_ascend_pd.engine.vllm_api.groups import only_group
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Stats
@@ -42,9 +40,9 @@ from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.types import Epoch
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
+    from vllm_ascend_pd.engine.vllm_api.types import EngineCore, Scheduler
     from vllm_ascend_pd.types import Endpoint
+
 
 logger = limited_logger(__name__)
 
@@ -52,6 +50,7 @@ logger = limited_logger(__name__)
 def create(scheduler: Scheduler) -> SchedulerSide:
     """Check that this engine can take part, then open what its role needs."""
     adopt_engine_logging()
+    assert scheduler.vllm_config.kv_transfer_config is not None
     config = PDConfig.from_kv_transfer_config(scheduler.vllm_config.kv_transfer_config)
     check_supported(scheduler)
     if is_ascend(scheduler.vllm_config):
@@ -71,7 +70,7 @@ class _Builder:
     def __init__(self, scheduler: Scheduler, config: PDConfig) -> None:
         self._scheduler = scheduler
         self._config = config
-        self._engine_core: Any = None
+        self._engine_core: EngineCore | None = None
         self._epoch = Epoch(secrets.token_hex(8))
         self._trust = Trust.load(config.security.secret_file)
         vllm_config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
@@ -154,13 +153,10 @@ class _Builder:
         registrar.start()
         return RouterContact(self._common, registrar)
 
-    def _complete(self, side: SchedulerSide, engine_core: Any) -> None:
+    def _complete(self, side: SchedulerSide, engine_core: EngineCore) -> None:
         """Add what needs the engine's workers."""
         self._engine_core = engine_core
-        executor, num_workers = engine_core.model_executor, self._common.sharding.num_workers
-        if num_workers > 1:
-            # Else the engine hears of one worker only, as without a connector.
-            executor.kv_output_aggregator = KVOutputAggregator(num_workers)
+        join_reports(engine_core, self._common.sharding.num_workers)
         side.identity = Identity(
             self._scheduler,
             engine_core,
@@ -168,9 +164,9 @@ class _Builder:
             side.forsake,
             lambda generation: side.identify(f"{self._fingerprint} generation={generation}"),
         )
-        executor.pd = side
+        attach(engine_core, side)
         if self._config.pool is not None:
-            workers = executor.collective_rpc(pool_address)
+            workers = engine_core.model_executor.collective_rpc(pool_address)
             consumer = side.part(Consumer)
             side.add(
                 PoolSide(
@@ -183,13 +179,9 @@ class _Builder:
 
     def _is_draining(self) -> bool:
         """Whether the engine was asked to end. Called by the registrar's thread."""
-        return (
-            self._engine_core is not None
-            and not getattr(self._engine_core, "is_running", lambda: True)()
-        )
+        return self._engine_core is not None and is_ending(self._engine_core)
 
     def _wake(self) -> None:
         """Make the engine loop look at ``has_pending_work``. Called by other threads."""
-        input_queue = getattr(self._engine_core, "input_queue", None)
-        if input_queue is not None:
-            input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        if self._engine_core is not None:
+            wake(self._engine_core)

@@ -7,12 +7,11 @@ import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from vllm_ascend_pd.engine.scheduler.first_token import deliver
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
+from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.log_limit import limited_logger
@@ -24,12 +23,11 @@ from vllm_ascend_pd.wire import WIRE_VERSION, FirstToken, Open, Opened, Refused,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
+    from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.transfer.control import ControlClient
+
 
 logger = limited_logger(__name__)
 
@@ -129,7 +127,7 @@ class Consumer(Part):
                 sampling_key=sampling_key,
             ),
         )
-        request.status = RequestStatus.WAITING_FOR_KV
+        wait_for_kv(request)
         return None
 
     def collect(self) -> None:

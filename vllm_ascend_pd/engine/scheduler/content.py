@@ -13,20 +13,19 @@ import hashlib
 import logging
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.model_identity import weight_files
+from vllm_ascend_pd.engine.vllm_api.hashes import hash_anew, salt_of_client, use_hasher
+from vllm_ascend_pd.engine.vllm_api.lora import adapter_folder, with_reload
 from vllm_ascend_pd.engine.weight_files import content_digest, stat_key
 from vllm_ascend_pd.types import GENERATION_SALT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.kv_cache_utils import BlockHash
-    from vllm.v1.request import Request
+    from vllm_ascend_pd.engine.vllm_api.types import BlockHash, Executor, LoRARequest, Request
+
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class Content:
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:
         """vLLM's block hasher, for new requests."""
-        request._block_hasher = self._hash_blocks
+        use_hasher(request, self._hash_blocks)
         request.cache_salt = self._salt(request)
         return self._hash_blocks(request)
 
@@ -68,13 +67,10 @@ class Content:
         """
         is_mixed = request.num_computed_tokens > 0
         request.cache_salt = self._salt(request, secrets.token_hex(8) if is_mixed else "")
-        request.block_hashes.clear()
-        request.update_block_hashes()
+        hash_anew(request)
 
     def _salt(self, request: Request, mixture: str = "") -> str | None:
-        if not hasattr(request, "pd_salt"):
-            request.pd_salt = request.cache_salt
-        salt: str | None = request.pd_salt
+        salt = salt_of_client(request)
         adapter = ""
         if (lora := request.lora_request) is not None:
             if (known := self._adapters.get(lora.lora_int_id)) is None:
@@ -95,7 +91,7 @@ class Content:
         self._adapters[lora.lora_int_id] = content
         return changed
 
-    def reload_adapter(self, request: Request, executor: Any) -> bool:
+    def reload_adapter(self, request: Request, executor: Executor) -> bool:
         """If this request asks for a reload, or the workers would load other files than they had,
         load them now, for all requests; whether that was so.
 
@@ -111,21 +107,19 @@ class Content:
         )
         if changed:
             try:
-                executor.add_lora(_copy(lora, load_inplace=True))
+                executor.add_lora(with_reload(lora, True))
             except Exception as e:  # noqa: BLE001 - the request itself says what is wrong with it
                 logger.warning("adapter %s could not be loaded again: %s", lora.lora_name, e)
                 return False
             self.note_adapter(lora, content)
         if lora.load_inplace:
             # Else vLLM reads its files in every step.
-            request.lora_request = _copy(lora, load_inplace=False)
+            request.lora_request = with_reload(lora, False)
         return changed
 
     def read_adapter(self, lora: LoRARequest) -> str:
         """A digest of all its files; they are read when they have changed."""
-        from vllm.lora.utils import get_adapter_absolute_path
-
-        path = get_adapter_absolute_path(lora.lora_path)
+        path = adapter_folder(lora)
         try:
             files = weight_files(Path(path))
             if not files:
@@ -141,7 +135,3 @@ class Content:
                 self._read[path] = "", secrets.token_hex(8)
             return self._read[path][1]
         return read[1]
-
-
-def _copy(lora: LoRARequest, load_inplace: bool) -> LoRARequest:
-    return msgspec.structs.replace(lora, load_inplace=load_inplace)

@@ -18,9 +18,12 @@ from vllm_ascend_pd.engine.vllm_api.blocks import content_hash, free_to_front, n
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.distributed.kv_events import BlockStored
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        BlockHashWithGroupId,
+        BlockPool,
+        BlockStored,
+        KVCacheBlock,
+    )
 
 
 @dataclass(slots=True)

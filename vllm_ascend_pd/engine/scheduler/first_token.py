@@ -30,10 +30,8 @@ from vllm_ascend_pd.engine.vllm_api.requests import append_output, end_waiting
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
+    from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, Scheduler, VllmConfig
+
 
 SHAPING = (
     "temperature",

@@ -11,11 +11,11 @@ from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
 from vllm_ascend_pd.kv.states import impossible
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     from vllm_ascend_pd.engine.metadata import StepReport
     from vllm_ascend_pd.engine.scheduler.parts import Common
+    from vllm_ascend_pd.engine.vllm_api.types import SchedulerOutput
     from vllm_ascend_pd.net.trust import Trust
+
 
 logger = logging.getLogger(__name__)
 

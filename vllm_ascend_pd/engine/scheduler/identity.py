@@ -24,9 +24,8 @@ from vllm_ascend_pd.engine.scheduler.weights import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
+    from vllm_ascend_pd.engine.vllm_api.types import EngineCore, LoRARequest, Request, Scheduler
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class Identity:
     def __init__(
         self,
         scheduler: Scheduler,
-        engine_core: Any,
+        engine_core: EngineCore,
         full: bool,
         forsake: Callable[[Request], None],
         on_generation: Callable[[str], None],

@@ -15,10 +15,8 @@ from vllm_ascend_pd.types import LoadId
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.pool.messages import PoolLoadSpec
     from vllm_ascend_pd.transfer.load import LoadSpec

@@ -18,14 +18,12 @@ from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
 from vllm_ascend_pd.engine.vllm_api.groups import block_table
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, KVCacheManager, Request
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import KVGroup
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,17 @@ from vllm_ascend_pd.kv.cost import Speed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.engine.scheduler.loads import Loads
     from vllm_ascend_pd.engine.scheduler.parking import Parking
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        KVCacheManager,
+        Request,
+        Scheduler,
+        SchedulerOutput,
+    )
     from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.metrics import Provenance, Stats
     from vllm_ascend_pd.pool.messages import AheadSpec, Message, PoolLoadSpec
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.load import LoadSpec
     from vllm_ascend_pd.transfer.shares import Sharding
     from vllm_ascend_pd.types import LeaseRef, LoadId
+
 
 COUNTS = ("sessions", "leases", "pinned_blocks", "pool_prompts", "pool_saves", "pool_pins")
 """What parts count, see ``Part.counts``; 0 where an engine has not that part."""

@@ -22,11 +22,13 @@ from vllm_ascend_pd.engine.vllm_api.blocks import cached_block, enter_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        BlockHashWithGroupId,
+        BlockPool,
+        KVCacheBlock,
+        Request,
+    )
     from vllm_ascend_pd.kv.span import KVGroup
 
 
@@ -89,9 +91,9 @@ class PhantomBlocks:
         """
         end = self._group.tail_index(request.num_tokens)
         last = min(source.num_blocks, end)
-        table: list[KVCacheBlock] = list(hits)
         if last <= len(hits):
-            return table
+            return list(hits)
+        table: list[KVCacheBlock | None] = list(hits)
         missing: list[int] = []
         for index in range(len(hits), end):
             block = cached_block(self._pool, request.block_hashes[index], self._group)
@@ -115,7 +117,7 @@ class PhantomBlocks:
             self._phantoms[block.block_id] = Phantom(block, block.block_hash, source, index)
         self._pool.free_blocks(reversed(new))
         self._pool.free_blocks(reversed(kept))
-        return table
+        return [block for block in table if block is not None]
 
     def cache(
         self, request: Request, indices: Sequence[int], blocks: Sequence[KVCacheBlock]

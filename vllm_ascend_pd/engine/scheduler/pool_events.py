@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-from vllm_ascend_pd.engine.vllm_api.hashes import event_extra_keys
+from vllm_ascend_pd.engine.vllm_api.events import removed, stored
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.request import Request
-
+    from vllm_ascend_pd.engine.vllm_api.types import BlockPool, BlockStored, Request
     from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.pool.known_keys import KnownKeys
 
@@ -44,21 +39,7 @@ class PoolEvents:
         """For block ``index`` of ``request``, without its medium; ``None`` when nobody listens."""
         if not self._pool.enable_kv_cache_events:
             return None
-        hashes = request.block_hashes
-        start = index * self._group.block_size
-        end = start + self._group.block_size
-        lora = request.lora_request
-        return BlockStored(
-            block_hashes=[maybe_convert_block_hash(hashes[index])],
-            parent_block_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
-            token_ids=request.all_token_ids[start:end],
-            block_size=self._group.block_size,
-            lora_id=lora.adapter_id if lora else None,
-            medium=None,
-            lora_name=lora.name if lora else None,
-            extra_keys=event_extra_keys(request, start, end),
-            group_idx=self._group.id,
-        )
+        return stored(request, index, self._group)
 
     def found(self, request: Request, index: int, place: Place) -> None:
         """A lookup has found block ``index`` there."""
@@ -105,10 +86,4 @@ class PoolEvents:
             self._remove([block_hash], before.medium)
 
     def _remove(self, hashes: list[bytes], medium: str) -> None:
-        self._pool.kv_event_queue.append(
-            BlockRemoved(
-                block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
-                medium=medium,
-                group_idx=self._group.id,
-            )
-        )
+        self._pool.kv_event_queue.append(removed(hashes, medium, self._group))

@@ -12,13 +12,13 @@ from vllm_ascend_pd.types import Cause, Place
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
+    from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.types import LoadId
+
 
 _EXPECTED_OUTCOMES = ("", Cause.CANCELLED.value)
 

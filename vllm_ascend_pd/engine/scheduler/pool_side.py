@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
 from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
+from vllm_ascend_pd.engine.vllm_api.status import is_preempted, waits_for_kv
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.known_keys import KnownKeys
 from vllm_ascend_pd.pool.link import PoolLink
@@ -25,12 +24,11 @@ from vllm_ascend_pd.pool.registry import tier_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+    from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
     from vllm_ascend_pd.metrics import Provenance
+
 
 _DROP_TIMEOUT_S = 1.0
 _TICK_S = 0.001
@@ -175,7 +173,7 @@ class PoolSide(Part):
         """What nobody else may have stored is to be stored from here."""
         if self.source.find(request) is not None:
             return
-        if request.status == RequestStatus.WAITING_FOR_KV:
+        if waits_for_kv(request):
             request.status = failed.queued_status
         self.saves.forget(request)
         self.source.add(request, failed.provenance)
@@ -193,7 +191,7 @@ class PoolSide(Part):
         draft.ahead = self.saves.note_step(output, self._scheduler.requests)
         for request_id in output.preempted_req_ids or ():
             request = self._scheduler.requests.get(request_id)
-            if request is not None and request.status == RequestStatus.PREEMPTED:
+            if request is not None and is_preempted(request):
                 self.saves.forget(request)
                 self.source.add(request, self._origin_of(request), admitted=True)
         if self.held:

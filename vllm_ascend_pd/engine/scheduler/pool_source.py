@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from vllm_ascend_pd.config import PoolLoad
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
+from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.pool.answers import fold_found
@@ -26,14 +25,14 @@ from vllm_ascend_pd.types import Cause, Place
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
+    from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.pool.messages import Message
+
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ class PoolSource:
             return
         if start < stop:
             self._look_up([bytes(h) for h in request.block_hashes[start:stop]], prompt)
-            request.status = RequestStatus.WAITING_FOR_KV
+            wait_for_kv(request)
         else:
             self._give_up(prompt)
         self._refresh(request, start)

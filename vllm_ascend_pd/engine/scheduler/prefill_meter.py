@@ -12,9 +12,9 @@ from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.v1.core.sched.output import SchedulerOutput
-
+    from vllm_ascend_pd.engine.vllm_api.types import SchedulerOutput
     from vllm_ascend_pd.kv.cost import Speed
+
 
 _MIN_TOKENS = 32
 """Smaller steps say nothing about prefill."""

@@ -7,8 +7,6 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.vllm_api.groups import (
@@ -18,6 +16,7 @@ from vllm_ascend_pd.engine.vllm_api.groups import (
     known_end,
 )
 from vllm_ascend_pd.engine.vllm_api.hashes import extra_keys
+from vllm_ascend_pd.engine.vllm_api.status import is_completed
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.kv.span import GroupBlocks, Span
 from vllm_ascend_pd.log_limit import limited_logger
@@ -30,21 +29,13 @@ from vllm_ascend_pd.wire import RemotePrefill, check_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.metadata import StepReport
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request, SchedulerOutput
     from vllm_ascend_pd.transfer.control import ControlServer
     from vllm_ascend_pd.transfer.tickets import PageServer
 
-logger = limited_logger(__name__)
 
-_COMPLETE = (
-    RequestStatus.FINISHED_STOPPED,
-    RequestStatus.FINISHED_LENGTH_CAPPED,
-    RequestStatus.FINISHED_REPETITION,
-)
+logger = limited_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -257,7 +248,7 @@ class Producer(Part):
             return None
         prompt = self._prompts.get(_prompt_key(request.request_id))
         chosen_id = _chosen_id(request)
-        if request.status not in _COMPLETE or (prompt is None and chosen_id is None):
+        if not is_completed(request) or (prompt is None and chosen_id is None):
             self._give_up(request)
             return None
         if prompt is None:  # given back before it was computed; whoever comes all the same is told

@@ -15,22 +15,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from vllm_ascend_pd.engine.vllm_api.groups import allocated_span
+from vllm_ascend_pd.engine.vllm_api.status import is_preempted
 from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
     from vllm_ascend_pd.engine.scheduler.parts import Common, Part
+    from vllm_ascend_pd.engine.vllm_api.types import Request, Scheduler, SchedulerOutput
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import KVGroup, Span
+
 
 logger = limited_logger(__name__)
 
@@ -119,7 +116,7 @@ class LoadEnds:
         bad = record.bad_block_ids(result.failed)
         self._common.phantoms.withdraw(record.source)
         for request in record.users:
-            if request.status == RequestStatus.PREEMPTED and request.num_stale_output_tokens:
+            if is_preempted(request) and request.num_stale_output_tokens:
                 request.drop_stale_output = True
         return bad
 

@@ -8,10 +8,9 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from vllm_ascend_pd.config import PeerLoad
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
+from vllm_ascend_pd.engine.vllm_api.status import is_aborted
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
@@ -19,12 +18,12 @@ from vllm_ascend_pd.types import Cause, Endpoint, LoadId
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+    from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.wire import Opened, RemotePrefill, Worker
+
 
 logger = limited_logger(__name__)
 
@@ -214,7 +213,7 @@ class RemotePrompt(BlockSource):
             is_answered = (
                 self.is_continued
                 and self.state in _BEFORE_ADMISSION
-                and self.request.status != RequestStatus.FINISHED_ABORTED
+                and not is_aborted(self.request)
             )
             self.advance(SourceEvent.ABORT)
             outcome = "first_token" if is_answered else Cause.CANCELLED.value

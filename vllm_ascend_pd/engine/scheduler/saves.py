@@ -25,11 +25,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-from vllm.v1.request import Request
 
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
 from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end
+from vllm_ascend_pd.engine.vllm_api.types import Request
 from vllm_ascend_pd.kv.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.answers import fold_saved
 from vllm_ascend_pd.pool.messages import (
@@ -46,14 +46,12 @@ from vllm_ascend_pd.pool.tier import Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from vllm.distributed.kv_events import BlockStored
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
+    from vllm_ascend_pd.engine.vllm_api.types import BlockStored, KVCacheBlock, SchedulerOutput
     from vllm_ascend_pd.pool.known_keys import KnownKeys
     from vllm_ascend_pd.pool.messages import Message
+
 
 logger = logging.getLogger(__name__)
 

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
-
     from vllm_ascend_pd.engine.scheduler.arrivals import Arrivals
     from vllm_ascend_pd.engine.scheduler.identity import Identity
     from vllm_ascend_pd.engine.scheduler.parts import Common
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        EngineCore,
+        KVCacheBlocks,
+        LoRARequest,
+        ModelRunnerOutput,
+        Request,
+        SchedulerOutput,
+    )
+
 
 P = TypeVar("P", bound=Part)
 
@@ -39,14 +42,14 @@ class SchedulerSide:
     """
 
     identity: Identity  # from on_engine_started on
-    engine_core: Any = None
+    engine_core: EngineCore | None = None
 
     def __init__(
         self,
         common: Common,
         parts: Sequence[Part],
         arrivals: Arrivals,
-        on_engine_started: Callable[[SchedulerSide, Any], None],
+        on_engine_started: Callable[[SchedulerSide, EngineCore], None],
     ) -> None:
         """``on_engine_started`` adds what only a complete engine can have."""
         self.common = common
@@ -121,8 +124,9 @@ class SchedulerSide:
             self._ends.fold(report)
         for part in self.parts:
             part.end_step()
-        log_stats = output is not None and self.common.scheduler.log_stats
-        if log_stats and (values := self.common.stats.take()):
+        if output is None or not self.common.scheduler.log_stats:
+            return
+        if values := self.common.stats.take():
             output.kv_connector_stats = PDStats(data=values)
 
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
@@ -143,7 +147,7 @@ class SchedulerSide:
         loads = self.common.loads
         return loads.num_parked > 0 or loads.num_resting > 0 or any(has_news)
 
-    def on_engine_started(self, engine_core: object) -> None:
+    def on_engine_started(self, engine_core: EngineCore) -> None:
         self.engine_core = engine_core
         self._start(self, engine_core)
 
@@ -162,10 +166,12 @@ class SchedulerSide:
             raise TransferError("KV is still loaded or stored: no sleep; try again in a moment")
         if level > 1:
             self.identity.weights_changed()
+        assert self.engine_core is not None
         self.engine_core.model_executor.collective_rpc(suspend)
 
     def after_wake_up(self, tags: list[str] | None) -> None:
         if tags is None or "kv_cache" in tags:
+            assert self.engine_core is not None
             self.engine_core.model_executor.collective_rpc(resume)
 
     def identify(self, fingerprint: str) -> None:

@@ -21,19 +21,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import TYPE_CHECKING
-
-from vllm.v1.request import RequestStatus
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.vllm_api.groups import known_end
+from vllm_ascend_pd.engine.vllm_api.status import status_in_queue
 from vllm_ascend_pd.kv.states import Transitions
 from vllm_ascend_pd.metrics import Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.v1.request import Request
-
+    from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.pool.messages import PoolLoadSpec
@@ -204,9 +202,9 @@ class BlockSource(ABC):
         return False
 
     @property
-    def queued_status(self) -> RequestStatus:
+    def queued_status(self) -> Any:
         """The status to return to when nothing is pending any more."""
-        return RequestStatus.PREEMPTED if self.request.num_preemptions else self._status_at_arrival
+        return status_in_queue(self.request, self._status_at_arrival)
 
     @property
     def hands_on(self) -> bool:

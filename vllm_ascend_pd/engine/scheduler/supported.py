@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-from vllm_ascend_pd.engine.vllm_api.config import returns_routed_experts
+from vllm_ascend_pd.engine.vllm_api.config import returns_routed_experts, uses_cascade_attention
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_ascend_pd.engine.vllm_api.types import Scheduler, VllmConfig
 
 
 def check_config(config: VllmConfig) -> None:
@@ -49,7 +46,7 @@ def check_config(config: VllmConfig) -> None:
         (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
         (method != "ngram", f"speculative decoding with the method {method} (ngram works)"),
         (
-            config.model_config is not None and not config.model_config.disable_cascade_attn,
+            uses_cascade_attention(config),
             "cascade attention, which counts block references (leave disable_cascade_attn on)",
         ),
         (
@@ -81,7 +78,6 @@ def check_supported(scheduler: Scheduler) -> None:
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),
     )
-    assert isinstance(spec, FullAttentionSpec)
 
 
 def _refuse(*rules: tuple[bool, str]) -> None:

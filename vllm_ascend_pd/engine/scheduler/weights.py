@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_ascend_pd.engine.model_identity import weight_files
+from vllm_ascend_pd.engine.vllm_api.process import loaded_model
 from vllm_ascend_pd.engine.weight_files import content_digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from vllm_ascend_pd.engine.vllm_api.types import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ def settled_generation(
     method: object,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    executor: Any,
+    executor: Executor,
     model: str,
     full: bool = False,
 ) -> str | None:
@@ -67,7 +70,7 @@ def settled_generation(
         path = Path(options.get("weights_path") or model)
         if options.get("weights_iterator") is None and (files := _files(path)):
             return f"files-{content_digest(files, full)[:16]}"
-    if "weights" in getattr(executor, "sleeping_tags", ()):
+    if "weights" in executor.sleeping_tags:
         return None
     try:
         digests = executor.collective_rpc(digest_weights)
@@ -89,7 +92,7 @@ def digest_weights(worker: Any) -> str | None:
     keeps a parameter to itself, as on CPUs. Runs in the worker process.
     """
     digest = hashlib.sha256()
-    model = worker.model_runner.get_model()
+    model = loaded_model(worker)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.numel():
             return None

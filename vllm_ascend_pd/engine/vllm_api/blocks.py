@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         KVCacheBlock,
         Request,
     )
-
     from vllm_ascend_pd.kv.span import KVGroup
 
 

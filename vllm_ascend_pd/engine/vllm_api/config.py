@@ -31,6 +31,11 @@ def returns_routed_experts(config: VllmConfig) -> bool:
     return model is not None and model.enable_return_routed_experts
 
 
+def uses_cascade_attention(config: VllmConfig) -> bool:
+    model: Any = config.model_config
+    return model is not None and not model.disable_cascade_attn
+
+
 def cpu_page_isa(config: VllmConfig, block_size: int) -> str:
     """The instruction set for which the CPU backend packs K in its pages.
 

@@ -13,21 +13,17 @@ from vllm_ascend_pd.kv.span import GroupBlocks, KVGroup, Span
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        KVCacheBlock,
+        KVCacheBlocks,
+        KVCacheConfig,
+        KVCacheManager,
+        Request,
+    )
 
 
 def kv_groups(config: KVCacheConfig) -> tuple[KVGroup, ...]:
-    """Those of the engine.
-
-    Touches:
-        vllm/v1/kv_cache_interface.py:KVCacheConfig.kv_cache_groups
-        vllm/v1/kv_cache_interface.py:KVCacheConfig.kv_cache_tensors
-        vllm/v1/kv_cache_interface.py:KVCacheGroupSpec.layer_names
-        vllm/v1/kv_cache_interface.py:KVCacheTensor.layers
-    """
+    """Those of the engine."""
     stored = [name for tensor in config.kv_cache_tensors for name in tensor.layers]
     return tuple(
         KVGroup(
@@ -47,21 +43,12 @@ def only_group(config: KVCacheConfig) -> KVGroup:
 
 
 def blocks_of(blocks: KVCacheBlocks, group: KVGroup) -> Sequence[KVCacheBlock]:
-    """The part of ``blocks`` that is this group's.
-
-    Touches:
-        vllm/v1/core/kv_cache_manager.py:KVCacheBlocks.blocks
-    """
+    """The part of ``blocks`` that is this group's."""
     return blocks.blocks[group.id]
 
 
 def block_table(manager: KVCacheManager, request: Request, group: KVGroup) -> list[KVCacheBlock]:
-    """The blocks of a request, as they are: who changes the list changes the table.
-
-    Touches:
-        vllm/v1/core/kv_cache_coordinator.py:KVCacheCoordinator.single_type_managers
-        vllm/v1/core/single_type_kv_cache_manager.py:SingleTypeKVCacheManager.req_to_blocks
-    """
+    """The blocks of a request, as they are: who changes the list changes the table."""
     return manager.coordinator.single_type_managers[group.id].req_to_blocks[request.request_id]
 
 
@@ -73,20 +60,12 @@ def known_end(request: Request) -> int:
 
 
 def block_hashes(request: Request, group: KVGroup, end: int) -> tuple[bytes, ...]:
-    """Of the full blocks of its first ``end`` tokens.
-
-    Touches:
-        vllm/v1/request.py:Request.block_hashes
-    """
+    """Of the full blocks of its first ``end`` tokens."""
     return tuple(request.block_hashes[: end // group.block_size])
 
 
 def block_tables(manager: KVCacheManager, request: Request) -> tuple[list[int], ...]:
-    """The ids of the blocks that are allocated for it, by group.
-
-    Touches:
-        vllm/v1/core/kv_cache_manager.py:KVCacheManager.get_block_ids
-    """
+    """The ids of the blocks that are allocated for it, by group."""
     return manager.get_block_ids(request.request_id)
 
 

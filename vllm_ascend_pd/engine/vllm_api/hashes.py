@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core import kv_cache_utils
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import Request
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.engine.vllm_api.types import BlockHash, Request
 
 
 def extra_keys(request: Request, start: int, stop: int) -> tuple[Any, ...] | None:
@@ -32,3 +34,23 @@ def event_extra_keys(request: Request, start: int, stop: int) -> list[tuple[Any,
     if (untag := getattr(kv_cache_utils, "to_event_extra_keys", None)) is not None:
         return untag(keys)
     return keys
+
+
+def use_hasher(request: Request, hasher: Callable[[Request], list[BlockHash]]) -> None:
+    """For its blocks from now on."""
+    request._block_hasher = hasher
+
+
+def salt_of_client(request: Request) -> str | None:
+    """The salt that it came with, also when another one has been put in its place."""
+    ours: Any = request
+    if not hasattr(request, "pd_salt"):
+        ours.pd_salt = request.cache_salt
+    salt: str | None = ours.pd_salt
+    return salt
+
+
+def hash_anew(request: Request) -> None:
+    """All its full blocks, with the salt that it has now."""
+    request.block_hashes.clear()
+    request.update_block_hashes()

@@ -31,7 +31,7 @@ class Request(Protocol):
     sampling_params: SamplingParams | None
     lora_request: LoRARequest | None
     cache_salt: str | None
-    kv_transfer_params: dict[str, Any] | None
+    kv_transfer_params: Any
     prompt_token_ids: list[int] | None
     num_prompt_tokens: int
     num_computed_tokens: int
@@ -420,6 +420,7 @@ class KVCacheGroupSpec(Protocol):
     """Touches: vllm/v1/kv_cache_interface.py:KVCacheGroupSpec"""
 
     kv_cache_spec: KVCacheSpec
+    layer_names: list[str]
 
 
 class KVCacheSpec(Protocol):

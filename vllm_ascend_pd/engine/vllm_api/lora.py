@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.vllm_api.types import LoRARequest
+
+
+def adapter_folder(lora: LoRARequest) -> str:
+    """Where its files lie; what is not on this host is fetched."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    return str(get_adapter_absolute_path(lora.lora_path))
+
+
+def with_reload(lora: LoRARequest, load_inplace: bool) -> LoRARequest:
+    """The same, with or without the wish that workers load it although they have it."""
+    struct: Any = lora
+    changed: LoRARequest = msgspec.structs.replace(struct, load_inplace=load_inplace)
+    return changed

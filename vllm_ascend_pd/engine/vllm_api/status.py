@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a request stands: queued, held until its KV is there, or ended. Scheduler thread.
+
+Touches:
+    vllm/v1/request.py:RequestStatus.WAITING
+    vllm/v1/request.py:RequestStatus.WAITING_FOR_KV
+    vllm/v1/request.py:RequestStatus.PREEMPTED
+    vllm/v1/request.py:RequestStatus.FINISHED_STOPPED
+    vllm/v1/request.py:RequestStatus.FINISHED_LENGTH_CAPPED
+    vllm/v1/request.py:RequestStatus.FINISHED_REPETITION
+    vllm/v1/request.py:RequestStatus.FINISHED_ABORTED
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.vllm_api.types import Request
+
+_QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_COMPLETED = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+def wait_for_kv(request: Request) -> None:
+    """Until ``try_promote`` lets it go, it is not scheduled."""
+    request.status = RequestStatus.WAITING_FOR_KV
+
+
+def waits_for_kv(request: Request) -> bool:
+    return bool(request.status == RequestStatus.WAITING_FOR_KV)
+
+
+def queue(request: Request) -> None:
+    """It waits for memory only."""
+    request.status = RequestStatus.WAITING
+
+
+def is_queued(request: Request) -> bool:
+    """Whether it waits for memory only, and not for a grammar, say."""
+    return request.status in _QUEUED
+
+
+def is_preempted(request: Request) -> bool:
+    return bool(request.status == RequestStatus.PREEMPTED)
+
+
+def status_in_queue(request: Request, at_arrival: Any) -> Any:
+    """What a request goes back to that waits for no KV any more."""
+    return RequestStatus.PREEMPTED if request.num_preemptions else at_arrival
+
+
+def is_completed(request: Request) -> bool:
+    """Whether it has ended well, with all that it was to give."""
+    return request.status in _COMPLETED
+
+
+def is_aborted(request: Request) -> bool:
+    return bool(request.status == RequestStatus.FINISHED_ABORTED)
