@@ -26,12 +26,7 @@ def content_hash(key: BlockHashWithGroupId) -> bytes:
 
 
 def cached_block(pool: BlockPool, block_hash: BlockHash, group: KVGroup) -> KVCacheBlock | None:
-    """The block of the prefix cache with that content.
-
-    Touches:
-        vllm/v1/core/block_pool.py:BlockPool.cached_block_hash_to_block
-        vllm/v1/core/block_pool.py:BlockHashToBlockMap.get_one_block
-    """
+    """The block of the prefix cache with that content."""
     key = make_block_hash_with_group_id(block_hash, group.id)
     return pool.cached_block_hash_to_block.get_one_block(key)
 
@@ -44,23 +39,12 @@ def enter_blocks(
     stop: int,
     group: KVGroup,
 ) -> None:
-    """``table[start:stop]`` into the prefix cache, as the request's blocks of those indices.
-
-    Touches:
-        vllm/v1/core/block_pool.py:BlockPool.cache_full_blocks
-    """
+    """``table[start:stop]`` into the prefix cache, as the request's blocks of those indices."""
     pool.cache_full_blocks(request, table, start, stop, group.block_size, group.id)
 
 
 def next_to_evict(pool: BlockPool, most: int) -> Iterator[KVCacheBlock]:
-    """The front of the free queue. The queue must not change meanwhile.
-
-    Touches:
-        vllm/v1/core/block_pool.py:BlockPool.free_block_queue
-        vllm/v1/core/kv_cache_utils.py:FreeKVCacheBlockQueue.fake_free_list_head
-        vllm/v1/core/kv_cache_utils.py:FreeKVCacheBlockQueue.num_free_blocks
-        vllm/v1/core/kv_cache_utils.py:KVCacheBlock.next_free_block
-    """
+    """The front of the free queue. The queue must not change meanwhile."""
     queue = pool.free_block_queue
     block = queue.fake_free_list_head.next_free_block
     for _ in range(min(most, queue.num_free_blocks)):
@@ -70,13 +54,7 @@ def next_to_evict(pool: BlockPool, most: int) -> Iterator[KVCacheBlock]:
 
 
 def free_to_front(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
-    """Give up a reference of each block; those that nobody else uses are evicted next.
-
-    Touches:
-        vllm/v1/core/block_pool.py:BlockPool.free_blocks
-        vllm/v1/core/kv_cache_utils.py:KVCacheBlock.ref_cnt
-        vllm/v1/core/kv_cache_utils.py:FreeKVCacheBlockQueue.prepend_n
-    """
+    """Give up a reference of each block; those that nobody else uses are evicted next."""
     unused = [block for block in blocks if block.ref_cnt == 1]
     pool.free_blocks(block for block in blocks if block.ref_cnt > 1)
     for block in unused:

@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def returns_step_data(config: VllmConfig) -> bool:
-    """Whether outputs carry what only the step that has sampled a token knows.
-
-    Touches:
-        vllm/config/model.py:ModelConfig.return_sampling_mask
-    """
+    """Whether outputs carry what only the step that has sampled a token knows."""
     return returns_routed_experts(config) or config.model_config.return_sampling_mask
 
 

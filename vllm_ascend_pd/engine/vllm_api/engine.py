@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def join_reports(core: EngineCore, num_workers: int) -> None:
-    """Hear of all workers, and not, as without a connector, of one only.
-
-    Touches:
-        vllm/v1/executor/abstract.py:Executor.kv_output_aggregator
-    """
+    """Hear of all workers, and not, as without a connector, of one only."""
     if num_workers > 1:
         core.model_executor.kv_output_aggregator = KVOutputAggregator(num_workers)
 

@@ -18,7 +18,6 @@ def waiting_queues(scheduler: Scheduler) -> tuple[RequestQueue, RequestQueue]:
     those of them that hold blocks.
 
     Touches:
-        vllm/v1/core/sched/scheduler.py:Scheduler.waiting
         vllm/v1/core/sched/scheduler.py:Scheduler.kv_holding_waiting
             | vllm/v1/core/sched/scheduler.py:Scheduler.skipped_waiting
     """
@@ -37,7 +36,6 @@ def remove_waiting(scheduler: Scheduler, request: Request) -> None:
     """It has ended before it was scheduled.
 
     Touches:
-        vllm/v1/core/sched/request_queue.py:RequestQueue.remove_requests
         vllm/v1/core/sched/scheduler.py:Scheduler.deferred_waiting
             | vllm/v1/core/sched/scheduler.py:Scheduler.skipped_waiting
     """
@@ -54,7 +52,6 @@ def keep_order_of_arrival(scheduler: Scheduler) -> None:
 
     Touches:
         vllm/v1/core/sched/request_queue.py:FCFSRequestQueue
-        vllm/v1/request.py:Request.arrival_time
     """
     if (skipped := getattr(scheduler, "skipped_waiting", None)) and scheduler.waiting:
         waiting = scheduler.waiting
