@@ -25,6 +25,7 @@ import psutil
 import pytest
 import requests
 
+from tests.e2e import observed
 from tests.e2e.load import Load
 from tests.e2e.servers import free_port
 from vllm_ascend_pd.testing.tiny_model import main as make_model
@@ -49,7 +50,7 @@ class Up:
         self._output = folder / "up.out"
         command = [VLLM_PD, "up", str(model), "--served-model-name", "tiny", "--prefill", "1"]
         command += ["--decode", "1", "--port", str(self.port), "--log-dir", str(folder / "logs")]
-        command += ["--pool", "64MiB"]
+        command += ["--pool", "64MiB", *(["--observe"] if observed.PROMETHEUS else [])]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*command, "--", *engine_args],
@@ -189,6 +190,33 @@ def test_doctor_examines_all_that_the_topology_says(up: Up, model: Path, tmp_pat
     assert failed["found"] == "the router does not know decode-1 of host localhost"
 
 
+@observed.needs_prometheus
+def test_queries_of_the_dashboard_and_the_alerts_find_what_they_ask_for(up: Up) -> None:
+    prometheus = up.engine_url("prometheus")
+    assert f"{prometheus}/alerts alerts" in up.output
+    engines = [up.engine_url(name) for name in ("prefill-0", "decode-0")]
+    declared = observed.declared_metrics([up.url, *engines])
+    present = set(observed.get(prometheus, "label/__name__/values"))
+    for expression, labels in observed.expressions():
+        names = observed.metric_names(expression)
+        assert names <= declared, expression
+        if names <= present and labels is not None:
+            up.until(lambda e=expression: bool(observed.query(prometheus, e)), 60)  # type: ignore[misc]
+            for series in observed.query(prometheus, expression):
+                assert labels <= set(series["metric"]), expression
+
+
+@observed.needs_prometheus
+def test_prometheus_knows_each_process_by_its_name(up: Up) -> None:
+    prometheus = up.engine_url("prometheus")
+    targets = {s["metric"]["instance"]: s["value"][1] for s in observed.query(prometheus, "up")}
+    assert targets == dict.fromkeys(("prefill-0", "decode-0", "router"), "1")
+    found = observed.query(prometheus, "vllm:pd_router_instance_up")
+    assert {s["metric"]["instance"] for s in found} == {"prefill-0", "decode-0"}
+    rules = observed.get(prometheus, "rules")["groups"][0]["rules"]
+    assert {rule["health"] for rule in rules} == {"ok"}
+
+
 def test_a_killed_engine_is_reported_and_started_again(up: Up) -> None:
     first = up.pid("decode-0")
     cores = [child.pid for child in psutil.Process(first).children(recursive=True)]
@@ -263,7 +291,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     assert len(pids) >= 6  # two front ends, two engine cores at least, the router, the master
     assert up.stop() == 0, up.output
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    for name in ("master", "prefill-0", "decode-0", "router"):
+    for name in ("master", "prefill-0", "decode-0", "router", *observed.PROGRAMS):
         assert up.count(name, "stopped") == 1
 
 

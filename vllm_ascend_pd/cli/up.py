@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.cluster.plan import Plan
+    from vllm_ascend_pd.cluster.topology import Topology
 
 app = typer.Typer(add_completion=False)
 
@@ -65,6 +69,9 @@ def up(
     access_log: Annotated[
         str, typer.Option(help="The router's line per request: text, json or off.")
     ] = "text",
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Start a Prometheus, too, that scrapes all of them.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands for each host, start nothing.")
     ] = False,
@@ -76,9 +83,10 @@ def up(
     import msgspec
     from rich.console import Console
 
-    from vllm_ascend_pd.cluster import launch, topology
+    from vllm_ascend_pd.cluster import launch
     from vllm_ascend_pd.cluster.logs import Rotation
     from vllm_ascend_pd.cluster.machine import FreePorts, Machine
+    from vllm_ascend_pd.cluster.observe import with_prometheus
     from vllm_ascend_pd.cluster.plan import Programs, make_plan
     from vllm_ascend_pd.errors import PDError
     from vllm_ascend_pd.parsing import parse_size
@@ -89,37 +97,30 @@ def up(
         more.insert(0, model)  # the first word after `--`
         model = None
     try:
-        if config is not None:
-            if model is not None:
-                raise typer.BadParameter("the topology file names the model", param_hint="MODEL")
-            plan_of = topology.load(config)
-        elif model is not None:
-            plan_of = topology.parse(
-                {
-                    "model": model,
-                    "served_model_name": served_model_name,
-                    "prefill": [{"count": prefill}],
-                    "decode": [{"count": decode}],
-                    "router": {"port": port, "args": {"access-log": access_log}},
-                    "extra_config": {"pool": {"dram_size": pool}} if pool else {},
-                }
-            )
-        else:
-            raise typer.BadParameter("give a model, or --config", param_hint="MODEL")
+        given = {
+            "model": model,
+            "served_model_name": served_model_name,
+            "prefill": [{"count": prefill}],
+            "decode": [{"count": decode}],
+            "router": {"port": port, "args": {"access-log": access_log}},
+            "extra_config": {"pool": {"dram_size": pool}} if pool else {},
+        }
+        plan_of = _topology(config, given)
         plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
+        if observe and dry_run:
+            raise typer.BadParameter("--observe starts a Prometheus, --dry-run nothing")
         here = launch.find_local_host(plan_of, host)
         logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
         secrets: list[Path] = []
         if not dry_run:
             plan_of, secrets = launch.with_secrets(plan_of, logs.absolute())
-        programs = Programs() if dry_run else launch.find_programs()
-        plan = make_plan(plan_of, Machine.this(), here, FreePorts(), programs)
+        programs, choose_port = Programs() if dry_run else launch.find_programs(), FreePorts()
+        plan = make_plan(plan_of, Machine.this(), here, choose_port, programs)
         if dry_run:
-            for name, machine in plan_of.hosts.items():
-                typer.echo(f"# host {name} ({machine.address})")
-                for command in plan.on(name):
-                    typer.echo(command.shell_line)
+            _print_commands(plan_of, plan)
             return
+        if observe:
+            plan = with_prometheus(plan, here, logs.absolute() / "prometheus", choose_port)
         commands = plan.on(here)
         launch.refuse_busy_ports(commands)
         if any(command.role in ("prefill", "decode") for command in commands):
@@ -137,3 +138,23 @@ def up(
         typer.echo(f"vllm-pd up: {e}", err=True)
         sys.exit(2)
     sys.exit(code)
+
+
+def _topology(config: Path | None, given: dict[str, Any]) -> Topology:
+    """Of the file, or of what the options say."""
+    from vllm_ascend_pd.cluster import topology
+
+    if config is None and given["model"] is None:
+        raise typer.BadParameter("give a model, or --config", param_hint="MODEL")
+    if config is None:
+        return topology.parse(given)
+    if given["model"] is not None:
+        raise typer.BadParameter("the topology file names the model", param_hint="MODEL")
+    return topology.load(config)
+
+
+def _print_commands(topology: Topology, plan: Plan) -> None:
+    for name, machine in topology.hosts.items():
+        typer.echo(f"# host {name} ({machine.address})")
+        for command in plan.on(name):
+            typer.echo(command.shell_line)

@@ -149,7 +149,7 @@ async def launch(
 ) -> int:
     """Start ``commands`` and keep them up; the exit code of ``vllm-pd up``."""
     specs = [
-        ChildSpec(command.name, command.argv, command.env, answers(f"{command.url}/health"))
+        ChildSpec(command.name, command.argv, command.env, answers(command.url + command.health))
         for command in commands
     ]
     log_dir = manner.log_dir
@@ -254,4 +254,8 @@ def _banner(
         f"  curl {plan.router_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
         f"  vllm-pd doctor --router {plan.router_url}\n"
     )
+    for command in commands:
+        if command.role == "prometheus":
+            text.append(f"  {command.url}/graph queries, {command.url}/alerts alerts,")
+            text.append(f" {plan.router_url}/ the router's page\n")
     return text

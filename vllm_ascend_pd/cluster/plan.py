@@ -45,12 +45,14 @@ class Command:
 
     name: str
     """``prefill-0``, ``decode-1``, ``router``, ``master``: of its log, and at the router."""
-    role: Literal["master", "prefill", "decode", "router"]
+    role: Literal["master", "prefill", "decode", "router", "prometheus"]
     host: str
     argv: tuple[str, ...]
     env: dict[str, str]
     """Added to the environment of whoever starts it."""
     url: str
+    health: str = "/health"
+    """Path below ``url`` that answers 200 when it is up."""
 
     @property
     def shell_line(self) -> str:
@@ -61,7 +63,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All commands of a topology; the pool's master first, then engines, the router last."""
+    """All commands of a topology; the pool's master, engines, the router, a Prometheus."""
 
     commands: tuple[Command, ...]
     router_url: str

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the dashboard and the alert rules ask a Prometheus for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import yaml
+
+import vllm_ascend_pd.cluster
+from vllm_ascend_pd.metrics import COUNTERS, GAUGES
+
+PROMETHEUS = shutil.which("prometheus")
+PROGRAMS = ("prometheus",) if PROMETHEUS else ()
+needs_prometheus = pytest.mark.skipif(
+    PROMETHEUS is None,
+    reason="needs prometheus: apt-get install --no-install-recommends prometheus",
+)
+DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/vllm-pd.json"
+ALERTS = Path(vllm_ascend_pd.cluster.__path__[0]) / "alerts.yaml"
+
+
+def expressions() -> Iterator[tuple[str, set[str] | None]]:
+    """Each query, with the labels that its legend names; ``None`` for an alert, which finds
+    nothing while all is well."""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            labels = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            selects = re.search(r"{\w+!?=", target["expr"])
+            query = target["expr"].replace("$__rate_interval", "1m")
+            yield query, None if selects else labels
+    for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
+        yield rule["expr"], None
+
+
+def metric_names(expression: str) -> set[str]:
+    return {re.sub("_bucket$", "", name) for name in re.findall(r"vllm:\w+", expression)}
+
+
+def declared_metrics(urls: list[str]) -> set[str]:
+    """What these processes expose, with or without a value now; of our engines' counters that
+    appear when they are first counted, all."""
+    names = {f"vllm:pd_{name}_total" for name in COUNTERS} | {f"vllm:pd_{name}" for name in GAUGES}
+    for url in urls:
+        page = requests.get(f"{url}/metrics", timeout=30).text
+        names |= set(re.findall(r"^# TYPE (\S+)", page, re.M))
+    return names
+
+
+def get(prometheus: str, path: str, **params: str) -> Any:
+    answer = requests.get(f"{prometheus}/api/v1/{path}", params=params, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"]
+
+
+def query(prometheus: str, expression: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = get(prometheus, "query", query=expression)["result"]
+    return found
