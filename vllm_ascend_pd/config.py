@@ -182,6 +182,10 @@ class TransferConfig(msgspec.Struct, frozen=True):
         return self.protocol is WireProtocol.ASCEND and self.placement is not Placement.STAGED
 
 
+ANYWHERE = ("0.0.0.0/0", "::/0")
+"""Networks that every address is in."""
+
+
 class SecurityConfig(msgspec.Struct, frozen=True):
     """``kv_connector_extra_config.security``."""
 
@@ -214,13 +218,14 @@ class SecurityConfig(msgspec.Struct, frozen=True):
         return self.allow_non_loopback or self.secret_file is not None
 
     def allows(self, host: str) -> bool:
-        """Whether this engine may connect to ``host`` (an IP address or ``localhost``)."""
+        """Whether this engine may connect to ``host``: an IP address, ``localhost``, or where any
+        address is allowed a name, which may mean any."""
         if host == "localhost":
             return True
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
-            return False
+            return host != "" and set(ANYWHERE) <= set(self.allowed_peers)
         if address.is_loopback:
             return True
         return any(

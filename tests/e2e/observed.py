@@ -23,7 +23,9 @@ needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None,
     reason="needs prometheus: apt-get install --no-install-recommends prometheus",
 )
-DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/vllm-pd.json"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD = DEPLOY / "grafana" / "vllm-pd.json"
+SCALING = DEPLOY / "components" / "keda" / "scaling.yaml"
 ALERTS = Path(vllm_ascend_pd.cluster.__path__[0]) / "alerts.yaml"
 
 
@@ -36,6 +38,9 @@ def expressions() -> Iterator[tuple[str, set[str] | None]]:
             selects = re.search(r"{\w+!?=", target["expr"])
             query = target["expr"].replace("$__rate_interval", "1m")
             yield query, None if selects else labels
+    for one in yaml.safe_load_all(SCALING.read_text()):
+        for trigger in one["spec"]["triggers"]:
+            yield trigger["metadata"]["query"], set()
     for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
         yield rule["expr"], None
 
@@ -52,6 +57,13 @@ def declared_metrics(urls: list[str]) -> set[str]:
         page = requests.get(f"{url}/metrics", timeout=30).text
         names |= set(re.findall(r"^# TYPE (\S+)", page, re.M))
     return names
+
+
+def present_metrics(prometheus: str) -> set[str]:
+    """Names of what has had values for some scrapes, and has them now."""
+    known = '{__name__=~"vllm:.*"}'
+    found = query(prometheus, f"count by (__name__) ({known} and ({known} offset 15s))")
+    return {re.sub("_bucket$", "", series["metric"]["__name__"]) for series in found}
 
 
 def get(prometheus: str, path: str, **params: str) -> Any:

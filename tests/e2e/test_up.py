@@ -196,14 +196,15 @@ def test_queries_of_the_dashboard_and_the_alerts_find_what_they_ask_for(up: Up) 
     assert f"{prometheus}/alerts alerts" in up.output
     engines = [up.engine_url(name) for name in ("prefill-0", "decode-0")]
     declared = observed.declared_metrics([up.url, *engines])
-    present = set(observed.get(prometheus, "label/__name__/values"))
+    up.until(lambda: "vllm:pd_loads_total" in observed.present_metrics(prometheus), 60)
+    present = observed.present_metrics(prometheus)
     for expression, labels in observed.expressions():
         names = observed.metric_names(expression)
         assert names <= declared, expression
         if names <= present and labels is not None:
-            up.until(lambda e=expression: bool(observed.query(prometheus, e)), 60)  # type: ignore[misc]
-            for series in observed.query(prometheus, expression):
-                assert labels <= set(series["metric"]), expression
+            found = observed.query(prometheus, expression)
+            assert found, expression
+            assert all(labels <= set(series["metric"]) for series in found), expression
 
 
 @observed.needs_prometheus

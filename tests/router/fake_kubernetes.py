@@ -14,17 +14,26 @@ OLDEST_KEPT = 100
 
 
 class FakeKubernetes:
-    """One namespace; resource versions, label selectors, watches that start at a version."""
+    """One namespace; resource versions, label selectors, watches that start at a version.
+
+    As with a real one, a watch tells of a pod that no longer fits its selector that it is deleted,
+    sends bookmarks to who asked for them, and is refused where a verb is not granted.
+    """
 
     def __init__(self) -> None:
         self.version = OLDEST_KEPT
         self.pods: dict[str, dict[str, Any]] = {}
         self.num_lists = 0
+        self.num_watches = 0
         self.is_broken = False
-        self._history: list[tuple[int, str, dict[str, Any]]] = []
+        self.denied: set[str] = set()
+        """Verbs: ``list``, ``watch``."""
+        self._history: list[tuple[int, dict[str, Any] | None, dict[str, Any] | None]] = []
+        """Each change: version, the pod before it, the pod after it."""
+        self._bookmark = 0
         self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
-        self._ending = False
+        self._ends = 0
         self.oldest_kept = OLDEST_KEPT
         self.port = 0
 
@@ -38,11 +47,9 @@ class FakeKubernetes:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        self._ending = True
-        self._wake()
+        self.end_watches()
         assert self._runner is not None
         await self._runner.cleanup()
-        self._ending = False
 
     def kubeconfig(self, path: Path) -> Path:
         server = {"server": f"http://127.0.0.1:{self.port}"}
@@ -76,13 +83,24 @@ class FakeKubernetes:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": status}
         pod["spec"] = {"containers": [{"name": "engine"}]}
         self.pods[name] = pod
-        self._record("MODIFIED" if known else "ADDED", pod)
+        self._record(known, pod)
 
     def delete(self, name: str) -> None:
         self.version += 1
         pod = self.pods.pop(name)
-        pod["metadata"]["resourceVersion"] = str(self.version)
-        self._record("DELETED", pod)
+        metadata = {**pod["metadata"], "resourceVersion": str(self.version)}
+        self._record({**pod, "metadata": metadata}, None)
+
+    def bookmark(self) -> None:
+        """Pods of others have changed: a watch that stands still comes to know the version."""
+        self.version += 1
+        self._bookmark = self.version
+        self._wake()
+
+    def end_watches(self) -> None:
+        """As their timeout does."""
+        self._ends += 1
+        self._wake()
 
     def forget_history(self) -> None:
         """As a compaction of etcd: a watch may not start before now, and running ones end."""
@@ -90,8 +108,8 @@ class FakeKubernetes:
         self.oldest_kept = self.version
         self._wake()
 
-    def _record(self, kind: str, pod: dict[str, Any]) -> None:
-        self._history.append((self.version, kind, pod))
+    def _record(self, before: dict[str, Any] | None, after: dict[str, Any] | None) -> None:
+        self._history.append((self.version, before, after))
         self._wake()
 
     def _wake(self) -> None:
@@ -102,9 +120,14 @@ class FakeKubernetes:
         assert request.headers["Authorization"] == "Bearer secret"
         if self.is_broken:
             return web.json_response({"kind": "Status", "code": 500}, status=500)
+        verb = "watch" if request.query.get("watch") in ("true", "True") else "list"
+        if verb in self.denied:
+            message = f"pods is forbidden: cannot {verb} resource"
+            denied = {"kind": "Status", "code": 403, "reason": "Forbidden", "message": message}
+            return web.json_response(denied, status=403)
         selector = request.query.get("labelSelector", "")
         wanted = dict(part.split("=") for part in selector.split(",") if part)
-        if request.query.get("watch") in ("true", "True"):
+        if verb == "watch":
             return await self._watch(request, wanted)
         self.num_lists += 1
         items = [pod for pod in self.pods.values() if _matches(pod, wanted)]
@@ -113,23 +136,51 @@ class FakeKubernetes:
         return web.json_response(body)
 
     async def _watch(self, request: web.Request, wanted: dict[str, str]) -> web.StreamResponse:
+        self.num_watches += 1
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
+
+        async def send(kind: str, what: dict[str, Any]) -> None:
+            await response.write(json.dumps({"type": kind, "object": what}).encode() + b"\n")
+
         after = int(request.query["resourceVersion"])
-        while not self._ending and not self.is_broken:
+        bookmarks = request.query.get("allowWatchBookmarks") in ("true", "True")
+        while not self.is_broken:
             if after < self.oldest_kept:
                 gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
-                await response.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+                await send("ERROR", gone)
                 break
-            changed = self._changed
-            for version, kind, pod in list(self._history):
-                if version > after and _matches(pod, wanted):
-                    event = json.dumps({"type": kind, "object": pod}).encode()
-                    await response.write(event + b"\n")
+            changed, ends = self._changed, self._ends
+            for version, before, now in list(self._history):
+                if version > after and (event := _event(before, now, wanted, version)):
+                    await send(*event)
+            if bookmarks and self._bookmark > after:
+                metadata = {"resourceVersion": str(self._bookmark)}
+                await send("BOOKMARK", {"kind": "Pod", "apiVersion": "v1", "metadata": metadata})
             after = self.version
             await changed.wait()
+            if self._ends != ends:
+                break
         await response.write_eof()
         return response
+
+
+def _event(
+    before: dict[str, Any] | None,
+    now: dict[str, Any] | None,
+    wanted: dict[str, str],
+    version: int,
+) -> tuple[str, dict[str, Any]] | None:
+    """What a watch with this selector tells of a change."""
+    was, fits = (pod is not None and _matches(pod, wanted) for pod in (before, now))
+    if fits:
+        assert now is not None
+        return "MODIFIED" if was else "ADDED", now
+    if not was:
+        return None
+    assert before is not None
+    metadata = {**before["metadata"], "resourceVersion": str(version)}
+    return "DELETED", {**before, "metadata": metadata}
 
 
 def _matches(pod: dict[str, Any], wanted: dict[str, str]) -> bool:

@@ -115,6 +115,77 @@ def test_instances_outlive_the_api_server(tmp_path: Path) -> None:
     run(test)
 
 
+def test_pod_that_changes_its_role_is_used_in_the_new_one(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            api.put("one", "p", app="vllm")
+            api.put("two", "p", app="vllm")
+            await until(lambda: len(states(d)) == 2)
+            two = d.router.registry.get("two")
+            assert (await d.post())[0] == 503
+            api.put("two", "d", app="vllm")
+            await until(lambda: states(d)["two"] == ("decode", "ready"))
+            assert (await d.post())[0] == 200
+            assert d.router.registry.get("two") is two  # the same engine, with what is known of it
+            api.put("one", "x", app="vllm")
+            await until(lambda: set(states(d)) == {"two"})
+            assert (api.num_lists, api.num_watches) == (1, 1)
+
+    run(test)
+
+
+def test_pod_that_no_longer_fits_the_selector_is_gone(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            api.put("one", "p", app="vllm")
+            await until(lambda: "one" in states(d))
+            api.put("one", "p", app="other")
+            await until(lambda: not states(d))
+            api.put("one", "p", app="vllm")
+            await until(lambda: "one" in states(d))
+            assert api.num_lists == 1
+
+    run(test)
+
+
+def test_a_watch_that_ends_goes_on_from_the_last_bookmark(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            api.put("one", "p", app="vllm")
+            await until(lambda: "one" in states(d))
+            api.bookmark()
+            api.put("else", "p", app="web")  # is not told
+            await until(lambda: api.num_watches == 1)
+            api.oldest_kept = api.version - 1  # the pod's own version is forgotten
+            api.end_watches()
+            await until(lambda: api.num_watches == 2)
+            api.put("two", "d", app="vllm")
+            await until(lambda: "two" in states(d))
+            assert api.num_lists == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("verb", ["list", "watch"])
+def test_missing_right_is_told_and_does_not_flood_the_server(
+    verb: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            await until(lambda: api.num_watches == 1)
+            api.denied = {verb}
+            api.forget_history()
+            await until(lambda: "allow it to list and watch pods in engines" in caplog.text)
+            assert "Kubernetes: 403 Forbidden" in caplog.text
+            num_lists = api.num_lists
+            api.put("one", "p", app="vllm")
+            api.denied = set()
+            await until(lambda: "one" in states(d))
+            assert api.num_lists <= num_lists + 2
+
+    run(test)
+
+
 def test_labels_are_needed() -> None:
     config = replace(STRICT, kubernetes=Kubernetes())
     with pytest.raises(ConfigError, match="--prefill-model-labels"):

@@ -257,6 +257,13 @@ def test_other_peers_are_not_allowed_by_default(host: str) -> None:
     assert not SecurityConfig().allows(host)
 
 
+def test_a_name_is_allowed_where_any_address_is() -> None:
+    anywhere = ("0.0.0.0/0", "::/0")
+    assert SecurityConfig(True, anywhere).allows("vllm-pd-master")
+    assert not SecurityConfig(True, anywhere).allows("")
+    assert not SecurityConfig(True, anywhere[:1]).allows("vllm-pd-master")
+
+
 def test_allowed_peers_are_addresses_or_networks() -> None:
     security = SecurityConfig(True, ("192.0.2.0/24", "2001:db8::1"))
     assert security.allows("192.0.2.200")

@@ -86,9 +86,7 @@ def _divide_devices(
         return
     taken = 0
     for engine in engines:
-        needed = _int_option(engine, "--tensor-parallel-size", "-tp") * _int_option(
-            engine, "--pipeline-parallel-size", "-pp"
-        )
+        needed = num_devices(engine.name, engine.words)
         engine.devices = devices[taken : taken + needed]
         taken += needed
     if taken > len(devices):
@@ -108,10 +106,16 @@ def option(words: list[str], *names: str) -> str | None:
     return found
 
 
-def _int_option(engine: PlacedEngine, *names: str) -> int:
-    text = option(engine.words, *names)
+def num_devices(engine: str, words: list[str]) -> int:
+    """That an engine with these options of ``vllm serve`` needs."""
+    tensor = _int_option(engine, words, "--tensor-parallel-size", "-tp")
+    return tensor * _int_option(engine, words, "--pipeline-parallel-size", "-pp")
+
+
+def _int_option(engine: str, words: list[str], *names: str) -> int:
+    text = option(words, *names)
     if text is None:
         return 1
     if not re.fullmatch(r"[1-9]\d*", text):
-        raise ConfigError(f"{engine.name}: {names[0]} must be a positive number, not {text!r}")
+        raise ConfigError(f"{engine}: {names[0]} must be a positive number, not {text!r}")
     return int(text)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,6 +88,7 @@ class _Shared:
 
     router_url: str
     registers: bool
+    discovery: tuple[str, ...]
     master: str | None = None
 
 
@@ -97,10 +98,12 @@ def make_plan(
     local_host: str,
     choose_port: PortChooser,
     programs: Programs | None = None,
+    discovery: Sequence[str] = (),
 ) -> Plan:
     """Ports, cores, devices and memory divided; one command per process.
 
-    ``machine`` is what ``local_host`` has. Of other hosts only the topology tells.
+    ``machine`` is what ``local_host`` has. Of other hosts only the topology tells. ``discovery``:
+    options by which the router finds the engines, if they are neither named nor register.
 
     Raises:
         ConfigError: something does not fit; it names the field.
@@ -115,7 +118,9 @@ def make_plan(
     router_host = topology.host_name(topology.router.host)
     address = topology.hosts[router_host].address
     shared = _Shared(
-        router_url=http_url(address, topology.router.port), registers=_registers(topology)
+        router_url=http_url(address, topology.router.port),
+        registers=not discovery and _registers(topology),
+        discovery=tuple(discovery),
     )
     commands: list[Command] = []
     if wants_master(topology):
@@ -221,7 +226,8 @@ def _router_command(
 ) -> Command:
     address, router = topology.hosts[host].address, topology.router
     words = [programs.vllm_pd, "router", "--host", address, "--port", str(router.port)]
-    if not shared.registers:
+    words += shared.discovery
+    if not shared.registers and not shared.discovery:
         words += [word for engine in engines for word in (f"--{engine.role}", engine.url)]
     elif token_file := topology.extra_config.get("router", {}).get("token_file"):
         words += ["--registration-token-file", token_file]

@@ -29,11 +29,12 @@ logger = logging.getLogger(__name__)
 SOURCE = "kubernetes"
 LABEL = "model"
 WATCH_S = 300
-"""Then all pods are listed again."""
+"""Then the server ends a watch, and the next one goes on from where it ended."""
 MIN_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
 GONE = 410
-"""The API server has forgotten the version that the watch was to start from."""
+"""The API server has forgotten the version that the watch was to start from: list again."""
+DENIED = (401, 403)
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -80,6 +81,7 @@ class KubernetesDiscovery:
         self._registry = registry
         self._pods: dict[str, Pod] = {}
         self._task: asyncio.Task[None] | None = None
+        self._backoff_s = MIN_BACKOFF_S
 
     async def start(self) -> None:
         """``ConfigError`` if there is no cluster to speak to."""
@@ -108,31 +110,30 @@ class KubernetesDiscovery:
 
     async def _follow(self, api_client: Any) -> None:
         exceptions = import_module("kubernetes.aio.client.exceptions")
-        backoff_s = MIN_BACKOFF_S
         async with api_client:
             while True:
                 try:
                     await self._list_and_watch(api_client)
-                    backoff_s = MIN_BACKOFF_S
-                    continue
                 except exceptions.ApiException as e:
-                    if e.status == GONE:
-                        continue
-                    logger.warning("Kubernetes: %s %s", e.status, e.reason)
+                    need = f"; allow it to list and watch pods in {self._kubernetes.namespace}"
+                    if e.status != GONE:
+                        fix = need if e.status in DENIED else ""
+                        logger.warning("Kubernetes: %s %s%s", e.status, e.reason, fix)
                 except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as e:
                     logger.warning("Kubernetes does not answer: %s", e)
                 except Exception:
                     logger.exception("following pods")
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+                await asyncio.sleep(self._backoff_s)
+                self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
 
     async def _list_and_watch(self, api_client: Any) -> None:
+        """Until an error. Bookmarks tell how far the server is while no pod changes."""
         client, watch = (
             import_module("kubernetes.aio.client"),
             import_module("kubernetes.aio.watch"),
         )
         api: Any = client.CoreV1Api(api_client)
-        scope = {
+        scope: dict[str, Any] = {
             "namespace": self._kubernetes.namespace,
             "label_selector": self._kubernetes.label_selector,
         }
@@ -142,11 +143,16 @@ class KubernetesDiscovery:
         self._pods = {pod.metadata.uid: pod for pod in pods}
         self._publish()
         version = raw["metadata"]["resourceVersion"]
-        events = watch.Watch()
-        async for event in events.stream(
-            api.list_namespaced_pod, **scope, resource_version=version, timeout_seconds=WATCH_S
-        ):
-            self._apply(event["type"], event["raw_object"])
+        scope |= {"allow_watch_bookmarks": True, "timeout_seconds": WATCH_S}
+        while True:
+            events = watch.Watch().stream(
+                api.list_namespaced_pod, **scope, resource_version=version
+            )
+            async for event in events:
+                version = event["raw_object"]["metadata"]["resourceVersion"]
+                self._apply(event["type"], event["raw_object"])
+            self._backoff_s = MIN_BACKOFF_S
+            await asyncio.sleep(MIN_BACKOFF_S)  # also where something ends every watch at once
 
     def _apply(self, kind: str, raw: dict[str, Any]) -> None:
         if kind == "BOOKMARK":

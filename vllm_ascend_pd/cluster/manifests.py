@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a topology to Kubernetes workloads: the commands of ``plan``, each group of engines in a
+Deployment of its own. Pure.
+
+The plan wants addresses, and a pod gets its own when it starts. So each group is planned for an
+address that no network has, in whose place the pods' environment then stands: ``$(POD_IP)``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+import yaml
+
+from vllm_ascend_pd.cluster.machine import Machine
+from vllm_ascend_pd.cluster.placement import num_devices
+from vllm_ascend_pd.cluster.plan import DRAIN_S, MASTER_PORTS, Command, make_plan
+from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology
+from vllm_ascend_pd.config import ANYWHERE
+from vllm_ascend_pd.errors import ConfigError
+
+PORT, KV_PORT = 8000, 14600
+PART_OF = "app.kubernetes.io/part-of"
+COMPONENT = "app.kubernetes.io/component"
+NAME = "vllm-pd"
+SECRET_FILE = "/etc/vllm-pd/secret"
+
+_DEVICES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
+_ROUTER_DRAIN_S = 60
+"""What ``vllm-pd router`` waits for by itself."""
+_LEAVE_S = 5
+"""From the pod's deletion to SIGTERM, so that routers and services know of it by then."""
+_NOWHERE = "203.0.113.{}"
+"""Addresses for documentation, RFC 5737."""
+_ROUTER_ADDRESS = _NOWHERE.format(254)
+
+_DISCOVERY = (
+    *("--service-discovery", "k8s", "--k8s-namespace", "$(POD_NAMESPACE)"),
+    *("--k8s-label-selector", f"{PART_OF}={NAME}", "--k8s-port", str(PORT)),
+    *("--prefill-model-labels", "prefill", "--decode-model-labels", "decode"),
+)
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """One Deployment; ``command`` is that of each of its pods."""
+
+    name: str
+    command: Command
+    replicas: int
+    address: str
+    """What stands for that of the pod."""
+
+
+def manifests(topology: Topology, image: str) -> list[Object]:
+    """Deployments of engines and router, and the pool's master with its service; the other objects
+    are in ``deploy/base``.
+
+    Raises:
+        ConfigError: it names the field of the topology.
+    """
+    if topology.device is None:
+        raise ConfigError("device is missing: say cpu, cuda or npu, which the cluster's nodes have")
+    if topology.hosts != {LOCAL: Host()}:
+        raise ConfigError("hosts: Kubernetes says where pods run; leave it out")
+    workloads = _workloads(topology)
+    made = [_deployment(one, topology, image) for one in workloads]
+    return made + [_master_service(one) for one in workloads if one.command.role == "master"]
+
+
+def alert_rules() -> Object:
+    """The rules that ``vllm-pd up --observe`` loads, for Prometheus' operator."""
+    rules = yaml.safe_load(files("vllm_ascend_pd.cluster").joinpath("alerts.yaml").read_text())
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": NAME, "labels": {PART_OF: NAME}},
+        "spec": rules,
+    }
+
+
+def _workloads(topology: Topology) -> list[_Workload]:
+    groups = [("prefill", group) for group in topology.prefill if group.count]
+    groups += [("decode", group) for group in topology.decode if group.count]
+    hosts = {str(n): Host(address=_NOWHERE.format(n + 1)) for n in range(len(groups))}
+    hosts["router"] = Host(address=_ROUTER_ADDRESS)
+    planned: dict[str, list[EngineGroup]] = {"prefill": [], "decode": []}
+    for number, (role, group) in enumerate(groups):
+        where = {"host": str(number), "count": 1, "port": PORT, "kv_port": KV_PORT}
+        planned[role].append(msgspec.structs.replace(group, **where))
+    # Peers are pods, whose addresses nobody knows yet: the secret says who is one.
+    security = {"allowed_peers": list(ANYWHERE), **topology.extra_config.get("security", {})}
+    in_pods = msgspec.structs.replace(
+        topology,
+        hosts=hosts,
+        router=msgspec.structs.replace(topology.router, host="router"),
+        prefill=tuple(planned["prefill"]),
+        decode=tuple(planned["decode"]),
+        extra_config={
+            **topology.extra_config,
+            "security": {**security, "secret_file": f"{SECRET_FILE}/secret"},
+        },
+    )
+    nothing = Machine(topology.device or "", (), (), 0)
+    plan = make_plan(in_pods, nothing, "", lambda address: 0, discovery=_DISCOVERY)
+    found: list[_Workload] = []
+    for command in plan.commands:
+        if command.role in ("prefill", "decode"):
+            group = groups[int(command.host)][1]
+            name = f"{NAME}-{command.name.removesuffix('-0')}"
+            found.append(_Workload(name, command, group.count, hosts[command.host].address))
+        else:
+            replicas = 2 if command.role == "router" else 1
+            name = f"{NAME}-{command.role}"
+            found.append(_Workload(name, command, replicas, _ROUTER_ADDRESS))
+    return found
+
+
+def _in_pod(word: str, one: _Workload) -> str:
+    """A word of the plan, as Kubernetes is to read it: it expands ``$(NAME)``."""
+    if one.command.role == "router" and word == _ROUTER_ADDRESS:
+        return "0.0.0.0"  # also what `kubectl port-forward` connects to
+    if one.command.role != "master":
+        master = f"{_ROUTER_ADDRESS}:{MASTER_PORTS[0]}"
+        word = word.replace(master, f"{NAME}-master:{MASTER_PORTS[0]}")
+    return word.replace(one.address, "$(POD_IP)")
+
+
+def _arguments(one: _Workload) -> list[str]:
+    words = [w if w in _DISCOVERY else w.replace("$(", "$$(") for w in one.command.argv]
+    if one.command.role in ("prefill", "decode"):
+        place = words.index("--kv-transfer-config") + 1
+        config = json.loads(words[place])
+        config["engine_id"] = "$(POD_NAME)"
+        pool = config["kv_connector_extra_config"].get("pool")
+        if isinstance(pool, dict) and isinstance(pool.get("ssd"), dict):
+            path = pool["ssd"]["path"].removesuffix(one.command.name)
+            pool["ssd"]["path"] = f"{path}$(POD_NAME)"
+        words[place] = json.dumps(config)
+    return [_in_pod(word, one) for word in words]
+
+
+def _environment(one: _Workload) -> list[Object]:
+    own = {"POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace"}
+    fields = {**own, "POD_IP": "status.podIP"}
+    said = {name: value.replace("$(", "$$(") for name, value in one.command.env.items()}
+    return [
+        *(
+            {"name": n, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for n, path in fields.items()
+        ),
+        *({"name": name, "value": _in_pod(value, one)} for name, value in said.items()),
+    ]
+
+
+def _probes(role: str) -> Object:
+    """A model is loaded for up to an hour; a router or master is there at once."""
+
+    def ask(path: str, every_s: int, failures: int) -> Object:
+        where = {"path": path, "port": "http"}
+        times = {"periodSeconds": every_s, "timeoutSeconds": 5, "failureThreshold": failures}
+        return {"httpGet": where, **times}
+
+    started, live, ready = ("/health/startup", "/health/live", "/health/ready")
+    if role != "router":
+        started = live = ready = "/health"
+    patience = 720 if role in ("prefill", "decode") else 24
+    return {
+        "startupProbe": ask(started, 5, patience),
+        "livenessProbe": ask(live, 10, 6),
+        "readinessProbe": ask(ready, 5, 2),
+    }
+
+
+def _container(one: _Workload, topology: Topology, image: str) -> Object:
+    role = one.command.role
+    ports = [{"name": "http", "containerPort": MASTER_PORTS[1] if role == "master" else PORT}]
+    if role == "router":
+        ports = [{"name": "http", "containerPort": topology.router.port}]
+    if role == "prefill":
+        ports.append({"name": "kv", "containerPort": KV_PORT})
+    if role == "master":
+        ports.append({"name": "rpc", "containerPort": MASTER_PORTS[0]})
+    program, *arguments = _arguments(one)
+    container: Object = {
+        "name": role,
+        "image": image,
+        "command": [program],
+        "args": arguments,
+        "env": _environment(one),
+        "ports": ports,
+        **_probes(role),
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_LEAVE_S)]}}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    if role in ("prefill", "decode"):
+        container["volumeMounts"] = [
+            {"name": "secret", "mountPath": SECRET_FILE, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ]
+        if device := _DEVICES.get(topology.device or ""):
+            container["resources"] = {
+                "limits": {device: num_devices(one.command.name, list(one.command.argv))}
+            }
+    return container
+
+
+def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
+    role = one.command.role
+    labels = {PART_OF: NAME, COMPONENT: role, "app.kubernetes.io/name": one.name}
+    if role in ("prefill", "decode"):
+        labels["model"] = role  # by which routers tell P from D
+    is_engine = role in ("prefill", "decode")
+    grace_s = _LEAVE_S + 15 + (DRAIN_S if is_engine else _ROUTER_DRAIN_S)
+    pod: Object = {
+        "serviceAccountName": f"{NAME}-router" if role == "router" else "default",
+        "automountServiceAccountToken": role == "router",
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_container(one, topology, image)],
+    }
+    if is_engine:
+        secret = {"secretName": NAME, "defaultMode": 0o400}
+        pod["volumes"] = [
+            {"name": "secret", "secret": secret},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ]
+    selected = {"app.kubernetes.io/name": one.name}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": one.name, "labels": labels},
+        "spec": {
+            "replicas": one.replicas,
+            "selector": {"matchLabels": selected},
+            # One more is not started before one ends: accelerators may all be in use.
+            "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
+        },
+    }
+
+
+def _master_service(one: _Workload) -> Object:
+    selected = {"app.kubernetes.io/name": one.name}
+    ports = [
+        {"name": name, "port": port}
+        for name, port in zip(("rpc", "http"), MASTER_PORTS, strict=True)
+    ]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": one.name, "labels": {PART_OF: NAME, COMPONENT: "master"}},
+        "spec": {"selector": selected, "ports": ports},
+    }
