@@ -103,8 +103,8 @@ def test_overlay_is_whole(rendered: list[Object]) -> None:
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             assert container["image"].startswith("vllm-pd:")
             assert {m["name"] for m in container.get("volumeMounts", ())} <= set(volumes)
+        assert volumes["secret"]["secret"]["secretName"] == secret
         if "model" in labels[name]:
-            assert volumes["secret"]["secret"]["secretName"] == secret
             assert "models" in volumes
             claimed = volumes["models"].get("persistentVolumeClaim", {}).get("claimName")
             assert claimed is None or claimed in claims

@@ -27,7 +27,7 @@ PORT, KV_PORT = 8000, 14600
 PART_OF = "app.kubernetes.io/part-of"
 COMPONENT = "app.kubernetes.io/component"
 NAME = "vllm-pd"
-SECRET_FILE = "/etc/vllm-pd/secret"
+SECRET_DIR = "/etc/vllm-pd/secret"
 
 _DEVICES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 _ROUTER_DRAIN_S = 60
@@ -104,7 +104,7 @@ def _workloads(topology: Topology) -> list[_Workload]:
         decode=tuple(planned["decode"]),
         extra_config={
             **topology.extra_config,
-            "security": {**security, "secret_file": f"{SECRET_FILE}/secret"},
+            "security": {**security, "secret_file": f"{SECRET_DIR}/secret"},
         },
     )
     nothing = Machine(topology.device or "", (), (), 0)
@@ -202,11 +202,11 @@ def _container(one: _Workload, topology: Topology, image: str) -> Object:
             "capabilities": {"drop": ["ALL"]},
         },
     }
+    if role != "master":
+        mounted = {"name": "secret", "mountPath": SECRET_DIR, "readOnly": True}
+        container["volumeMounts"] = [mounted]
     if role in ("prefill", "decode"):
-        container["volumeMounts"] = [
-            {"name": "secret", "mountPath": SECRET_FILE, "readOnly": True},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ]
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
         if device := _DEVICES.get(topology.device or ""):
             container["resources"] = {
                 "limits": {device: num_devices(one.command.name, list(one.command.argv))}
@@ -228,12 +228,11 @@ def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [_container(one, topology, image)],
     }
-    if is_engine:
+    if role != "master":
         secret = {"secretName": NAME, "defaultMode": 0o400}
-        pod["volumes"] = [
-            {"name": "secret", "secret": secret},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ]
+        pod["volumes"] = [{"name": "secret", "secret": secret}]
+    if is_engine:
+        pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     selected = {"app.kubernetes.io/name": one.name}
     return {
         "apiVersion": "apps/v1",
