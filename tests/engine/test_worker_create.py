@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig
 
 from tests.engine.test_device_caches import (
@@ -28,11 +29,12 @@ from vllm_ascend_pd.backends import mooncake_engine
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_device import FakeDevice
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
+from vllm_ascend_pd.backends.staging import Unregistered
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.worker import side
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
-from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device
+from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device, parts
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.transfer.grants import GrantSpec
@@ -41,13 +43,29 @@ from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import LeaseRef, LoadId
 
 
+class KnowingDevice(FakeDevice):
+    """Knows its own memory and what is page-locked for it, as a driver does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[tuple[int, int]] = []
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        memory = super().pinned(num_bytes)
+        self.known.append((memory.data_ptr(), num_bytes))
+        return memory
+
+    def knows(self, addr: int, num_bytes: int) -> bool:
+        return any(a <= addr and addr + num_bytes <= a + n for a, n in self.known)
+
+
 class Host:
     """One process with an NPU: its native engine, its KV caches, its worker side."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self.native = NativeEngine()
-        self.device = FakeDevice()
+        self.device = KnowingDevice()
         self.pool_arguments: tuple[Any, ...] = ()
         self.worker: Any = None
 
@@ -80,6 +98,10 @@ class Host:
         )
         vllm_config: Any = SimpleNamespace(kv_transfer_config=config)
         PDConfig.from_kv_transfer_config(config)
+        for part in (part for cache in caches.values() for part in parts(cache)):
+            memory = part.untyped_storage()
+            self.device.known.append((memory.data_ptr(), memory.nbytes()))
+        self.native.knows = self.device.knows
         self.worker = side._create(vllm_config, config_of(spec, list(caches)), caches)
         return self.worker
 
@@ -88,6 +110,12 @@ class Host:
         self.worker.begin_step(SimpleNamespace(pd_metadata=meta))
         with self.worker.step_output():
             pass
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HCCL_INTRA_ROCE_ENABLE", "ASCEND_BUFFER_POOL", "ASCEND_GLOBAL_RESOURCE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -124,9 +152,14 @@ CACHES = {
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("transfer", [{}, {"verify_placement": True}, {"placement": "staged"}])
 def test_pages_go_from_one_npu_to_the_other(
-    make_host: Callable[[], Host], name: str, transfer: dict[str, Any]
+    make_host: Callable[[], Host],
+    name: str,
+    transfer: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By ``batch_transfer_sync_write`` from KV pages to KV pages, or through staging."""
+    if "placement" in transfer:
+        monkeypatch.setenv("ASCEND_BUFFER_POOL", "4:8")
     spec, make_caches = CACHES[name]
     theirs = {layer: make_caches() for layer in NAMES}
     ours = {layer: make_caches() for layer in NAMES}
@@ -160,15 +193,32 @@ def test_everything_that_is_registered_begins_at_two_mib(make_host: Callable[[],
     assert all(addr % ALIGNMENT == 0 for addr in regions)
     pages = {part.data_ptr(): part.nbytes for pair in caches.values() for part in pair}
     assert pages.items() <= regions.items()
-    assert len(regions) == len(pages) + 2  # staging of both roles
+    assert regions.keys() == pages.keys()  # and no memory of the host, which HCCS knows not
 
 
-def test_staged_placement_opens_no_page(make_host: Callable[[], Host]) -> None:
+def test_staged_placement_opens_no_page_and_pinned_memory_only(
+    make_host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HCCL_INTRA_ROCE_ENABLE", "1")
     caches = {layer: combined() for layer in NAMES}
     host = make_host()
     host.start("kv_both", GQA, caches, placement="staged")
     assert not {k.data_ptr() for k, _ in caches.values()} & set(host.native.regions)
     assert len(host.native.regions) == 2
+    assert all(host.device.knows(*region) for region in host.native.regions.items())
+    assert all(addr % ALIGNMENT == 0 for addr in host.native.regions)
+
+
+@pytest.mark.parametrize(
+    "setting", [{}, {"HCCL_INTRA_ROCE_ENABLE": "0"}, {"ASCEND_BUFFER_POOL": "0:0"}]
+)
+def test_staged_placement_inside_one_host_is_refused_without_a_way_to_its_memory(
+    make_host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch, setting: dict[str, str]
+) -> None:
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"placement staged .*HCCL_INTRA_ROCE_ENABLE=1"):
+        make_host().start("kv_both", GQA, {NAMES[0]: combined()}, placement="staged")
 
 
 def test_cache_that_is_not_aligned_is_refused_at_start(make_host: Callable[[], Host]) -> None:
@@ -184,8 +234,12 @@ def test_pool_is_given_the_engine_of_the_transfers(make_host: Callable[[], Host]
     """One TransferEngine a process, as in vllm-ascend: the store never opens one of its own."""
     host = make_host()
     host.start("kv_both", GQA, {NAMES[0]: combined()}, pool=True)
-    *_, shared, alignment = host.pool_arguments
+    *_, shared, make_staging = host.pool_arguments
     assert shared.native == host.native.get_engine()
     assert shared.session == next(iter(host.worker._transports.sessions.values()))
-    assert (shared.protocol, alignment) == ("ascend", ALIGNMENT)
+    assert shared.protocol == "ascend"
+    slots = make_staging(Unregistered(), 2, 4096)
+    assert slots.region.base % ALIGNMENT == 0
+    assert host.device.knows(slots.region.base, slots.region.size)
+    slots.close()
     assert [call[3] for call in host.native.calls if call[0] == "initialize"] == ["ascend"]

@@ -8,6 +8,7 @@ import pytest
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     Engine,
     Engines,
+    Step,
     base_config,
     engines,
     producer,
@@ -121,3 +122,52 @@ def test_request_that_was_aborted_leaves_its_blocks_at_rest(
     consumer.worker.rested = [load.load_id]
     consumer.run_to_end()
     assert consumer.counts() == consumer.counts_at_start
+
+
+def loads_in_step(steps: list[Step]) -> list[LoadSpec]:
+    return [load for step in steps for load in step.loads if load.in_step]
+
+
+def test_load_waits_for_memory_instead_of_going_into_a_step(
+    producer: Engine,
+    consumer: Engine,
+) -> None:
+    """A request would hold the blocks then, and who writes into them late would hit it."""
+    params = producer.prefill("p", prompt_of(NUM_TOKENS))
+    consumer.add("other", prompt_of(150, start=1), max_tokens=6)
+    consumer.run(lambda: len(consumer.tokens["other"]) > 0)
+    consumer.add("c", prompt_of(NUM_TOKENS), params, max_tokens=4)
+    consumer.wait_for_answer()
+    steps = consumer.run(lambda: bool(consumer.worker.parked))
+    assert loads_in_step(steps) == []
+    assert len(consumer.tokens["other"]) == 6
+    (load,) = consumer.worker.parked.values()
+    consumer.worker.end_parked(load.load_id)
+    assert loads_in_step(consumer.run_to_end()) == []
+    consumer.expect_tokens("c", 4)
+
+
+def test_what_was_evicted_after_its_load_is_computed(
+    producer: Engine,
+    consumer: Engine,
+) -> None:
+    load = park(producer, consumer)
+    request = consumer.scheduler.requests["c"]
+    consumer.worker.end_parked(load.load_id)
+    consumer.step()
+    consumer.evict(request, 4)
+    assert loads_in_step(consumer.run_to_end()) == []
+    consumer.expect_tokens("c", 4)
+
+
+def test_tail_that_gave_its_memory_back_is_computed(
+    producer: Engine,
+    consumer: Engine,
+) -> None:
+    load = park(producer, consumer)
+    assert load.has_tail
+    consumer.worker.end_parked(load.load_id)
+    consumer.step()
+    consumer.scheduler.pd.common.parking.drop_tails()
+    assert loads_in_step(consumer.run_to_end()) == []
+    consumer.expect_tokens("c", 4)

@@ -21,6 +21,7 @@ by themselves. Fences order them, see `DeviceBlockCopier.fence`.
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
@@ -173,6 +174,18 @@ class _Rows(NamedTuple):
     """Those of all pages, block by block, are ``index[start:stop]``."""
 
 
+class PinnedMemory:
+    """Page-locked memory as staging: a device's link knows no other of the host."""
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        tensor = device.pinned(num_bytes + mmap.PAGESIZE)
+        self.addr = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._tensor: torch.Tensor | None = tensor
+
+    def close(self) -> None:
+        self._tensor = None
+
+
 class DeviceBlockCopier(BlockCopier):
     """A copier for `DevicePageLayout`. A call returns when its bytes are where they belong.
 
@@ -286,6 +299,9 @@ class DeviceBlockCopier(BlockCopier):
         self._order(lane, ids)
         self._run(lane, layout, ids, _pick)
         return lane.region
+
+    def pinned_memory(self, num_bytes: int) -> PinnedMemory:
+        return PinnedMemory(self._device, num_bytes)
 
     def _run(self, lane: _Lane, layout: DevicePageLayout, ids: list[int], move: _Move) -> None:
         index, rows = _index(layout, np.array(ids, dtype=np.int64))

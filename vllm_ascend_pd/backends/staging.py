@@ -15,20 +15,18 @@ import logging
 import mmap
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.shared_memory import SharedMapping
 from vllm_ascend_pd.errors import BackendError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 logger = logging.getLogger(__name__)
 
 # Mappings of pools that were closed while somebody might still write to them. Unmapping those would
 # turn a late write into a crash, so they live as long as the process.
-_abandoned: list[SharedMapping] = []
+_abandoned: list[HostMemory] = []
 
 
 class Slot:
@@ -70,8 +68,23 @@ class MemoryRegistry(Protocol):
     def unregister(self, addr: int) -> None: ...
 
 
+class Unregistered(MemoryRegistry):
+    """Of memory that no other process reaches."""
+
+    def register(self, addr: int, num_bytes: int) -> None: ...
+    def unregister(self, addr: int) -> None: ...
+
+
+class HostMemory(Protocol):
+    """``num_bytes`` at ``addr``, which is page aligned, until it is closed."""
+
+    addr: int
+
+    def close(self) -> None: ...
+
+
 class StagingPool:
-    """A fixed number of equal slots in one mapping that is registered once.
+    """A fixed number of equal slots in one piece of memory that is registered once.
 
     Thread safe and non-blocking; nothing is copied, mapped or registered under the lock.
     """
@@ -83,8 +96,9 @@ class StagingPool:
         slot_bytes: int,
         clock: Callable[[], float] = time.monotonic,
         alignment: int = mmap.PAGESIZE,
+        memory: Callable[[int], HostMemory] = SharedMapping,
     ) -> None:
-        """`clock` returns seconds.
+        """`clock` returns seconds; `memory` makes so many bytes of it.
 
         What is registered begins and ends at a multiple of `alignment`, itself one of a page.
         """
@@ -97,7 +111,7 @@ class StagingPool:
         self._num_slots = num_slots
         self._num_bytes = -(-num_slots * self._stride // alignment) * alignment
         # One page is what a mapping is aligned to anyway.
-        self._map = SharedMapping(self._num_bytes + alignment - mmap.PAGESIZE)
+        self._map = memory(self._num_bytes + alignment - mmap.PAGESIZE)
         self._base = -(-self._map.addr // alignment) * alignment
         try:
             engine.register(self._base, self._num_bytes)
@@ -182,3 +196,7 @@ class StagingPool:
         for index in ended:
             del self._quarantined[index]
         self._free.extend(ended)
+
+
+MakeStaging: TypeAlias = Callable[[MemoryRegistry, int, int], StagingPool]
+"""Where it is known which memory a transport reaches: of a registry, slots, and bytes of each."""

@@ -37,6 +37,8 @@ class AscendFacts:
     enable_kv_nz: bool = False
     enable_c8_quant: bool = False
     uses_c8_mxfp: bool = False
+    quantizes_mla: bool = False
+    """``enable_fa_quant`` of MLA, as a consumer has it."""
     recompute_scheduler: bool = False
     dyntra_lb: bool = False
     xlite_graph: bool = False
@@ -66,6 +68,9 @@ def ascend_facts(vllm_config: VllmConfig) -> AscendFacts:
         enable_kv_nz=ascend.enable_kv_nz,
         enable_c8_quant=getattr(vllm_config.quant_config, "enable_c8_quant", False) is True,
         uses_c8_mxfp=is_c8_mxfp_kv_quant(vllm_config),
+        quantizes_mla=model.use_mla
+        and vllm_config.cache_config.cache_dtype in ("fp8", "int8")
+        and getattr(vllm_config.quant_config, "enable_fa_quant", False) is True,
         recompute_scheduler=ascend.scheduler_config.recompute_scheduler_enable,
         dyntra_lb=ascend.scheduler_config.dyntra_lb_config.enabled,
         xlite_graph=ascend.xlite_graph_config.enabled,
@@ -117,6 +122,11 @@ def _problems(facts: AscendFacts, role: Role) -> Iterator[str]:
         yield (
             "C8 quantisation of the KV cache: a producer keeps bfloat16 and a consumer int8; turn"
             " it off on both sides"
+        )
+    if facts.quantizes_mla and role is not Role.BOTH:
+        yield (
+            "MLA with enable_fa_quant: a consumer's cache is int8 and a producer's bfloat16; leave"
+            " --kv-cache-dtype out on both sides, or give kv_both to both"
         )
     if facts.uses_c8_mxfp:
         yield (

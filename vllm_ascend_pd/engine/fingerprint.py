@@ -9,6 +9,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
+from vllm_ascend_pd.backends.npu_links import late_write_s
 from vllm_ascend_pd.config import PDConfig, WireProtocol
 from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
 from vllm_ascend_pd.engine.model_identity import model_identity
@@ -52,7 +53,8 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if vllm_config.kv_transfer_config is not None:
         transfer = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config).transfer
         if transfer.protocol is not WireProtocol.TCP:
-            placement = "-direct" if transfer.places_directly else ""
+            # Both sides must agree how long a write that failed may come late.
+            placement = f"-direct-{late_write_s():.0f}s" if transfer.places_directly else ""
             parts["via"] = f"{transfer.protocol.value}{placement}"
     return " ".join(f"{key}={value}" for key, value in parts.items())
 

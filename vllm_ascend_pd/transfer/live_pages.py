@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,18 +31,21 @@ class DirectPlacement:
 
     verify: bool = False
     """Read them back and compare checksums, through host memory."""
+    rest_s: float = field(default_factory=lambda: TransferEngine.LATE_WRITE_S)
+    """How long pages rest into which a write failed, or whose producer is gone."""
 
 
 class LivePageWrites:
     """Which pages are open to producers. The loader's thread; `take_rested` from the main one.
 
     A load may end while a write goes on. Then its blocks rest until the producer has answered for
-    each write, or is gone for ``LATE_WRITE_S``.
+    each write, or is gone for so long.
     """
 
-    def __init__(self, copier: BlockCopier, layout: PageLayout) -> None:
+    def __init__(self, copier: BlockCopier, layout: PageLayout, rest_s: float) -> None:
         self._copier = copier
         self._runs = page_runs(layout)
+        self._rest_s = rest_s
         # Writes that nobody waits for any more: by fetch until they are answered, or until a time,
         # of peers that are gone.
         self._given_up: dict[int, InFlight] = {}
@@ -76,7 +79,7 @@ class LivePageWrites:
     def settle_answered(self, load: PeerLoad, cause: str) -> None:
         """A write that failed is over, by what the transport declares; it rests all the same."""
         if cause == Cause.TRANSFER_FAILED.value:
-            self._resting.append((time.monotonic() + TransferEngine.LATE_WRITE_S, load))
+            self._resting.append((time.monotonic() + self._rest_s, load))
         else:
             self.settle(load)
 
@@ -96,7 +99,7 @@ class LivePageWrites:
 
     def on_lost(self, peer: Endpoint) -> None:
         """It will answer nothing any more."""
-        until = time.monotonic() + TransferEngine.LATE_WRITE_S
+        until = time.monotonic() + self._rest_s
         for fetch_id, flight in list(self._given_up.items()):
             if flight.load.peer == peer:
                 del self._given_up[fetch_id]

@@ -100,7 +100,8 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._active: list[PeerLoad] = []
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
-        self._live_pages = LivePageWrites(copier, layout)
+        rest_s = placement.rest_s if placement is not None else 0.0
+        self._live_pages = LivePageWrites(copier, layout, rest_s)
         self._rings = Rings(sessions, copier, self._in_flight, self.attempt, self._fail)
         self._heard_at: dict[Endpoint, float] = {}
         self._next_fetch_id = random.getrandbits(48)

@@ -18,6 +18,7 @@ from vllm_ascend_pd.backends.direct_placement import page_runs, plan_writes
 from vllm_ascend_pd.backends.transfer_engine import (
     SupportsDirectPlacement,
     SupportsWindow,
+    TransferEngine,
     TransferStatus,
 )
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
@@ -98,7 +99,7 @@ class DataServer(Reactor):
         self._grants = grants
         self._allows_host = allows_host
         self._write_timeout_s = write_timeout_s
-        self._queue: deque[tuple[bytes, Fetch]] = deque()
+        self._queue: deque[tuple[bytes, Fetch, float]] = deque()
         self._writes: deque[_Write] = deque()
         self._rings = RingPackers(copier, grants, write_timeout_s, self._reply, self.attempt)
         self._watchers = Watchers(grants, self._reply)
@@ -122,7 +123,7 @@ class DataServer(Reactor):
         elif isinstance(message, Watch):
             self._watchers.add(identity, message)
         elif len(self._queue) < _MAX_QUEUED:
-            self._queue.append((identity, message))
+            self._queue.append((identity, message, time.monotonic()))
         else:
             logger.warning("refused a fetch: %d others wait already", _MAX_QUEUED)
             failed = Cause.TRANSFER_FAILED.value
@@ -179,8 +180,13 @@ class DataServer(Reactor):
             if slot is None:
                 break
             progress = True
-            identity, fetch = self._queue[ready]
+            identity, fetch, came_at = self._queue[ready]
             del self._queue[ready]
+            if fetch.live is not None and time.monotonic() >= came_at + TransferEngine.LATE_WRITE_S:
+                # Its consumer may have given it up long since, and the pages be another's.
+                with slot:
+                    self._reply(identity, Fetched(fetch.fetch_id, 0, Cause.DEADLINE.value))
+                continue
             self._serve(identity, fetch, slot)
             self._poll_writes()
         now = time.monotonic()
@@ -197,7 +203,7 @@ class DataServer(Reactor):
         """Place in the queue of the first fetch whose peer has not too many writes under way."""
         busy = Counter(write.identity for write in self._writes)
         busy.update(self._rings.identities())
-        for place, (identity, _) in enumerate(self._queue):
+        for place, (identity, _, _) in enumerate(self._queue):
             if busy[identity] < _MAX_WRITES_PER_PEER:
                 return place
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm_ascend import ascend_config
 from vllm_ascend.attention.utils import MLAPO_MAX_SUPPORTED_TOKENS
+from vllm_ascend.quantization.utils import enable_fa_quant
 
 from vllm_ascend_pd.engine.ascend import MLAPO_MAX_TOKENS, AscendFacts, ascend_facts
 
@@ -68,6 +69,22 @@ def test_what_is_set_is_read(ascend: Any) -> None:
     assert facts.uses_mla
     assert facts.uses_sparse_attention
     assert facts.enable_c8_quant
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "use_mla", "quantizes"),
+    [("int8", True, True), ("fp8", True, True), ("auto", True, False), ("int8", False, False)],
+)
+def test_quantized_mla_is_what_a_consumer_quantizes(
+    ascend: Any, cache_dtype: str, use_mla: bool, quantizes: bool
+) -> None:
+    """Where vllm-ascend says so to a consumer, and not to a producer."""
+    config = vllm_config(use_mla=use_mla)
+    config.cache_config.cache_dtype = cache_dtype
+    config.quant_config = SimpleNamespace(enable_fa_quant=True)
+    assert ascend_facts(config).quantizes_mla is quantizes
+    config.kv_transfer_config = SimpleNamespace(is_kv_consumer=True)
+    assert enable_fa_quant(config) is quantizes
 
 
 def test_limit_of_mlapo_is_that_of_vllm_ascend() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from itertools import count
 from typing import Any, ClassVar
 
@@ -27,6 +28,8 @@ class NativeEngine:
         self.hold = threading.Event()
         """Cleared, batches wait."""
         self.hold.set()
+        self.knows: Callable[[int, int], bool] = lambda addr, num_bytes: True
+        """Whether memory is such as the links of NPUs reach: device memory, pinned memory."""
         self.regions: dict[int, int] = {}
         self.port = next(NativeEngine._ports)
         self._done: dict[int, int] = {}
@@ -45,6 +48,8 @@ class NativeEngine:
 
     def register_memory(self, addr: int, num_bytes: int) -> int:
         self.calls.append(("register_memory", addr, num_bytes))
+        if not self.knows(addr, num_bytes):
+            return -1
         self.regions[addr] = num_bytes
         return 0
 

@@ -39,6 +39,7 @@ def test_setting_that_works_is_let_through(role: Role, facts: dict[str, Any]) ->
         ({"uses_sparse_attention": True}, {D, BOTH}, "sparse-attention"),
         ({"enable_kv_nz": True}, {D}, "enable_kv_nz"),
         ({"enable_c8_quant": True}, {P, D, BOTH}, "C8 quantisation"),
+        ({"quantizes_mla": True}, {P, D}, "enable_fa_quant"),
         ({"uses_c8_mxfp": True}, {P, D, BOTH}, "--kv-cache-dtype"),
         ({"recompute_scheduler": True}, {P, D, BOTH}, "recompute_scheduler_enable"),
         ({"dyntra_lb": True}, {P, D, BOTH}, "dyntra_lb_config"),

@@ -408,6 +408,17 @@ def test_pages_outside_of_what_the_consumer_registered_are_not_written(
     assert ask(pair, LIVE).cause == Cause.TRANSFER_FAILED.value
 
 
+def test_fetch_that_waited_for_a_slot_too_long_is_not_begun(
+    make_pair: Callable[..., DirectPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its consumer may have given it up, and have given the pages away."""
+    pair = make_pair()
+    monkeypatch.setattr(TransferEngine, "LATE_WRITE_S", 0.0)
+    pair.grant(9)
+    assert pair.load((0,), (17,)).cause == Cause.DEADLINE.value
+    assert pair.script.requests == []
+
+
 def ask(pair: Pair, live: LivePages) -> Fetched:
     """One fetch of one page by hand, and its answer."""
     ticket, sessions = pair.admit().ticket, {"fake": pair.our_engine.session}

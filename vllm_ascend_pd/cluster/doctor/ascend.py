@@ -7,12 +7,14 @@ the same items. None of it has been run on an NPU yet.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.backends.npu_links import host_memory_route, late_write_s
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 from vllm_ascend_pd.cluster.doctor.host import run_command
 
@@ -122,6 +124,24 @@ PER_DEVICE = (
 )
 
 
+def link_settings() -> list[Finding]:
+    """What the environment says to Mooncake's transport for NPUs; engines must have the same."""
+    rest = f"blocks of a failed write rest {late_write_s():.0f} s"
+    route = host_memory_route()
+    if route == "ASCEND_BUFFER_POOL" and "ASCEND_USE_ASYNC_TRANSFER" in os.environ:
+        found = fail(
+            "host memory",
+            "ASCEND_BUFFER_POOL and ASCEND_USE_ASYNC_TRANSFER: Mooncake starts with one of them",
+            "unset ASCEND_USE_ASYNC_TRANSFER",
+        )
+    else:
+        found = ok("host memory", f"by {route}" if route else "not over HCCS: no pool, not staged")
+    return [
+        found,
+        ok("late writes", rest),
+    ]
+
+
 class BringUp:
     """Walks through the list on this host."""
 
@@ -153,7 +173,7 @@ class BringUp:
         for item in PER_DEVICE:
             findings.append(await self._over_devices(item, numbers))
         findings.append(self._memory(await self._run(sys.executable, "-c", _MEMORY)))
-        return findings
+        return [*findings, *link_settings()]
 
     def _judge(self, item: Item, said: tuple[int, str, str]) -> Finding:
         code, out, err = said

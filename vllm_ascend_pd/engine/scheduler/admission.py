@@ -122,7 +122,7 @@ class Admission:
                 return False
             if parks and self._parking.park(source, missing):
                 return False
-        if source.is_complete:
+        if source.is_complete and not (missing and source.parked_only):
             source.advance(SourceEvent.PLACE)
             return True
         # Only a tail is missing, which is computed sooner than it would come, or no memory for the
@@ -195,9 +195,11 @@ class Admission:
         source = self.source_of(request)
         if source is None or not source.offers:
             return hit
-        blocks = self._phantoms.publish(request, hit[0][self._group.id], source)
+        blocks = list(hit[0][self._group.id])
+        if not source.parked_only:
+            blocks = self._phantoms.publish(request, blocks, source)
         is_whole = len(blocks) == self._group.tail_index(request.num_tokens)
-        num_tail = source.num_tail_tokens if is_whole else 0
+        num_tail = self._parking.num_tail_tokens(source) if is_whole else 0
         return (blocks,), len(blocks) * self._group.block_size + num_tail, hit[2]
 
     def split_tail(self, request: Request, num_local: int, num_external: int) -> tuple[int, int]:

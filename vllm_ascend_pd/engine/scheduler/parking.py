@@ -98,7 +98,8 @@ class Parking:
         """
         request = source.request
         num_full = self._group.tail_index(request.num_tokens)
-        num_tail = source.num_tail_tokens if source.offers and num_hits == num_full else 0
+        offers = source.offers and num_hits == num_full
+        num_tail = self.num_tail_tokens(source) if offers else 0
         if num_tail:
             table = block_table(self._manager, request, self._group)
             if source in self.tails:
@@ -107,6 +108,10 @@ class Parking:
                 self._loads.claim(request, source, [], _tail(request, num_full, table[num_full]))
         self.drop_tail(source)
         return num_tail
+
+    def num_tail_tokens(self, source: BlockSource) -> int:
+        """With how many tokens of its tail the request may be admitted."""
+        return source.num_tail_tokens if source in self.tails or not source.parked_only else 0
 
     def cache_full_tail(self, source: BlockSource) -> None:
         """Once it has the first token, a tail block that is full is a block like the others."""

@@ -51,6 +51,7 @@ class RemotePrompt(BlockSource):
         """What the producer has sampled after the prompt."""
         self._peers = peers
         self._transfer = peers.transfer
+        self.parked_only = peers.transfer.places_directly
         self._block_size = peers.group.block_size
         self._workers: tuple[Worker, ...] = ()
         self._num_blocks = 0
@@ -89,8 +90,7 @@ class RemotePrompt(BlockSource):
 
     def _set_complete(self, is_complete: bool) -> None:
         self.is_complete = is_complete
-        # Only blocks that no request holds yet may be written by a peer itself.
-        self.always_parks = not is_complete or self._transfer.places_directly
+        self.always_parks = not is_complete or self.parked_only
 
     def refused(self, cause: str) -> None:
         self.provenance.outcome = cause

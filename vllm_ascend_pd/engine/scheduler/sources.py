@@ -120,6 +120,8 @@ class BlockSource(ABC):
     """Whether all of it is there; else only a parked load, which waits for the rest, brings it."""
     always_parks = False
     """Whether its loads are parked if memory allows, however short they are."""
+    parked_only = False
+    """Whether nothing of it may be loaded in a step, when a request holds the blocks already."""
     place_until = math.inf
     """When it is given up to find memory for what is not complete."""
 

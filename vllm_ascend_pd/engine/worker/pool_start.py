@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import logging
-import mmap
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
-from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.backends.staging import MakeStaging, StagingPool
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.sharding import sharding
@@ -45,13 +44,13 @@ def start_pool(
     copier: BlockCopier,
     pools: list[StagingPool],
     shared: SharedEngine | None = None,
-    alignment: int = mmap.PAGESIZE,
+    make_staging: MakeStaging = StagingPool,
 ) -> PoolIO:
     """All workers of the engine call it at the same time. ``pools`` gets the staging memory, which
     its owner closes between ``stop`` and ``close``.
 
-    With ``shared`` the pool's store has no transfer engine of its own; ``alignment`` is what that
-    engine wants of memory.
+    With ``shared`` the pool's store has no transfer engine of its own; ``make_staging`` makes
+    memory that it can reach.
     """
     assert config.pool is not None
     own = sharding(vllm_config)
@@ -72,14 +71,13 @@ def start_pool(
     slot_bytes = max(config.pool.staging_slot_bytes, values.num_bytes)
     num_readers = config.pool.io_threads
     read_slots, write_slots = (
-        StagingPool(tier, num_slots, slot_bytes, alignment=alignment)
-        for num_slots in (2 * num_readers, _WRITE_SLOTS)
+        make_staging(tier, num_slots, slot_bytes) for num_slots in (2 * num_readers, _WRITE_SLOTS)
     )
     pools += [read_slots, write_slots]
     ahead_slots = None
     # On an accelerator, launching copies layer by layer would cost the model's thread its turns.
     if config.pool.save is PoolSave.WRITE_THROUGH and not isinstance(copier, DeviceBlockCopier):
-        ahead_slots = StagingPool(tier, _AHEAD_SLOTS, slot_bytes, alignment=alignment)
+        ahead_slots = make_staging(tier, _AHEAD_SLOTS, slot_bytes)
         pools.append(ahead_slots)
     pool = PoolIO(
         tier,

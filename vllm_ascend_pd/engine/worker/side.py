@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
-import mmap
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
@@ -13,11 +14,12 @@ from vllm_ascend_pd.backends.direct_placement import page_regions
 from vllm_ascend_pd.backends.fake_engine import FaultyTransferEngine
 from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.backends.mooncake_engine import DIRECT_ALIGNMENT, MooncakeTransferEngine
+from vllm_ascend_pd.backends.npu_links import HOST_MEMORY_HELP, host_memory_route, late_write_s
 from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
-from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.backends.staging import MakeStaging, StagingPool, Unregistered
 from vllm_ascend_pd.backends.torch_device import make_copier
 from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
-from vllm_ascend_pd.config import PDConfig, Transport, WireProtocol
+from vllm_ascend_pd.config import PDConfig, Placement, Transport, WireProtocol
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns, sleep_where_cores_are_few
@@ -35,6 +37,7 @@ from vllm_ascend_pd.transfer.send import DataServer
 if TYPE_CHECKING:
     import torch
 
+    from vllm_ascend_pd.backends.staging import MemoryRegistry
     from vllm_ascend_pd.backends.transfer_engine import TransferEngine
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
 
@@ -82,13 +85,19 @@ def _create(
             direct_placement=transfer.places_directly,
         )
     transports = _open_transports(config, mooncake)
-    alignment = mmap.PAGESIZE
-    if transfer.protocol is WireProtocol.ASCEND:
-        alignment = DIRECT_ALIGNMENT
+    make_staging: MakeStaging = StagingPool
+    if isinstance(copier, DeviceBlockCopier) and transfer.protocol is WireProtocol.ASCEND:
+        make_staging = partial(StagingPool, alignment=DIRECT_ALIGNMENT, memory=copier.pinned_memory)
+        if not transfer.places_directly or config.pool is not None:
+            _check_host_memory(config)
+    registry: MemoryRegistry = transports
+    make_slots = make_staging
     placement = None
     live_regions: list[tuple[int, int]] = []
     if transfer.places_directly:
-        placement = DirectPlacement(transfer.verify_placement)
+        placement = DirectPlacement(transfer.verify_placement, late_write_s())
+        # Nothing goes through the slots; with them loads are counted, and pages verified.
+        registry, make_slots = Unregistered(), StagingPool
         live_regions += page_regions(
             caches.layout, kv_cache_config.num_blocks, caches.layer_index, DIRECT_ALIGNMENT
         )
@@ -98,14 +107,7 @@ def _create(
     pools: list[StagingPool] = []
 
     def make_pool() -> StagingPool:
-        pools.append(
-            StagingPool(
-                transports,
-                transfer.staging_slots,
-                transfer.staging_slot_bytes,
-                alignment=alignment,
-            )
-        )
+        pools.append(make_slots(registry, transfer.staging_slots, transfer.staging_slot_bytes))
         return pools[-1]
 
     server = loader = None
@@ -142,7 +144,7 @@ def _create(
         if mooncake is not None and transfer.protocol is WireProtocol.ASCEND:
             shared = mooncake.share()
         pool = start_pool(
-            config, vllm_config, kv_cache_config, caches.layout, copier, pools, shared, alignment
+            config, vllm_config, kv_cache_config, caches.layout, copier, pools, shared, make_staging
         )
     logger.info(
         "in-engine transfers: role %s, transports %s%s, %d layers, %d bytes per page, %s",
@@ -160,6 +162,22 @@ def _create(
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)
     return WorkerSide(*parts)
+
+
+def _check_host_memory(config: PDConfig) -> None:
+    """Before Mooncake is asked to reach memory of the host over the links of NPUs.
+
+    Raises:
+        ConfigError: all peers are on this host, and its NPUs' link reaches none.
+    """
+    staged = config.transfer.placement is Placement.STAGED
+    what = "transfer.placement staged" if staged else "pool"
+    if (route := host_memory_route()) is not None:
+        logger.info("%s reaches memory of hosts by %s", what, route)
+    elif staged and ipaddress.ip_address(config.host).is_loopback:
+        raise ConfigError(f"{what} with transfer.protocol ascend: {HOST_MEMORY_HELP}")
+    else:
+        logger.warning("%s: %s, unless no other engine is as near as that", what, HOST_MEMORY_HELP)
 
 
 def _open_transports(config: PDConfig, mooncake: MooncakeTransferEngine | None) -> Transports:

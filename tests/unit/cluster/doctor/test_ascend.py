@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.cluster.doctor.ascend import ITEMS, PER_DEVICE, BringUp, Item
+from vllm_ascend_pd.cluster.doctor.ascend import ITEMS, PER_DEVICE, BringUp, Item, link_settings
 from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict
 
 GIB = 1 << 30
@@ -61,7 +61,7 @@ def walk(tmp_path: Path, change: Callable[[str, str], Said | None] = lambda *_: 
 
 def test_host_that_is_ready_passes_every_item(tmp_path: Path) -> None:
     found = walk(tmp_path)
-    assert list(found) == ["NPUs", *GOOD]
+    assert list(found) == ["NPUs", *GOOD, "host memory", "late writes"]
     assert {f.verdict for f in found.values()} == {Verdict.OK}
     assert found["HCCN address"].found == "10.20.0.0, 10.20.0.1"
 
@@ -126,3 +126,30 @@ def test_document_lists_every_item_with_command_and_expected_output() -> None:
         command = shlex.join("python" if p == sys.executable else p for p in item.command)
         assert command.replace("'{n}'", "N") in row[0], item.name
         assert item.expected in row[0], item.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict", "found"),
+    [
+        ({}, Verdict.OK, "not over HCCS"),
+        ({"HCCL_INTRA_ROCE_ENABLE": "1"}, Verdict.OK, "by HCCL_INTRA_ROCE_ENABLE"),
+        ({"ASCEND_BUFFER_POOL": "4:8"}, Verdict.OK, "by ASCEND_BUFFER_POOL"),
+        (
+            {"ASCEND_BUFFER_POOL": "4:8", "ASCEND_USE_ASYNC_TRANSFER": "1"},
+            Verdict.FAIL,
+            "ASCEND_USE_ASYNC_TRANSFER",
+        ),
+    ],
+    ids=str,
+)
+def test_way_to_host_memory_is_shown(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], verdict: Verdict, found: str
+) -> None:
+    for name in ("HCCL_INTRA_ROCE_ENABLE", "ASCEND_BUFFER_POOL", "ASCEND_USE_ASYNC_TRANSFER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    host_memory, late_writes = link_settings()
+    assert host_memory.verdict is verdict
+    assert found in host_memory.found
+    assert "rest" in late_writes.found
