@@ -244,6 +244,16 @@ def test_grant_is_served_only_after_its_step_has_computed_it(side: Side) -> None
     assert side.load().cause == ""
 
 
+def test_grant_is_served_while_the_step_that_has_computed_it_samples(side: Side) -> None:
+    """Model Runner V2 reports only after sampling, and after drafting."""
+    side.worker.begin_step(output_of(GRANT))
+    side.worker.end_forward()
+    assert side.load().cause == ""
+    with side.worker.step_output():
+        pass
+    assert side.load().cause == ""
+
+
 def test_layer_is_served_when_it_is_computed(side: Side) -> None:
     side.worker.begin_step(output_of(GRANT))
     armed = side.worker.take_armed_step(wait_all=False)

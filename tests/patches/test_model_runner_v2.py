@@ -61,6 +61,9 @@ class ScriptedWorker:
     def take_armed_step(self, wait_all: bool) -> ScriptedStep | None:
         return ScriptedStep(self.events, wait_all)
 
+    def end_forward(self) -> None:
+        self.events.append("end forward")
+
     @contextmanager
     def step_output(self) -> Iterator[KVConnectorOutput]:
         yield self.output
@@ -201,7 +204,7 @@ def test_forward_inside_a_context_runs_layer_hooks(
     connector.finish_forward()
     assert hooks.current_step is None
     assert connector.post_forward(set()) is worker.output
-    assert worker.events == ["begin", "enter", "exit", "report"]
+    assert worker.events == ["begin", "enter", "exit", "end forward", "report"]
 
 
 def test_full_graph_outside_of_any_context_waits_for_all(
@@ -210,7 +213,7 @@ def test_full_graph_outside_of_any_context_waits_for_all(
     pre_forward(connector, attn_metadata={})
     assert hooks.current_step is None
     connector.finish_forward()
-    assert worker.events == ["begin", "wait all", "exit"]
+    assert worker.events == ["begin", "wait all", "exit", "end forward"]
 
 
 def test_forward_context_of_the_runner_leaves_the_step_to_pre_forward(
@@ -236,7 +239,7 @@ def test_forward_context_of_the_runner_leaves_the_step_to_pre_forward(
         pre_forward(connector)
         assert hooks.current_step is not None
     connector.finish_forward()
-    assert once.events == ["begin", "enter", "exit"]
+    assert once.events == ["begin", "enter", "exit", "end forward"]
 
 
 def test_step_without_tokens_begins_and_reports(

@@ -43,9 +43,13 @@ class InEngineKVConnector(KVConnector):
             self._step.__enter__()
 
     def finish_forward(self) -> None:
+        """The model is launched; sampling comes before ``post_forward``."""
+        if self._disabled:
+            return
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
+        self._worker.end_forward()
 
     def post_forward(
         self, finished_req_ids: set[str], wait_for_save: bool = True

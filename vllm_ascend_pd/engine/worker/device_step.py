@@ -18,7 +18,6 @@ from vllm_ascend_pd.engine.worker.step import WorkerSide
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, Fence
-    from vllm_ascend_pd.engine.metadata import StepReport
     from vllm_ascend_pd.engine.vllm_api.types import SchedulerOutput
     from vllm_ascend_pd.engine.worker.step import ArmedStep
 
@@ -73,10 +72,10 @@ class DeviceWorkerSide(WorkerSide):
         assert self._fence is not None, "a step is armed by its message, which made a fence"
         return FencedStep(step, self._fence)
 
-    def end_step(self) -> StepReport | None:
+    def end_forward(self) -> None:
         # The forward is launched; what follows here lets peers fetch what it computed. Later steps
         # do not concern these blocks until a message names them again.
         if self._fence is not None:
             self._fence.mark()
             self._fence = None
-        return super().end_step()
+        super().end_forward()

@@ -199,13 +199,19 @@ class WorkerSide:
     def step_output(self) -> StepOutput:
         return StepOutput(self)
 
-    def end_step(self) -> StepReport | None:
-        """The forward is over: wait for what it loads, and say what has become of it."""
+    def end_forward(self) -> None:
+        """What follows in this step writes no KV: wait for what it loads, and peers may fetch what
+        it has computed.
+        """
         loader = self._busy_loader()
         if loader is not None:
             loader.wait_all()
         self._end_grants()
-        return self._report(loader)
+
+    def end_step(self) -> StepReport | None:
+        """Say what has become of what the step loads."""
+        self.end_forward()
+        return self._report(self._busy_loader())
 
     def no_forward(self) -> ModelRunnerOutput:
         # Nothing has taken the armed step; the next forward, perhaps a dummy's, must not.
