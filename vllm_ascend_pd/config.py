@@ -49,6 +49,7 @@ class WireProtocol(str, Enum):
     """What Mooncake moves bytes over."""
 
     TCP = "tcp"
+    RDMA = "rdma"
     ASCEND = "ascend"
 
 
@@ -153,7 +154,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
     staging_slot_bytes: Count = 8 * 1024 * 1024
     """Size of a piece; at least one layer's page of one block."""
     protocol: WireProtocol = WireProtocol.TCP
-    """Mooncake's protocol; ``ascend`` goes over the links of the NPUs. The same on both sides."""
+    """Mooncake's protocol; ``ascend`` goes over the links of the NPUs, ``rdma`` over the RDMA cards
+    of the hosts. The same on both sides."""
     placement: Placement = Placement.AUTO
     """``staged``, ``direct`` (with ``protocol`` ``ascend`` only), or ``auto``: see ``Placement``.
     The same on both sides."""
@@ -170,10 +172,10 @@ class TransferConfig(msgspec.Struct, frozen=True):
                 f"transfer.transport shared_memory moves nothing over transfer.protocol"
                 f" {self.protocol.value}: leave one of them out"
             )
-        if self.placement is Placement.DIRECT and self.protocol is WireProtocol.TCP:
+        if self.placement is Placement.DIRECT and self.protocol is not WireProtocol.ASCEND:
             raise ConfigError(
-                "transfer.placement direct needs transfer.protocol ascend: over tcp bytes may land"
-                " in KV pages after a transfer has failed"
+                "transfer.placement direct needs transfer.protocol ascend: over tcp and rdma bytes"
+                " may land in KV pages after a transfer has failed"
             )
 
     @property

@@ -95,7 +95,7 @@ def test_every_option_is_read() -> None:
     assert config.security.allowed_peers == ("192.0.2.0/24", "2001:db8::1")
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "ascend"])
+@pytest.mark.parametrize("protocol", ["tcp", "rdma", "ascend"])
 def test_protocol_of_mooncake(protocol: str) -> None:
     assert parse_extra(transfer={"protocol": protocol}).transfer.protocol.value == protocol
 
@@ -105,6 +105,7 @@ def test_protocol_of_mooncake(protocol: str) -> None:
     [
         ({}, False),
         ({"placement": "staged"}, False),
+        ({"protocol": "rdma"}, False),
         ({"protocol": "ascend"}, True),
         ({"protocol": "ascend", "placement": "direct"}, True),
         ({"protocol": "ascend", "placement": "staged"}, False),
@@ -116,9 +117,10 @@ def test_pages_are_placed_directly_over_the_links_of_npus(
     assert parse_extra(transfer=transfer).transfer.places_directly is is_direct
 
 
-def test_direct_placement_over_tcp_is_refused() -> None:
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+def test_direct_placement_where_bytes_land_after_a_failure_is_refused(protocol: str) -> None:
     with pytest.raises(ConfigError, match=r"placement direct needs transfer\.protocol ascend"):
-        parse_extra(transfer={"placement": "direct"})
+        parse_extra(transfer={"placement": "direct", "protocol": protocol})
 
 
 def test_shared_memory_between_npus_is_refused() -> None:
@@ -127,8 +129,8 @@ def test_shared_memory_between_npus_is_refused() -> None:
 
 
 def test_unknown_protocol_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"transfer.protocol: 'rdma' .*'tcp', 'ascend'"):
-        parse_extra(transfer={"protocol": "rdma"})
+    with pytest.raises(ConfigError, match=r"transfer.protocol: 'roce' .*'tcp', 'rdma', 'ascend'"):
+        parse_extra(transfer={"protocol": "roce"})
 
 
 def test_config_is_frozen() -> None:

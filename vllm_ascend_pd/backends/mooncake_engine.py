@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from vllm_ascend_pd.backends.rdma_cards import CARDS, VERBS, usable_ports
 from vllm_ascend_pd.backends.regions import RegionTable, check_batch
 from vllm_ascend_pd.backends.transfer_engine import (
     TransferEngine,
@@ -221,15 +222,18 @@ class MooncakeTransferEngine(TransferEngine):
     ) -> None:
         """`host` is the address at which peers reach this process; Mooncake picks the port.
 
-        `protocol` is "tcp", or "ascend" for Mooncake's build for NPUs, with which writes go over
-        the NPUs' own links; `bind_thread` then makes the device current in a thread of this class.
+        `protocol` is "tcp"; "rdma", over the cards of the host; or "ascend" for Mooncake's build
+        for NPUs, with which writes go over the NPUs' own links; `bind_thread` then makes the
+        device current in a thread of this class.
 
         Raises:
-            ValueError: direct placement over "tcp", where bytes land after a failure.
-            BackendError: Mooncake cannot be opened.
+            ValueError: direct placement over "tcp" or "rdma", where bytes land after a failure.
+            BackendError: Mooncake cannot be opened, or would use another protocol.
         """
-        if direct_placement and protocol == "tcp":
-            raise ValueError("over TCP Mooncake may write after a failure: no direct placement")
+        if direct_placement and protocol != "ascend":
+            raise ValueError(
+                f"over {protocol} Mooncake may write after a failure: no direct placement"
+            )
         self._direct_placement = direct_placement
         self._alignment = DIRECT_ALIGNMENT if protocol == "ascend" else 1
         self._contact_timeout_s = contact_timeout_s
@@ -464,10 +468,22 @@ def _load_mooncake(protocol: str) -> Callable[[], _NativeEngine]:
         from mooncake.engine import TransferEngine as NativeEngine
     except ImportError as error:
         raise ImportError(IMPORT_HELP.format(error=error)) from error
-    if protocol == "ascend" and not Path(engine.__file__).with_name(_ASCEND_BUILD).exists():
+    is_for_npus = Path(engine.__file__).with_name(_ASCEND_BUILD).exists()
+    if protocol == "ascend" and not is_for_npus:
         raise BackendError(
             "transfer.protocol is ascend, and this Mooncake is not the build for NPUs: install"
             " vllm-ascend-pd[ascend], or set it to tcp"
+        )
+    if protocol == "rdma" and is_for_npus:
+        raise BackendError(
+            "transfer.protocol is rdma, and this Mooncake is the build for NPUs, which goes over"
+            " their links: set it to ascend or tcp"
+        )
+    if protocol == "rdma" and not usable_ports():
+        raise BackendError(
+            "transfer.protocol is rdma, and Mooncake would go over TCP: this host, or container,"
+            f" has no card with an active port in {CARDS}, or no {VERBS}. Pass --device {VERBS}"
+            " and --ulimit memlock=-1 to the container, or set it to tcp"
         )
     native: Callable[[], _NativeEngine] = NativeEngine
     return native

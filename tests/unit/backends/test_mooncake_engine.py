@@ -16,6 +16,7 @@ import pytest
 
 from vllm_ascend_pd.backends import mooncake_engine
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+from vllm_ascend_pd.backends.rdma_cards import port_states, usable_ports
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
 from vllm_ascend_pd.errors import BackendError
 
@@ -170,6 +171,31 @@ def test_links_of_npus_are_refused_without_mooncakes_build_for_them(monkeypatch)
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
     with pytest.raises(BackendError, match="not the build for NPUs: install"):
         MooncakeTransferEngine("127.0.0.1", protocol="ascend")
+
+
+def test_rdma_is_refused_where_mooncake_would_go_over_tcp(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    monkeypatch.setattr(mooncake_engine, "usable_ports", lambda: usable_ports(tmp_path, tmp_path))
+    with pytest.raises(BackendError, match=r"would go over TCP: .* no card with an active port"):
+        MooncakeTransferEngine("127.0.0.1", protocol="rdma")
+
+
+def make_port(root, name: str, state: str) -> None:
+    port = root / name / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(state + "\n")
+    (port / "link_layer").write_text("Ethernet\n")
+
+
+def test_cards_with_an_active_port_can_be_used_if_they_may_be_opened(tmp_path) -> None:
+    cards, verbs = tmp_path / "cards", tmp_path / "verbs"
+    verbs.mkdir()
+    make_port(cards, "mlx5_0", "4: ACTIVE")
+    make_port(cards, "mlx5_1", "1: DOWN")
+    assert port_states(cards) == {"mlx5_0/1": "ACTIVE, Ethernet", "mlx5_1/1": "DOWN, Ethernet"}
+    assert usable_ports(cards, verbs) == []
+    (verbs / "uverbs0").touch()
+    assert usable_ports(cards, verbs) == ["mlx5_0/1"]
 
 
 def test_a_missing_library_is_explained(monkeypatch):

@@ -28,7 +28,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeEngine]:
     native.close()
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "ascend"])
+@pytest.mark.parametrize("protocol", ["tcp", "rdma", "ascend"])
 def test_protocol_is_passed_on(native: NativeEngine, protocol: str) -> None:
     engine = MooncakeTransferEngine("10.0.0.1", protocol=protocol)
     assert native.calls == [("initialize", "10.0.0.1", "P2PHANDSHAKE", protocol, "")]
@@ -45,15 +45,16 @@ def test_tcp_is_forced_since_mooncake_would_take_what_it_finds(
     assert native.forces_tcp
 
 
-def test_the_links_of_npus_are_not_ruled_out(
-    native: NativeEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("protocol", ["rdma", "ascend"])
+def test_other_links_are_not_ruled_out(
+    native: NativeEngine, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
     MooncakeTransferEngine("10.0.0.1", protocol="tcp")
-    MooncakeTransferEngine("10.0.0.1", protocol="ascend")
+    MooncakeTransferEngine("10.0.0.1", protocol=protocol)
     assert not native.forces_tcp
     monkeypatch.setenv("MC_FORCE_TCP", "0")
     with pytest.raises(BackendError, match=r"MC_FORCE_TCP is set.*unset it"):
-        MooncakeTransferEngine("10.0.0.1", protocol="ascend")
+        MooncakeTransferEngine("10.0.0.1", protocol=protocol)
 
 
 def test_failure_to_open_names_the_protocol(native: NativeEngine) -> None:
@@ -93,9 +94,12 @@ def test_thread_of_first_contact_has_the_device(native: NativeEngine) -> None:
     assert threads == bound * 2
 
 
-def test_direct_placement_over_tcp_is_refused(native: NativeEngine) -> None:
-    with pytest.raises(ValueError, match="over TCP"):
-        MooncakeTransferEngine("10.0.0.1", direct_placement=True)
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+def test_direct_placement_is_refused_where_bytes_land_after_a_failure(
+    native: NativeEngine, protocol: str
+) -> None:
+    with pytest.raises(ValueError, match=f"over {protocol}"):
+        MooncakeTransferEngine("10.0.0.1", protocol=protocol, direct_placement=True)
     assert not MooncakeTransferEngine("10.0.0.1").direct_placement
 
 

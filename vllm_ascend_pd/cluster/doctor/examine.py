@@ -68,6 +68,7 @@ async def _findings(subject: Subject) -> AsyncIterator[Finding]:
         host.Patches(),
         host.NativeExtension(),
         host.MooncakeLibraries(),
+        host.RdmaCards(),
     ]
     if subject.ascend:
         checks.append(ascend.BringUp())

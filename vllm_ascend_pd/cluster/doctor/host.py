@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shlex
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import Requirement
 
 import vllm_ascend_pd
+from vllm_ascend_pd.backends.rdma_cards import CARDS, VERBS, port_states, usable_ports
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 from vllm_ascend_pd.cluster.machine import can_listen, port_owner
 from vllm_ascend_pd.cluster.patching import patch_tool
@@ -239,6 +241,26 @@ class MooncakeLibraries:
         fix = f"apt-get install {' '.join(known)}" if known else "install the package that has it"
         listed = ", ".join(f"{name} (for {part})" for name, part in sorted(missing.items()))
         return [fail(self.name, f"not found: {listed}", fix, missing=sorted(missing))]
+
+
+class RdmaCards:
+    """Whether engines with ``transfer.protocol`` ``rdma`` would find a card."""
+
+    name = "RDMA cards"
+
+    async def run(self) -> Sequence[Finding]:
+        states = port_states()
+        if not states:
+            return [skipped(self.name, f"none in {CARDS}: transfer.protocol rdma would be refused")]
+        listed = ", ".join(f"{name} {state}" for name, state in states.items())
+        if not usable_ports():
+            fix = f"bring a port up (ip link, ibstat); to a container pass --device {VERBS}"
+            return [warn(self.name, f"{listed}: transfer.protocol rdma would be refused", fix)]
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if limit != resource.RLIM_INFINITY:
+            found = f"{listed}; {limit >> 20} MiB may be locked, and staging and pool memory is"
+            return [warn(self.name, found, "ulimit -l unlimited; docker run --ulimit memlock=-1")]
+        return [ok(self.name, listed)]
 
 
 class Ports:

@@ -139,9 +139,9 @@ def _create(
         loader.start()
     pool = None
     if config.pool is not None:
-        # A process can open Mooncake for the links of the NPUs once.
+        # A process can open Mooncake for the links of the NPUs once, and for one protocol.
         shared = None
-        if mooncake is not None and transfer.protocol is WireProtocol.ASCEND:
+        if mooncake is not None and transfer.protocol is not WireProtocol.TCP:
             shared = mooncake.share()
         pool = start_pool(
             config, vllm_config, kv_cache_config, caches.layout, copier, pools, shared, make_staging
@@ -184,7 +184,9 @@ def _open_transports(config: PDConfig, mooncake: MooncakeTransferEngine | None) 
     """The engines that the configuration allows; one fault script for all of them, if there is."""
     engines: dict[str, TransferEngine] = {}
     transfer = config.transfer
-    if transfer.transport is not Transport.MOONCAKE and transfer.protocol is WireProtocol.TCP:
+    if transfer.transport is not Transport.MOONCAKE and (
+        transfer.protocol is not WireProtocol.ASCEND
+    ):
         engines[SHARED_MEMORY] = SharedMemoryTransferEngine()
     if mooncake is not None:
         engines[MOONCAKE] = mooncake

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,28 +14,16 @@ from vllm_ascend_pd.cluster.doctor.bandwidth import MEASUREMENTS, Bandwidth
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 
 
-def test_every_transport_of_this_host_is_measured(tmp_path: Path) -> None:
-    findings = asyncio.run(Bandwidth(tmp_path).run())
-    measured = [f.values["transport"] for f in findings if f.values]
-    assert measured == list(MEASUREMENTS)
-    assert all(f.values["bytes_per_s"] > 0 for f in findings if f.values)
-    assert findings[-1].verdict is Verdict.SKIPPED
-    assert findings[-1].found == f"RDMA: no device in {tmp_path}"
+def test_every_transport_of_this_host_is_measured() -> None:
+    findings = asyncio.run(Bandwidth().run())
+    assert [f.values["transport"] for f in findings] == list(MEASUREMENTS)
+    assert all(f.values["bytes_per_s"] > 0 for f in findings)
 
 
-def test_rdma_devices_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "MEASUREMENTS", {})
-    (tmp_path / "mlx5_0").mkdir()
-    [finding] = asyncio.run(Bandwidth(tmp_path).run())
-    assert "mlx5_0" in finding.found
-
-
-def test_a_measurement_that_crashes_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measurement_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     # The child process knows no such transport, so it ends with an error.
     monkeypatch.setattr(bandwidth, "MEASUREMENTS", {"no-such-transport": float})
-    failed, _ = asyncio.run(Bandwidth(tmp_path).run())
+    (failed,) = asyncio.run(Bandwidth().run())
     assert failed.verdict is Verdict.FAIL
     assert "no-such-transport" in failed.found
     assert failed.fix.startswith(sys.executable)

@@ -132,6 +132,32 @@ def test_a_variable_that_keeps_npus_from_their_links(
     assert variable.fix == "unset MC_FORCE_TCP"
 
 
+@pytest.mark.parametrize(
+    ("states", "usable", "limit", "verdict", "found"),
+    [
+        ({}, [], 1 << 30, Verdict.SKIPPED, "would be refused"),
+        ({"m/1": "DOWN, Ethernet"}, [], 1 << 30, Verdict.WARN, "m/1 DOWN"),
+        ({"m/1": "ACTIVE, Ethernet"}, ["m/1"], 64 << 20, Verdict.WARN, "64 MiB may be locked"),
+        ({"m/1": "ACTIVE, Ethernet"}, ["m/1"], -1, Verdict.OK, "m/1 ACTIVE, Ethernet"),
+    ],
+    ids=str,
+)
+def test_rdma_cards(
+    monkeypatch: pytest.MonkeyPatch,
+    states: dict[str, str],
+    usable: list[str],
+    limit: int,
+    verdict: Verdict,
+    found: str,
+) -> None:
+    monkeypatch.setattr(host, "port_states", lambda: states)
+    monkeypatch.setattr(host, "usable_ports", lambda: usable)
+    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (limit, limit))
+    finding = only(host.RdmaCards())
+    assert finding.verdict is verdict
+    assert found in finding.found
+
+
 def test_no_mooncake(tmp_path: Path) -> None:
     finding = only(host.MooncakeLibraries(tmp_path))
     assert finding.verdict is Verdict.FAIL
