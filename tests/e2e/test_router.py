@@ -31,6 +31,7 @@ from tests.e2e.router_cluster import (
     until,
 )
 from tests.router.engine_contract import check_consumer, check_producer, check_release
+from vllm_ascend_pd.router.transcript import hide_token_ids
 
 __all__ = ["cluster", "pair"]
 
@@ -103,11 +104,15 @@ def test_stream_has_the_events_of_a_single_engine(cluster: Cluster, chat: bool) 
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("may_go_on", [False, True], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
-def test_stream_is_byte_for_byte_what_the_engine_sent(cluster: Cluster, chat: bool) -> None:
+def test_stream_is_byte_for_byte_what_the_engine_sent(
+    cluster: Cluster, chat: bool, may_go_on: bool
+) -> None:
+    """But for the token ids, of one that could go on from another engine."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    prompt = f"Byte for byte {chat}. " + LONG[:700]
-    body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "stream": True}
+    prompt = f"Byte for byte {chat} {may_go_on}. " + LONG[:700]
+    body = {"model": "tiny", "max_tokens": 24, "temperature": float(not may_go_on), "stream": True}
     body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     loads = cluster.count("d", "loads_total")
     with recording(cluster.engines["d0"].url) as (url, bodies):
@@ -121,7 +126,9 @@ def test_stream_is_byte_for_byte_what_the_engine_sent(cluster: Cluster, chat: bo
         ):
             received = b"".join(response.iter_content(None))
     assert received.endswith(b"data: [DONE]\n\n")
-    assert [received] == bodies
+    (sent,) = bodies
+    assert received == (hide_token_ids(sent) if may_go_on else sent)
+    assert (b'"token_ids":[' in sent) == may_go_on
     assert cluster.count("d", "loads_total") == loads + 1
 
 

@@ -232,6 +232,34 @@ def test_engine_that_begins_with_other_tokens_is_not_believed() -> None:
     run(test)
 
 
+def test_stream_of_an_engine_that_answers_no_probes_goes_on() -> None:
+    """As of a host without power: the connection stays, and nothing comes."""
+
+    async def test() -> None:
+        config = replace(FAST, timeouts=replace(FAST.timeouts, idle_s=60))
+        async with deployed(1, 2, config) as d:
+            d.decodes[0].health_hangs = True
+            got = await broken(d, "stall(2)")
+            assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 1
+
+    run(test)
+
+
+def test_engine_that_tells_of_errors_within_streams_is_not_taken_out() -> None:
+    """A request may be what brings them about."""
+
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            for engine in d.decodes:
+                engine.script(", ".join(["dead(1)"] * 12))
+            for _ in range(3):
+                await d.post(**GREEDY)
+            assert all(i.is_available for i in d.router.registry)
+
+    run(test)
+
+
 def test_wait_for_another_engine_ends() -> None:
     async def test() -> None:
         async with deployed(1, 2) as d:

@@ -147,6 +147,7 @@ class EventStream:
 
     async def relay(self, stream: Stream, record: Record | None = None) -> Failure | None:
         """All of the stream, which is closed then; how it broke."""
+        stream.response.is_replaceable = record is not None
         try:
             if self._answer is None:
                 await self._begin(stream.response)

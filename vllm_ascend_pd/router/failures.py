@@ -39,6 +39,9 @@ class FailureKind(str, Enum):
 BLAMELESS = (FailureKind.CONNECT_TIMEOUT, FailureKind.ROUTER)
 """They say nothing of the engine: as many requests at once may bring them about. Its probes do."""
 
+WITHIN_STREAM = (FailureKind.STATUS, FailureKind.DIFFERS)
+"""What an engine that is there says within a stream: a request may bring it about."""
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MODELS_EVERY = 5
 """Rounds of probes between two looks at ``/v1/models``."""
+SILENT = (FailureKind.TIMEOUT, FailureKind.CONNECT_TIMEOUT)
 
 _SAMPLE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc"
@@ -117,8 +118,11 @@ class Prober:
             down = Failure(FailureKind.DOWN, f"{num_failed} probes failed, last {failure}")
             instance.failed(down, "probe")
         if breaker.state is BreakerState.OPEN:
-            # Who waits for its answer waits in vain, and can still be sent elsewhere.
-            instance.client.fail_waiting(Failure(FailureKind.DOWN, "it answers no probes"))
+            # Who waits for its answer waits in vain, and can still be sent elsewhere. What is under
+            # way may go on where an engine that stops has closed its port first.
+            is_silent = failure.kind in SILENT and num_failed >= self._probes.failure_threshold
+            down = Failure(FailureKind.DOWN, "it answers no probes")
+            instance.client.fail_waiting(down, is_silent=is_silent)
 
     async def _probe(self, instance: Instance) -> Failure | None:
         result = await self._get(instance, b"/health")

@@ -237,11 +237,14 @@ class EngineClient:
             loop = asyncio.get_running_loop()
             self._sweep = loop.call_later(max(wait_s, 0.05), self._close_idle)
 
-    def fail_waiting(self, failure: Failure) -> None:
-        """End all exchanges whose answer has not begun: the engine is known to be gone."""
+    def fail_waiting(self, failure: Failure, *, is_silent: bool = False) -> None:
+        """End all exchanges whose answer has not begun: the engine is known to be gone. If nothing
+        comes from it, also those with an answer that can be had elsewhere."""
         for connection in list(self._open):
             response = connection.response
-            if response is not None and response.status == 0:
+            if response is None:
+                continue
+            if response.status == 0 or (is_silent and response.is_replaceable):
                 response.fail(failure)
         while self._give(failure):
             pass

@@ -125,6 +125,7 @@ class Response:
         "_sent_at",
         "_waiter",
         "headers",
+        "is_replaceable",
         "num_received",
         "status",
         "until_eof",
@@ -151,6 +152,8 @@ class Response:
         """Names in lower case."""
         self.num_received = 0
         self.until_eof = False
+        self.is_replaceable = False
+        """Another engine can go on with it."""
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)

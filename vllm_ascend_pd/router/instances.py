@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.registration import EngineDescription
-from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
+from vllm_ascend_pd.router.failures import BLAMELESS, WITHIN_STREAM, Failure, FailureKind
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ class Instance:
         """A leg or a probe failed."""
         self.num_failures += 1
         self.errors.append(RecentError(time.time(), f"{what}: {failure}"))
-        if failure.kind in BLAMELESS:
+        is_told = what == "stream" and failure.kind in WITHIN_STREAM
+        if failure.kind in BLAMELESS or is_told:
             return
         unreachable = failure.kind in (FailureKind.CONNECT, FailureKind.DOWN)
         if self.breaker.failed(unreachable=unreachable):
