@@ -180,13 +180,20 @@ def begin_step(scheduler_output: SchedulerOutput) -> None:
 
 
 def peer_tokens(new_request: NewRequestData) -> list[int]:
-    """Output tokens of a request that is new to the worker: the first, if a peer has sampled it.
+    """Output tokens of a request that is new to the worker: those that a peer has sampled.
 
     Touches:
         vllm/v1/core/sched/output.py:NewRequestData.prefill_token_ids
         vllm/v1/core/sched/output.py:NewRequestData.prompt_len
     """
     return (new_request.prefill_token_ids or [])[new_request.prompt_len :]
+
+
+def draw_again(runner: Any, generator: Any, new_request: NewRequestData) -> None:
+    """What a peer has drawn of the same seed for these tokens."""
+    if num_tokens := len(peer_tokens(new_request)):
+        generators = import_module("vllm_ascend_pd.engine.vllm_api.generators")
+        generators.draw_rows(runner, generator, num_tokens)
 
 
 def keep_generators(requests: dict[str, CachedRequestState], request_ids: list[str]) -> None:

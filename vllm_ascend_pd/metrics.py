@@ -17,6 +17,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "load_ms": ("Milliseconds from the start to the end of loads, added up", None),
     "prompt_tokens": ("Prompt tokens by where their KV came from", "source"),
     "first_tokens": ("First tokens of requests with a peer, by who sampled them", "source"),
+    "resumes": ("Requests that another engine has begun, by how they go on here", "outcome"),
     "frames_refused": ("Peers and messages that were refused, by what was wrong", "reason"),
     "internal_errors": ("What raised in a thread of transfers; each is in the log", "thread"),
     "pool_lookups": ("Lookups in the pool, by how they ended", "outcome"),

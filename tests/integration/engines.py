@@ -589,6 +589,7 @@ _COMPARED = (
     "pool_prompts",
     "pool_saves",
     "pool_pins",
+    "resumes",
     "worker_regions",
     "worker_busy_slots",
     "worker_loads",

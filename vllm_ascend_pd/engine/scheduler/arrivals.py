@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.engine.vllm_api.groups import known_end
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance
+from vllm_ascend_pd.resume import RESUME
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.consumer import Consumer
     from vllm_ascend_pd.engine.scheduler.parts import Ending
     from vllm_ascend_pd.engine.scheduler.producer import Producer
+    from vllm_ascend_pd.engine.scheduler.resume import Resumes
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.metrics import Stats
 
@@ -26,19 +28,35 @@ class Arrivals:
     """Scheduler thread."""
 
     def __init__(
-        self, role: Role, stats: Stats, producer: Producer | None, consumer: Consumer | None
+        self,
+        role: Role,
+        stats: Stats,
+        resumes: Resumes,
+        producer: Producer | None,
+        consumer: Consumer | None,
     ) -> None:
         self._role = role
         self._stats = stats
+        self._resumes = resumes
         self._producer = producer
         self._consumer = consumer
         self._ignored: dict[str, Provenance] = {}
         """By request id: those that are served without the transfer that they ask for."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> bool:
+        """Whether it will be scheduled."""
         params = request.kv_transfer_params
-        if not params:
-            return
+        if isinstance(params, dict) and RESUME in params:
+            return self._resumes.add(request, params)
+        if params:
+            self._add(request, params)
+        return True
+
+    def admits(self, request: Request) -> bool:
+        """Whether it may be scheduled once nothing else holds it back."""
+        return not self._resumes.holds(request)
+
+    def _add(self, request: Request, params: object) -> None:
         if not isinstance(params, dict):
             kind = type(params).__name__
             self._ignore(request, Cause.BAD_PARAMS, f"kv_transfer_params is {kind}, not an object")

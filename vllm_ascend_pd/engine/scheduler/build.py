@@ -24,6 +24,7 @@ from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.prefill_meter import PrefillMeter
 from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.engine.scheduler.resume import Resumes
 from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
@@ -33,8 +34,9 @@ from vllm_ascend_pd.engine.vllm_api.engine import attach, is_ending, join_report
 from vllm_ascend_pd.engine.vllm_api.groups import only_group
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Stats
-from vllm_ascend_pd.net.trust import Trust
+from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.pool.link import pool_address
+from vllm_ascend_pd.resume import ResumeKey
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.types import Epoch
@@ -72,7 +74,10 @@ class _Builder:
         self._config = config
         self._engine_core: EngineCore | None = None
         self._epoch = Epoch(secrets.token_hex(8))
-        self._trust = Trust.load(config.security.secret_file)
+        path = config.security.secret_file
+        secret = None if path is None else Secret.load(path)
+        self._trust = Trust(secret)
+        self._resume_key = ResumeKey(secret)
         vllm_config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
         self._fingerprint = fingerprint(vllm_config, scheduler.kv_cache_config)
         self._sampling_key = make_sampling_key(vllm_config, config.transfer.first_token)
@@ -108,7 +113,9 @@ class _Builder:
         if config.router.url:
             parts.append(self._router_contact(endpoint))
         logger.debug("fingerprint: %s", self._fingerprint)
-        arrivals = Arrivals(config.role, self._common.stats, producer, consumer)
+        resumes = Resumes(self._common, self._resume_key)
+        parts.append(resumes)
+        arrivals = Arrivals(config.role, self._common.stats, resumes, producer, consumer)
         return SchedulerSide(self._common, parts, arrivals, self._complete)
 
     def _producer(self) -> tuple[Producer, Endpoint]:

@@ -208,10 +208,6 @@ class Consumer(Part):
         return False
 
     def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
-        for new in output.scheduled_new_reqs:
-            request = self._common.scheduler.requests[new.req_id]
-            if request.num_output_tokens:  # a peer has sampled the first one
-                new.prefill_token_ids = list(request.all_token_ids)
         if self.open and (now := time.monotonic()) >= self._overdue_at:
             self._give_up_overdue(now)
 

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.sampling_params import SamplingType
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
 
 from vllm_ascend_pd.config import FirstTokenMode
 from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
-from vllm_ascend_pd.engine.vllm_api.requests import append_output, end_waiting
+from vllm_ascend_pd.engine.vllm_api.requests import append_output, is_seeded, tell_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +99,7 @@ def sampling_key(request: Request, logits_processors: tuple[str, ...] = ()) -> b
 
 
 def _is_ruled_out(params: SamplingParams) -> bool:
-    if params.sampling_type == SamplingType.RANDOM_SEED:
+    if is_seeded(params):
         return True
     values = {name: getattr(params, name, None) for name in RULED_OUT}
     others = {k: v for k, v in (params.extra_args or {}).items() if k != _KV_PARAMS}
@@ -110,33 +107,14 @@ def _is_ruled_out(params: SamplingParams) -> bool:
     return any(value is not None for value in values.values())
 
 
-def deliver(
-    scheduler: Scheduler, request: Request, token_id: int, num_local_tokens: int
-) -> EngineCoreOutput:
+def deliver(scheduler: Scheduler, request: Request, token_id: int, num_local_tokens: int) -> Any:
     """Make ``token_id`` the waiting request's first output token; what tells the client.
 
     The request may end with it. ``num_local_tokens`` of its prompt are cached here; the rest is
     counted as transferred, because it is not computed here.
     """
-    new_token_ids, stopped = append_output(scheduler, request, token_id)
-    prefill_stats = request.take_prefill_stats()
-    if prefill_stats is not None:
+    new_token_ids, ended = append_output(scheduler, request, [token_id])
+    if request.prefill_stats is not None:
         num_tokens = request.num_prompt_tokens
-        prefill_stats.set(num_tokens, num_local_tokens, num_tokens - num_local_tokens)
-    if scheduler.log_stats:
-        request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
-    finish_reason = None
-    params = None
-    if stopped:
-        finish_reason = request.get_finished_reason()
-        params = end_waiting(scheduler, request)
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=new_token_ids,
-        finish_reason=finish_reason,
-        stop_reason=request.stop_reason,
-        events=request.take_events(),
-        prefill_stats=prefill_stats,
-        kv_transfer_params=params,
-        trace_headers=request.trace_headers,
-    )
+        request.prefill_stats.set(num_tokens, num_local_tokens, num_tokens - num_local_tokens)
+    return tell_output(scheduler, request, new_token_ids, ended)

@@ -31,8 +31,15 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.shares import Sharding
     from vllm_ascend_pd.types import LeaseRef, LoadId
 
-
-COUNTS = ("sessions", "leases", "pinned_blocks", "pool_prompts", "pool_saves", "pool_pins")
+COUNTS = (
+    "sessions",
+    "leases",
+    "pinned_blocks",
+    "pool_prompts",
+    "pool_saves",
+    "pool_pins",
+    "resumes",
+)
 """What parts count, see ``Part.counts``; 0 where an engine has not that part."""
 
 

@@ -75,13 +75,14 @@ class SchedulerSide:
     def on_request_added(self, request: Request) -> None:
         if self.engine_core is not None:
             self.identity.check(request)
-        self._arrivals.add(request)
+        if not self._arrivals.add(request):
+            return
         source = self._admission.source_of(request)
         for part in self.parts:
             part.arrived(request, source)
 
     def try_promote(self, request: Request) -> bool:
-        return self._admission.try_promote(request)
+        return self._arrivals.admits(request) and self._admission.try_promote(request)
 
     # Lookup and allocation.
 
@@ -105,6 +106,10 @@ class SchedulerSide:
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
         # Called in every pass of the scheduler.
+        for new in scheduler_output.scheduled_new_reqs:
+            request = self.common.scheduler.requests[new.req_id]
+            if request.num_output_tokens:  # which another engine has sampled
+                new.prefill_token_ids = list(request.all_token_ids)
         draft = StepDraft()
         self._admission.begin_step(scheduler_output)
         for part in self.parts:

@@ -3,29 +3,92 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import SamplingType
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine.vllm_api.queues import remove_waiting
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import Request, Scheduler
+    from collections.abc import Sequence
+
+    from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, Scheduler
+
+_NO_TOKEN = [0]
+"""Of a request that is refused. Nobody is shown it, but without any a stream of completions ends as
+if all were well: vLLM takes that for a chunk of the prompt."""
 
 
-def append_output(scheduler: Scheduler, request: Request, token_id: int) -> tuple[list[int], bool]:
-    """The token as output of a request that no step computes: what is new, and whether it ends.
+def is_greedy(params: SamplingParams) -> bool:
+    return bool(params.sampling_type == SamplingType.GREEDY)
+
+
+def is_seeded(params: SamplingParams) -> bool:
+    """Whether its random numbers are its own."""
+    return bool(params.sampling_type == SamplingType.RANDOM_SEED)
+
+
+def append_output(
+    scheduler: Scheduler, request: Request, token_ids: Sequence[int]
+) -> tuple[list[int], Any]:
+    """The tokens as output of a request that waits, up to that with which it ends: what is new, and
+    the status with which it ends, or ``None``. It goes on waiting until ``tell_output``.
+    """
+    status = request.status
+    new, ends = scheduler._update_request_with_output(request, list(token_ids), is_stale=True)
+    ended, request.status = request.status, status
+    return new, ended if ends else None
+
+
+def tell_output(
+    scheduler: Scheduler, request: Request, new_token_ids: list[int], ended: Any
+) -> EngineCoreOutput:
+    """What tells the client of output that no step has computed. With ``ended`` the request, which
+    waits, ends with this status.
+    """
+    if scheduler.log_stats:
+        request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
+    prefill_stats = request.take_prefill_stats()
+    params = None
+    if ended is not None:
+        request.status = ended
+        params, _ = scheduler._free_request(request)
+        remove_waiting(scheduler, request)
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=new_token_ids,
+        finish_reason=None if ended is None else request.get_finished_reason(),
+        stop_reason=request.stop_reason,
+        events=request.take_events(),
+        prefill_stats=prefill_stats,
+        kv_transfer_params=params,
+        trace_headers=request.trace_headers,
+    )
+
+
+def tell_error(scheduler: Scheduler, request: Request, params: dict[str, Any]) -> EngineCoreOutput:
+    """End it with an error, whether it waits or a step has been scheduled with it; what tells the
+    client, with these ``kv_transfer_params``.
+    """
+    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=_NO_TOKEN,
+        finish_reason=request.get_finished_reason(),
+        events=request.take_events(),
+        kv_transfer_params=params,
+        trace_headers=request.trace_headers,
+    )
+
+
+def accept_in_grammar(scheduler: Scheduler, request: Request) -> bool:
+    """Advance its grammar, which is compiled and has accepted nothing yet, by all its output.
 
     Touches:
-        vllm/v1/core/sched/scheduler.py:Scheduler._update_request_with_output
+        vllm/v1/structured_output/__init__.py:StructuredOutputManager.accept_tokens
     """
-    return scheduler._update_request_with_output(request, [token_id], is_stale=True)
-
-
-def end_waiting(scheduler: Scheduler, request: Request) -> dict[str, Any] | None:
-    """It has ended before it was scheduled; the ``kv_transfer_params`` of its output.
-
-    Touches:
-        vllm/v1/core/sched/scheduler.py:Scheduler._free_request
-    """
-    params, _ = scheduler._free_request(request)
-    remove_waiting(scheduler, request)
-    return params
+    manager = scheduler.structured_output_manager
+    return bool(manager.accept_tokens(request, list(request.output_token_ids)))

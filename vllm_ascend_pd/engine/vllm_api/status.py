@@ -4,6 +4,7 @@
 Touches:
     vllm/v1/request.py:RequestStatus.WAITING
     vllm/v1/request.py:RequestStatus.WAITING_FOR_KV
+    vllm/v1/request.py:RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     vllm/v1/request.py:RequestStatus.PREEMPTED
     vllm/v1/request.py:RequestStatus.FINISHED_STOPPED
     vllm/v1/request.py:RequestStatus.FINISHED_LENGTH_CAPPED
@@ -35,6 +36,10 @@ def wait_for_kv(request: Request) -> None:
 
 def waits_for_kv(request: Request) -> bool:
     return bool(request.status == RequestStatus.WAITING_FOR_KV)
+
+
+def waits_for_grammar(request: Request) -> bool:
+    return bool(request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
 
 
 def queue(request: Request) -> None:

@@ -33,6 +33,8 @@ class Request(Protocol):
     cache_salt: str | None
     kv_transfer_params: Any
     prompt_token_ids: list[int] | None
+    prompt_embeds: Any
+    max_tokens: int
     num_prompt_tokens: int
     num_computed_tokens: int
     num_preemptions: int
@@ -113,6 +115,7 @@ class Scheduler(Protocol):
     running: list[Request]
     waiting: RequestQueue
     prev_step_scheduled_req_ids: set[str]
+    structured_output_manager: Any
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -121,6 +124,7 @@ class Scheduler(Protocol):
     def _preempt_request(
         self, request: Request, timestamp: float, drop_stale_output: bool = False
     ) -> None: ...
+    def finish_requests(self, request_ids: str, finished_status: Any) -> list[Request]: ...
 
 
 class RequestQueue(Protocol):

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that another engine has begun: their first output tokens are given, and this engine goes
+on with the next one as if it had sampled them itself.
+
+    arrived    the tokens are the request's own, its blocks are hashed over them
+    told       in the output of the step under way, as one chunk: what the front end makes of
+               tokens (text, stop strings, tool calls, usage) it makes of these, too
+    admitted   on what the prefix cache or the pool has of prompt and output; the rest is computed.
+               The grammar accepts the tokens, the worker draws for them what a seed would have
+
+A request that ends with one of them, or is refused, is held back until it has been told so. Kept
+are those that have not been told, and those whose grammar has not accepted the tokens yet.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_ascend_pd.engine.scheduler.first_token import parent_id
+from vllm_ascend_pd.engine.scheduler.parts import Ending, Part
+from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
+from vllm_ascend_pd.engine.vllm_api.requests import (
+    accept_in_grammar,
+    append_output,
+    is_greedy,
+    is_seeded,
+    tell_error,
+    tell_output,
+)
+from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv, waits_for_grammar
+from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.resume import RESUME, Resume, prompt_digest
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.scheduler.parts import Common, StepDraft
+    from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, SchedulerOutput
+    from vllm_ascend_pd.resume import ResumeKey
+
+logger = limited_logger(__name__)
+
+EXACT = "exact"
+SAME_DISTRIBUTION = "same_distribution"
+_TRANSFERS = ("do_remote_prefill", "do_remote_decode")
+_STAYING = (
+    "logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "prompt_logprob_token_ids",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
+)
+"""Fields of ``SamplingParams`` with which a request cannot go on elsewhere; not every version has
+all of them. What they ask for the first tokens is gone, or is counted from the start."""
+
+
+class Refusal(NamedTuple):
+    cause: str
+    """The label of the metric."""
+    detail: str
+    """For a person."""
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A request that has not been told its tokens."""
+
+    request: Request
+    token_ids: list[int]
+    outcome: str
+    """How it goes on, or the cause why not."""
+    ended: Any = None
+    """The status with which it ends with the last one of them."""
+    is_refused: bool = False
+
+
+class Resumes(Part):
+    """Scheduler thread."""
+
+    def __init__(self, common: Common, key: ResumeKey) -> None:
+        config = common.scheduler.vllm_config
+        self._scheduler = common.scheduler
+        self._stats = common.stats
+        self._key = key
+        self._is_trusting = (
+            common.config.security.secret_file is not None
+            or ipaddress.ip_address(common.config.host).is_loopback
+        )
+        self._vocab_size = config.model_config.get_vocab_size()
+        self._has_drafts = config.speculative_config is not None
+        self._returns_step_data = returns_step_data(config)
+        self._untold: dict[str, _Begun] = {}
+        self._grammars: dict[str, Request] = {}
+        self._outcomes: dict[str, str] = {}
+        """These three by request id."""
+
+    def add(self, request: Request, params: dict[str, Any]) -> bool:
+        """Whether it will be scheduled."""
+        found = self._check(request, params)
+        if isinstance(found, Refusal):
+            self._refuse(request, found)
+            wait_for_kv(request)
+            return False
+        request_id = request.request_id
+        outcome = EXACT if self._is_exact(request.sampling_params) else SAME_DISTRIBUTION
+        token_ids, ended = append_output(self._scheduler, request, found.output_token_ids)
+        # The engine that began it has counted its prompt.
+        request.prefill_stats = None
+        self._untold[request_id] = _Begun(request, token_ids, outcome, ended)
+        self._outcomes[request_id] = outcome
+        self._stats.add("resumes", label=outcome)
+        if ended is not None:
+            wait_for_kv(request)
+        elif waits_for_grammar(request):
+            self._grammars[request_id] = request
+        return ended is None
+
+    def holds(self, request: Request) -> bool:
+        """Whether it ends before it is scheduled."""
+        begun = self._untold.get(request.request_id)
+        return begun is not None and (begun.is_refused or begun.ended is not None)
+
+    def _check(self, request: Request, params: dict[str, Any]) -> Resume | Refusal:
+        try:
+            resume = Resume.from_params(params[RESUME])
+        except TransferError as e:
+            return Refusal("malformed", str(e))
+        if not self._is_trusting:
+            detail = "kv_ip is not a loopback address: set security.secret_file, also of the router"
+            return Refusal("no_secret", detail)
+        if not self._key.accepts(resume):
+            return Refusal("unsigned", "resume.proof is none of this engine's secret")
+        if feature := self._what_stays(request, params):
+            return Refusal(feature, f"requests with {feature} cannot go on at another engine")
+        if prompt_digest(request.prompt_token_ids or ()) != resume.prompt_digest:
+            return Refusal("other_prompt", "resume.prompt_digest is not that of this prompt")
+        if max(resume.output_token_ids) >= self._vocab_size:
+            detail = f"resume.output_token_ids: one is not less than {self._vocab_size}"
+            return Refusal("bad_tokens", detail)
+        if (num_tokens := len(resume.output_token_ids)) > request.max_tokens:
+            detail = f"resume.output_token_ids: {num_tokens} are more than max_tokens"
+            return Refusal("bad_tokens", detail)
+        if resume.only_exact and not self._is_exact(request.sampling_params):
+            return Refusal("not_exact", "a temperature without a seed, or a seed and drafts")
+        return resume
+
+    def _what_stays(self, request: Request, params: dict[str, Any]) -> str:
+        """The feature with which it cannot go on here, if any."""
+        sampling = request.sampling_params
+        features = {
+            "pooling": sampling is None,
+            "session": request.resumable,
+            "prompt_embeds": request.prompt_token_ids is None or request.prompt_embeds is not None,
+            "n": parent_id(request.request_id) is not None,
+            "step_data": self._returns_step_data,
+            **{name: getattr(sampling, name, None) is not None for name in _STAYING},
+            **{name: bool(params.get(name)) for name in _TRANSFERS},
+        }
+        return next((name for name, is_used in features.items() if is_used), "")
+
+    def _is_exact(self, sampling: SamplingParams | None) -> bool:
+        """Whether the next tokens are those that the first engine would have sampled. With drafts
+        nobody knows how often it drew from the seed.
+        """
+        assert sampling is not None
+        return is_greedy(sampling) or (is_seeded(sampling) and not self._has_drafts)
+
+    def _refuse(self, request: Request, refusal: Refusal) -> None:
+        """It ends with an error: without its tokens it would begin anew."""
+        request_id = request.request_id
+        logger.warning("request %s is not resumed: %s (%s)", request_id, *refusal)
+        self._stats.add("resumes", label=refusal.cause)
+        self._untold[request_id] = _Begun(request, [], refusal.cause, is_refused=True)
+
+    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+        if not self._grammars:
+            return
+        for new in output.scheduled_new_reqs:
+            # The engine schedules it once its grammar is compiled.
+            request = self._grammars.pop(new.req_id, None)
+            if request is not None and not accept_in_grammar(self._scheduler, request):
+                detail = "its grammar does not accept resume.output_token_ids"
+                self._refuse(request, Refusal("grammar", detail))
+
+    def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
+        for begun in list(self._untold.values()):
+            outputs[begun.request.client_index].append(self._tell(begun))
+        self._untold.clear()
+
+    def _tell(self, begun: _Begun) -> Any:
+        if begun.is_refused:
+            params = {RESUME: {"refused": begun.outcome}}
+            return tell_error(self._scheduler, begun.request, params)
+        return tell_output(self._scheduler, begun.request, begun.token_ids, begun.ended)
+
+    def finish(self, request: Request, ending: Ending) -> None:
+        self._untold.pop(request.request_id, None)
+        self._grammars.pop(request.request_id, None)
+        outcome = self._outcomes.pop(request.request_id, None)
+        if outcome is not None:
+            ending.params = {**(ending.params or {}), RESUME: {"outcome": outcome}}
+
+    def counts(self) -> dict[str, int]:
+        return {"resumes": len(self._outcomes | self._untold | self._grammars)}
