@@ -16,7 +16,8 @@ import pytest
 
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
-EXAMPLE = Path(__file__).parents[2] / "examples/offline_inference/disaggregated_prefill.py"
+EXAMPLES = Path(__file__).parents[2] / "examples/offline_inference"
+EXAMPLE = EXAMPLES / "disaggregated_prefill.py"
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +58,35 @@ def test_each_prompt_that_was_computed_again_is_named_with_its_cause(example: Mo
     assert "prompt 3" in missed[2]
 
 
+def run_example(
+    example: Path, folder: Path, *options: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """With a tiny model in ``folder``."""
+    make_tiny_model(folder)
+    command = [sys.executable, str(example), "--model", str(folder), "--kv-cache-mb", "256"]
+    environment = {**os.environ, **environment}
+    return subprocess.run(
+        [*command, *options], env=environment, capture_output=True, text=True, timeout=1500
+    )
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(1600)
 def test_leases_that_run_out_fail_the_example_although_all_tokens_are_right(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path)
-    command = [sys.executable, str(EXAMPLE), "--model", str(tmp_path), "--max-tokens", "2"]
-    command += ["--kv-cache-mb", "256", "--transfer", json.dumps({"lease_s": 1e-6}), "--verify"]
+    options = ["--transfer", json.dumps({"lease_s": 1e-6}), "--verify"]
     # Each process would import vLLM again.
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = run_example(EXAMPLE, tmp_path, "--max-tokens", "2", *options, **here)
     assert done.returncode == 1, done.stdout + done.stderr[-3000:]
     assert "error: 4 of 4 prompts were not handed over" in done.stderr
     assert "lease_expired" in done.stderr
     assert "verified" not in done.stdout
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1600)
+def test_answers_that_were_interrupted_go_on_at_another_engine(tmp_path: Path) -> None:
+    done = run_example(EXAMPLES / "resume.py", tmp_path, "--max-tokens", "16")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count(": equal") == 9
+    assert "verified: 9 answers are those of one engine" in done.stdout
