@@ -4,15 +4,12 @@
     tests ──► launcher (imports vLLM) ──fork──► ``vllm serve`` ──fork──► EngineCore ──fork──► worker
 
 Run as a script it is the launcher: it reads one JSON line per engine (``{"argv", "log"}``) and
-answers with its process id. Each engine leads a session of its own, so it can be killed whole. No
-torch operation runs before a fork.
+answers with its process id. Each engine leads a session of its own, so it can be killed whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
 import signal
@@ -26,23 +23,9 @@ from typing import Any
 
 import requests
 
-IMPORTS = (
-    "vllm.entrypoints.cli.main",
-    "vllm.entrypoints.cli.serve",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.model_executor.models.qwen3",
-    "vllm.tokenizers.hf",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm_ascend_pd.engine.carrier",
-    "vllm_ascend_pd.engine.scheduler.build",
-    "vllm_ascend_pd.engine.worker.side",
-)
+from tests.zygote import prepare_to_fork
+
+ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 600
 
 
@@ -92,7 +75,8 @@ class Launcher:
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",
         }
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, "-m", "tests.e2e.forked_engines"],
+            cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -139,16 +123,10 @@ def _serve(command: dict[str, Any]) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    import multiprocessing
-
+    import vllm.v1.engine.utils as engine_utils
     from vllm.v1.executor import multiproc_executor
 
-    # The CPU platform asks for "spawn", which imports everything again.
-    context = multiprocessing.get_context("fork")
-    multiproc_executor.get_mp_context = lambda: context
-    import vllm.v1.engine.utils as engine_utils
-
-    engine_utils.get_mp_context = lambda: context
+    engine_utils.get_mp_context = multiproc_executor.get_mp_context
     sys.argv = command["argv"]
     from vllm.entrypoints.cli.main import main
 
@@ -158,10 +136,12 @@ def _serve(command: dict[str, Any]) -> None:
 def _launch() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to the standard output
-    for name in IMPORTS:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # or each engine's first collection would copy all of it
+    prepare_to_fork(
+        "vllm.entrypoints.cli.main",
+        "vllm.entrypoints.cli.serve",
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.engine.async_llm",
+    )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
         pid = os.fork()

@@ -4,16 +4,13 @@
     tests ──"fork"──► zygote ──fork──► engine (EngineCore, stepped by hand) ──fork──► worker
 
 Started as ``engine_process.py ADDRESS``. The zygote and each engine connect back to the tests and
-obey one command at a time; every answer is ``("ok", value)`` or ``("error", traceback)``. No
-torch operation runs before a fork, so no thread of a parallel region is lost in it.
+obey one command at a time; every answer is ``("ok", value)`` or ``("error", traceback)``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,21 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-_IMPORTS = (
-    "vllm.entrypoints.llm",
-    "vllm.model_executor.models.qwen3",
-    "vllm.tokenizers.hf",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.engine.core",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm_ascend_pd.engine.carrier",
-    "vllm_ascend_pd.engine.scheduler.build",
-    "vllm_ascend_pd.engine.worker.side",
-)
+from tests.zygote import prepare_to_fork
 
 _VLLM_METRICS = {
     "vllm:num_preemptions": "preemptions",
@@ -160,14 +143,11 @@ class EngineServer:
     ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
-        from vllm.v1.executor import multiproc_executor
 
         if runs_ahead:
             from tests.integration.run_ahead import let_engines_run_ahead
 
             let_engines_run_ahead()
-        # The CPU platform asks for "spawn", which imports everything again.
-        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         kv_transfer_config = None
         if transfer is not None:
             kv_transfer_config = KVTransferConfig(kv_connector="InEngine", **transfer)
@@ -520,10 +500,7 @@ class Zygote:
 
 def main() -> None:
     connection = Client(sys.argv[1], "AF_UNIX")
-    for name in _IMPORTS:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+    prepare_to_fork("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
     # vLLM thaws the heap when an engine ends, for a process that goes on. These end, too, and a
     # collection of all that the zygote has imported would first copy all of it.
     gc.unfreeze = lambda: None  # type: ignore[assignment]

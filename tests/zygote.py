@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that imports vLLM once and forks engines, which are ready in a second or two."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+
+IMPORTS = (
+    "vllm.model_executor.models.qwen3",
+    "vllm.tokenizers.hf",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm_ascend_pd.engine.carrier",
+    "vllm_ascend_pd.engine.scheduler.build",
+    "vllm_ascend_pd.engine.worker.side",
+)
+_SPIN_S = 0.001
+
+
+def prepare_to_fork(*more_imports: str) -> None:
+    """Import what every engine does. No torch operation runs before a fork, so no thread of a
+    parallel region is lost in it.
+    """
+    for name in (*IMPORTS, *more_imports):
+        importlib.import_module(name)
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.v1.executor import multiproc_executor
+
+    # The CPU platform asks for "spawn", which imports everything again.
+    context = multiprocessing.get_context("fork")
+    multiproc_executor.get_mp_context = lambda: context
+    # An engine and its worker spin for a second after each message: engines that have nothing to
+    # do would keep every core from those that are tested.
+    SpinCondition.__init__.__defaults__ = (_SPIN_S,)
+    gc.collect()
+    gc.freeze()  # or each engine's first collection would copy all of it
