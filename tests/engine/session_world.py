@@ -219,9 +219,7 @@ class ProducerProcess:
         epoch = Epoch(f"epoch-{next(_numbers)}")
         self.book = LeaseBook(epoch, "same", LEASE_S, clock)
         self.book.page_servers = (PageServer(Endpoint("127.0.0.1", 1), TicketKey()),)
-        self.server = ControlServer(
-            "127.0.0.1", 0, self.book, lambda: None, TRUST, ARRIVAL_TIMEOUT_S, clock
-        )
+        self.server = ControlServer(self.book, lambda: None, TRUST, ARRIVAL_TIMEOUT_S, clock)
         scripted: Any = ScriptedListener(network)
         self.server._listener = scripted
         self.producer = Producer(

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from tests.engine.test_pool_scheduler import World
 from vllm_ascend_pd.engine.scheduler import pool_side
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import DropAhead, DropSaves, Found, Lookup, Save
 
@@ -37,9 +38,8 @@ class Engine(World):
             skipped_waiting=[],
             running=[],
         )
-        self.side = PoolSide(
-            self.common, [(str(address), 4)], lambda request: None, wake=lambda: None
-        )
+        self.side = PoolSide(self.common, 4, lambda request: None, wake=lambda: None)
+        self.side.connect([str(address)])
         self.saves = self.side.saves
 
     def close(self) -> None:
@@ -52,6 +52,12 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     engine = Engine(tmp_path)
     yield engine
     engine.close()
+
+
+def test_workers_on_several_hosts_are_refused_by_name(engine: Engine) -> None:
+    """A worker's socket that is not here is on another host."""
+    with pytest.raises(ConfigError, match="worker 0 is on another one than the scheduler"):
+        engine.side.connect(["/another-host/pool"])
 
 
 def test_a_save_waits_for_the_next_step(engine: Engine) -> None:

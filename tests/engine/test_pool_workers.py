@@ -7,7 +7,6 @@ import itertools
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,7 @@ from tests.engine.test_pool_scheduler import World
 from tests.unit.engine.test_pool_io_machine import NoRegistry
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
-from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.sources import SourceState
-from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool import link as pool_link
 from vllm_ascend_pd.pool.answers import fold_found, fold_saved
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
@@ -200,14 +197,6 @@ def test_a_worker_that_never_stores_is_a_failure_and_its_late_answers_end_the_sa
         world.saves.on_saved(Saved(save.save_id, (DROPPED,), 0, 0.0))
     assert (world.saves.num_pinned, world.saves.num_under_way) == (0, 0)
     assert saves[0].hashes[0] not in world.known
-
-
-def test_workers_on_several_hosts_are_refused_by_name(tmp_path: Path) -> None:
-    """A worker's socket that is not here is on another host."""
-    (tmp_path / "pool").touch()
-    addresses = [(str(tmp_path / "pool"), 4), ("/another-host/pool", 4)]
-    with pytest.raises(ConfigError, match="worker 1 is on another one than the scheduler"):
-        PoolSide(World().common, addresses, lambda request: None, wake=lambda: None)
 
 
 # The workers, and the link to them.

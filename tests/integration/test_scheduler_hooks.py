@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -498,12 +499,14 @@ class Engines:
         num_blocks: int = NUM_BLOCKS,
         scheduler_fields: dict[str, Any] | None = None,
         pool: dict[str, Any] | None = None,
+        router: dict[str, Any] | None = None,
         **transfer: Any,
     ) -> Engine:
         transfer = {"load_mode": "step", "first_token": "compute", **transfer}
         config = self.config(role, transfer, **(scheduler_fields or {}))
-        if pool is not None:
-            config.kv_transfer_config.kv_connector_extra_config["pool"] = pool
+        for name, section in ("pool", pool), ("router", router):
+            if section is not None:
+                config.kv_transfer_config.kv_connector_extra_config[name] = section
         scheduler = self.scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config_of(num_blocks),
@@ -1670,6 +1673,13 @@ class _Speculative:
 _WINDOW = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
 )
+
+
+def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engines) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="http_url is missing"):
+        engines.make("kv_both", router={"url": "http://127.0.0.1:1"})
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize(

@@ -52,33 +52,31 @@ class ControlServer(Reactor):
 
     def __init__(
         self,
-        host: str,
-        port: int,
         book: LeaseBook,
         wake_scheduler: Callable[[], None],
         trust: Trust,
         arrival_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Binds at once, so a port that is taken is an error of the start.
-
-        Raises:
-            ConfigError: ``port`` is in use and was chosen by the user.
-        """
         super().__init__("pd-control-server")
+        self._listener: Listener
         self._book = book
         self._wake_scheduler = wake_scheduler
+        self._trust = trust
         self._arrival_timeout_s = arrival_timeout_s
         self._clock = clock
         # Opens of prompts that no request has brought yet, and until when they wait.
         self._waiting: list[tuple[bytes, Open, float]] = []
-        try:
-            listening = _listen(host, port)
-        except ConfigError:
-            self.stop()
-            raise
-        self.endpoint = Endpoint(host, listening.getsockname()[1], trust.key)
-        self._listener = Listener(self, listening, trust, self._on_frame)
+
+    def listen(self, host: str, port: int) -> Endpoint:
+        """Where consumers reach it from now on. Before ``start``.
+
+        Raises:
+            ConfigError: ``port`` is in use and was chosen by the user.
+        """
+        listening = _listen(host, port)
+        self._listener = Listener(self, listening, self._trust, self._on_frame)
+        return Endpoint(host, listening.getsockname()[1], self._trust.key)
 
     def _on_frame(self, identity: bytes, payload: bytes) -> None:
         try:

@@ -68,15 +68,12 @@ class Producer:
         self.book = LeaseBook(Epoch("epoch"), "same", LEASE_S, self.clock)
         self.book.page_servers = (PAGE_SERVER,)
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.server = ControlServer("127.0.0.1", port, self.book, self.wake, trust or Trust())
+        self.server = ControlServer(self.book, self.wake, trust or Trust())
+        self.endpoint = self.server.listen("127.0.0.1", port)
         self.server.start()
 
     def wake(self) -> None:
         self.wakes.put(None)
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self.server.endpoint
 
     def lease(self, name: str = "t", hashes: tuple[bytes, ...] = (b"h0", b"h1")) -> Lease:
         ids = tuple(range(1, len(hashes) + 2))
@@ -557,25 +554,29 @@ def taken_port() -> Iterator[int]:
 
 
 @pytest.fixture
-def book() -> LeaseBook:
-    return LeaseBook(Epoch("epoch"), "same", LEASE_S, Clock())
+def server() -> Iterator[ControlServer]:
+    """One that has not been started."""
+    book = LeaseBook(Epoch("epoch"), "same", LEASE_S, Clock())
+    server = ControlServer(book, lambda: None, Trust())
+    yield server
+    server.stop()
 
 
-def test_port_that_is_taken_is_an_error_that_names_it(taken_port: int, book: LeaseBook) -> None:
+def test_port_that_is_taken_is_an_error_that_names_it(
+    taken_port: int, server: ControlServer
+) -> None:
     with pytest.raises(ConfigError, match=rf"kv_port {taken_port} .*another kv_port"):
-        ControlServer("127.0.0.1", taken_port, book, lambda: None, Trust())
+        server.listen("127.0.0.1", taken_port)
 
 
-def test_address_that_is_not_ours_is_an_error_that_names_it(book: LeaseBook) -> None:
+def test_address_that_is_not_ours_is_an_error_that_names_it(server: ControlServer) -> None:
     with pytest.raises(ConfigError, match=r"kv_ip 192\.0\.2\.1"):
-        ControlServer("192.0.2.1", 0, book, lambda: None, Trust())
+        server.listen("192.0.2.1", 0)
 
 
 def test_default_port_gives_way_to_a_free_one(
-    taken_port: int, book: LeaseBook, monkeypatch: pytest.MonkeyPatch
+    taken_port: int, server: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "DEFAULT_KV_PORT", taken_port)
-    server = ControlServer("127.0.0.1", taken_port, book, lambda: None, Trust())
-    server.start()
-    server.stop()
-    assert server.endpoint.port not in (0, taken_port, DEFAULT_KV_PORT)
+    endpoint = server.listen("127.0.0.1", taken_port)
+    assert endpoint.port not in (0, taken_port, DEFAULT_KV_PORT)

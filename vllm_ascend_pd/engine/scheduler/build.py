@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import PDConfig, PeerLoad, WeightReading
@@ -73,6 +74,8 @@ class _Builder:
         self._scheduler = scheduler
         self._config = config
         self._engine_core: EngineCore | None = None
+        self._opened = ExitStack()
+        """Closed where a later part cannot be made."""
         self._epoch = Epoch(secrets.token_hex(8))
         path = config.security.secret_file
         secret = None if path is None else Secret.load(path)
@@ -97,6 +100,12 @@ class _Builder:
         )
 
     def build(self) -> SchedulerSide:
+        with self._opened:
+            side = self._build()
+            self._opened.pop_all()  # from now on it is the parts' to close
+            return side
+
+    def _build(self) -> SchedulerSide:
         config, parts = self._config, list[Part]()
         producer = consumer = endpoint = None
         if config.role.produces:
@@ -123,15 +132,13 @@ class _Builder:
         book = LeaseBook(
             self._epoch, self._fingerprint, transfer.lease_s, time.monotonic, transfer.max_lease_s
         )
-        server = ControlServer(
-            config.host, config.port, book, self._wake, self._trust, transfer.arrival_timeout_s
-        )
-        producer = Producer(
-            self._common, book, server, self._epoch, server.endpoint, self._sampling_key
-        )
+        server = ControlServer(book, self._wake, self._trust, transfer.arrival_timeout_s)
+        self._opened.callback(server.stop)
+        endpoint = server.listen(config.host, config.port)
+        producer = Producer(self._common, book, server, self._epoch, endpoint, self._sampling_key)
         server.start()
-        logger.info("in-engine transfers: consumers reach this engine at %s", server.endpoint)
-        return producer, server.endpoint
+        logger.info("in-engine transfers: consumers reach this engine at %s", endpoint)
+        return producer, endpoint
 
     def _consumer(self) -> Consumer:
         vllm_config, transfer = self._scheduler.vllm_config, self._config.transfer
@@ -146,6 +153,7 @@ class _Builder:
             divides_pages=can_divide_pages(vllm_config, self._scheduler.kv_cache_config),
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
+        self._opened.callback(client.stop)
         client.start()
         return consumer
 
@@ -157,6 +165,7 @@ class _Builder:
             self._is_draining,
             self._wake,
         )
+        self._opened.callback(registrar.stop)
         registrar.start()
         return RouterContact(self._common, registrar)
 
@@ -175,14 +184,14 @@ class _Builder:
         if self._config.pool is not None:
             workers = engine_core.model_executor.collective_rpc(pool_address)
             consumer = side.part(Consumer)
-            side.add(
-                PoolSide(
-                    self._common,
-                    workers,
-                    consumer.origin_of if consumer is not None else lambda request: None,
-                    self._wake,
-                )
+            pool = PoolSide(
+                self._common,
+                min(num_blocks for _, num_blocks in workers),
+                consumer.origin_of if consumer is not None else lambda request: None,
+                self._wake,
             )
+            side.add(pool)
+            pool.connect([address for address, _ in workers])
 
     def _is_draining(self) -> bool:
         """Whether the engine was asked to end. Called by the registrar's thread."""

@@ -42,12 +42,12 @@ class PoolSide(Part):
     def __init__(
         self,
         common: Common,
-        workers: Sequence[tuple[str, int]],
+        blocks_per_save: int,
         origin_of: Callable[[Request], Provenance | None],
         wake: Callable[[], None],
     ) -> None:
-        """``workers`` are addresses, and how many blocks each packs at a time. ``origin_of`` is
-        what the consumer says of a request that had a peer.
+        """``blocks_per_save``: how many a worker packs at a time. ``origin_of``: what the consumer
+        says of a request that had a peer.
         """
         self._scheduler = scheduler = common.scheduler
         self._origin_of = origin_of
@@ -55,15 +55,7 @@ class PoolSide(Part):
         self._stats = common.stats
         self._prefill = common.prefill
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # filled by the link's thread
-        for rank, (address, _) in enumerate(workers):
-            if not Path(address).exists():
-                raise ConfigError(
-                    "kv_connector InEngine does not support: a pool with workers on several hosts"
-                    f" (worker {rank} is on another one than the scheduler; leave pool out)"
-                )
         self._link = PoolLink("pd-pool-client", self.on_message)
-        for address, _ in workers:
-            self._link.connect(address)
         known = KnownKeys()
         assert common.config.pool is not None
         stores_to = tier_class(common.config.pool.tiers[0]).stores_to
@@ -77,7 +69,7 @@ class PoolSide(Part):
             events,
             send=self._hold,
             bounds=SaveBounds(
-                blocks_per_save=min(num_blocks for _, num_blocks in workers),
+                blocks_per_save=blocks_per_save,
                 blocks_per_step=options.max_num_seqs
                 + math.ceil(options.max_num_batched_tokens / common.block_size),
             ),
@@ -92,6 +84,20 @@ class PoolSide(Part):
         self._holds = scheduler.vllm_config.max_concurrent_batches == 1
         self._next_tick_at = 0.0
         self._gauges: dict[tuple[str, str], float] = {}
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """To all workers; before the first request.
+
+        Raises:
+            ConfigError: one is on another host.
+        """
+        for rank, address in enumerate(addresses):
+            if not Path(address).exists():
+                raise ConfigError(
+                    "kv_connector InEngine does not support: a pool with workers on several hosts"
+                    f" (worker {rank} is on another one than the scheduler; leave pool out)"
+                )
+            self._link.connect(address)
         self._link.start()
 
     def on_message(self, message: Message) -> None:
