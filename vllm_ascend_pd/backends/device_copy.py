@@ -20,29 +20,25 @@ by themselves. Fences order them, see `DeviceBlockCopier.fence`.
 
 from __future__ import annotations
 
-import math
 import mmap
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
+from vllm_ascend_pd.backends.page_kernels import Cut, Lane, index_of, pick, put
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
-    _Move: TypeAlias = Callable[["_Lane", "DevicePageLayout", int, Mapping["_Cut", "_Rows"]], None]
 
 _ONE_PAGE = np.zeros(1, dtype=np.int64)
-
-_Cut: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class Segment:
     num_bytes: int
 
     @property
-    def cut(self) -> _Cut:
+    def cut(self) -> Cut:
         return self.offset, self.stride, self.num_bytes
 
 
@@ -147,31 +143,6 @@ class Fence:
     def mark(self) -> None:
         """Move it behind all that has been launched so far. Main thread."""
         self.event = self._device.record()
-
-
-@dataclass(slots=True)
-class _Lane:
-    """What one thread copies with: a stream, and memory of one size on both sides."""
-
-    stream: Any
-    bounce: torch.Tensor
-    scratch: torch.Tensor
-    index: torch.Tensor
-    """Pinned int64."""
-    device_index: torch.Tensor
-
-    @property
-    def region(self) -> Region:
-        return Region(self.bounce.data_ptr(), self.bounce.numel())
-
-
-class _Rows(NamedTuple):
-    """A cut of a memory into rows of equal size, such that every page is some of them."""
-
-    num_bytes: int
-    start: int
-    stop: int
-    """Those of all pages, block by block, are ``index[start:stop]``."""
 
 
 class PinnedMemory:
@@ -276,7 +247,7 @@ class DeviceBlockCopier(BlockCopier):
             _one_page(staging, staging_offset, num_bytes), _ONE_PAGE, lane.region, 0, seed
         )
         self._order(lane, ids)
-        self._run(lane, layout, ids, _put)
+        self._run(lane, layout, ids, put)
         return checksum
 
     def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
@@ -297,14 +268,16 @@ class DeviceBlockCopier(BlockCopier):
         """The pages, layer-major, in this thread's pinned buffer, once they are there."""
         lane = self._lane(num_bytes)
         self._order(lane, ids)
-        self._run(lane, layout, ids, _pick)
+        self._run(lane, layout, ids, pick)
         return lane.region
 
     def pinned_memory(self, num_bytes: int) -> PinnedMemory:
         return PinnedMemory(self._device, num_bytes)
 
-    def _run(self, lane: _Lane, layout: DevicePageLayout, ids: list[int], move: _Move) -> None:
-        index, rows = _index(layout, np.array(ids, dtype=np.int64))
+    def _run(
+        self, lane: Lane, layout: DevicePageLayout, ids: list[int], move: Callable[..., None]
+    ) -> None:
+        index, rows = index_of(layout, np.array(ids, dtype=np.int64))
         if len(lane.index) < len(index):
             lane.index = self._device.pinned(index.nbytes).view(torch.int64)
             lane.device_index = self._device.scratch(index.nbytes).view(torch.int64)
@@ -312,12 +285,12 @@ class DeviceBlockCopier(BlockCopier):
         self._device.run(lane.stream, partial(move, lane, layout, len(ids), rows))
         self._device.synchronize(lane.stream)
 
-    def _lane(self, num_bytes: int) -> _Lane:
-        lane: _Lane | None = getattr(self._lanes, "lane", None)
+    def _lane(self, num_bytes: int) -> Lane:
+        lane: Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
             self._device.bind_thread()
             nothing = torch.empty(0, dtype=torch.int64)
-            lane = _Lane(self._device.new_stream(), *self._memory(num_bytes), nothing, nothing)
+            lane = Lane(self._device.new_stream(), *self._memory(num_bytes), nothing, nothing)
             self._lanes.lane = lane
         elif lane.bounce.numel() < num_bytes:
             lane.bounce, lane.scratch = self._memory(num_bytes)
@@ -326,7 +299,7 @@ class DeviceBlockCopier(BlockCopier):
     def _memory(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._device.pinned(num_bytes), self._device.scratch(num_bytes)
 
-    def _order(self, lane: _Lane, ids: list[int]) -> None:
+    def _order(self, lane: Lane, ids: list[int]) -> None:
         with self._lock:
             found = {self._fences.get(block, self._last) for block in ids}
         for fence in found:
@@ -337,76 +310,6 @@ class DeviceBlockCopier(BlockCopier):
 def _one_page(region: Region, offset: int, num_bytes: int) -> PageLayout:
     """Contiguous bytes as a layout of one layer and one block."""
     return PageLayout(region, np.array([offset], dtype=np.int64), num_bytes, num_bytes)
-
-
-def _index(
-    layout: DevicePageLayout, ids: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], dict[_Cut, _Rows]]:
-    """The rows of these blocks' pages, for every cut that a segment of the layout has. Layers are
-    mostly cut alike, so there are few.
-    """
-    rows: dict[_Cut, _Rows] = {}
-    parts: list[NDArray[np.int64]] = []
-    stop = 0
-    for segment in chain.from_iterable(layout.segments):
-        if segment.cut in rows:
-            continue
-        row_bytes = math.gcd(*segment.cut)
-        first = (segment.offset + ids * segment.stride) // row_bytes
-        each = np.arange(segment.num_bytes // row_bytes, dtype=np.int64)
-        parts.append((first[:, None] + each).ravel())
-        start, stop = stop, stop + len(parts[-1])
-        rows[segment.cut] = _Rows(row_bytes, start, stop)
-    return np.concatenate(parts), rows
-
-
-def _pick(
-    lane: _Lane, layout: DevicePageLayout, num_blocks: int, rows: Mapping[_Cut, _Rows]
-) -> None:
-    """Pages to the pinned buffer, in the order of staging. On the lane's stream."""
-    num_bytes = layout.num_bytes(num_blocks)
-    for table, index, pages in _tables(lane, layout, num_blocks, rows):
-        pages.copy_(table.index_select(0, index).view(pages.shape))
-    lane.bounce[:num_bytes].copy_(lane.scratch[:num_bytes], non_blocking=True)
-
-
-def _put(
-    lane: _Lane, layout: DevicePageLayout, num_blocks: int, rows: Mapping[_Cut, _Rows]
-) -> None:
-    """The pinned buffer to pages. On the lane's stream."""
-    num_bytes = layout.num_bytes(num_blocks)
-    lane.scratch[:num_bytes].copy_(lane.bounce[:num_bytes], non_blocking=True)
-    for table, index, pages in _tables(lane, layout, num_blocks, rows):
-        table.index_copy_(0, index, pages.reshape(len(index), -1))
-
-
-def _tables(
-    lane: _Lane, layout: DevicePageLayout, num_blocks: int, rows: Mapping[_Cut, _Rows]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For every segment: its memory as rows, which of them its pages are, and their place in the
-    scratch memory, [num_blocks, words].
-    """
-    # Kernels for such copies exist for 32-bit words everywhere.
-    is_aligned = all(each.num_bytes % 4 == 0 for each in rows.values())
-    word = torch.int32 if is_aligned else torch.uint8
-    num_index = max(each.stop for each in rows.values())
-    lane.device_index[:num_index].copy_(lane.index[:num_index], non_blocking=True)
-    scratch = lane.scratch[: layout.num_bytes(num_blocks)].view(word)
-    for segments, packed in zip(
-        layout.segments, scratch.view(len(layout.segments), num_blocks, -1), strict=True
-    ):
-        at = 0
-        for segment in segments:
-            row_bytes, start, stop = rows[segment.cut]
-            memory = layout.memories[segment.memory]
-            memory = memory[: memory.numel() // row_bytes * row_bytes].view(word)
-            num_words = segment.num_bytes // word.itemsize
-            yield (
-                memory.view(-1, row_bytes // word.itemsize),
-                lane.device_index[start:stop],
-                packed[:, at : at + num_words],
-            )
-            at += num_words
 
 
 def _check(
