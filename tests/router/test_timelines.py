@@ -6,6 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from tests.router.broken_streams import broken
 from tests.router.harness import FAST, Deployment, deployed, run
 from vllm_ascend_pd.router.config import Queueing
 from vllm_ascend_pd.router.trace import NUM_TIMELINES
@@ -37,7 +40,7 @@ def test_prefill_first_is_a_prefill_leg_and_then_a_decode_leg() -> None:
             assert names(timeline) == ["queue", "prefill", "decode"]
             queue, prefill, decode = timeline["stages"]
             assert queue["end_s"] <= prefill["start_s"] < prefill["end_s"] <= decode["start_s"]
-            assert decode["first_token_s"] == timeline["ttft_s"]
+            assert decode["first_token_s"] == pytest.approx(timeline["ttft_s"])
             assert prefill["instance"] == f"127.0.0.1:{d.prefills[0].port}"
             assert decode["instance"] == f"127.0.0.1:{d.decodes[0].port}"
             told = {key: timeline[key] for key in ("request_id", "model", "order", "outcome")}
@@ -78,6 +81,20 @@ def test_each_attempt_has_its_stages_and_a_failed_one_ends_before_the_next() -> 
             assert timeline["order"] == "decode-only"
             ends = [stage["end_s"] for stage in timeline["stages"]]
             assert ends == sorted(ends)
+
+    run(test)
+
+
+def test_stream_that_goes_on_elsewhere_shows_where_it_broke_off() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            await broken(d, "break(3)")
+            [timeline] = await timelines(d)
+            first, moved = [s for s in timeline["stages"] if s["name"] in ("decode", "resumed")]
+            assert (first["name"], moved["name"]) == ("decode", "resumed")
+            assert first["instance"] != moved["instance"]
+            assert first["first_token_s"] < moved["first_token_s"]
+            assert timeline["outcome"] == "ok"
 
     run(test)
 

@@ -133,8 +133,7 @@ def _fold(traces: list[Trace], trace: Trace, status: int) -> None:
         setattr(trace, name, ",".join(filter(None, told)))
     trace.status = status
     trace.num_attempts = sum(one.num_attempts for one in traces)
-    for one in traces:
-        trace.stages += [stage.shift(one.started - trace.started) for stage in one.stages]
+    trace.stages = [stage for one in traces for stage in one.stages]
     trace.error = next((one.error for one in traces if one.error), "")
     ended = {one.outcome for one in traces if one.status == status} or {"failed"}
     trace.outcome = ended.pop()

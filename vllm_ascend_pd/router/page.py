@@ -48,7 +48,7 @@ def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:
         "ttft_mean_s": snapshot.recent_ttft_s / count if count else None,
         "answers_per_s": count / config.stats_window_s,
         "instances": msgspec.to_builtins(snapshot.instances),
-        "timelines": msgspec.to_builtins(snapshot.timelines),
+        "timelines": [timeline.since_start() for timeline in snapshot.timelines],
     }
 
 

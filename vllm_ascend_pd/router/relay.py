@@ -270,7 +270,8 @@ class Relay:
             if job.kept is not None and (isinstance(result, Stream) or result.status < 400):
                 job.kept.is_taken = True
             now = time.monotonic()
-            stage.first_token_s = job.trace.ttft_s = now - job.trace.started
+            stage.first_token_s = now
+            job.trace.ttft_s = now - job.trace.started
             self.metrics.first_byte(job.trace.ttft_s)
             self.metrics.num_waiting -= 1
             if not is_alone:

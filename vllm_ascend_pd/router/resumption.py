@@ -142,7 +142,7 @@ class Resumption:
                 now = time.monotonic()
                 self.metrics.resume.observe(now - broken.since)
                 if broken.stage is not None:
-                    broken.stage.first_token_s = now - job.trace.started
+                    broken.stage.first_token_s = now
                 events.idle_s = timeouts.idle_s
                 broken.failed.clear()
 
@@ -185,7 +185,7 @@ class Resumption:
         trace.decode, trace.prefill, trace.order = instance.instance_id, "", "decode-only"
         trace.num_attempts += 1
         headers = held.enter_context(self.tracing.leg(trace, "decode", instance))
-        broken.stage = held.enter_context(trace.stage("alone", instance.instance_id))
+        broken.stage = held.enter_context(trace.stage("resumed", instance.instance_id))
         num_tokens = routed.num_prompt_tokens + routed.num_max_tokens
         leg = held.enter_context(self.legs.open(instance, "decode", num_tokens))
         sent = job.body.for_decode(self._params(job, transcript), instance.instance_id)

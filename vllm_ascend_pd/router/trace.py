@@ -4,38 +4,36 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aiohttp import web
 
 NUM_TIMELINES = 100
 
 
 class Stage(msgspec.Struct):
-    """A part of a request's way, in seconds since the request came."""
+    """A part of a request's way, which ends with ``with``. Times are seconds of the host's
+    monotonic clock."""
 
     name: str
     """``queue``, ``prefill``: a prefill leg, ``decode``: a decode leg for a prompt that another
-    engine computes, ``alone``: one that computes it itself."""
+    engine computes, ``alone``: one that computes it itself, ``resumed``: one that goes on where
+    another engine broke off."""
     instance: str
-    start_s: float
+    start_s: float = msgspec.field(default_factory=time.monotonic)
     end_s: float | None = None
     first_token_s: float | None = None
     """Of a decode leg: when there was something for the client."""
 
-    def shift(self, seconds: float) -> Stage:
-        """The same, of a request that came so much earlier."""
-        names = ("start_s", "end_s", "first_token_s")
-        times = {name: getattr(self, name) for name in names}
-        later = {name: at + seconds for name, at in times.items() if at is not None}
-        return msgspec.structs.replace(self, **later)
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end_s = time.monotonic()
 
 
 class Timeline(msgspec.Struct, kw_only=True):
@@ -52,8 +50,21 @@ class Timeline(msgspec.Struct, kw_only=True):
     num_attempts: int
     error: str
     ttft_s: float | None
-    duration_s: float
+    start_s: float
+    """On the host's monotonic clock, as the times of its stages."""
+    end_s: float
     stages: list[Stage]
+
+    def since_start(self) -> dict[str, Any]:
+        """As plain values, in which times count from when the request came."""
+        told: dict[str, Any] = msgspec.to_builtins(self)
+        start_s = told.pop("start_s")
+        told["duration_s"] = told.pop("end_s") - start_s
+        for stage in told["stages"]:
+            for name in ("start_s", "end_s", "first_token_s"):
+                if stage[name] is not None:
+                    stage[name] -= start_s
+        return told
 
 
 @dataclass(slots=True)
@@ -81,15 +92,11 @@ class Trace:
     stages: list[Stage] = field(default_factory=list)
     """In the order in which they began; legs of one attempt may overlap."""
 
-    @contextmanager
-    def stage(self, name: str, instance: str = "") -> Iterator[Stage]:
+    def stage(self, name: str, instance: str = "") -> Stage:
         """From here to the end of ``with``."""
-        stage = Stage(name, instance, time.monotonic() - self.started)
+        stage = Stage(name, instance)
         self.stages.append(stage)
-        try:
-            yield stage
-        finally:
-            stage.end_s = time.monotonic() - self.started
+        return stage
 
     def timeline(self) -> Timeline:
         """Of a request that ends now."""
@@ -104,6 +111,7 @@ class Trace:
             num_attempts=self.num_attempts,
             error=self.error,
             ttft_s=self.ttft_s,
-            duration_s=time.monotonic() - self.started,
+            start_s=self.started,
+            end_s=time.monotonic(),
             stages=self.stages,
         )

@@ -63,8 +63,9 @@ def timeline(ended_at: float) -> Timeline:
         num_attempts=1,
         error="",
         ttft_s=0.1,
-        duration_s=0.2,
-        stages=[Stage("decode", "d", 0.0, 0.2, 0.1)],
+        start_s=5.0,
+        end_s=5.2,
+        stages=[Stage("decode", "d", 5.0, 5.2, 5.1)],
     )
 
 
