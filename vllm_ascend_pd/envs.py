@@ -27,7 +27,7 @@ def pool_fault_script() -> str | None:
 
 
 def raises_state_errors() -> bool:
-    """Whether an impossible event raises (tests only), see ``kv.states``."""
+    """Whether an impossible event raises (tests only), see ``states``."""
     return bool(os.environ.get(STATE_ERRORS))
 
 

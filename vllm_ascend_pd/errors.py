@@ -28,4 +28,4 @@ class BackendError(PDError):
 
 
 class StateError(PDError):
-    """An event that cannot come in this state, see ``vllm_ascend_pd.kv.states``."""
+    """An event that cannot come in this state, see ``vllm_ascend_pd.states``."""

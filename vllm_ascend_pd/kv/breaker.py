@@ -8,7 +8,7 @@ import time
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.kv.states import Transitions
+from vllm_ascend_pd.states import Transitions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

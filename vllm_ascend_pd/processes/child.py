@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import PDError
+from vllm_ascend_pd.states import Transitions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -27,14 +28,32 @@ class State(str, Enum):
     STOPPED = "stopped"
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.STARTING, State.STOPPED}),
-    State.STARTING: frozenset({State.READY, State.BACKOFF, State.STOPPING}),
-    State.READY: frozenset({State.BACKOFF, State.STOPPING}),
-    State.BACKOFF: frozenset({State.STARTING, State.STOPPED}),
-    State.STOPPING: frozenset({State.STOPPED, State.STARTING}),
-    State.STOPPED: frozenset(),
-}
+class Event(Enum):
+    """What happens to one child."""
+
+    START = "start"
+    UP = "up"
+    CRASH = "crash"
+    END = "end"
+    """It is told to end; for good, or to be started again."""
+    OVER = "over"
+    """It is not started again."""
+
+
+TRANSITIONS = Transitions(
+    {
+        State.WAITING: {Event.START: State.STARTING, Event.OVER: State.STOPPED},
+        State.STARTING: {
+            Event.UP: State.READY,
+            Event.CRASH: State.BACKOFF,
+            Event.END: State.STOPPING,
+        },
+        State.READY: {Event.CRASH: State.BACKOFF, Event.END: State.STOPPING},
+        State.BACKOFF: {Event.START: State.STARTING, Event.OVER: State.STOPPED},
+        State.STOPPING: {Event.START: State.STARTING, Event.OVER: State.STOPPED},
+        State.STOPPED: {},
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

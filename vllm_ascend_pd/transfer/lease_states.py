@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from vllm_ascend_pd.kv.states import Transitions
+from vllm_ascend_pd.states import Transitions
 
 
 class ProducerState(Enum):

@@ -370,6 +370,6 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path, stubborn: bo
 
 
 def test_every_state_has_its_transitions() -> None:
-    assert TRANSITIONS.keys() == set(State)
-    reachable = {State.WAITING}.union(*TRANSITIONS.values())
+    assert TRANSITIONS.table.keys() == set(State)
+    reachable = {State.WAITING}.union(*(after.values() for after in TRANSITIONS.table.values()))
     assert reachable == set(State)

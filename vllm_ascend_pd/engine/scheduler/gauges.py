@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
-from vllm_ascend_pd.kv.states import impossible
+from vllm_ascend_pd.states import impossible
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.metadata import StepReport

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.vllm_api.groups import known_end
 from vllm_ascend_pd.engine.vllm_api.status import status_in_queue
-from vllm_ascend_pd.kv.states import Transitions
 from vllm_ascend_pd.metrics import Provenance
+from vllm_ascend_pd.states import Transitions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

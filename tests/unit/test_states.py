@@ -9,7 +9,7 @@ import pytest
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.errors import StateError
-from vllm_ascend_pd.kv.states import Transitions, impossible
+from vllm_ascend_pd.states import Transitions, impossible
 
 
 class Door(Enum):
