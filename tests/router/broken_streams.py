@@ -13,7 +13,9 @@ from tests.router.scripted_engine import Received, ScriptedEngine
 from vllm_ascend_pd.router.config import Retries
 
 GREEDY: dict[str, Any] = {"stream": True, "temperature": 0, "max_tokens": 6}
-ANY = replace(FAST, retries=Retries(resume="any"))
+PATIENT = replace(FAST, timeouts=replace(FAST.timeouts, first_token_s=20))
+"""An engine may take long to go on where much else runs."""
+ANY = replace(PATIENT, retries=Retries(resume="any"))
 
 
 def uninterrupted(sent: Received) -> list[Any]:

@@ -12,6 +12,7 @@ import pytest
 from tests.router.broken_streams import (
     ANY,
     GREEDY,
+    PATIENT,
     broken,
     resumes,
     sent,
@@ -34,7 +35,7 @@ BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions
 )
 def test_broken_stream_goes_on_from_another_engine(path: str, fault: str) -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             got = await broken(d, fault, path=path)
             (resumed,) = resumes(d)
             whole = uninterrupted(d.decodes[0].received[0])
@@ -60,7 +61,7 @@ def test_stream_cut_at_any_byte_goes_on(size: int) -> None:
     """Also when the second engine dies while it replays."""
 
     async def test() -> None:
-        async with deployed(1, 3) as d:
+        async with deployed(1, 3, PATIENT) as d:
             whole = uninterrupted(await sent(d, max_tokens=size))
             num_bytes = len(b"".join(b"data: " + json.dumps(c).encode() for c in whole))
             for at in range(0, num_bytes, 7):
@@ -83,7 +84,7 @@ def test_finished_stream_needs_no_other_engine() -> None:
     """All but [DONE] had come."""
 
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             got = await broken(d, "end(6)")
             assert got[-1] == "[DONE]"
             assert got[-2]["choices"][0]["finish_reason"] == "length"
@@ -94,7 +95,7 @@ def test_finished_stream_needs_no_other_engine() -> None:
 
 def test_finished_stream_gets_its_usage_from_another_engine() -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             got = await broken(d, "end(6)", stream_options={"include_usage": True})
             assert got[-1] == "[DONE]"
             assert got[-2]["usage"]["completion_tokens"] == 6
@@ -105,7 +106,7 @@ def test_finished_stream_gets_its_usage_from_another_engine() -> None:
 
 def test_usage_and_provenance_are_told_of_the_whole_answer() -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             got = await broken(d, "break(2)", stream_options={"include_usage": True})
             assert got[-2]["usage"]["completion_tokens"] == 6
             assert got[-2]["provenance"] == {"resumed": 1, "kind": "exact"}
@@ -115,7 +116,7 @@ def test_usage_and_provenance_are_told_of_the_whole_answer() -> None:
 
 def test_client_that_asked_gets_each_token_id_once() -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             got = await broken(d, "break(2)", return_token_ids=True)
             whole = uninterrupted(d.decodes[0].received[0])
             ids = [i for chunk in got[:-1] for told in told_ids(chunk) for i in told or ()]
@@ -128,7 +129,7 @@ def test_client_that_asked_gets_each_token_id_once() -> None:
 
 def test_second_engine_that_dies_is_followed_by_the_first_again() -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             d.decodes[1].script("break(2)")  # the replay, and one token
             got = await broken(d, "break(2)")
             assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
@@ -144,7 +145,7 @@ def test_stream_goes_on_a_limited_number_of_times() -> None:
     """A request may be what kills its engines."""
 
     async def test() -> None:
-        config = replace(FAST, retries=Retries(max_resumes=2))
+        config = replace(PATIENT, retries=Retries(max_resumes=2))
         async with deployed(1, 4, config) as d:
             for engine in d.decodes[1:]:
                 engine.script("break(1)")
@@ -159,7 +160,7 @@ def test_stream_goes_on_a_limited_number_of_times() -> None:
 @pytest.mark.parametrize("fault", ["close", "status(500)", "reset", "garbage"])
 def test_engine_that_cannot_go_on_is_followed_by_another(fault: str) -> None:
     async def test() -> None:
-        async with deployed(1, 3) as d:
+        async with deployed(1, 3, PATIENT) as d:
             d.decodes[1].script(fault)
             got = await broken(d, "break(2)")
             assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
@@ -170,7 +171,7 @@ def test_engine_that_cannot_go_on_is_followed_by_another(fault: str) -> None:
 
 def test_prefill_engine_goes_on_when_no_decode_engine_is_left() -> None:
     async def test() -> None:
-        async with deployed(1, 1) as d:
+        async with deployed(1, 1, PATIENT) as d:
             got = await broken(d, "break(2)")
             assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
             assert len(d.prefills[0].received) == 2
@@ -180,7 +181,7 @@ def test_prefill_engine_goes_on_when_no_decode_engine_is_left() -> None:
 
 def test_stream_ends_with_an_error_when_no_engine_is_left() -> None:
     async def test() -> None:
-        async with deployed(1, 1) as d:
+        async with deployed(1, 1, PATIENT) as d:
             d.prefills[0].script("ok, status(500)")
             got = await broken(d, "break(2)")
             assert got[-1]["error"]["type"] == "broken_stream"
@@ -194,7 +195,7 @@ def test_stream_that_all_engines_refuse_ends(refusal: str) -> None:
     """An engine of ours says so as an error in its stream; it is not its fault."""
 
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             d.decodes[1].script(refusal)
             d.prefills[0].script(f"ok, {refusal}")
             got = await broken(d, "break(2)")
@@ -221,7 +222,7 @@ def test_seeded_stream_that_no_engine_can_go_on_with_exactly_is_sampled_by_optio
 
 def test_engine_that_begins_with_other_tokens_is_not_believed() -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             d.prefills[0].differs = d.decodes[1].differs = True
             got = await broken(d, "break(2)")
             assert got[-1]["error"]["type"] == "broken_stream"
@@ -236,7 +237,7 @@ def test_stream_of_an_engine_that_answers_no_probes_goes_on() -> None:
     """As of a host without power: the connection stays, and nothing comes."""
 
     async def test() -> None:
-        config = replace(FAST, timeouts=replace(FAST.timeouts, idle_s=60))
+        config = replace(PATIENT, timeouts=replace(PATIENT.timeouts, idle_s=60))
         async with deployed(1, 2, config) as d:
             d.decodes[0].health_hangs = True
             got = await broken(d, "stall(2)")
@@ -250,7 +251,7 @@ def test_engine_that_tells_of_errors_within_streams_is_not_taken_out() -> None:
     """A request may be what brings them about."""
 
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             for engine in d.decodes:
                 engine.script(", ".join(["dead(1)"] * 12))
             for _ in range(3):
@@ -262,7 +263,7 @@ def test_engine_that_tells_of_errors_within_streams_is_not_taken_out() -> None:
 
 def test_wait_for_another_engine_ends() -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, FAST) as d:
             d.decodes[1].script("hang")
             got = await broken(d, "break(2)")
             assert got[-1]["error"]["type"] == "broken_stream"
@@ -275,7 +276,7 @@ def test_wait_for_another_engine_ends() -> None:
 @pytest.mark.parametrize("moment", ["asking", "replayed"])
 def test_client_that_leaves_meanwhile_leaves_nothing(moment: str) -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             d.decodes[0].script("break(2)")
             d.decodes[1].script("hang" if moment == "asking" else "stall(2)")
             leaving = asyncio.ensure_future(d.post(**GREEDY))
@@ -291,7 +292,7 @@ def test_client_that_leaves_meanwhile_leaves_nothing(moment: str) -> None:
 
 def test_resumed_stream_waits_for_room_and_gives_it_back() -> None:
     async def test() -> None:
-        config = replace(FAST, queueing=Queueing(max_requests=1))
+        config = replace(PATIENT, queueing=Queueing(max_requests=1))
         async with deployed(1, 2, config) as d:
             for engine in d.decodes:
                 engine.script("delay(0.2)")
@@ -311,7 +312,7 @@ def test_resumed_stream_waits_for_room_and_gives_it_back() -> None:
 
 def test_all_streams_of_an_engine_that_is_killed_go_on() -> None:
     async def test() -> None:
-        config = replace(FAST, policy="least-loaded", retries=Retries(budget_burst=0))
+        config = replace(PATIENT, policy="least-loaded", retries=Retries(budget_burst=0))
         async with deployed(1, 2, config, token_s=0.02) as d:
             posts = [
                 asyncio.ensure_future(d.post(**{**GREEDY, "max_tokens": 20}, prompt=f"{i}"))

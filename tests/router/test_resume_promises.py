@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.router.broken_streams import ANY, GREEDY, broken, resumes
-from tests.router.harness import FAST, deployed, events, run
+from tests.router.broken_streams import ANY, GREEDY, PATIENT, broken, resumes
+from tests.router.harness import deployed, events, run
 from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.resume import Resume, ResumeKey
 from vllm_ascend_pd.router.config import Retries
@@ -34,7 +34,7 @@ from vllm_ascend_pd.router.config import Retries
 )
 def test_what_cannot_go_on_ends_as_its_cause_says(fields: dict[str, Any], cause: str) -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             d.decodes[0].script("break(4)")
             _, headers, body = await d.post(**{**GREEDY, **fields})
             assert b"broken_stream" in body
@@ -59,7 +59,7 @@ def test_sampled_stream_goes_on_by_option() -> None:
 
 def test_seeded_stream_goes_on() -> None:
     async def test() -> None:
-        async with deployed(1, 2) as d:
+        async with deployed(1, 2, PATIENT) as d:
             got = await broken(d, "break(2)", temperature=0.7, seed=3)
             assert got[-1] == "[DONE]"
             assert resumes(d)[0].params["resume"]["only_exact"] is True
@@ -69,7 +69,7 @@ def test_seeded_stream_goes_on() -> None:
 
 def test_nothing_goes_on_if_switched_off() -> None:
     async def test() -> None:
-        async with deployed(1, 2, replace(FAST, retries=Retries(resume="off"))) as d:
+        async with deployed(1, 2, replace(PATIENT, retries=Retries(resume="off"))) as d:
             d.decodes[0].script("break(2)")
             _, headers, body = await d.post(**GREEDY)
             assert events(body)[-1]["error"]["type"] == "broken_stream"
@@ -84,7 +84,7 @@ def test_what_goes_on_is_signed_with_the_secret_of_the_engines(tmp_path: Path) -
         path = tmp_path / "secret"
         path.write_text("s" * 40)
         path.chmod(0o600)
-        async with deployed(1, 2, replace(FAST, secret_file=path)) as d:
+        async with deployed(1, 2, replace(PATIENT, secret_file=path)) as d:
             await broken(d, "break(2)")
             resume = Resume.from_params(resumes(d)[0].params["resume"])
             assert ResumeKey(Secret.load(str(path))).accepts(resume)

@@ -15,7 +15,7 @@ import pytest
 
 from vllm_ascend_pd.router.failures import FailureKind
 from vllm_ascend_pd.router.splice import Splice
-from vllm_ascend_pd.router.transcript import DONE, Transcript, hide_token_ids
+from vllm_ascend_pd.router.transcript import DONE, PACKED_AT_BYTES, Transcript, hide_token_ids
 
 TEXTS = {
     "completion": 'Zwölf Boxkämpfer 🥊🇩🇪 漢字 STO STOP? "token_ids":[1,2] \\ \n\n data: {"error"',
@@ -221,7 +221,7 @@ def test_transcript_keeps_some_bytes_a_token() -> None:
         transcript.take(chunk)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert kept < 64 * 1024 + 25 * num_tokens
+    assert kept < 2 * PACKED_AT_BYTES + 25 * num_tokens
 
 
 def test_transcript_of_a_long_stream_is_read_whole() -> None:
