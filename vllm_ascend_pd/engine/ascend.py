@@ -17,7 +17,7 @@ from vllm_ascend_pd.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm_ascend_pd.engine.vllm_api.types import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
 
 
 MLAPO_MAX_TOKENS = 1024

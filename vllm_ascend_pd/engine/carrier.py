@@ -18,7 +18,7 @@ from vllm_ascend_pd.engine.vllm_api.connector import (
 from vllm_ascend_pd.metrics import COUNTERS, GAUGES, split_key
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
 
 
 @dataclass

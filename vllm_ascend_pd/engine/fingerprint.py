@@ -23,7 +23,7 @@ from vllm_ascend_pd.wire import WIRE_VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
 
 
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

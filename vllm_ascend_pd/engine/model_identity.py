@@ -19,7 +19,7 @@ from vllm_ascend_pd.engine.vllm_api.config import uses_modelscope
 from vllm_ascend_pd.engine.weight_files import content_digest
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import ModelConfig, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import ModelConfig, VllmConfig
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from vllm_ascend_pd.registration import Role as RouterRole
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.config import PDConfig
-    from vllm_ascend_pd.engine.vllm_api.types import Scheduler, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.types import Scheduler
     from vllm_ascend_pd.types import Endpoint, Epoch
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.transfer.shares import Sharding
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
 
 
 _HEADS_OUTERMOST = ("LBHNC", "BLHNC")

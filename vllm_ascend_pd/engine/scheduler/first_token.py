@@ -27,7 +27,8 @@ from vllm_ascend_pd.engine.vllm_api.requests import append_output, is_seeded, te
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, Scheduler, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, Scheduler
 
 
 SHAPING = (

@@ -9,7 +9,8 @@ from vllm_ascend_pd.engine.vllm_api.config import returns_routed_experts, uses_c
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import Scheduler, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.types import Scheduler
 
 
 def check_config(config: VllmConfig) -> None:

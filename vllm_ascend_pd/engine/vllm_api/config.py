@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
 
 
 def returns_step_data(config: VllmConfig) -> bool:

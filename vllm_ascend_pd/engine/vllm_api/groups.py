@@ -13,10 +13,10 @@ from vllm_ascend_pd.kv.span import GroupBlocks, KVGroup, Span
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
     from vllm_ascend_pd.engine.vllm_api.types import (
         KVCacheBlock,
         KVCacheBlocks,
-        KVCacheConfig,
         KVCacheManager,
         Request,
     )

@@ -16,7 +16,7 @@ from vllm_ascend_pd.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
 
 
 _DEVICES = ("cuda", "npu")

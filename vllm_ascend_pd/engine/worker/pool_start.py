@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
-    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
 
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.staging import MemoryRegistry
     from vllm_ascend_pd.backends.transfer_engine import TransferEngine
-    from vllm_ascend_pd.engine.vllm_api.types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
 
 
 logger = logging.getLogger(__name__)
