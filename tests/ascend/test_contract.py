@@ -339,6 +339,19 @@ def test_v2_runs_the_method_of_vllm(sources: Sources, name: str) -> None:
     assert calls_super(sources.method(RUNNER_V2, "NPUModelRunner", name))
 
 
+def test_v2_takes_a_loading_prompt_for_a_decode_with_the_recompute_scheduler_only(
+    sources: Sources,
+) -> None:
+    """Which is refused: else a FULL graph would be chosen for it, and would have to wait."""
+    method = sources.method(RUNNER_V2, "NPUModelRunner", "gather_batch_req_state")
+    assert calls_super(method)
+    (condition,) = (node.test for node in method.body if isinstance(node, ast.If))
+    switch = "is_pd_decode_recompute_scheduler_enabled"
+    assert f"and {switch}(self.vllm_config)" in ast.unparse(condition)
+    enabled = ast.unparse(sources.function("vllm_ascend/utils.py", switch))
+    assert "recompute_scheduler_enable" in enabled
+
+
 def test_v2_gets_its_connector_where_ours_is_made(sources: Sources) -> None:
     path = "vllm_ascend/patch/worker/patch_v2/patch_model_runner.py"
     initialize = sources.function(path, "initialize_kv_cache")

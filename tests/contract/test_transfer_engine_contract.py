@@ -133,7 +133,7 @@ class AscendEngine(MooncakeTransferEngine):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.native = NativeEngine()
-        monkeypatch.setattr(mooncake_engine, "_load_mooncake", lambda protocol: lambda: self.native)
+        monkeypatch.setattr(mooncake_engine, "load_mooncake", lambda protocol: lambda: self.native)
         monkeypatch.setattr(mooncake_engine, "DIRECT_ALIGNMENT", 1)
         super().__init__("127.0.0.1", protocol="ascend", direct_placement=True)
 

@@ -88,7 +88,7 @@ class Host:
         }.items():
             self._monkeypatch.setattr(side, name, value)
         self._monkeypatch.setattr(
-            mooncake_engine, "_load_mooncake", lambda protocol: lambda: self.native
+            mooncake_engine, "load_mooncake", lambda protocol: lambda: self.native
         )
         extra: dict[str, Any] = {"transfer": {"protocol": "ascend", **transfer}}
         if pool:

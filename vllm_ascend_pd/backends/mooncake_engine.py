@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import queue
 import threading
 import time
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_ascend_pd.backends.rdma_cards import CARDS, VERBS, usable_ports
+from vllm_ascend_pd.backends.mooncake_library import load_mooncake, set_mooncake_env
 from vllm_ascend_pd.backends.regions import RegionTable, check_batch
 from vllm_ascend_pd.backends.transfer_engine import (
     TransferEngine,
@@ -27,31 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
-
-# Mooncake reads these when it is loaded or started; a value that the user has set stays.
-_ENV_DEFAULTS = {
-    # A peer that makes no progress fails the write, and the connection is dropped before that is
-    # reported. The third one bounds a whole write and must be at least twice the others.
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
-    "MC_TRANSFER_TIMEOUT": "10",
-    "MC_HANDSHAKE_CONNECT_TIMEOUT": "3",
-    # The default of 1024 queued writes for each peer refuses the next one.
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_LOG_LEVEL": "ERROR",
-}
-
-_ASCEND_BUILD = "ascend_transport.so"
-"""A library that only the package for NPUs has; another one would go over TCP without a word."""
-_FORCE_TCP = "MC_FORCE_TCP"
-_BY_US = "true"
-"""A value that tells us apart from a user, who writes 1; to Mooncake all are the same."""
-
-IMPORT_HELP = (
-    "Mooncake cannot be loaded: {error}. Install the extra of this host, vllm-ascend-pd[cpu], "
-    "[cuda] or [ascend], and on Debian or Ubuntu the libraries that its wheel needs: "
-    "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4"
-)
 
 DIRECT_ALIGNMENT = 2 << 20
 """What is registered for direct placement begins at a multiple of this (vllm-ascend aligns its KV
@@ -240,7 +213,7 @@ class MooncakeTransferEngine(TransferEngine):
         self._protocol = protocol
         self._bind_thread = bind_thread
         set_mooncake_env(protocol)
-        engine = _load_mooncake(protocol)()
+        engine: _NativeEngine = load_mooncake(protocol)()
         if rc := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise BackendError(f"Mooncake cannot listen for {host!r} ({protocol}): rc {rc}")
         self._session = f"{host}:{engine.get_rpc_port()}"
@@ -437,53 +410,3 @@ class MooncakeTransferEngine(TransferEngine):
             if is_there:
                 self._known_sessions.add(session)
             return []
-
-
-def set_mooncake_env(protocol: str) -> None:
-    """Before Mooncake is imported: the protocol, and shorter timeouts than its own.
-
-    Mooncake itself takes no notice of the protocol that it is asked for: its build for NPUs goes
-    over their links, and any other over RDMA where the host has a card for it, but not with this
-    variable, whatever its value.
-
-    Raises:
-        BackendError: the variable is set, for another protocol than TCP.
-    """
-    if os.environ.get(_FORCE_TCP) == _BY_US:
-        del os.environ[_FORCE_TCP]
-    if protocol == "tcp":
-        os.environ.setdefault(_FORCE_TCP, _BY_US)
-    elif _FORCE_TCP in os.environ:
-        raise BackendError(
-            f"{_FORCE_TCP} is set, with which Mooncake uses TCP whatever it is asked for, here"
-            f" {protocol}: unset it, or set transfer.protocol to tcp"
-        )
-    for name, value in _ENV_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-
-
-def _load_mooncake(protocol: str) -> Callable[[], _NativeEngine]:
-    try:
-        from mooncake import engine
-        from mooncake.engine import TransferEngine as NativeEngine
-    except ImportError as error:
-        raise ImportError(IMPORT_HELP.format(error=error)) from error
-    is_for_npus = Path(engine.__file__).with_name(_ASCEND_BUILD).exists()
-    if protocol == "ascend" and not is_for_npus:
-        raise BackendError(
-            "transfer.protocol is ascend, and this Mooncake is not the build for NPUs: install"
-            " vllm-ascend-pd[ascend], or set it to tcp"
-        )
-    if protocol == "rdma" and is_for_npus:
-        raise BackendError(
-            "transfer.protocol is rdma, and this Mooncake is the build for NPUs, which goes over"
-            " their links: set it to ascend or tcp"
-        )
-    if protocol == "rdma" and not usable_ports():
-        raise BackendError(
-            "transfer.protocol is rdma, and Mooncake would go over TCP: this host, or container,"
-            f" has no card with an active port in {CARDS}, or no {VERBS}. Pass --device {VERBS}"
-            " and --ulimit memlock=-1 to the container, or set it to tcp"
-        )
-    native: Callable[[], _NativeEngine] = NativeEngine
-    return native

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_ascend_pd.backends.mooncake_engine import IMPORT_HELP, set_mooncake_env
+from vllm_ascend_pd.backends.mooncake_library import IMPORT_HELP, set_mooncake_env
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:

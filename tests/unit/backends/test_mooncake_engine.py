@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from vllm_ascend_pd.backends import mooncake_engine
+from vllm_ascend_pd.backends import mooncake_library
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.rdma_cards import port_states, usable_ports
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
@@ -147,11 +147,11 @@ def test_a_peer_that_stops_fails_its_writes_in_bounded_time(sender, peer):
 
 
 def test_the_environment_of_the_user_wins(monkeypatch, mooncake):
-    for name in mooncake_engine._ENV_DEFAULTS:
+    for name in mooncake_library.ENV_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "77")
-    mooncake_engine.set_mooncake_env("tcp")
-    expected = {**mooncake_engine._ENV_DEFAULTS, "MC_TRANSFER_TIMEOUT": "77"}
+    mooncake_library.set_mooncake_env("tcp")
+    expected = {**mooncake_library.ENV_DEFAULTS, "MC_TRANSFER_TIMEOUT": "77"}
     assert {name: os.environ[name] for name in expected} == expected
 
 
@@ -175,7 +175,7 @@ def test_links_of_npus_are_refused_without_mooncakes_build_for_them(monkeypatch)
 
 def test_rdma_is_refused_where_mooncake_would_go_over_tcp(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
-    monkeypatch.setattr(mooncake_engine, "usable_ports", lambda: usable_ports(tmp_path, tmp_path))
+    monkeypatch.setattr(mooncake_library, "usable_ports", lambda: usable_ports(tmp_path, tmp_path))
     with pytest.raises(BackendError, match=r"would go over TCP: .* no card with an active port"):
         MooncakeTransferEngine("127.0.0.1", protocol="rdma")
 

@@ -23,7 +23,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeEngine]:
     native = NativeEngine()
     native.port = 15001
     native._move = lambda *args: 0  # type: ignore[method-assign] -- the addresses are made up
-    monkeypatch.setattr(mooncake_engine, "_load_mooncake", lambda protocol: lambda: native)
+    monkeypatch.setattr(mooncake_engine, "load_mooncake", lambda protocol: lambda: native)
     yield native
     native.close()
 
