@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import torch  # noqa: TID251 - tensors of the engine
 
 from vllm_ascend_pd.engine.model_identity import weight_files
 from vllm_ascend_pd.engine.vllm_api.process import loaded_model

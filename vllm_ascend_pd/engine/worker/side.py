@@ -35,7 +35,7 @@ from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
 
 if TYPE_CHECKING:
-    import torch
+    import torch  # noqa: TID251 - tensors of the engine
 
     from vllm_ascend_pd.backends.staging import MemoryRegistry
     from vllm_ascend_pd.backends.transfer_engine import TransferEngine
