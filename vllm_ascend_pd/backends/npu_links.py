@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 
+from vllm_ascend_pd.backends.mooncake_library import ENV_DEFAULTS
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine
 
 _TRIES = 2
 _WAITS_A_TRY = 4
 """For an old link to go, for the new one, for the write, and on an error for that link to go."""
 _DEFAULT_TIMEOUT_MS = 10_000
+_OUR_CALL_TIMEOUT_S = int(ENV_DEFAULTS["MC_TRANSFER_TIMEOUT"])
 _BEFORE_S = 2 * TransferEngine.LATE_WRITE_S + 5.0
 """A producer begins with what it was asked for within this time, or not at all."""
 _ROUNDTRIP_US = 4.096
@@ -24,7 +26,9 @@ _ROUNDTRIP_US = 4.096
 def late_write_s() -> float:
     """How long after it was asked for the last byte of a batch may be written, at most.
 
-    What Mooncake gives up, the network card may still send again, so its term is added.
+    Mooncake's call hands a batch that has failed on once more, as long as its own time-out lasts;
+    at its end it leaves the last one to ADXL. What that gives up, the network card may still send
+    again, so its term is added.
     """
     longest_ms = max(
         _number("ASCEND_CONNECT_TIMEOUT", _DEFAULT_TIMEOUT_MS),
@@ -32,7 +36,8 @@ def late_write_s() -> float:
     )
     resend_us = _ROUNDTRIP_US * float(1 << _number("HCCL_RDMA_TIMEOUT", 20))
     resend_s = resend_us * _number("HCCL_RDMA_RETRY_CNT", 7) / 1e6
-    return _BEFORE_S + _TRIES * _WAITS_A_TRY * longest_ms / 1000 + resend_s
+    call_s = _number("MC_TRANSFER_TIMEOUT", _OUR_CALL_TIMEOUT_S)
+    return _BEFORE_S + call_s + _TRIES * _WAITS_A_TRY * longest_ms / 1000 + resend_s
 
 
 def host_memory_route() -> str | None:

@@ -8,7 +8,12 @@ import pytest
 from vllm_ascend_pd.backends.npu_links import host_memory_route, late_write_s
 
 NAMES = [
-    *("ASCEND_CONNECT_TIMEOUT", "ASCEND_TRANSFER_TIMEOUT", "HCCL_RDMA_TIMEOUT"),
+    *(
+        "MC_TRANSFER_TIMEOUT",
+        "ASCEND_CONNECT_TIMEOUT",
+        "ASCEND_TRANSFER_TIMEOUT",
+        "HCCL_RDMA_TIMEOUT",
+    ),
     *("HCCL_RDMA_RETRY_CNT", "HCCL_INTRA_ROCE_ENABLE", "ASCEND_BUFFER_POOL"),
     "ASCEND_GLOBAL_RESOURCE_CONFIG",
 ]
@@ -23,11 +28,12 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "seconds"),
     [
-        ({}, 25 + 80 + 30),
-        ({"ASCEND_TRANSFER_TIMEOUT": "33064"}, 25 + 264.5 + 30),  # what vllm-ascend's own sets
-        ({"ASCEND_CONNECT_TIMEOUT": "20000"}, 25 + 160 + 30),
-        ({"ASCEND_CONNECT_TIMEOUT": "soon"}, 25 + 80 + 30),  # Mooncake takes no notice of it
-        ({"HCCL_RDMA_TIMEOUT": "15", "HCCL_RDMA_RETRY_CNT": "1"}, 25 + 80 + 0.1),
+        ({}, 35 + 80 + 30),
+        ({"ASCEND_TRANSFER_TIMEOUT": "33064"}, 35 + 264.5 + 30),  # what vllm-ascend's own sets
+        ({"ASCEND_CONNECT_TIMEOUT": "20000"}, 35 + 160 + 30),
+        ({"ASCEND_CONNECT_TIMEOUT": "soon"}, 35 + 80 + 30),  # Mooncake takes no notice of it
+        ({"MC_TRANSFER_TIMEOUT": "30"}, 55 + 80 + 30),
+        ({"HCCL_RDMA_TIMEOUT": "15", "HCCL_RDMA_RETRY_CNT": "1"}, 35 + 80 + 0.1),
     ],
 )
 def test_blocks_rest_until_mooncake_and_the_network_card_have_given_up(
