@@ -110,12 +110,12 @@ class Side:
 
     def open_pool(self, copier: BlockCopier, pools: list[StagingPool]) -> PoolIO:
         space = KeySpace.of("steps")
-        values = BlockValues(copier, self.located.layout, space)
+        values = BlockValues(copier, one_group(self.located.layout)[0], space)
         slots = [StagingPool(self.engine, 1, 2 * values.num_bytes) for _ in range(3)]
         pools += slots
         read, write, ahead = slots
         self.memory = MemoryTier(1 << 20)
-        pool = PoolIO(self.memory, values, space, PoolSlots(read, write, ahead), 1)
+        pool = PoolIO(self.memory, [values], PoolSlots(read, write, ahead), 1)
         pool.start()
         return pool
 

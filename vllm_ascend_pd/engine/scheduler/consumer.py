@@ -11,8 +11,8 @@ from vllm_ascend_pd.engine.scheduler.first_token import deliver
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
-from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.engine.vllm_api.groups import block_hashes
+from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.log_limit import limited_logger

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
-
-
     from vllm_ascend_pd.kv.span import KVGroup
 
 _DEVICES = ("cuda", "npu")

@@ -146,7 +146,7 @@ def _create(
         if mooncake is not None and transfer.protocol is not WireProtocol.TCP:
             shared = mooncake.share()
         pool = start_pool(
-            config, vllm_config, kv_cache_config, caches.layout, copier, pools, shared, make_staging
+            config, vllm_config, kv_cache_config, groups, copier, pools, shared, make_staging
         )
     logger.info(
         "in-engine transfers: role %s, transports %s%s, %d layers, %d bytes per page, %s",
