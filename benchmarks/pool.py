@@ -482,12 +482,7 @@ def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
 ) -> None:
     import numpy as np
 
-    from vllm_ascend_pd.backends.block_copy import (
-        GroupPages,
-        PageLayout,
-        Region,
-        make_block_copier,
-    )
+    from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
     from vllm_ascend_pd.pool.keys import KeySpace
     from vllm_ascend_pd.pool.tier import Status, Value
     from vllm_ascend_pd.pool.values import BlockValues
@@ -502,8 +497,7 @@ def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
         page,
     )
     space = KeySpace.of("bench")
-    group = GroupPages.of(layout, 128, range(num_layers))
-    values = BlockValues(make_block_copier(), group, space)
+    values = BlockValues(make_block_copier(), layout, space)
     size = values.num_bytes
     batch = max(1, (8 << 20) // block_bytes)
     stagings = [Memory(batch * size) for _ in range(num_threads)]

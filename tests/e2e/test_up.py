@@ -192,6 +192,7 @@ def test_doctor_examines_all_that_the_topology_says(up: Up, model: Path, tmp_pat
 
 @observed.needs_prometheus
 def test_queries_of_the_dashboard_and_the_alerts_find_what_they_ask_for(up: Up) -> None:
+    complete(up.url, "To be observed. " + LONG)
     prometheus = up.engine_url("prometheus")
     assert f"{prometheus}/alerts alerts" in up.output
     engines = [up.engine_url(name) for name in ("prefill-0", "decode-0")]

@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
     MLAAttentionSpec,
 )
 
@@ -36,9 +35,7 @@ ALIGNMENT = 2 * 1024 * 1024
 
 
 def config_of(spec: Any, names: list[str]) -> KVCacheConfig:
-    return KVCacheConfig(
-        NUM_BLOCKS, [KVCacheTensor(0, names, 0, 0)], [KVCacheGroupSpec(names, spec)]
-    )
+    return KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(names, spec)])
 
 
 def aligned(num_bytes: int) -> torch.Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,13 @@ class FakeKubernetes:
         return path
 
     def put(
-        self, name: str, model: str, ready: bool = True, ending: bool = False, **labels: str
+        self,
+        name: str,
+        model: str,
+        ready: bool = True,
+        ending: bool = False,
+        address: str = "127.0.0.1",
+        **labels: str,
     ) -> None:
         self.version += 1
         known = self.pods.get(name)
@@ -79,7 +86,7 @@ class FakeKubernetes:
         if ending:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         conditions = [{"type": "Ready", "status": str(ready)}]
-        status = {"phase": "Running", "podIP": "127.0.0.1", "conditions": conditions}
+        status = {"phase": "Running", "podIP": address, "conditions": conditions}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": status}
         pod["spec"] = {"containers": [{"name": "engine"}]}
         self.pods[name] = pod
@@ -161,7 +168,8 @@ class FakeKubernetes:
             await changed.wait()
             if self._ends != ends:
                 break
-        await response.write_eof()
+        with contextlib.suppress(ConnectionResetError):  # whoever watched may be gone
+            await response.write_eof()
         return response
 
 

@@ -70,3 +70,10 @@ def test_what_the_tool_refuses_is_the_exit_code_of_the_command(built: Path, tmp_
     done = vllm_pd(built, "patch", "apply", "--source-tree", str(tmp_path))
     assert done.returncode == 3
     assert "no package to patch found" in done.stderr
+
+
+def test_an_installed_package_has_the_alert_rules_and_the_routers_page(built: Path) -> None:
+    for name in ("cluster/alerts.yaml", "router/page.html"):
+        assert (built / "vllm_ascend_pd" / name).read_bytes() == (
+            ROOT / "vllm_ascend_pd" / name
+        ).read_bytes()
