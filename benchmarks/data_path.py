@@ -22,14 +22,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from handover import RawTransfer
 
-from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
+from vllm_ascend_pd.backends.block_copy import (
+    GroupPages,
+    PageLayout,
+    Region,
+    make_block_copier,
+)
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
 from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
 from vllm_ascend_pd.config import TransferConfig
+from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.net.trust import Secret, Trust
-from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
+from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
@@ -49,6 +55,11 @@ def make_pages(options: argparse.Namespace) -> tuple[np.ndarray, PageLayout]:
     return memory, PageLayout(region, offsets, options.page_bytes, options.page_bytes)
 
 
+def one_group(layout: PageLayout) -> tuple[GroupPages, ...]:
+    """Of blocks of one token."""
+    return (GroupPages.of(layout, 1, range(len(layout.layer_offsets))),)
+
+
 def make_trust(options: argparse.Namespace) -> Trust:
     return Trust(Secret(b"0123456789abcdef" * 2) if options.secret else None)
 
@@ -65,12 +76,12 @@ def produce(pipe: Connection, options: argparse.Namespace) -> None:
     transports = open_transport(options.transport)
     grants = Grants()
     ids = tuple(range(options.blocks))
-    grants.begin_step([GrantSpec(LEASE, "epoch", ids, len(ids), len(ids))])
+    grants.begin_step([Grant(LEASE, "epoch", (ids,), len(ids), len(ids))])
     server = DataServer(
         host="127.0.0.1",
         transports=transports,
         copier=make_block_copier(),
-        layout=layout,
+        groups=one_group(layout),
         pool=StagingPool(transports, options.slots, options.slot_bytes),
         grants=grants,
         allows_host=lambda host: host == "127.0.0.1",
@@ -107,7 +118,8 @@ def main() -> None:
     memory, layout = make_pages(options)
     transports = open_transport(options.transport)
     pool = StagingPool(transports, options.slots, options.slot_bytes)
-    loader = PeerLoader(transports.sessions, make_block_copier(), layout, pool, make_trust(options))
+    groups = one_group(layout)
+    loader = PeerLoader(transports.sessions, make_block_copier(), groups, pool, make_trust(options))
     loader.start()
     raw = RawTransfer(memory.nbytes)
     ids = tuple(range(options.blocks))
@@ -119,9 +131,7 @@ def main() -> None:
             peers=(admitted,),
             transfer_id="prompt",
             epoch="epoch",
-            block_indices=ids,
-            block_ids=ids,
-            has_tail=options.tail,
+            blocks=(LoadBlocks(0, ids, ids, options.tail),),
             in_step=True,
             timeout_s=10.0,
         )

@@ -482,7 +482,12 @@ def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
 ) -> None:
     import numpy as np
 
-    from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
+    from vllm_ascend_pd.backends.block_copy import (
+        GroupPages,
+        PageLayout,
+        Region,
+        make_block_copier,
+    )
     from vllm_ascend_pd.pool.keys import KeySpace
     from vllm_ascend_pd.pool.tier import Status, Value
     from vllm_ascend_pd.pool.values import BlockValues
@@ -497,7 +502,8 @@ def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
         page,
     )
     space = KeySpace.of("bench")
-    values = BlockValues(make_block_copier(), layout, space)
+    group = GroupPages.of(layout, 128, range(num_layers))
+    values = BlockValues(make_block_copier(), group, space)
     size = values.num_bytes
     batch = max(1, (8 << 20) // block_bytes)
     stagings = [Memory(batch * size) for _ in range(num_threads)]

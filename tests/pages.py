@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_ascend_pd.backends.block_copy import PageLayout, Region
+from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout, Region
 from vllm_ascend_pd.backends.device_copy import DevicePageLayout, Segment
 
 NUM_LAYERS = 4
@@ -14,6 +14,11 @@ NUM_BLOCKS = 32
 PAGE = 256
 K_BYTES, V_BYTES = 192, 64
 assert K_BYTES + V_BYTES == PAGE
+
+
+def one_group(layout: PageLayout, block_size: int = 1) -> tuple[GroupPages, ...]:
+    """All layers in one group; by default a block has one token."""
+    return (GroupPages.of(layout, block_size, range(len(layout.layer_offsets))),)
 
 
 class Pages:

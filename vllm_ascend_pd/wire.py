@@ -24,7 +24,9 @@ from vllm_ascend_pd.types import Cause, Endpoint
 #          6 - the first token comes from the producer; a fetch may offer a ring, fetched says
 #              whether it was used, packing that it is full.
 #          7 - TLS, in frames with a length; a worker's key travels with its address.
-WIRE_VERSION = 7
+#          8 - spans: an open names its end and each KV cache group's hashes, a fetch its group; how
+#              far something can be read is said in tokens.
+WIRE_VERSION = 8
 
 _MAX_PARAM_LENGTH = 256
 _MAX_ITEMS = 1 << 18
@@ -44,12 +46,20 @@ Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=_MAX_ITEMS)]
 _NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Consumer: may I read this prompt? Starts or renews the lease.
+class GroupHashes(msgspec.Struct, frozen=True, array_like=True):
+    """What a span's blocks of one KV cache group hold: the hashes of those before the tail, in
+    order, and the digest of the tail's tokens up to the span's end, which may be none.
+    """
 
-    ``block_hashes`` are the consumer's own hashes of its full prompt blocks, in order;
-    ``tail_digest`` is that of the first ``num_tail_tokens`` tokens after them. The producer
-    compares both with its lease, so a reference to another prompt's KV is refused.
+    block_hashes: Digests
+    tail_digest: Digest
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """Consumer: may I read the tokens [0, ``end``)? Starts or renews the lease.
+
+    ``groups`` has the consumer's own hashes. The producer compares them with its lease, so a
+    reference to another sequence's KV is refused.
 
     An empty ``epoch`` means that the prompt may still have to reach the producer: whoever routes
     chose ``transfer_id`` and sent both requests at once.
@@ -59,9 +69,8 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     fingerprint: Text
     transfer_id: Name
     epoch: Name
-    block_hashes: Digests
-    num_tail_tokens: int
-    tail_digest: Digest
+    end: int
+    groups: Annotated[tuple[GroupHashes, ...], msgspec.Meta(max_length=64)]
     open_id: int = 0
     """Chosen by the client and echoed: several requests may ask for one transfer."""
     sampling_key: Digest = b""
@@ -69,12 +78,12 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Shown to a worker of the producer it entitles to the first ``num_blocks`` blocks of the
-    lease of this generation: see ``transfer.tickets``.
+    """Shown to a worker of the producer it entitles to the tokens [0, ``end``) of the lease of
+    this generation: see ``transfer.tickets``.
     """
 
     generation: int
-    num_blocks: int
+    end: int
     mac: Digest
 
 
@@ -92,14 +101,13 @@ class Worker(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """Producer: the first ``num_blocks`` blocks and ``num_tail_tokens`` more can be read.
+    """Producer: the tokens [0, ``end``) can be read, in every group.
 
     Without ``is_computed`` they can be read as they are computed: see ``Watch``.
     """
 
     transfer_id: Name
-    num_blocks: int
-    num_tail_tokens: int
+    end: int
     workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=4096)]
     """By tensor-parallel rank."""
     epoch: Name
@@ -163,10 +171,10 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Producer: what of a prompt can be fetched.
+    """Producer: how far a span is computed, in tokens.
 
-        layer   0 .. num_layers_done - 1    the first num_coming blocks
-        the other layers                    the first num_ready blocks
+        layer   0 .. num_layers_done - 1    to num_coming
+        the other layers                    to num_ready
 
     With ``cause`` set nothing more can be, ever.
     """
@@ -204,8 +212,9 @@ class LivePages(msgspec.Struct, frozen=True):
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     """Consumer: write these pages, layer-major, into my staging memory at ``address``.
 
-    ``sessions`` says by which transports that memory can be reached, ``{name: session}``. Of each
-    page, only part ``share`` of ``num_shares`` equal ones.
+    Layers and blocks are counted within KV cache group ``group``. ``sessions`` says by which
+    transports that memory can be reached, ``{name: session}``. Of each page, only part ``share`` of
+    ``num_shares`` equal ones.
 
     With ``live`` whole pages go right into those of the consumer instead, and ``seed`` is 0 unless
     it wants a checksum to compare them with.
@@ -218,6 +227,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     transfer_id: Name
     epoch: Name
     ticket: Ticket
+    group: int
     first_layer: int
     num_layers: int
     block_indices: Indices

@@ -104,7 +104,7 @@ def test_loaded_blocks_are_not_overwritten_by_the_step_before(
 ) -> None:
     """Blocks 1 and 2 are freed while the device still computes into them, and are loaded anew."""
     run_step(
-        side, StepMeta(grants=(steps.GrantSpec(steps.LEASE, "e", (3, 4), 0, 2),)), device, value=7
+        side, StepMeta(grants=(steps.Grant(steps.LEASE, "e", ((3, 4),), 0, 2),)), device, value=7
     )
     source = {name: side.pages(name)[3:5].copy() for name in steps.NAMES}
     load = steps.load_spec(side, block_ids=(1, 2))

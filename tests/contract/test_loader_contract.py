@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages
+from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages, one_group
 from tests.unit.transfer.test_send_receive import Pair
 from vllm_ascend_pd.backends.block_copy import BlockCopier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
@@ -200,12 +200,12 @@ class FromPool(Subject):
         space = KeySpace.of("contract")
         self.tier = GatedTier(self.copier.source)
         copier: Any = self.copier
-        values = BlockValues(copier, self.ours.layout, space)
+        values = BlockValues(copier, one_group(self.ours.layout)[0], space)
         self.engine = FakeTransferEngine()
         slots = StagingPool(self.engine, 4, NUM_THEIRS * values.num_bytes)
         self.slots = [slots]
         self.hashes = [bytes([index]) * 32 for index in range(NUM_THEIRS)]
-        theirs = BlockValues(inner, self.theirs.layout, space)
+        theirs = BlockValues(inner, one_group(self.theirs.layout)[0], space)
         slot = slots.acquire()
         assert slot is not None
         packing = Packing(theirs, slot, range(NUM_THEIRS))
@@ -215,7 +215,7 @@ class FromPool(Subject):
             value = Value(space.key(block_hash), addr, values.num_bytes)
             assert self.tier.put([value]) == [Status.OK]
         packing.close()
-        self.loader = PoolLoader(self.tier, values, space, slots, num_readers=2)
+        self.loader = PoolLoader(self.tier, [values], slots, num_readers=2)
         self.loader.start()
 
     def make_spec(

@@ -29,6 +29,7 @@ from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.pool.messages import Found, Lookup
 from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId, Place
 from vllm_ascend_pd.wire import Opened, Refused, RemotePrefill
@@ -52,7 +53,7 @@ class Peer:
             vocab_size=1000,
         )
         server = PageServer(Endpoint("127.0.0.1", 1), TicketKey())
-        self.worker = server.admit(LeaseRef("t", 1), NUM_BLOCKS + 1)
+        self.worker = server.admit(LeaseRef("t", 1), NUM_TOKENS - 1)
 
     def ask(self) -> BlockSource:
         remote = RemotePrefill(
@@ -71,7 +72,7 @@ class Peer:
 
     def answer(self, source: Any, found: bool) -> None:
         answer = (
-            Opened("t", NUM_BLOCKS, NUM_TOKENS % BLOCK_SIZE - 1, (self.worker,), "e")
+            Opened("t", NUM_TOKENS - 1, (self.worker,), "e")
             if found
             else Refused("t", Cause.LEASE_EXPIRED.value, "gone")
         )
@@ -191,7 +192,8 @@ def test_where_nothing_is_found_the_next_source_is_asked(subject: Any, asked: Bl
 def test_load_names_the_blocks_that_it_fills(ready: BlockSource, in_step: bool) -> None:
     load = ready.make_load(LoadId(7), (1, 4), (21, 24), has_tail=False, in_step=in_step)
     assert (load.load_id, load.block_ids, load.in_step) == (7, (21, 24), in_step)
-    assert not load.has_tail
+    parts = load.blocks if isinstance(load, LoadSpec) else (load,)
+    assert not any(part.has_tail for part in parts)
     assert load.timeout_s > 0
 
 

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     MLAAttentionSpec,
 )
 
@@ -35,7 +36,9 @@ ALIGNMENT = 2 * 1024 * 1024
 
 
 def config_of(spec: Any, names: list[str]) -> KVCacheConfig:
-    return KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(names, spec)])
+    return KVCacheConfig(
+        NUM_BLOCKS, [KVCacheTensor(0, names, 0, 0)], [KVCacheGroupSpec(names, spec)]
+    )
 
 
 def aligned(num_bytes: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_pool_scheduler import World
+from tests.pages import one_group
 from tests.unit.engine.test_pool_io_machine import NoRegistry
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
@@ -212,13 +213,13 @@ class Worker:
         self.pages = np.zeros((NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
         offsets = np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE
         layout = PageLayout(Region(self.pages.ctypes.data, self.pages.nbytes), offsets, PAGE, PAGE)
-        values = BlockValues(make_block_copier(), layout, space)
+        values = BlockValues(make_block_copier(), one_group(layout)[0], space)
         self.tier = FaultyTier(tier)
         self.slots = [StagingPool(NoRegistry(), 4, 8 * values.num_bytes) for _ in range(3)]
         read, write, ahead = self.slots
         slots = PoolSlots(read, write, ahead)
         self.value_bytes = values.num_bytes
-        self.io = PoolIO(self.tier, values, space, slots, 1, Replica(replica, num_replicas))
+        self.io = PoolIO(self.tier, [values], slots, 1, Replica(replica, num_replicas))
         self.io.start()
 
     def load(self, hashes: list[bytes]) -> np.ndarray[Any, Any]:

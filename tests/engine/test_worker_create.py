@@ -37,7 +37,8 @@ from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device, parts
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
-from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.kv.span import LoadBlocks
+from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import LeaseRef, LoadId
@@ -105,7 +106,7 @@ class Host:
         self.worker = side._create(vllm_config, config_of(spec, list(caches)), caches)
         return self.worker
 
-    def step(self, *grants: GrantSpec, loads: tuple[LoadSpec, ...] = ()) -> None:
+    def step(self, *grants: Grant, loads: tuple[LoadSpec, ...] = ()) -> None:
         meta = StepMeta(grants=grants, loads=loads)
         self.worker.begin_step(SimpleNamespace(pd_metadata=meta))
         with self.worker.step_output():
@@ -169,9 +170,10 @@ def test_pages_go_from_one_npu_to_the_other(
     assert isinstance(consumer.worker, DeviceWorkerSide)
     before = {layer: content(ours[layer], 0) for layer in NAMES}
     lease = LeaseRef("t", 1)
-    producer.step(GrantSpec(lease, "e", (4, 5, 1), 0, 3))
-    admitted = (server.page_server.admit(lease, 3),)
-    load = LoadSpec(LoadId(1), admitted, "t", "e", (0, 1, 2), (2, 3, 5), False, False, 10.0)
+    producer.step(Grant(lease, "e", ((4, 5, 1),), 0, 3 * spec.block_size))
+    admitted = (server.page_server.admit(lease, 3 * spec.block_size),)
+    blocks = (LoadBlocks(0, (0, 1, 2), (2, 3, 5)),)
+    load = LoadSpec(LoadId(1), admitted, "t", "e", blocks, False, 10.0)
     consumer.step(loads=(load,))
     result = result_of(consumer)
     assert (result.cause, result.num_resting) == ("", 0)

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
+from tests.pages import one_group
 from tests.unit.transfer.raw_peers import silent_server
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.backends.block_copy import BlockCopier
@@ -30,6 +31,7 @@ from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
 from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
@@ -37,7 +39,7 @@ from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.messages import AheadSpec, DropAhead, Save
 from vllm_ascend_pd.pool.packing import Packing
 from vllm_ascend_pd.pool.values import BlockValues
-from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
+from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
@@ -82,7 +84,7 @@ class Side:
             host="127.0.0.1",
             transports=self.transports,
             copier=copier,
-            layout=self.located.layout,
+            groups=one_group(self.located.layout),
             pool=pools[0],
             grants=grants,
             allows_host=lambda host: True,
@@ -90,7 +92,7 @@ class Side:
             trust=trust,
         )
         self.loader = PeerLoader(
-            self.transports.sessions, copier, self.located.layout, pools[1], trust
+            self.transports.sessions, copier, one_group(self.located.layout), pools[1], trust
         )
         self.server.start()
         self.loader.start()
@@ -108,12 +110,12 @@ class Side:
 
     def open_pool(self, copier: BlockCopier, pools: list[StagingPool]) -> PoolIO:
         space = KeySpace.of("steps")
-        values = BlockValues(copier, self.located.layout, space)
+        values = BlockValues(copier, one_group(self.located.layout)[0], space)
         slots = [StagingPool(self.engine, 1, 2 * values.num_bytes) for _ in range(3)]
         pools += slots
         read, write, ahead = slots
         self.memory = MemoryTier(1 << 20)
-        pool = PoolIO(self.memory, values, space, PoolSlots(read, write, ahead), 1)
+        pool = PoolIO(self.memory, [values], PoolSlots(read, write, ahead), 1)
         pool.start()
         return pool
 
@@ -169,22 +171,28 @@ def pooled() -> Iterator[Side]:
 LEASE = LeaseRef("t", 1)
 
 
-def load_spec(side: Side, load_id: int = 1, *, in_step: bool = True, **changes: Any) -> LoadSpec:
+def load_spec(
+    side: Side,
+    load_id: int = 1,
+    *,
+    in_step: bool = True,
+    block_ids: tuple[int, int] = (6, 7),
+    has_tail: bool = False,
+    **changes: Any,
+) -> LoadSpec:
     fields: dict[str, Any] = {
         "load_id": LoadId(load_id),
         "peers": (side.server.page_server.admit(LEASE, 2),),
         "transfer_id": "t",
         "epoch": "e",
-        "block_indices": (0, 1),
-        "block_ids": (6, 7),
-        "has_tail": False,
+        "blocks": (LoadBlocks(0, (0, 1), block_ids, has_tail),),
         "in_step": in_step,
         "timeout_s": 5.0,
     }
     return LoadSpec(**{**fields, **changes})
 
 
-GRANT = StepMeta(grants=(GrantSpec(LEASE, "e", (1, 2), 0, 2),))
+GRANT = StepMeta(grants=(Grant(LEASE, "e", ((1, 2),), 0, 2),))
 
 
 def test_layers_are_in_the_models_order_whatever_the_allocations(side: Side) -> None:

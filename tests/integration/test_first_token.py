@@ -71,8 +71,8 @@ def test_nothing_of_the_prompt_is_computed(
     step = consumer.schedule_until_admitted(request)
     assert step.output.num_scheduled_tokens == {"c": 1}
     (load,) = step.loads
-    assert load.block_indices == tuple(range(-(-num_tokens // BLOCK_SIZE)))
-    assert load.has_tail is bool(num_tokens % BLOCK_SIZE)
+    assert load.blocks[0].indices == tuple(range(-(-num_tokens // BLOCK_SIZE)))
+    assert load.blocks[0].has_tail is bool(num_tokens % BLOCK_SIZE)
     (new,) = step.output.scheduled_new_reqs
     assert new.num_computed_tokens == num_tokens
     consumer.run_to_end()
@@ -218,7 +218,7 @@ def test_token_is_told_when_the_prompt_is_computed(
     both = Concurrent(producer, consumer, num_tokens, max_tokens=4)
     both.park()
     (load,) = consumer.worker.parked.values()
-    assert load.block_indices == tuple(range(-(-num_tokens // BLOCK_SIZE)))
+    assert load.blocks[0].indices == tuple(range(-(-num_tokens // BLOCK_SIZE)))
     both.compute_prompt()
     if token_first:
         wait_for_token(consumer)
@@ -254,9 +254,9 @@ def test_token_may_be_delivered_before_memory_for_the_prompt_is_found(
     both.park()
     (load,) = consumer.worker.parked.values()
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    assert load.block_indices == tuple(range(num_blocks))
-    assert load.has_tail is bool(num_tokens % BLOCK_SIZE)
-    assert load.num_awaited == num_blocks
+    assert load.blocks[0].indices == tuple(range(num_blocks))
+    assert load.blocks[0].has_tail is bool(num_tokens % BLOCK_SIZE)
+    assert load.num_awaited == num_tokens
     both.end_load()
     consumer.run_to_end()
     consumer.expect_tokens("c", 4)

@@ -165,7 +165,7 @@ def test_tail_that_gave_its_memory_back_is_computed(
     consumer: Engine,
 ) -> None:
     load = park(producer, consumer)
-    assert load.has_tail
+    assert load.blocks[0].has_tail
     consumer.worker.end_parked(load.load_id)
     consumer.step()
     consumer.scheduler.pd.common.parking.drop_tails()

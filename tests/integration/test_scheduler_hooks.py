@@ -60,7 +60,7 @@ from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import Found, Lookup
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
-from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
@@ -111,7 +111,7 @@ class SimulatedWorker:
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], int] = {}
-        self.grants: dict[LeaseRef, GrantSpec] = {}
+        self.grants: dict[LeaseRef, Grant] = {}
         self.requests: dict[str, SimulatedRequest] = {}
         self.parked: dict[LoadId, LoadSpec] = {}
         self.cause_of: Callable[[LoadSpec], str] = lambda spec: ""
@@ -123,7 +123,7 @@ class SimulatedWorker:
 
     def execute(self, output: SchedulerOutput, samples: set[str]) -> ModelRunnerOutput:
         meta = output.pd_metadata
-        new_grants: dict[LeaseRef, GrantSpec] = {}
+        new_grants: dict[LeaseRef, Grant] = {}
         if meta is not None:
             assert isinstance(meta, StepMeta)
             for lease in meta.revokes:
@@ -170,7 +170,7 @@ class SimulatedWorker:
     def _source_of(self, load: LoadSpec) -> SimulatedWorker | None:
         return next((peer for peer in self.peers if _lease_of(load) in peer.grants), None)
 
-    def grant_of(self, load: LoadSpec) -> GrantSpec | None:
+    def grant_of(self, load: LoadSpec) -> Grant | None:
         """What may be read of the prompt by now."""
         source = self._source_of(load)
         return source.grants[_lease_of(load)] if source is not None else None
@@ -179,11 +179,12 @@ class SimulatedWorker:
         source = self._source_of(load)
         if source is None and not cause:
             cause = Cause.LEASE_EXPIRED.value
-        for index, block_id in zip(load.block_indices, load.block_ids, strict=True):
+        (blocks,) = load.blocks
+        for index, block_id in zip(blocks.indices, blocks.block_ids, strict=True):
             for offset in range(BLOCK_SIZE):
                 content = -next(self._garbage)
                 if not cause and source is not None:
-                    theirs = source.grants[_lease_of(load)].block_ids[index]
+                    theirs = source.grants[_lease_of(load)].block_ids[0][index]
                     content = source.slots.get((theirs, offset), 0)
                 self.slots[block_id, offset] = content
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
@@ -571,7 +572,8 @@ def test_grant_is_in_the_step_that_completes_the_prompt(producer: Engine, num_to
     step = producer.schedule()
     (grant,) = step.meta.grants
     table = producer.scheduler.kv_cache_manager.get_block_ids("p")[0]
-    assert grant.block_ids == tuple(table[: (num_tokens - 1) // BLOCK_SIZE + 1])
+    assert grant.block_ids == (tuple(table[: (num_tokens - 1) // BLOCK_SIZE + 1]),)
+    assert grant.num_coming == num_tokens
     producer.finish_step()
     params = producer.params["p"]
     assert params is not None
@@ -588,7 +590,7 @@ def test_hits_that_another_request_computes_in_the_same_step_cannot_be_read_befo
     step = producer.schedule()
     assert step.output.num_scheduled_tokens == {"first": len(prompt), "second": 5}
     (grant,) = step.meta.grants
-    assert (grant.num_ready, grant.num_coming) == (0, 3)
+    assert (grant.num_ready, grant.num_coming) == (0, len(prompt))
     producer.finish_step()
     producer.scheduler.reset_prefix_cache()
 
@@ -603,7 +605,11 @@ def test_blocks_of_earlier_steps_can_be_read_while_the_next_chunk_is_computed(
     for _ in range(3):
         grants += producer.schedule().meta.grants
         producer.finish_step()
-    assert [(grant.num_ready, grant.num_coming) for grant in grants] == [(0, 2), (2, 5), (5, 7)]
+    assert [(grant.num_ready, grant.num_coming) for grant in grants] == [
+        (0, 40),
+        (40, 80),
+        (80, 100),
+    ]
     producer.scheduler.reset_prefix_cache()
 
 
@@ -765,8 +771,9 @@ def expect_readable(producer: Engine) -> None:
     """What consumers may read is the prompt's KV, and stays it."""
     reuse_blocks(producer)
     (grant,) = producer.worker.grants.values()
-    assert len(grant.block_ids) == producer.counts()["pinned_blocks"] == 2
-    simulated = SimulatedRequest(prompt_of(32), list(grant.block_ids))
+    (block_ids,) = grant.block_ids
+    assert len(block_ids) == producer.counts()["pinned_blocks"] == 2
+    simulated = SimulatedRequest(prompt_of(32), list(block_ids))
     assert all(producer.worker.holds(simulated, position) for position in range(32))
     producer.scheduler.reset_prefix_cache()
 
@@ -876,9 +883,9 @@ def test_remote_prompt_is_loaded_and_one_token_computed(
     num_tail = (num_tokens - 1) % BLOCK_SIZE
     (load,) = step.loads
     table = consumer.scheduler.kv_cache_manager.get_block_ids("c")[0]
-    assert load.block_indices == tuple(range(num_full + bool(num_tail)))
+    assert load.blocks[0].indices == tuple(range(num_full + bool(num_tail)))
     assert load.block_ids == tuple(table[: num_full + bool(num_tail)])
-    assert load.has_tail is bool(num_tail)
+    assert load.blocks[0].has_tail is bool(num_tail)
     assert load.in_step
     (peer,) = load.peers
     assert Endpoint(peer.host, peer.port) == PAGE_SERVER.endpoint
@@ -986,7 +993,7 @@ def test_hole_is_filled_and_later_local_blocks_are_used(producer: Engine, consum
     step = consumer.schedule_until_admitted(request)
     assert step.output.num_scheduled_tokens == {"c": 1}
     (load,) = step.loads
-    assert load.block_indices == (2, 3, 6)
+    assert load.blocks[0].indices == (2, 3, 6)
     table = consumer.scheduler.kv_cache_manager.get_block_ids("c")[0]
     assert [table[i] for i in (0, 1, 4, 5)] == kept
     consumer.run_to_end()
@@ -1001,7 +1008,7 @@ def test_local_blocks_beyond_what_the_peer_has_are_used(producer: Engine, consum
     step = consumer.schedule_until_admitted(request)
     assert step.output.num_scheduled_tokens == {"c": 4}
     (load,) = step.loads
-    assert load.block_indices == (0, 1)
+    assert load.blocks[0].indices == (0, 1)
     consumer.run_to_end()
     consumer.expect_tokens("c", 2)
 
@@ -1014,8 +1021,8 @@ def test_only_the_tail_is_loaded_when_all_blocks_are_cached(
     request = consumer.add("c", prompt_of(100), params)
     step = consumer.schedule_until_admitted(request)
     (load,) = step.loads
-    assert load.block_indices == (6,)
-    assert load.has_tail
+    assert load.blocks[0].indices == (6,)
+    assert load.blocks[0].has_tail
     consumer.run_to_end()
     consumer.expect_tokens("c", 1)
 
@@ -1039,8 +1046,8 @@ def test_longer_prompt_loads_what_the_peer_has(producer: Engine, consumer: Engin
     step = consumer.schedule_until_admitted(request)
     assert step.output.num_scheduled_tokens == {"c": 52}
     (load,) = step.loads
-    assert load.block_indices == (0, 1, 2)
-    assert not load.has_tail
+    assert load.blocks[0].indices == (0, 1, 2)
+    assert not load.blocks[0].has_tail
     consumer.run_to_end()
     consumer.expect_tokens("c", 2)
 
@@ -1151,9 +1158,9 @@ def test_parked_load_holds_its_blocks_and_ends_cached(producer: Engine, engines:
     request = consumer.add("c", prompt_of(100), params, max_tokens=2)
     consumer.run(lambda: bool(consumer.worker.parked))
     ((load_id, load),) = consumer.worker.parked.items()
-    assert load.block_indices == tuple(range(7))
+    assert load.blocks[0].indices == tuple(range(7))
     assert not load.in_step
-    assert load.has_tail
+    assert load.blocks[0].has_tail
     assert request.status is RequestStatus.WAITING_FOR_KV
     assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 7
     assert consumer.cached_block(request, 0) is None
@@ -1256,7 +1263,7 @@ def test_parked_load_brings_only_what_is_missing(producer: Engine, engines: Engi
     consumer.add("c", prompt_of(100), params)
     consumer.run(lambda: bool(consumer.worker.parked))
     ((load_id, load),) = consumer.worker.parked.items()
-    assert load.block_indices == (1, 4, 6)
+    assert load.blocks[0].indices == (1, 4, 6)
     consumer.worker.end_parked(load_id)
     consumer.run_to_end()
     consumer.expect_tokens("c", 1)
@@ -1373,7 +1380,7 @@ def test_prompt_is_loaded_where_that_is_sooner(producer: Engine, weighing: Engin
     params = producer.prefill("p", prompt_of(100))
     request = weighing.add("c", prompt_of(100), params)
     (load,) = weighing.schedule_until_admitted(request).loads
-    assert load.block_indices == tuple(range(7))
+    assert load.blocks[0].indices == tuple(range(7))
     weighing.run_to_end()
     weighing.expect_tokens("c", 1)
 
@@ -1386,7 +1393,7 @@ def test_part_is_loaded_for_what_it_makes_usable(producer: Engine, weighing: Eng
     params = producer.prefill("p", prompt_of(130))
     request = weighing.add("c", prompt_of(130), params)
     (load,) = weighing.schedule_until_admitted(request).loads
-    assert load.block_indices == (1,)
+    assert load.blocks[0].indices == (1,)
     weighing.run_to_end()
     weighing.expect_tokens("c", 1)
 
@@ -1566,7 +1573,7 @@ def test_phantoms_of_a_failed_source_are_withdrawn(producer: Engine, engines: En
     short = consumer.add("d", [*prompt_of(32), 5, 6], max_tokens=2)
     consumer.worker.cause_of = fail_all
     step = consumer.schedule_until_admitted(short)
-    assert step.loads[0].block_indices == (0, 1)
+    assert step.loads[0].blocks[0].indices == (0, 1)
     assert consumer.counts()["phantoms"] == 4
     consumer.finish_step()
     assert consumer.counts()["phantoms"] == 0

@@ -18,6 +18,7 @@ from vllm_ascend_pd.wire import (
     DataMessage,
     Fetch,
     Fetched,
+    GroupHashes,
     Heartbeat,
     Open,
     Opened,
@@ -36,15 +37,16 @@ from vllm_ascend_pd.wire import (
 
 TICKET = Ticket(7, 3, b"\xff" * 16)
 CONTROL = [
-    Open(1, "same", "t", "e", (b"\x00" * 32, b"\xff" * 32), 3, b"digest"),
-    Opened("t", 2, 3, (Worker("127.0.0.1", 5, TICKET, "key"),), "e", False, 4),
+    Open(1, "same", "t", "e", 35, (GroupHashes((b"\x00" * 32, b"\xff" * 32), b"digest"),)),
+    Open(1, "same", "t", "", 64, (GroupHashes((b"a", b"b"), b"c"), GroupHashes((b"d",), b"e"))),
+    Opened("t", 35, (Worker("127.0.0.1", 5, TICKET, "key"),), "e", False, 4),
     Waiting("t", 4),
     Refused("t", "lease_expired", "no such lease"),
     Heartbeat(("t", "u"), "e"),
     Release("t", "e"),
 ]
 DATA = [
-    Fetch(1, "t", "e", TICKET, 0, 4, (0, 1, 5), {"shm": "a"}, 1 << 47, 4096, (1 << 63) - 1),
+    Fetch(1, "t", "e", TICKET, 2, 0, 4, (0, 1, 5), {"shm": "a"}, 1 << 47, 4096, (1 << 63) - 1),
     Fetched(1, (1 << 64) - 1),
     Fetched(1, 0, "bad_params", "mooncake"),
     Watch("t", "e", TICKET, True),
@@ -221,11 +223,11 @@ def test_any_params_are_accepted_or_a_transfer_error(changes: dict[str, Any]) ->
         Heartbeat(("t\x1b[2J",), "e"),
         Refused("t", "bad_params", "one line\nanother"),
         Refused("t", "a cause of its own", ""),
-        Opened("t", 1, 0, (Worker("h" * 257, 5, TICKET, ""),), "e"),
-        Opened("t", 1, 0, (Worker("h", 65536, TICKET, ""),), "e"),
-        Opened("t", 1, 0, (Worker("h", 0, TICKET, ""),), "e"),
-        Open(7, "f", "t", "e", (b"x" * 65,), 0, b""),
-        Open(7, "f", "t", "e", (b"",) * ((1 << 18) + 1), 0, b""),
+        Opened("t", 1, (Worker("h" * 257, 5, TICKET, ""),), "e"),
+        Opened("t", 1, (Worker("h", 65536, TICKET, ""),), "e"),
+        Opened("t", 1, (Worker("h", 0, TICKET, ""),), "e"),
+        Open(8, "f", "t", "e", 0, (GroupHashes((b"x" * 65,), b""),)),
+        Open(8, "f", "t", "e", 0, (GroupHashes((b"",) * ((1 << 18) + 1), b""),)),
     ],
     ids=lambda message: repr(message)[:60],
 )

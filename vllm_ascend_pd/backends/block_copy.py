@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ from vllm_ascend_pd.backends.page_ring import RingPacker, RingPlacer
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -79,6 +82,10 @@ class PageLayout:
         """The same pages, only of layers [start, stop)."""
         return replace(self, layer_offsets=self.layer_offsets[start:stop])
 
+    def pick(self, layers: Sequence[int]) -> PageLayout:
+        """The same pages, only of these layers."""
+        return replace(self, layer_offsets=self.layer_offsets[list(layers)])
+
     def divides(self, count: int) -> bool:
         """Whether a page is a run of `count` equal parts."""
         return count > 0 and self.page_bytes % count == 0
@@ -94,6 +101,28 @@ class PageLayout:
     def num_bytes(self, num_blocks: int) -> int:
         """Staging bytes that `num_blocks` blocks of all layers take."""
         return len(self.layer_offsets) * num_blocks * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupPages:
+    """The pages of one KV cache group, whose blocks are of ``block_size`` tokens.
+
+    ``layers[i]`` says which of the engine's attention layers layer i of ``layout`` is, counted in
+    the order in which the model runs them.
+    """
+
+    block_size: int
+    layout: PageLayout
+    layers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: PageLayout, block_size: int, layers: Sequence[int]) -> GroupPages:
+        """``layout`` is that of all layers."""
+        return cls(block_size, layout.pick(layers), tuple(layers))
+
+    def num_among(self, num_layers: int) -> int:
+        """How many of its layers are among the first ``num_layers`` of the engine."""
+        return bisect_left(self.layers, num_layers)
 
 
 class BlockCopier(ABC):

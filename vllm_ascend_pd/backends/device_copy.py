@@ -33,7 +33,7 @@ from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
 from vllm_ascend_pd.backends.page_kernels import Cut, Lane, index_of, pick, put
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -89,6 +89,13 @@ class DevicePageLayout(PageLayout):
             self,
             layer_offsets=self.layer_offsets[start:stop],
             segments=self.segments[start:stop],
+        )
+
+    def pick(self, layers: Sequence[int]) -> DevicePageLayout:
+        return replace(
+            self,
+            layer_offsets=self.layer_offsets[list(layers)],
+            segments=tuple(self.segments[layer] for layer in layers),
         )
 
     def divides(self, count: int) -> bool:

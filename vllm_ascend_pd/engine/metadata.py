@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_ascend_pd.engine.vllm_api.connector import KVConnectorWorkerMetadata
 from vllm_ascend_pd.pool.messages import AheadSpec, Message, PoolLoadSpec
-from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import LeaseRef, LoadId
 
@@ -28,7 +28,7 @@ class StepMeta(msgspec.Struct, frozen=True):
 
     revokes: tuple[LeaseRef, ...] = ()
     cancels: tuple[LoadId, ...] = ()
-    grants: tuple[GrantSpec, ...] = ()
+    grants: tuple[Grant, ...] = ()
     loads: tuple[LoadSpec | PoolLoadSpec, ...] = ()
     saves: tuple[Message, ...] = ()
     """Of blocks that earlier steps have filled, and what goes with them (``PoolIO.handle``)."""

@@ -52,6 +52,17 @@ class GroupBlocks(NamedTuple):
     hashes: tuple[bytes, ...] = ()
 
 
+class LoadBlocks(NamedTuple):
+    """Some blocks of a span in one group: its blocks ``indices`` go to ``block_ids`` of this
+    engine. With ``has_tail`` the last one is the tail, which must be in place before a forward.
+    """
+
+    group: int
+    indices: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    has_tail: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens [start, end) of a sequence; ``groups[i]`` are the blocks of the engine's group ``i``.

@@ -2,7 +2,7 @@
 """Values as plain files, which a restart of the engine finds again.
 
 <pool.ssd.path>/lock                         held while the folder is used
-<pool.ssd.path>/pd1/3f0c9a…/8e/8e17…         one value, by its key; 8e: begin of the block hash
+<pool.ssd.path>/pd2/3f0c9a…/8e/8e17…         one value, by its key; 8e: begin of the block hash
 <pool.ssd.path>/.pd-value-17                 one that is being written
 """
 

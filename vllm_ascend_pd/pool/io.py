@@ -31,8 +31,9 @@ from vllm_ascend_pd.pool.messages import (
 from vllm_ascend_pd.pool.saver import Replica, Saver
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_ascend_pd.backends.staging import StagingPool
-    from vllm_ascend_pd.pool.keys import KeySpace
     from vllm_ascend_pd.pool.tier import Tier
     from vllm_ascend_pd.pool.values import BlockValues
 
@@ -53,29 +54,28 @@ class PoolSlots:
 
 class PoolIO:
     """Main thread: ``loader``, and what is packed ``ahead``. All else comes over the link and runs
-    on threads of its own.
+    on threads of its own. ``values`` are by KV cache group.
     """
 
     def __init__(
         self,
         tier: Tier,
-        values: BlockValues,
-        space: KeySpace,
+        values: Sequence[BlockValues],
         slots: PoolSlots,
         num_readers: int,
         replica: Replica = Replica(),  # noqa: B008 - frozen
     ) -> None:
         self._tier = tier
-        self._space = space
-        self.blocks_per_batch = slots.read.slot_bytes // values.num_bytes
+        self._values = values
+        self.blocks_per_batch = min(slots.read.slot_bytes // each.num_bytes for each in values)
         """At most so many blocks are in one save."""
         self._lookups: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._folder = SocketFolder()
         self.address = str(self._folder.path / "pool")
         self._link = PoolLink("pd-pool-link", self.handle)
         self._link.listen(self.address)
-        self.loader = PoolLoader(tier, values, space, slots.read, num_readers)
-        self._saver = Saver(tier, values, space, slots.write, slots.ahead, replica, self._link.send)
+        self.loader = PoolLoader(tier, values, slots.read, num_readers)
+        self._saver = Saver(tier, values, slots.write, slots.ahead, replica, self._link.send)
         self.ahead = self._saver.ahead
         self._thread = threading.Thread(
             target=self._run_lookups, name="pd-pool-lookup", daemon=True
@@ -117,7 +117,7 @@ class PoolIO:
             started = time.monotonic()
             lookups = [lookup for lookup in lookups if started < lookup.before]
             keys = [
-                self._space.key(block_hash)
+                self._values[lookup.group].key(block_hash)
                 for lookup in lookups
                 for block_hash in split_hashes(lookup.hashes, lookup.hash_bytes)
             ]

@@ -3,9 +3,9 @@
 
 A block hash says which tokens (and which LoRA, ``cache_salt``, images) came before and in a block.
 It says nothing about the model or how its KV is laid out, so two engines share a key only when
-their fingerprints are equal too.
+their fingerprints are equal too; nor about the KV cache group, which has layers of its own.
 
-    pd1/3f0c9a…(16)/8e17…   = format / fingerprint digest / block hash
+    pd2/3f0c9a…(16)/8e17…   = format / digest of fingerprint, share and group / block hash
 
 With tensor parallelism each worker stores its share of the KV heads under a key of its own. Workers
 that hold the same share (fewer KV heads than workers, MLA) have the same keys.
@@ -18,8 +18,8 @@ import hmac
 import os
 from dataclasses import dataclass, field
 
-FORMAT_VERSION = 1
-"""Of keys and values. 1: header of 64 bytes, then the pages, layer-major."""
+FORMAT_VERSION = 2
+"""Of keys and values. 1: header of 64 bytes, then the pages, layer-major. 2: keys of each group."""
 
 PREFIX = f"pd{FORMAT_VERSION}/"
 """All keys of this format begin with it."""
@@ -29,7 +29,7 @@ _DIGEST_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """The keys of all engines whose KV is interchangeable."""
+    """The keys of one KV cache group of all engines whose KV is interchangeable."""
 
     prefix: str
     seed: int
@@ -38,12 +38,18 @@ class KeySpace:
 
     @classmethod
     def of(
-        cls, fingerprint: str, share: int = 0, num_shares: int = 1, secret: bytes = b""
+        cls,
+        fingerprint: str,
+        share: int = 0,
+        num_shares: int = 1,
+        secret: bytes = b"",
+        group: int = 0,
     ) -> KeySpace:
         """``fingerprint`` names model, dtype, layout, block size and packing; ``share`` of
         ``num_shares`` are the KV heads. Who has another ``secret`` shares no key.
         """
-        text = f"{fingerprint} format={FORMAT_VERSION} tp={share}/{num_shares}".encode()
+        named = f"format={FORMAT_VERSION} tp={share}/{num_shares} group={group}"
+        text = f"{fingerprint} {named}".encode()
         digest = hmac.digest(secret, text, "sha256") if secret else hashlib.sha256(text).digest()
         seed = int.from_bytes(digest[-8:], "little") >> 1
         return cls(f"{PREFIX}{digest.hex()[:_DIGEST_LENGTH]}/", seed, secret)

@@ -26,10 +26,9 @@ from vllm_ascend_pd.pool.tier import Status, SupportsView, Tier, Value
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
-    from vllm_ascend_pd.pool.keys import KeySpace
     from vllm_ascend_pd.pool.values import BlockValues
 
 logger = logging.getLogger(__name__)
@@ -49,6 +48,8 @@ class PoolLoad(Load):
     """One load; all fields under the lock."""
 
     spec: PoolLoadSpec
+    values: BlockValues
+    """Of its group."""
     missing: set[int] = field(default_factory=set)
     """Block ids that have not been loaded."""
     num_batches: int = 0
@@ -93,18 +94,17 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
     def __init__(
         self,
         tier: Tier,
-        values: BlockValues,
-        space: KeySpace,
+        values: Sequence[BlockValues],
         slots: StagingPool,
         num_readers: int,
     ) -> None:
-        """``slots`` hold what is read; each holds at least one value."""
+        """``values`` are by KV cache group. ``slots`` hold what is read; each holds at least one
+        value.
+        """
         super().__init__()
         self._tier = tier
         self._values = values
-        self._space = space
         self._slots = slots
-        self._blocks_per_slot = slots.slot_bytes // values.num_bytes
         self._order = count()
         self._batches: queue.PriorityQueue[tuple[int, int, _Batch | None]] = queue.PriorityQueue()
         self._threads = [
@@ -129,11 +129,13 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
             in_step=spec.in_step,
             timeout_s=spec.timeout_s,
             spec=spec,
+            values=self._values[spec.group],
             missing=set(spec.block_ids),
         )
         num_blocks = len(spec.block_ids)
-        num_slots = math.ceil(num_blocks / (self._blocks_per_slot * len(self._threads)))
-        length = self._blocks_per_slot * min(num_slots, _MAX_SLOTS_PER_BATCH)
+        blocks_per_slot = self._blocks_per_slot(load)
+        num_slots = math.ceil(num_blocks / (blocks_per_slot * len(self._threads)))
+        length = blocks_per_slot * min(num_slots, _MAX_SLOTS_PER_BATCH)
         starts = range(0, num_blocks, length)
         load.num_batches = len(starts)
         self._loads[spec.load_id] = [load]
@@ -142,6 +144,9 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
             # A step that waits goes before loads that nobody waits for yet.
             order = (0 if spec.in_step else 1, next(self._order))
             self._batches.put((*order, _Batch(load, start, stop)))
+
+    def _blocks_per_slot(self, load: PoolLoad) -> int:
+        return self._slots.slot_bytes // load.values.num_bytes
 
     # Read threads.
 
@@ -166,14 +171,15 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         if isinstance(self._tier, SupportsView):
             left = self._read_in_place(load, left, self._tier)
         while left and load.ended is None:
-            self._read_staged(load, left[: self._blocks_per_slot])
-            del left[: self._blocks_per_slot]
+            num_blocks = self._blocks_per_slot(load)
+            self._read_staged(load, left[:num_blocks])
+            del left[:num_blocks]
 
     def _read_in_place(self, load: PoolLoad, indices: list[int], tier: SupportsView) -> list[int]:
         """Straight from the tier's memory, where that is in reach; what is left to be read."""
-        spec, size = load.spec, self._values.num_bytes
+        spec, values, size = load.spec, load.values, load.values.num_bytes
         left = []
-        with tier.view([self._space.key(spec.hashes[i]) for i in indices], size) as addrs:
+        with tier.view([values.key(spec.hashes[i]) for i in indices], size) as addrs:
             for i, addr in zip(indices, addrs, strict=True):
                 if not addr or self._unpack(load, i, Region(addr, size), 0) is not Status.OK:
                     left.append(i)
@@ -184,22 +190,22 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         slot = wait_slot(self._slots, lambda: load.ended is not None)
         if slot is None:
             return
-        spec, size = load.spec, self._values.num_bytes
-        values = [
-            Value(self._space.key(spec.hashes[index]), slot.addr + i * size, size)
+        spec, values, size = load.spec, load.values, load.values.num_bytes
+        targets = [
+            Value(values.key(spec.hashes[index]), slot.addr + i * size, size)
             for i, index in enumerate(indices)
         ]
         with slot:
             # What a stalled owner sends may land when it goes on, also after the call has raised.
             slot.quarantine(QUARANTINE_S)
-            statuses = self._tier.get(values)
+            statuses = self._tier.get(targets)
             if Status.FAILED not in statuses:
                 slot.quarantine(0)
             damaged = self._place(load, indices, statuses, slot.region)
         if damaged:
             # The first value of a key stays, so a bad one would be found for ever.
             logger.warning("the pool had %d values that do not verify; removed", len(damaged))
-            self._tier.remove([self._space.key(spec.hashes[index]) for index in damaged])
+            self._tier.remove([values.key(spec.hashes[index]) for index in damaged])
 
     def _place(
         self, load: PoolLoad, indices: list[int], statuses: list[Status], memory: Region
@@ -209,7 +215,7 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         for i, index in enumerate(indices):
             status: Status | None = statuses[i]
             if status is Status.OK:
-                status = self._unpack(load, index, memory, i * self._values.num_bytes)
+                status = self._unpack(load, index, memory, i * load.values.num_bytes)
             if status is None:
                 return []
             if status is not Status.OK:
@@ -226,8 +232,8 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         with load.lock:
             if load.ended is not None:
                 return None
-            status = self._values.unpack(block_id, block_hash, memory, offset)
+            status = load.values.unpack(block_id, block_hash, memory, offset)
             if status is Status.OK:
-                load.num_bytes += self._values.num_bytes
+                load.num_bytes += load.values.num_bytes
                 load.missing.discard(block_id)
         return status

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoadSpec:
-    """Blocks of the pool to load: the value of ``hashes[i]`` goes to ``block_ids[i]``."""
+    """Blocks of the pool to load, in one KV cache group: the value of ``hashes[i]`` goes to
+    ``block_ids[i]``.
+    """
 
     load_id: LoadId
     hashes: tuple[bytes, ...]
@@ -39,6 +41,7 @@ class PoolLoadSpec:
     timeout_s: float
     has_tail: bool = False
     """Whether the forward writes into the last of them, so that it must be in place before."""
+    group: int = 0
 
 
 class AheadSpec(msgspec.Struct, frozen=True):
@@ -48,6 +51,7 @@ class AheadSpec(msgspec.Struct, frozen=True):
 
     ahead_id: int
     block_ids: tuple[int, ...]
+    group: int = 0
 
 
 class Lookup(msgspec.Struct, tag=True, frozen=True):
@@ -57,6 +61,7 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
     hashes: bytes
     hash_bytes: int
     before: float
+    group: int = 0
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):
@@ -79,6 +84,7 @@ class Save(msgspec.Struct, tag=True, frozen=True):
     block_ids: tuple[int, ...]
     hashes: tuple[bytes, ...]
     ahead_id: int = 0
+    group: int = 0
 
 
 class DropAhead(msgspec.Struct, tag=True, frozen=True):

@@ -55,6 +55,10 @@ class Packing:
             )
             self._num_layers = stop
 
+    def pack_done(self, num_layers: int) -> None:
+        """What is in the first ``num_layers`` of the engine."""
+        self.pack(self._values.num_among(num_layers))
+
     def pack_all(self) -> None:
         self.pack(self._values.num_layers)
 
@@ -84,7 +88,7 @@ class PackAhead:
     """Packs what a step announces, as far as slots are free; it never waits for one."""
 
     def __init__(
-        self, values: BlockValues, slots: StagingPool | None, owns: Callable[[int], bool]
+        self, values: Sequence[BlockValues], slots: StagingPool | None, owns: Callable[[int], bool]
     ) -> None:
         """Without ``slots`` nothing is packed ahead; blocks that it does not own never are."""
         self._values = values
@@ -112,7 +116,7 @@ class PackAhead:
             if slot is None:
                 break
             own = list(filter(self._owns, spec.block_ids))
-            packing = Packing(self._values, slot, own)
+            packing = Packing(self._values[spec.group], slot, own)
             with self._lock:
                 self._packings[spec.ahead_id] = packing
             self._in_step.append(packing)
@@ -132,7 +136,7 @@ class PackAhead:
                     if stop is None:
                         packing.close()
                     else:
-                        packing.pack(stop)
+                        packing.pack_done(stop)
             except Exception:
                 logger.exception("blocks cannot be packed ahead")
 

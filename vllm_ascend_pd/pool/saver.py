@@ -21,10 +21,9 @@ from vllm_ascend_pd.pool.packing import PackAhead, Packing
 from vllm_ascend_pd.pool.tier import Status, Tier, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_ascend_pd.backends.staging import StagingPool
-    from vllm_ascend_pd.pool.keys import KeySpace
     from vllm_ascend_pd.pool.values import BlockValues
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,7 @@ class Saver:
     def __init__(
         self,
         tier: Tier,
-        values: BlockValues,
-        space: KeySpace,
+        values: Sequence[BlockValues],
         slots: StagingPool,
         ahead_slots: StagingPool | None,
         replica: Replica,
@@ -72,7 +70,6 @@ class Saver:
         """
         self._tier = tier
         self._values = values
-        self._space = space
         self._slots = slots
         self._owns = replica.owns
         self._answer = answer
@@ -142,7 +139,7 @@ class Saver:
                 self._owns(block_id) and status == Status.OK.value
                 for block_id, status in zip(save.block_ids, statuses, strict=True)
             )
-            num_bytes = num_stored * self._values.num_bytes
+            num_bytes = num_stored * self._values[save.group].num_bytes
             if DROPPED in statuses and not queued.is_packed:
                 self._answer(Packed(save.save_id))
             elapsed_ms = (time.monotonic() - started) * 1000
@@ -151,6 +148,7 @@ class Saver:
     def _save(self, queued: _Queued) -> list[str]:
         """At most what one slot holds."""
         save = queued.save
+        values = self._values[save.group]
         packing = queued.packing or self._begin_packing(save)
         if packing is None:
             return [DROPPED] * len(save.block_ids)
@@ -166,9 +164,9 @@ class Saver:
             statuses = self._put(
                 [
                     Value(
-                        self._space.key(save.hashes[i]),
+                        values.key(save.hashes[i]),
                         packing.seal(save.block_ids[i], save.hashes[i]),
-                        self._values.num_bytes,
+                        values.num_bytes,
                     )
                     for i in own
                 ]
@@ -187,7 +185,7 @@ class Saver:
         slot = wait_slot(self._slots, lambda: save.save_id <= self._dropped_saves or self._stopping)
         if slot is None:
             return None
-        return Packing(self._values, slot, list(filter(self._owns, save.block_ids)))
+        return Packing(self._values[save.group], slot, list(filter(self._owns, save.block_ids)))
 
     def _put(self, values: list[Value]) -> list[Status]:
         """What finds memory full is tried again for a moment, since room is made in the background;

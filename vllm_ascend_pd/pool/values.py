@@ -24,7 +24,7 @@ from vllm_ascend_pd.pool.tier import Status
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages, Region
     from vllm_ascend_pd.pool.keys import KeySpace
 
 _MAGIC = b"PDKVPOOL"
@@ -34,13 +34,15 @@ _MASK = (1 << 63) - 1
 
 
 class BlockValues:
-    """Packs blocks of one engine's KV caches into values, and back. Stateless, any thread."""
+    """Packs blocks of one KV cache group into values, and back. Stateless, any thread."""
 
-    def __init__(self, copier: BlockCopier, layout: PageLayout, space: KeySpace) -> None:
+    def __init__(self, copier: BlockCopier, pages: GroupPages, space: KeySpace) -> None:
         self._copier = copier
-        self._layout = layout
+        self._layout = pages.layout
         self._space = space
-        self._page_bytes = layout.num_bytes(1)
+        self._page_bytes = pages.layout.num_bytes(1)
+        self.key = space.key
+        self.num_among = pages.num_among
 
     @property
     def num_bytes(self) -> int:

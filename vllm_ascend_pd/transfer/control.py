@@ -104,8 +104,8 @@ class ControlServer(Reactor):
     def _on_open(self, identity: bytes, request: Open) -> None:
         answer = self._ask_book(identity, request)
         if isinstance(answer, Waiting):
-            num_hashes = sum(len(waiting[1].block_hashes) for waiting in self._waiting)
-            num_hashes += len(request.block_hashes)
+            opens = (request, *(waiting[1] for waiting in self._waiting))
+            num_hashes = sum(len(it.block_hashes) for each in opens for it in each.groups)
             if len(self._waiting) < _MAX_WAITING and num_hashes <= _MAX_WAITING_HASHES:
                 until = self._clock() + self._arrival_timeout_s
                 self._waiting.append((identity, request, until))

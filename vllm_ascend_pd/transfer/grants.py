@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer's worker may serve, and how far each prompt is computed.
+"""What a producer's worker may serve, and how far each span is computed.
 
-                   blocks  0 .. num_ready   .. num_coming
+                   tokens  0 .. num_ready   .. num_coming
     layers that the running step has done    all of these
     the other layers       all of these      not yet
 
@@ -23,26 +23,16 @@ _NUM_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class GrantSpec:
-    """Blocks of one prompt that peers may read, scheduler to worker, in each step that computes it.
+class Grant:
+    """A span that peers may read, scheduler to worker, in each step that computes some of it.
 
-    ``num_ready`` of them, in the order of the prompt, are computed before the step, ``num_coming``
-    after it. The tail block counts once the whole prompt is computed.
+    ``block_ids`` are its blocks by KV cache group. Its first ``num_ready`` tokens are computed
+    before the step, ``num_coming`` after it.
     """
 
     lease: LeaseRef
     epoch: str
-    block_ids: tuple[int, ...]
-    num_ready: int
-    num_coming: int
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A state of a grant."""
-
-    epoch: str
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     num_ready: int
     num_coming: int
 
@@ -68,15 +58,13 @@ class Grants:
         with self._lock:
             return len(self._grants)
 
-    def begin_step(self, specs: Iterable[GrantSpec]) -> None:
+    def begin_step(self, grants: Iterable[Grant]) -> None:
         with self._lock:
             self._num_layers_done = 0
             self._in_step = []
-            for spec in specs:
-                self._grants[spec.lease] = Grant(
-                    spec.epoch, spec.block_ids, spec.num_ready, spec.num_coming
-                )
-                self._in_step.append(spec.lease)
+            for grant in grants:
+                self._grants[grant.lease] = grant
+                self._in_step.append(grant.lease)
 
     def layer_done(self, layer: int) -> None:
         """Layers up to and with this one are computed."""

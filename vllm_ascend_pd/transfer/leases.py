@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.kv.span import Span
     from vllm_ascend_pd.transfer.tickets import PageServer
+    from vllm_ascend_pd.wire import GroupHashes
 
 logger = limited_logger(__name__)
 
@@ -92,25 +93,37 @@ class Lease:
     def ref(self) -> LeaseRef:
         return LeaseRef(self.transfer_id, self.generation)
 
-    def match(self, request: Open) -> tuple[int, int]:
-        """How many leading blocks, and how many tail tokens, ``request`` may read."""
-        hashes, tail = self.span.groups[0].hashes, self.tails[0]
+    def match(self, request: Open) -> int:
+        """How many of the tokens that ``request`` asks for are here, in every group: all, or up to
+        a boundary of all groups' blocks.
+        """
+        if len(request.groups) != len(self.span.groups):
+            return 0
+        matched = (self._match(i, theirs, request.end) for i, theirs in enumerate(request.groups))
+        end = min(matched)
+        if end == request.end:
+            return end
+        return end - end % math.lcm(*(group.block_size for group in self.span.groups))
+
+    def _match(self, group: int, theirs: GroupHashes, end: int) -> int:
+        blocks, tail = self.span.groups[group], self.tails[group]
         num_blocks = 0
-        for ours, theirs in zip(hashes, request.block_hashes, strict=False):
-            if ours != theirs:
+        for our_hash, their_hash in zip(blocks.hashes, theirs.block_hashes, strict=False):
+            if our_hash != their_hash:
                 break
             num_blocks += 1
-        num_before_tail = self.span.num_before_tail(0)
-        count = request.num_tail_tokens
+        num_before_tail = self.span.num_before_tail(group)
+        matched = num_blocks * blocks.block_size
+        count = end - num_before_tail * blocks.block_size
         if (
             num_blocks < num_before_tail
-            or len(request.block_hashes) != num_before_tail
+            or len(theirs.block_hashes) != num_before_tail
             or not 0 < count <= len(tail.token_ids)
         ):
-            return num_blocks, 0
-        parent = hashes[num_before_tail - 1] if num_before_tail else b""
+            return matched
+        parent = blocks.hashes[num_before_tail - 1] if num_before_tail else b""
         digest = tail_digest(parent, tail.extra_keys, tail.token_ids[:count])
-        return num_blocks, count if digest == request.tail_digest else 0
+        return end if digest == theirs.tail_digest else matched
 
 
 class LeaseBook:
@@ -244,21 +257,19 @@ class LeaseBook:
             return Waiting(request.transfer_id)
         if lease is None or not servers:
             return refuse(Cause.LEASE_EXPIRED, "no such lease (expired, released or revoked)")
-        num_blocks, num_tail_tokens = lease.match(request)
-        if not num_blocks and not num_tail_tokens:
+        end = lease.match(request)
+        if not end:
             return refuse(Cause.HASH_MISMATCH, "the lease holds another prompt's KV")
         with self._lock:
             lease.is_opened = True
             self._renew(lease)
-        num_readable = num_blocks + bool(num_tail_tokens)
         first_token_id, first_token_follows = None, False
-        if num_tail_tokens == len(lease.tails[0].token_ids):  # the same prompt to its end
+        if end == request.end == lease.span.end:  # the same to its end
             first_token_id, first_token_follows = self._first_token(lease, request, identity)
         return Opened(
             request.transfer_id,
-            num_blocks,
-            num_tail_tokens,
-            tuple(server.admit(lease.ref, num_readable) for server in servers),
+            end,
+            tuple(server.admit(lease.ref, end) for server in servers),
             self._epoch,
             is_computed,
             first_token_id=first_token_id,

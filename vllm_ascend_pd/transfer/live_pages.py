@@ -17,7 +17,9 @@ from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import LivePages
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from collections.abc import Sequence
+
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages
     from vllm_ascend_pd.transfer.load import InFlight, PeerLoad
     from vllm_ascend_pd.transfer.plan import Piece
     from vllm_ascend_pd.types import Endpoint, LoadId
@@ -42,9 +44,9 @@ class LivePageWrites:
     each write, or is gone for so long.
     """
 
-    def __init__(self, copier: BlockCopier, layout: PageLayout, rest_s: float) -> None:
+    def __init__(self, copier: BlockCopier, groups: Sequence[GroupPages], rest_s: float) -> None:
         self._copier = copier
-        self._runs = page_runs(layout)
+        self._runs = [page_runs(group.layout) for group in groups]
         self._rest_s = rest_s
         # Writes that nobody waits for any more: by fetch until they are answered, or until a time,
         # of peers that are gone.
@@ -57,14 +59,15 @@ class LivePageWrites:
 
         Waits for what the engine has launched on these blocks in their former life.
         """
-        block_ids = load.spec.block_ids[piece.start : piece.stop]
+        block_ids = load.blocks.block_ids[piece.start : piece.stop]
         self._copier.settle(np.array(block_ids, dtype=np.int64))
         with load.lock:
             if load.ended is not None:
                 return None
             load.num_unsettled += 1
-        runs = self._runs[piece.first_layer : piece.first_layer + piece.num_layers]
-        return LivePages(block_ids, runs)
+        runs = self._runs[load.blocks.group]
+        layers = runs[piece.first_layer : piece.first_layer + piece.num_layers]
+        return LivePages(block_ids, layers)
 
     def give_up(self, fetch_id: int, flight: InFlight) -> None:
         """Nobody waits for this answer any more, but the write may still come."""

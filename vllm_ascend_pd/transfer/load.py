@@ -17,9 +17,10 @@ from vllm_ascend_pd.transfer.plan import Piece, plan_pieces, plan_ready
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_ascend_pd.backends.block_copy import PageLayout
+    from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout
     from vllm_ascend_pd.backends.page_ring import RingPlacer
     from vllm_ascend_pd.backends.staging import Slot
+    from vllm_ascend_pd.kv.span import LoadBlocks
     from vllm_ascend_pd.transfer.shares import Share, Source
     from vllm_ascend_pd.types import Endpoint, LoadId
     from vllm_ascend_pd.wire import Progress, Ticket, Worker
@@ -27,38 +28,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Blocks of one lease to load, scheduler to worker.
+    """Blocks of one lease to load, by KV cache group, scheduler to worker.
 
-    ``block_indices[i]`` of the producer's lease goes to ``block_ids[i]`` of this engine. With
-    ``has_tail`` the last one is a tail block, which must be in place before the forward.
     An ``in_step`` load ends within the step that carries it.
 
     ``peers`` are the producer's workers, by tensor-parallel rank; a worker loads from those that
     hold its pages.
 
-    A load with ``num_awaited`` set begins while the producer still computes the prompt, and ends
-    when it has everything and that many of the producer's blocks are computed.
+    A load with ``num_awaited`` set begins while the producer still computes the span, and ends
+    when it has everything and that many of the producer's tokens are computed.
     """
 
     load_id: LoadId
     peers: tuple[Worker, ...]
     transfer_id: str
     epoch: str
-    block_indices: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    has_tail: bool
+    blocks: tuple[LoadBlocks, ...]
     in_step: bool
     timeout_s: float
     num_awaited: int | None = None
 
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Of all groups."""
+        return tuple(block_id for part in self.blocks for block_id in part.block_ids)
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PeerLoad(Load):
-    """What one load takes from one worker of the producer; loader's thread, but for what
-    ``kv.load.Load`` says.
+    """What one load takes from one worker of the producer in one group; loader's thread, but for
+    what ``kv.load.Load`` says.
     """
 
     spec: LoadSpec
+    blocks: LoadBlocks
+    pages: GroupPages
     peer: Endpoint
     ticket: Ticket
     theirs: Share
@@ -83,28 +87,37 @@ class PeerLoad(Load):
     lock, as what is asked for after the end would be written into somebody else's blocks."""
 
     @classmethod
-    def of(cls, spec: LoadSpec, source: Source, layout: PageLayout, piece_bytes: int) -> PeerLoad:
-        """``layout`` is that of this worker's pages."""
+    def of(
+        cls,
+        spec: LoadSpec,
+        blocks: LoadBlocks,
+        source: Source,
+        pages: GroupPages,
+        piece_bytes: int,
+    ) -> PeerLoad:
+        """``pages`` are this worker's of the group."""
         peer = spec.peers[source.rank]
         load = cls(
             load_id=spec.load_id,
             in_step=spec.in_step,
             timeout_s=spec.timeout_s,
             spec=spec,
+            blocks=blocks,
+            pages=pages,
             peer=peer.endpoint,
             ticket=peer.ticket,
             theirs=source.theirs,
-            layout=layout.share(source.ours.index, source.ours.count),
+            layout=pages.layout.share(source.ours.index, source.ours.count),
         )
-        num_layers = len(layout.layer_offsets)
+        num_layers = len(pages.layers)
         load.pieces_of_layer = [0] * num_layers
         if spec.num_awaited is not None:
             load.num_planned = [0] * num_layers
             load.is_complete = False
         else:
-            has_tail = spec.has_tail and spec.in_step
+            has_tail = blocks.has_tail and spec.in_step
             page_bytes = load.layout.page_bytes
-            num_blocks = len(spec.block_ids)
+            num_blocks = len(blocks.block_ids)
             load._plan(plan_pieces(num_layers, num_blocks, has_tail, page_bytes, piece_bytes))
         return load
 
@@ -132,28 +145,34 @@ class PeerLoad(Load):
         return self.is_complete and not self.num_pieces
 
     def has_layer(self, layer: int) -> bool:
-        return not self.pieces_of_layer[layer]
+        index = self.pages.num_among(layer)
+        is_here = index < len(self.pages.layers) and self.pages.layers[index] == layer
+        return not is_here or not self.pieces_of_layer[index]
 
     def has_tails(self) -> bool:
         return not self.tail_pieces
 
     def plan_ready(self, progress: Progress, piece_bytes: int, min_bytes: float) -> None:
-        """The producer computes the prompt: plan what is ready and worth a piece, or the rest at
+        """The producer computes the span: plan what is ready and worth a piece, or the rest at
         the end.
         """
-        spec = self.spec
+        spec, indices = self.spec, self.blocks.indices
         assert spec.num_awaited is not None
         if progress != self.progress and (progress.num_ready or progress.num_layers_done):
             # It computes: from here on the term runs anew with every sign of that.
             self.deadline = max(self.deadline, time.monotonic() + spec.timeout_s)
         self.progress = progress
         is_last = progress.num_ready >= spec.num_awaited
-        num_ready = bisect_left(spec.block_indices, progress.num_ready)
-        if is_last:  # all of them: what the producer does not have it refuses
-            num_ready = len(spec.block_indices)
-        num_coming = bisect_left(spec.block_indices, progress.num_coming)
+        num_ready, num_coming = (
+            # At the end all of them: what the producer does not have it refuses.
+            bisect_left(indices, num_tokens // self.pages.block_size)
+            if num_tokens < spec.num_awaited
+            else len(indices)
+            for num_tokens in (progress.num_ready, progress.num_coming)
+        )
+        num_layers_done = self.pages.num_among(progress.num_layers_done)
         ready = [
-            max(planned, num_coming if layer < progress.num_layers_done else num_ready)
+            max(planned, num_coming if layer < num_layers_done else num_ready)
             for layer, planned in enumerate(self.num_planned)
         ]
         page_bytes = self.layout.page_bytes
@@ -192,7 +211,7 @@ class InFlight:
         """Where it goes."""
         load, piece = self.load, self.piece
         layers = load.layout.for_layers(piece.first_layer, piece.first_layer + piece.num_layers)
-        return layers, np.array(load.spec.block_ids[piece.start : piece.stop], dtype=np.int64)
+        return layers, np.array(load.blocks.block_ids[piece.start : piece.stop], dtype=np.int64)
 
     def num_bytes(self) -> int:
         return self.piece.num_bytes(self.load.layout.page_bytes)

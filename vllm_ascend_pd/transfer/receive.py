@@ -35,9 +35,9 @@ from vllm_ascend_pd.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.live_pages import DirectPlacement
@@ -71,7 +71,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self,
         sessions: Mapping[str, str],
         copier: BlockCopier,
-        layout: PageLayout,
+        groups: Sequence[GroupPages],
         pool: StagingPool,
         trust: Trust,
         answer_timeout_s: float = 2.0,
@@ -93,15 +93,14 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._slots_per_load = max(1, pool.num_slots - pool.num_slots // 4)
         self._sessions = dict(sessions)
         self._copier = copier
-        self._layout = layout
+        self._groups = groups
         self._pool = pool
-        self._num_layers = len(layout.layer_offsets)
         self._peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._active: list[PeerLoad] = []
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
         rest_s = placement.rest_s if placement is not None else 0.0
-        self._live_pages = LivePageWrites(copier, layout, rest_s)
+        self._live_pages = LivePageWrites(copier, groups, rest_s)
         self._rings = Rings(sessions, copier, self._in_flight, self.attempt, self._fail)
         self._heard_at: dict[Endpoint, float] = {}
         self._next_fetch_id = random.getrandbits(48)
@@ -112,9 +111,14 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         """Begin a load; returns at once."""
         loads = [
             PeerLoad.of(
-                spec, source, self._layout, self._piece_bytes(spec.peers[source.rank].endpoint)
+                spec,
+                blocks,
+                source,
+                self._groups[blocks.group],
+                self._piece_bytes(spec.peers[source.rank].endpoint),
             )
             for source in self._sharding.sources(len(spec.peers))
+            for blocks in spec.blocks
         ]
         for load in loads:
             load.others = [other for other in loads if other is not load]
@@ -257,9 +261,10 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
                 transfer_id=spec.transfer_id,
                 epoch=spec.epoch,
                 ticket=load.ticket,
+                group=load.blocks.group,
                 first_layer=piece.first_layer,
                 num_layers=piece.num_layers,
-                block_indices=spec.block_indices[piece.start : piece.stop],
+                block_indices=load.blocks.indices[piece.start : piece.stop],
                 sessions=self._sessions,
                 address=slot.addr,
                 num_bytes=flight.num_bytes(),

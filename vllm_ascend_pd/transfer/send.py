@@ -34,9 +34,11 @@ from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef
 from vllm_ascend_pd.wire import Fetch, Fetched, Packing, Progress, Watch, decode_data, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from numpy.typing import NDArray
+
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages, PageLayout
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.backends.transfer_engine import TransferHandle
     from vllm_ascend_pd.backends.transports import Route, Transports
@@ -83,7 +85,7 @@ class DataServer(Reactor):
         host: str,
         transports: Transports,
         copier: BlockCopier,
-        layout: PageLayout,
+        groups: Sequence[GroupPages],
         pool: StagingPool,
         grants: Grants,
         allows_host: Callable[[str], bool],
@@ -93,8 +95,8 @@ class DataServer(Reactor):
         super().__init__("pd-data-server")
         self._transports = transports
         self._copier = copier
-        self._layout = layout
-        self._runs = page_runs(layout)
+        self._groups = groups
+        self._runs = [page_runs(group.layout) for group in groups]
         self._pool = pool
         self._grants = grants
         self._allows_host = allows_host
@@ -133,9 +135,12 @@ class DataServer(Reactor):
         """Whether an open was accepted for what it asks for."""
         if not self.page_server.key.accepts(message.transfer_id, message.ticket):
             return False
-        return isinstance(message, Watch) or all(
-            index < message.ticket.num_blocks for index in message.block_indices
-        )
+        if isinstance(message, Watch):
+            return True
+        if not 0 <= message.group < len(self._groups):
+            return False
+        block_size = self._groups[message.group].block_size
+        return all(index * block_size < message.ticket.end for index in message.block_indices)
 
     def _refuse(self, identity: bytes, message: Fetch | Watch) -> None:
         self._trust.note_refused(Reason.NO_TICKET, f"a consumer of {message.transfer_id[:64]!r}")
@@ -234,9 +239,8 @@ class DataServer(Reactor):
         if fetch.live is not None:
             return self._start_direct(identity, fetch, slot, grant, route)
         engine = route.engine
-        layers = self._layout.for_layers(fetch.first_layer, fetch.first_layer + fetch.num_layers)
-        layers = layers.share(fetch.share, fetch.num_shares)
-        ids = np.array([grant.block_ids[index] for index in fetch.block_indices], dtype=np.int64)
+        layers = self._layers(fetch).share(fetch.share, fetch.num_shares)
+        ids = _block_ids(fetch, grant)
         if self._rings.start(identity, fetch, route, layers, ids):
             return None
         if fetch.num_bytes > self._pool.slot_bytes:
@@ -265,17 +269,14 @@ class DataServer(Reactor):
         refused = Fetched(fetch.fetch_id, 0, Cause.BAD_PARAMS.value, route.name)
         if not isinstance(engine, SupportsDirectPlacement) or not engine.direct_placement:
             return refused
-        stop_layer = fetch.first_layer + fetch.num_layers
-        block_ids = [grant.block_ids[index] for index in fetch.block_indices]
-        ids = np.array(block_ids, dtype=np.int64)
+        ids = _block_ids(fetch, grant)
         checksum = 0
         try:
-            runs = self._runs[fetch.first_layer : stop_layer]
-            writes = plan_writes(runs, block_ids, fetch.live.layers, fetch.live.block_ids)
+            runs = self._runs[fetch.group][fetch.first_layer :][: fetch.num_layers]
+            writes = plan_writes(runs, ids.tolist(), fetch.live.layers, fetch.live.block_ids)
             self._copier.settle(ids)
             if fetch.seed:
-                layers = self._layout.for_layers(fetch.first_layer, stop_layer)
-                checksum = self._copier.gather(layers, ids, slot.region, 0, fetch.seed)
+                checksum = self._copier.gather(self._layers(fetch), ids, slot.region, 0, fetch.seed)
             handle = engine.submit_batch(route.session, *writes)
         except ValueError as e:
             logger.warning("a peer's pages do not fit ours: %s", e)
@@ -290,15 +291,15 @@ class DataServer(Reactor):
             return Cause.LEASE_EXPIRED
         if fetch.epoch != grant.epoch:
             return Cause.WRONG_EPOCH
-        num_layers = len(self._layout.layer_offsets)
+        group, block_ids = self._groups[fetch.group], grant.block_ids[fetch.group]
         stop_layer = fetch.first_layer + fetch.num_layers
-        if not 0 <= fetch.share < fetch.num_shares or not self._layout.divides(fetch.num_shares):
+        if not 0 <= fetch.share < fetch.num_shares or not group.layout.divides(fetch.num_shares):
             return Cause.BAD_PARAMS
-        page_bytes = self._layout.page_bytes // fetch.num_shares
+        page_bytes = group.layout.page_bytes // fetch.num_shares
         num_bytes = fetch.num_layers * len(fetch.block_indices) * page_bytes
         if (
-            not 0 <= fetch.first_layer < stop_layer <= num_layers
-            or not all(0 <= index < len(grant.block_ids) for index in fetch.block_indices)
+            not 0 <= fetch.first_layer < stop_layer <= len(group.layers)
+            or not all(0 <= index < len(block_ids) for index in fetch.block_indices)
             or num_bytes != fetch.num_bytes
             or not 0 < num_bytes <= self._max_bytes(fetch)
             or min(fetch.seed, fetch.address) < 0
@@ -306,10 +307,16 @@ class DataServer(Reactor):
             or not all(self._may_write_to(*session) for session in fetch.sessions.items())
         ):
             return Cause.BAD_PARAMS
-        num_computed = grant.num_coming if stop_layer <= num_layers_done else grant.num_ready
-        if max(fetch.block_indices) >= num_computed:
-            return Cause.NOT_COMPUTED
-        return None
+        is_done = stop_layer <= group.num_among(num_layers_done)
+        num_computed = grant.num_coming if is_done else grant.num_ready
+        # Of a tail, what its consumer may read.
+        end = min((max(fetch.block_indices) + 1) * group.block_size, fetch.ticket.end)
+        return Cause.NOT_COMPUTED if end > num_computed else None
+
+    def _layers(self, fetch: Fetch) -> PageLayout:
+        """The pages that it asks for, of every block."""
+        layout = self._groups[fetch.group].layout
+        return layout.for_layers(fetch.first_layer, fetch.first_layer + fetch.num_layers)
 
     def _max_bytes(self, fetch: Fetch) -> int:
         """Of one piece. Through a ring goes what any number of pages have."""
@@ -360,3 +367,8 @@ class DataServer(Reactor):
 
     def _reply(self, identity: bytes, message: Fetched | Packing | Progress) -> None:
         self._listener.send(identity, encode(message))
+
+
+def _block_ids(fetch: Fetch, grant: Grant) -> NDArray[np.int64]:
+    block_ids = grant.block_ids[fetch.group]
+    return np.array([block_ids[index] for index in fetch.block_indices], dtype=np.int64)

@@ -27,19 +27,19 @@ class TicketKey:
 
     _bytes: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES), repr=False)
 
-    def issue(self, lease: LeaseRef, num_blocks: int) -> Ticket:
-        """For the first ``num_blocks`` blocks of this lease."""
-        return Ticket(lease.generation, num_blocks, self._mac(lease, num_blocks))
+    def issue(self, lease: LeaseRef, end: int) -> Ticket:
+        """For the tokens [0, ``end``) of this lease."""
+        return Ticket(lease.generation, end, self._mac(lease, end))
 
     def accepts(self, transfer_id: str, ticket: Ticket) -> bool:
         """Whether this key has issued it, for a lease of this transfer."""
-        if min(ticket.generation, ticket.num_blocks) < 0:
+        if min(ticket.generation, ticket.end) < 0:
             return False
-        expected = self._mac(LeaseRef(transfer_id, ticket.generation), ticket.num_blocks)
+        expected = self._mac(LeaseRef(transfer_id, ticket.generation), ticket.end)
         return hmac.compare_digest(expected, ticket.mac)
 
-    def _mac(self, lease: LeaseRef, num_blocks: int) -> bytes:
-        said = f"{lease.generation} {num_blocks} {lease.transfer_id}".encode()
+    def _mac(self, lease: LeaseRef, end: int) -> bytes:
+        said = f"{lease.generation} {end} {lease.transfer_id}".encode()
         return hmac.digest(self._bytes, said, "sha256")[:_MAC_BYTES]
 
 
@@ -50,10 +50,10 @@ class PageServer:
     endpoint: Endpoint
     key: TicketKey
 
-    def admit(self, lease: LeaseRef, num_blocks: int) -> Worker:
-        """What a consumer is told that may read the first ``num_blocks`` blocks of this lease."""
+    def admit(self, lease: LeaseRef, end: int) -> Worker:
+        """What a consumer is told that may read the tokens [0, ``end``) of this lease."""
         at = self.endpoint
-        return Worker(at.host, at.port, self.key.issue(lease, num_blocks), at.key)
+        return Worker(at.host, at.port, self.key.issue(lease, end), at.key)
 
 
 def lease_of(message: Fetch | Watch) -> LeaseRef:

@@ -34,7 +34,7 @@ def store(backend: MooncakeTier, num_keys: int) -> None:
     memory = mmap.mmap(-1, 4096)
     addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     backend.store.register(addr, 4096)
-    values = [Value(f"pd1/feed/{i:04}", addr, 1000) for i in range(num_keys)]
+    values = [Value(f"pd2/feed/{i:04}", addr, 1000) for i in range(num_keys)]
     assert set(backend.put(values)) == {Status.OK}
     backend.store.unregister(addr)
 
@@ -46,9 +46,9 @@ def test_stats_keys_and_clear(backend: MooncakeTier) -> None:
     code, output = run("keys", "--http", http, "--limit", "2")
     assert code == 0
     assert output.splitlines() == [
-        "pd1/feed/*  30 keys",
-        "  pd1/feed/0000",
-        "  pd1/feed/0001",
+        "pd2/feed/*  30 keys",
+        "  pd2/feed/0000",
+        "  pd2/feed/0001",
         "  … 28 more",
     ]
     code, output = run("stats", "--http", http)

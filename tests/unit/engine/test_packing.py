@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.pages import one_group
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
@@ -63,14 +64,14 @@ class Worker:
         layout = PageLayout(region, offsets, PAGE, PAGE)
         self.copier = GatedCopier()
         self.space = KeySpace.of("packing")
-        self.values = BlockValues(self.copier, layout, self.space)
+        self.values = BlockValues(self.copier, one_group(layout)[0], self.space)
         self.memory = MemoryTier(1 << 20)
         self.tier = FaultyTier(self.memory)
         slot_bytes = 4 * self.values.num_bytes
         self.slots = [StagingPool(NoRegistry(), n, slot_bytes) for n in (1, 1, NUM_SLOTS)]
         read, write, self.ahead_slots = self.slots
         slots = PoolSlots(read, write, self.ahead_slots)
-        self.io = PoolIO(self.tier, self.values, self.space, slots, num_readers=1)
+        self.io = PoolIO(self.tier, [self.values], slots, num_readers=1)
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.link = PoolLink("test", self.inbox.put)
         self.io.start()

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.pages import one_group
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.pool import link as pool_link
@@ -64,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
         region = Region(self.pages.ctypes.data, self.pages.nbytes)
         space = KeySpace.of("machine")
         layout = PageLayout(region, offsets, PAGE, PAGE)
-        values = BlockValues(make_block_copier(), layout, space)
+        values = BlockValues(make_block_copier(), one_group(layout)[0], space)
         self.space = space
         self.memory = MemoryTier(4 * values.num_bytes)  # less than there are hashes: it evicts
         self.tier = FaultyTier(self.memory)
@@ -72,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.slots = [StagingPool(NoRegistry(), n, 2 * values.num_bytes) for n in (64, 64, 2)]
         read, write, ahead = self.slots
         slots = PoolSlots(read, write, ahead)
-        self.io = PoolIO(self.tier, values, space, slots, num_readers=2)
+        self.io = PoolIO(self.tier, [values], slots, num_readers=2)
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.link = PoolLink("test", self.inbox.put)
         self.io.start()

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.pages import one_group
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.pool.keys import KeySpace, PoolNames
@@ -36,7 +37,7 @@ class Memory:
         self.layout = PageLayout(region, offsets, PAGE, PAGE)
 
     def values(self, space: KeySpace = SPACE) -> BlockValues:
-        return BlockValues(PythonBlockCopier(), self.layout, space)
+        return BlockValues(PythonBlockCopier(), one_group(self.layout)[0], space)
 
     def pack(self, values: BlockValues, offset: int = 0) -> None:
         """The value of block 1."""

@@ -184,7 +184,7 @@ def test_damaged_copy_gives_way_to_a_good_one_below(files: FileTier, tmp_path: P
     below = MemoryTier(8 * SIZE)
     tier = CompositeTier([files, below])
     put(tier, 1)
-    (path,) = (tmp_path / "pd1").glob("*/*/*")
+    (path,) = (tmp_path / "pd2").glob("*/*/*")
     path.write_bytes(b"short")
     assert get(tier, 1) == [Status.OK]
     assert get(files, 1) == [Status.OK]
@@ -219,7 +219,7 @@ def test_least_recently_used_files_make_room(files: FileTier, tmp_path: Path) ->
 
 def test_smaller_folder_keeps_what_was_used_last(files: FileTier, tmp_path: Path) -> None:
     put(files, *range(4))
-    for number, path in enumerate(sorted((tmp_path / "pd1").glob("*/*/*"))):
+    for number, path in enumerate(sorted((tmp_path / "pd2").glob("*/*/*"))):
         os.utime(path, (number, number))
     files.close()
     again = FileTier(tmp_path, 2 * SIZE)
@@ -230,14 +230,14 @@ def test_smaller_folder_keeps_what_was_used_last(files: FileTier, tmp_path: Path
 @pytest.mark.parametrize("num_bytes", [0, SIZE // 2, SIZE + 1])
 def test_file_of_another_size_is_damaged(files: FileTier, tmp_path: Path, num_bytes: int) -> None:
     put(files, 1)
-    (path,) = (tmp_path / "pd1").glob("*/*/*")
+    (path,) = (tmp_path / "pd2").glob("*/*/*")
     path.write_bytes(bytes(num_bytes))
     assert get(files, 1) == [Status.DAMAGED]
 
 
 def test_file_that_somebody_removed_is_missing(files: FileTier, tmp_path: Path) -> None:
     put(files, 1)
-    (path,) = (tmp_path / "pd1").glob("*/*/*")
+    (path,) = (tmp_path / "pd2").glob("*/*/*")
     path.unlink()
     assert get(files, 1) == [Status.MISSING]
     assert lookup(files, 1) == [Place.NOWHERE]
@@ -265,7 +265,7 @@ def test_files_of_somebody_else_stay(files: FileTier, tmp_path: Path) -> None:
 def test_nobody_else_may_read_a_value(files: FileTier, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     put(files, 1)
-    (path,) = (tmp_path / "pd1").glob("*/*/*")
+    (path,) = (tmp_path / "pd2").glob("*/*/*")
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -294,7 +294,7 @@ def test_file_that_cannot_be_removed_does_not_keep_the_others(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     files.remove([key_of(1), key_of(2), key_of(3)])
-    assert list((tmp_path / "pd1").glob("*/*/*")) == [stuck]
+    assert list((tmp_path / "pd2").glob("*/*/*")) == [stuck]
 
 
 def test_full_disk_makes_room_for_what_comes_next(

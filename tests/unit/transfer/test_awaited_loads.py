@@ -13,7 +13,8 @@ from tests.unit.transfer.test_send_receive import NUM_LAYERS, NUM_SLOTS, PAGE, P
 from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.kv.load import LoadResult
-from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.kv.span import LoadBlocks
+from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.plan import Piece, plan_ready
 from vllm_ascend_pd.types import Cause
@@ -34,7 +35,7 @@ class Prompt:
         self.pair.loader.start_load(replace(self.spec, **changes))
 
     def begin_step(self, num_ready: int, num_coming: int, epoch: str = "e") -> None:
-        spec = GrantSpec(self.pair.lease(), epoch, BLOCKS, num_ready, num_coming)
+        spec = Grant(self.pair.lease(), epoch, (BLOCKS,), num_ready, num_coming)
         self.pair.grants.begin_step([spec])
         self.pair.server.notify()
 
@@ -148,7 +149,7 @@ def test_prompt_that_is_computed_already_comes_at_once(make_prompt: Callable[...
 
 def test_only_what_is_missing_comes(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt()
-    prompt.load(block_indices=(1,), block_ids=(6,))
+    prompt.load(blocks=(LoadBlocks(0, (1,), (6,)),))
     prompt.begin_step(1, 4)
     prompt.end_step()
     assert prompt.result().num_bytes == NUM_LAYERS * PAGE
@@ -159,7 +160,7 @@ def test_only_what_is_missing_comes(make_prompt: Callable[..., Prompt]) -> None:
 
 def test_nothing_missing_still_waits_for_the_tail(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt()
-    prompt.load(block_indices=(), block_ids=())
+    prompt.load(blocks=(LoadBlocks(0, (), ()),))
     prompt.begin_step(0, 3)
     prompt.end_step()
     wait_until(lambda: prompt.pair.server._commands.empty())

@@ -30,6 +30,7 @@ from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import (
     WIRE_VERSION,
+    GroupHashes,
     Heartbeat,
     Open,
     Opened,
@@ -89,7 +90,8 @@ class Producer:
 
 def make_open(name: str = "t", hashes: tuple[bytes, ...] = (b"h0", b"h1")) -> Open:
     digest = tail_digest(hashes[-1], b"", [1, 2])
-    return Open(WIRE_VERSION, "same", name, "epoch", hashes, 2, digest)
+    end = 16 * len(hashes) + 2
+    return Open(WIRE_VERSION, "same", name, "epoch", end, (GroupHashes(hashes, digest),))
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_open_is_answered(producer: Producer, make_client: Callable[..., Control
     client = make_client()
     client.open("r", producer.endpoint, make_open())
     assert outcome_of(client) == OpenOutcome(
-        "r", Opened("t", 2, 2, (PAGE_SERVER.admit(LeaseRef("t", 1), 3),), "epoch", open_id=1)
+        "r", Opened("t", 34, (PAGE_SERVER.admit(LeaseRef("t", 1), 34),), "epoch", open_id=1)
     )
 
 
@@ -279,7 +281,7 @@ def test_late_answer_is_not_taken_for_a_later_open(
         client.open("second", server.endpoint, make_open(hashes=(b"x", b"y")))
         slow.receive()
         late = Opened(
-            "t", 2, 2, (PAGE_SERVER.admit(LeaseRef("t", 1), 3),), "epoch", open_id=first.open_id
+            "t", 34, (PAGE_SERVER.admit(LeaseRef("t", 1), 34),), "epoch", open_id=first.open_id
         )
         slow.send(encode(late))
         outcome = outcome_of(client)
@@ -310,7 +312,7 @@ def test_client_survives_garbage_from_a_producer(
         client.open("lied to", server.endpoint, make_open())
         liar = server.accept()
         liar.receive()
-        liar.send(b"", b"\xc1", encode(make_open()), encode(Opened("else", 1, 0, (), "epoch")))
+        liar.send(b"", b"\xc1", encode(make_open()), encode(Opened("else", 1, (), "epoch")))
         outcome = outcome_of(client)
         assert outcome.key == "lied to"
         assert isinstance(outcome.answer, Refused)
@@ -414,8 +416,8 @@ def ask_for_token(sampling_key: bytes = b"alike", num_tail_tokens: int = 3) -> O
     digest = tail_digest(b"h1", b"", [1, 2, 3][:num_tail_tokens])
     return msgspec.structs.replace(
         make_open(),
-        num_tail_tokens=num_tail_tokens,
-        tail_digest=digest,
+        end=32 + num_tail_tokens,
+        groups=(GroupHashes((b"h0", b"h1"), digest),),
         sampling_key=sampling_key,
     )
 

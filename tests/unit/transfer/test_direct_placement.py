@@ -422,7 +422,7 @@ def test_fetch_that_waited_for_a_slot_too_long_is_not_begun(
 def ask(pair: Pair, live: LivePages) -> Fetched:
     """One fetch of one page by hand, and its answer."""
     ticket, sessions = pair.admit().ticket, {"fake": pair.our_engine.session}
-    fetch = Fetch(1, "t", "e", ticket, 0, 1, (0,), sessions, 0, PAGE, 0, live=live)
+    fetch = Fetch(1, "t", "e", ticket, 0, 0, 1, (0,), sessions, 0, PAGE, 0, live=live)
     with connected(pair.server.page_server.endpoint) as peer:
         peer.send(encode(fetch))
         answer = decode_data(peer.receive())

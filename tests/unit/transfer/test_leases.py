@@ -13,12 +13,12 @@ from vllm_ascend_pd.transfer.lease_states import ProducerState
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, Tail, tail_digest
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
-from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
+from vllm_ascend_pd.wire import WIRE_VERSION, GroupHashes, Open, Opened, Refused, Waiting
 
 LEASE_S = 30.0
 BLOCK_SIZE = 16
 PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 5), TicketKey())
-WORKERS = (PAGE_SERVER.admit(LeaseRef("t", 1), 4),)
+WORKERS = (PAGE_SERVER.admit(LeaseRef("t", 1), 51),)
 HASHES = (b"h0", b"h1", b"h2")
 TAIL = (7, 8, 9, 10)
 KEYS = b"(None,)"
@@ -51,7 +51,8 @@ def make_open(
 ) -> Open:
     parent = hashes[-1] if hashes else b""
     digest = tail_digest(parent, keys, tail[:num_tail_tokens])
-    return Open(WIRE_VERSION, "same", "t", "epoch", hashes, num_tail_tokens, digest)
+    end = len(hashes) * BLOCK_SIZE + num_tail_tokens
+    return Open(WIRE_VERSION, "same", "t", "epoch", end, (GroupHashes(hashes, digest),))
 
 
 @pytest.fixture
@@ -84,11 +85,11 @@ def cause_of(answer: Opened | Refused) -> str:
 
 @pytest.mark.parametrize("num_tail_tokens", [1, 3, 4])
 def test_same_prompt_gets_all_blocks_and_its_tail(num_tail_tokens: int) -> None:
-    assert make_lease().match(make_open(num_tail_tokens=num_tail_tokens)) == (3, num_tail_tokens)
+    assert make_lease().match(make_open(num_tail_tokens=num_tail_tokens)) == 48 + num_tail_tokens
 
 
 def test_prompt_within_one_block_gets_its_tail() -> None:
-    assert make_lease(hashes=()).match(make_open(hashes=())) == (0, 3)
+    assert make_lease(hashes=()).match(make_open(hashes=())) == 3
 
 
 def test_prompt_of_whole_blocks_gets_its_last_block_as_tail() -> None:
@@ -96,23 +97,69 @@ def test_prompt_of_whole_blocks_gets_its_last_block_as_tail() -> None:
     lease = make_lease(tail=(*TAIL, *range(BLOCK_SIZE - len(TAIL))))
     (blocks,) = lease.span.groups
     span = replace(lease.span, groups=(blocks._replace(hashes=(*HASHES, b"h3")),))
-    assert replace(lease, span=span).match(make_open()) == (3, 3)
+    assert replace(lease, span=span).match(make_open()) == 51
+
+
+def test_token_after_the_lease_is_for_who_asks_for_no_more_and_no_less(book: LeaseBook) -> None:
+    """A longer prompt may have every block of the lease, and goes on with other tokens."""
+    lease = make_lease(tail=(*TAIL, *range(BLOCK_SIZE - len(TAIL))))
+    (blocks,) = lease.span.groups
+    lease.span = replace(lease.span, groups=(blocks._replace(hashes=(*HASHES, b"h3")),))
+    lease.sampling_key = b"alike"
+    book.grant(lease)
+    book.finish(lease, 77)
+    same = make_open(num_tail_tokens=BLOCK_SIZE, tail=lease.tails[0].token_ids)
+    longer = make_open(hashes=(*HASHES, b"h3", b"h4"))
+    shorter = make_open()
+    tokens = []
+    for request in (same, longer, shorter):
+        answer = book.open(msgspec.structs.replace(request, sampling_key=b"alike"))
+        assert isinstance(answer, Opened)
+        tokens.append((answer.end, answer.first_token_id))
+    assert tokens == [(64, 77), (64, None), (51, None)]
+
+
+def test_groups_of_a_span_are_matched_each_by_its_own_blocks() -> None:
+    """75 tokens: four blocks of 16 and eleven tokens, two of 32 and the same eleven."""
+    tail = Tail(tuple(range(11)), KEYS)
+    span = Span(
+        0,
+        75,
+        (
+            GroupBlocks(16, (), (*HASHES, b"h3")),
+            GroupBlocks(32, (), (b"g0", b"g1")),
+        ),
+    )
+    lease = Lease(TransferId("t"), span, (tail, tail))
+
+    def match(small: tuple[bytes, ...], large: tuple[bytes, ...]) -> int:
+        groups = tuple(
+            GroupHashes(hashes, tail_digest(hashes[-1], KEYS, tail.token_ids))
+            for hashes in (small, large)
+        )
+        return lease.match(Open(WIRE_VERSION, "same", "t", "epoch", 75, groups))
+
+    assert match((*HASHES, b"h3"), (b"g0", b"g1")) == 75
+    assert match((*HASHES, b"x"), (b"g0", b"g1")) == 32, "three blocks end within one of 32"
+    assert match((*HASHES, b"h3"), (b"g0", b"x")) == 32
+    assert match((*HASHES, b"h3"), (b"x", b"g1")) == 0
+    assert lease.match(make_open()) == 0, "it has another number of groups"
 
 
 def test_prompt_without_a_tail_gets_blocks_only() -> None:
-    assert make_lease().match(make_open(num_tail_tokens=0)) == (3, 0)
+    assert make_lease().match(make_open(num_tail_tokens=0)) == 48
 
 
 def test_shorter_prompt_gets_its_blocks_but_no_tail() -> None:
-    assert make_lease().match(make_open(hashes=HASHES[:2])) == (2, 0)
+    assert make_lease().match(make_open(hashes=HASHES[:2])) == 32
 
 
 def test_longer_prompt_gets_the_leases_blocks_but_no_tail() -> None:
-    assert make_lease().match(make_open(hashes=(*HASHES, b"h3"))) == (3, 0)
+    assert make_lease().match(make_open(hashes=(*HASHES, b"h3"))) == 48
 
 
 def test_blocks_after_a_different_one_do_not_match() -> None:
-    assert make_lease().match(make_open(hashes=(b"h0", b"x", b"h2"))) == (1, 0)
+    assert make_lease().match(make_open(hashes=(b"h0", b"x", b"h2"))) == 16
 
 
 @pytest.mark.parametrize(
@@ -122,12 +169,12 @@ def test_blocks_after_a_different_one_do_not_match() -> None:
         make_open(num_tail_tokens=-1),
         make_open(tail=(7, 8, 99)),
         make_open(keys=b"(('lora',),)"),
-        msgspec.structs.replace(make_open(), tail_digest=b""),
+        msgspec.structs.replace(make_open(), groups=(GroupHashes(HASHES, b""),)),
     ],
     ids=["more than there is", "negative", "other tokens", "other adapter", "no digest"],
 )
 def test_tail_that_differs_is_not_given(request_: Open) -> None:
-    assert make_lease().match(request_) == (3, 0)
+    assert make_lease().match(request_) == 48
 
 
 def test_digest_keeps_its_parts_apart() -> None:
@@ -144,7 +191,7 @@ def test_digest_keeps_its_parts_apart() -> None:
 
 
 def test_open_answers_where_to_read(book: LeaseBook, lease: Lease) -> None:
-    assert book.open(make_open()) == Opened("t", 3, 3, WORKERS, "epoch")
+    assert book.open(make_open()) == Opened("t", 51, WORKERS, "epoch")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +201,8 @@ def test_open_answers_where_to_read(book: LeaseBook, lease: Lease) -> None:
         ("fingerprint", "other", Cause.INCOMPATIBLE),
         ("epoch", "before", Cause.WRONG_EPOCH),
         ("transfer_id", "unknown", Cause.LEASE_EXPIRED),
-        ("block_hashes", (b"x", b"y", b"z"), Cause.HASH_MISMATCH),
+        ("groups", (GroupHashes((b"x", b"y", b"z"), b""),), Cause.HASH_MISMATCH),
+        ("groups", (), Cause.HASH_MISMATCH),
     ],
 )
 def test_open_is_refused_with_its_cause(
@@ -288,7 +336,7 @@ def test_announced_lease_can_be_opened_and_released_before_it_is_finished(book: 
     assert book.open(early) == Waiting("t")
     lease = replace(make_lease(), announced=True)
     book.grant(lease)
-    assert book.open(early) == Opened("t", 3, 3, WORKERS, "epoch", is_computed=False)
+    assert book.open(early) == Opened("t", 51, WORKERS, "epoch", is_computed=False)
     assert book.open(make_open()).is_computed is False
     assert book.release("t", "")
     assert book.take_closed() == [lease]

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.pages import one_group
 from tests.unit.transfer.raw_peers import connected
 from tests.unit.transfer.test_send_receive import ask, wait_until
 from vllm_ascend_pd.backends.block_copy import NativeBlockCopier, PageLayout, Region
@@ -21,8 +22,9 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY, Transports
 from vllm_ascend_pd.errors import BackendError
 from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.net.trust import Trust
-from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
+from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
@@ -75,12 +77,12 @@ class Host:
         ]
         self.grants = Grants()
         blocks = tuple(range(NUM_BLOCKS))
-        self.grants.begin_step([GrantSpec(LEASE, "e", blocks, NUM_BLOCKS, NUM_BLOCKS)])
+        self.grants.begin_step([Grant(LEASE, "e", (blocks,), NUM_BLOCKS, NUM_BLOCKS)])
         self.server = DataServer(
             host="127.0.0.1",
             transports=self.transports[0],
             copier=self.copier,
-            layout=layout_of(self.theirs),
+            groups=one_group(layout_of(self.theirs)),
             pool=self.pools[0],
             grants=self.grants,
             allows_host=lambda host: False,
@@ -91,7 +93,7 @@ class Host:
         self.loader = PeerLoader(
             self.transports[1].sessions,
             NativeBlockCopier(),
-            layout_of(self.ours),
+            one_group(layout_of(self.ours)),
             self.pools[1],
             Trust(),
         )
@@ -106,7 +108,8 @@ class Host:
     def spec(self, *blocks: int, in_step: bool = True, has_tail: bool = False) -> LoadSpec:
         load_id = LoadId(next(self._load_ids))
         peers = (self.admitted,)
-        return LoadSpec(load_id, peers, "t", "e", blocks, blocks, has_tail, in_step, 10.0)
+        parts = (LoadBlocks(0, blocks, blocks, has_tail),)
+        return LoadSpec(load_id, peers, "t", "e", parts, in_step, 10.0)
 
     def run(self, spec: LoadSpec) -> LoadResult:
         self.loader.start_load(spec)
@@ -294,6 +297,7 @@ def make_fetch(host: Host) -> Fetch:
         transfer_id="t",
         epoch="e",
         ticket=host.admitted.ticket,
+        group=0,
         first_layer=0,
         num_layers=NUM_LAYERS,
         block_indices=tuple(range(NUM_BLOCKS)),

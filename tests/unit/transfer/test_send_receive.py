@@ -7,16 +7,21 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages
+from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages, one_group
 from tests.unit.transfer.raw_peers import connected, silent_server
-from vllm_ascend_pd.backends.block_copy import BlockCopier, make_block_copier
+from vllm_ascend_pd.backends.block_copy import (
+    BlockCopier,
+    GroupPages,
+    PageLayout,
+    make_block_copier,
+)
 from vllm_ascend_pd.backends.direct_placement import page_regions
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript, WriteRequest
@@ -24,8 +29,9 @@ from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.net.trust import Trust
-from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
+from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import PeerLoader
@@ -57,6 +63,7 @@ class Pair:
         our_trust: Trust | None = None,
         placement: DirectPlacement | None = None,
         make_pages: Callable[[int], Pages | DevicePages] | None = None,
+        make_groups: Callable[[PageLayout], Sequence[GroupPages]] = one_group,
     ) -> None:
         self.trust = trust or Trust()
         self.our_trust = our_trust or Trust()
@@ -81,7 +88,7 @@ class Pair:
             host="127.0.0.1",
             transports=Transports({"fake": self.engine}),
             copier=copier,
-            layout=self.theirs.layout,
+            groups=make_groups(self.theirs.layout),
             pool=self.send_pool,
             grants=self.grants,
             allows_host=lambda host: host == "fake",
@@ -91,7 +98,7 @@ class Pair:
         self.loader = PeerLoader(
             {"fake": self.our_engine.session},
             copier,
-            self.ours.layout,
+            make_groups(self.ours.layout),
             self.receive_pool,
             self.our_trust,
             placement=placement,
@@ -108,16 +115,16 @@ class Pair:
 
     def grant(self, *block_ids: int, transfer_id: str = "t", epoch: str = "e") -> None:
         self.grants.begin_step(
-            [GrantSpec(self.lease(transfer_id), epoch, block_ids, len(block_ids), len(block_ids))]
+            [Grant(self.lease(transfer_id), epoch, (block_ids,), len(block_ids), len(block_ids))]
         )
         self.grants.end_step()
 
     def lease(self, transfer_id: str = "t") -> LeaseRef:
         return LeaseRef(transfer_id, self.generation)
 
-    def admit(self, transfer_id: str = "t", num_blocks: int = NUM_BLOCKS) -> Worker:
+    def admit(self, transfer_id: str = "t", end: int = NUM_BLOCKS) -> Worker:
         """What a consumer is told whose open is accepted."""
-        return self.server.page_server.admit(self.lease(transfer_id), num_blocks)
+        return self.server.page_server.admit(self.lease(transfer_id), end)
 
     def spec(
         self,
@@ -140,9 +147,7 @@ class Pair:
             peers=(worker,),
             transfer_id=transfer_id,
             epoch=epoch,
-            block_indices=indices,
-            block_ids=block_ids,
-            has_tail=has_tail,
+            blocks=(LoadBlocks(0, indices, block_ids, has_tail),),
             in_step=in_step,
             timeout_s=timeout_s,
         )
@@ -532,6 +537,7 @@ def make_fetch(pair: Pair) -> Fetch:
         transfer_id="t",
         epoch="e",
         ticket=pair.admit().ticket,
+        group=0,
         first_layer=0,
         num_layers=1,
         block_indices=(0,),
@@ -546,6 +552,8 @@ def make_fetch(pair: Pair) -> Fetch:
     "wrong",
     [
         {"first_layer": -1},
+        {"group": 1},
+        {"group": -1},
         {"first_layer": NUM_LAYERS},
         {"num_layers": 0},
         {"num_layers": -1},

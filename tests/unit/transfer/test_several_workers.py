@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.pages import one_group
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.fault_script import FaultScript
@@ -15,8 +16,9 @@ from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.net.trust import Trust
-from vllm_ascend_pd.transfer.grants import Grants, GrantSpec
+from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
@@ -50,14 +52,14 @@ class Worker:
 
     def serve(self, block_ids: tuple[int, ...]) -> DataServer:
         grants = Grants()
-        grants.begin_step([GrantSpec(LEASE, "e", block_ids, len(block_ids), len(block_ids))])
+        grants.begin_step([Grant(LEASE, "e", (block_ids,), len(block_ids), len(block_ids))])
         grants.end_step()
         transports = Transports({"fake": self.engine})
         server = DataServer(
             host="127.0.0.1",
             transports=transports,
             copier=PythonBlockCopier(),
-            layout=self.layout,
+            groups=one_group(self.layout),
             pool=self.pool,
             grants=grants,
             allows_host=lambda host: host == "fake",
@@ -71,7 +73,9 @@ class Worker:
     def load(self, sharding: Sharding) -> PeerLoader:
         sessions = {"fake": self.engine.session}
         copier = PythonBlockCopier()
-        loader = PeerLoader(sessions, copier, self.layout, self.pool, Trust(), sharding=sharding)
+        loader = PeerLoader(
+            sessions, copier, one_group(self.layout), self.pool, Trust(), sharding=sharding
+        )
         loader.start()
         self.threads.append(loader)
         return loader
@@ -100,9 +104,8 @@ class Engines:
 
     def run(self, timeout_s: float = 10.0) -> list[LoadResult]:
         """Blocks 4, 1 and 0 of the producer into 2, 3 and 5 of the consumer."""
-        spec = LoadSpec(
-            LoadId(1), self.admitted, "t", "e", (0, 1, 2), (2, 3, 5), True, True, timeout_s
-        )
+        blocks = (LoadBlocks(0, (0, 1, 2), (2, 3, 5), has_tail=True),)
+        spec = LoadSpec(LoadId(1), self.admitted, "t", "e", blocks, True, timeout_s)
         for loader in self.loaders:
             loader.start_load(spec)
             loader.wait_all()

@@ -45,7 +45,7 @@ def changed(ticket: Ticket, **changes: object) -> Ticket:
 def test_ticket_is_accepted_for_what_it_was_issued_for() -> None:
     key = TicketKey()
     ticket = key.issue(LEASE, 3)
-    assert (ticket.generation, ticket.num_blocks) == (7, 3)
+    assert (ticket.generation, ticket.end) == (7, 3)
     assert key.accepts("t", ticket)
 
 
@@ -55,10 +55,10 @@ def test_ticket_is_accepted_for_what_it_was_issued_for() -> None:
         {"generation": 8},
         {"generation": 6},
         {"generation": -7},
-        {"num_blocks": 4},
-        {"num_blocks": 2},
-        {"num_blocks": -1},
-        {"num_blocks": 1 << 62},
+        {"end": 4},
+        {"end": 2},
+        {"end": -1},
+        {"end": 1 << 62},
         {"mac": b""},
         {"mac": b"\0" * 16},
     ],
@@ -85,8 +85,8 @@ def test_ticket_of_another_transfer_is_not_accepted(transfer_id: str) -> None:
 def test_numbers_and_name_are_not_mistaken_for_each_other() -> None:
     key = TicketKey()
     ticket = key.issue(LeaseRef("2 t", 1), 3)
-    assert not key.accepts("t", changed(ticket, generation=13, num_blocks=2))
-    assert not key.accepts("t", changed(ticket, generation=1, num_blocks=32))
+    assert not key.accepts("t", changed(ticket, generation=13, end=2))
+    assert not key.accepts("t", changed(ticket, generation=1, end=32))
 
 
 def test_each_worker_and_each_start_has_a_key_of_its_own() -> None:
@@ -103,11 +103,11 @@ def test_key_is_in_no_text(pair: Pair) -> None:
 
 
 def forge(pair: Pair) -> dict[str, Worker]:
-    admitted = pair.admit(num_blocks=2)
+    admitted = pair.admit(end=2)
     ticket = admitted.ticket
     return {
         "forged": msgspec.structs.replace(admitted, ticket=changed(ticket, mac=b"x" * 16)),
-        "raised": msgspec.structs.replace(admitted, ticket=changed(ticket, num_blocks=3)),
+        "raised": msgspec.structs.replace(admitted, ticket=changed(ticket, end=3)),
         "of another transfer": pair.admit("u", 3),
         "of another worker": PageServer(pair.server.page_server.endpoint, TicketKey()).admit(
             pair.lease(), 3
@@ -132,7 +132,7 @@ def test_load_without_its_ticket_is_refused_counted_and_leaves_nothing(
     np.testing.assert_array_equal(pair.ours.bytes, before)
     assert pair.trust.take_refused()["no_ticket"] >= 1
     wait_until(lambda: pair.num_free() == (NUM_SLOTS, NUM_SLOTS))
-    assert pair.run(pair.spec((2,), (8,), admitted=pair.admit(num_blocks=3))).cause == ""
+    assert pair.run(pair.spec((2,), (8,), admitted=pair.admit(end=3))).cause == ""
 
 
 def test_ticket_of_an_earlier_lease_of_the_same_name_reads_nothing_of_the_next(pair: Pair) -> None:

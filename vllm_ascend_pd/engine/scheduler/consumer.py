@@ -11,6 +11,7 @@ from vllm_ascend_pd.engine.scheduler.first_token import deliver
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
+from vllm_ascend_pd.engine.vllm_api.groups import block_hashes
 from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.kv.cost import Speed
@@ -18,13 +19,22 @@ from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.leases import tail_digest
 from vllm_ascend_pd.transfer.shares import Source
 from vllm_ascend_pd.types import Cause, Endpoint
-from vllm_ascend_pd.wire import WIRE_VERSION, FirstToken, Open, Opened, Refused, RemotePrefill
+from vllm_ascend_pd.wire import (
+    WIRE_VERSION,
+    FirstToken,
+    GroupHashes,
+    Open,
+    Opened,
+    Refused,
+    RemotePrefill,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.transfer.control import ControlClient
 
@@ -106,13 +116,8 @@ class Consumer(Part):
             session.provenance.outcome = Cause.NOT_NEEDED.value
             session.aborted()
             return None
-        num_full = self.group.tail_index(request.num_tokens)
-        tail_start = num_full * self.group.block_size
         sampling_key = self._sampling_key(request)
-        num_tail = request.num_tokens - tail_start - (not sampling_key)
-        parent = request.block_hashes[num_full - 1] if num_full else b""
-        tokens = request.all_token_ids[tail_start : tail_start + num_tail]
-        extra_keys = tail_extra_keys(request, tail_start, request.num_tokens)
+        end = session.end - (not sampling_key)
         self._client.open(
             session.key,
             session.control,
@@ -121,9 +126,10 @@ class Consumer(Part):
                 fingerprint=self._fingerprint,
                 transfer_id=remote.transfer_id,
                 epoch=remote.remote_epoch,
-                block_hashes=tuple(request.block_hashes[:num_full]),
-                num_tail_tokens=num_tail,
-                tail_digest=tail_digest(parent, extra_keys, tokens),
+                end=end,
+                groups=tuple(
+                    group_hashes(request, group, session.end, end) for group in self._common.groups
+                ),
                 sampling_key=sampling_key,
             ),
         )
@@ -304,3 +310,12 @@ class Consumer(Part):
             if count:
                 self._stats.add("prompt_tokens", count, source)
         logger.debug("request %s: %s", session.request.request_id, prompt)
+
+
+def group_hashes(request: Request, group: KVGroup, known: int, end: int) -> GroupHashes:
+    """Of the span [0, ``end``) of ``known`` tokens, all of them or all but the last."""
+    start = group.tail_index(known) * group.block_size
+    hashes = block_hashes(request, group, start)
+    parent = hashes[-1] if hashes else b""
+    extra_keys = tail_extra_keys(request, start, known)
+    return GroupHashes(hashes, tail_digest(parent, extra_keys, request.all_token_ids[start:end]))

@@ -51,7 +51,8 @@ class Identity:
         self._forsake = forsake
         self._on_generation = on_generation
         lora = scheduler.vllm_config.lora_config
-        self._content = Content(engine_core.request_block_hasher, getattr(lora, "lora_dtype", ""))
+        lora_dtype = lora.lora_dtype if lora is not None else ""
+        self._content = Content(engine_core.request_block_hasher, lora_dtype)
         engine_core.request_block_hasher = self._content.hash_blocks
 
     def check(self, request: Request) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.metrics import Provenance, Stats
     from vllm_ascend_pd.pool.messages import AheadSpec, Message, PoolLoadSpec
-    from vllm_ascend_pd.transfer.grants import GrantSpec
+    from vllm_ascend_pd.transfer.grants import Grant
     from vllm_ascend_pd.transfer.load import LoadSpec
     from vllm_ascend_pd.transfer.shares import Sharding
     from vllm_ascend_pd.types import LeaseRef, LoadId
@@ -85,7 +85,7 @@ class StepDraft:
 
     revokes: tuple[LeaseRef, ...] = ()
     cancels: tuple[LoadId, ...] = ()
-    grants: tuple[GrantSpec, ...] = ()
+    grants: tuple[Grant, ...] = ()
     loads: tuple[LoadSpec | PoolLoadSpec, ...] = ()
     saves: tuple[Message, ...] = ()
     ahead: tuple[AheadSpec, ...] = ()

@@ -118,7 +118,8 @@ class PoolPrompt(BlockSource):
         name, transfer = self._pool.names.name, self._pool.transfer
         hashes = tuple(name(self.request.block_hashes[i]) for i in block_indices)
         timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
-        return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s, has_tail)
+        group = self._pool.group.id
+        return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s, has_tail, group)
 
     def load_ended(self, result: LoadResult, indices: Mapping[int, int], was_parked: bool) -> None:
         super().load_ended(result, indices, was_parked)

@@ -168,7 +168,7 @@ class PoolSource:
         lookup_id = next(self._ids)
         self._pending[lookup_id] = _Pending(prompt, now, now + timeout_s, refreshed)
         joined, hash_bytes = join_hashes([self.names.name(h) for h in hashes])
-        self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s))
+        self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s, self.group.id))
 
     def fold_some(self) -> None:
         """Of answers that have come; a few, so that no pass pays for many."""

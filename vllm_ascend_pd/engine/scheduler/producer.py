@@ -20,7 +20,7 @@ from vllm_ascend_pd.engine.vllm_api.status import is_completed
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.kv.span import GroupBlocks, Span
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.transfer.grants import GrantSpec
+from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.lease_states import ProducerState
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, Tail
 from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
@@ -157,7 +157,7 @@ class Producer(Part):
     def counts(self) -> dict[str, int]:
         return {"leases": len(self._book), "pinned_blocks": self.num_pinned_blocks}
 
-    def build_grants(self, output: SchedulerOutput) -> list[GrantSpec]:
+    def build_grants(self, output: SchedulerOutput) -> list[Grant]:
         """Grants of the prompts that this step computes."""
         if not self._expected and not self._prompts:
             return []
@@ -171,7 +171,7 @@ class Producer(Part):
                 grants.append(grant)
         return grants
 
-    def _build_grant(self, request: Request, num_scheduled: int) -> GrantSpec | None:
+    def _build_grant(self, request: Request, num_scheduled: int) -> Grant | None:
         """What consumers may read of this request's prompt that they could not before."""
         num_before = request.num_computed_tokens
         num_after = num_before + num_scheduled
@@ -196,31 +196,21 @@ class Producer(Part):
             return None
         self._held.discard(prompt)
         # Its first hits may be blocks that another request computes in this very step.
-        return self._spec(lease, 0 if is_admitted else num_before, num_after)
+        return self._grant(lease, 0 if is_admitted else num_before, num_after)
 
-    def _build_held(self) -> list[GrantSpec]:
+    def _build_held(self) -> list[Grant]:
         """What was held back and stands on good KV now."""
         grants = []
         for prompt in list(self._held):
             assert prompt.owner is not None
             if not self._common.loads.is_under(prompt.owner):
                 self._held.discard(prompt)
-                grants.append(self._spec(prompt.lease, prompt.num_held, prompt.num_held))
+                grants.append(self._grant(prompt.lease, prompt.num_held, prompt.num_held))
         return grants
 
-    def _spec(self, lease: Lease, num_tokens_before: int, num_tokens_after: int) -> GrantSpec:
-        def num_blocks(num_tokens: int) -> int:
-            if num_tokens >= lease.span.end:
-                return lease.span.num_blocks(0)
-            return num_tokens // self._common.block_size
-
-        return GrantSpec(
-            lease.ref,
-            self._epoch,
-            lease.span.block_ids,
-            num_blocks(num_tokens_before),
-            num_blocks(num_tokens_after),
-        )
+    def _grant(self, lease: Lease, num_ready: int, num_coming: int) -> Grant:
+        block_ids = tuple(group.block_ids for group in lease.span.groups)
+        return Grant(lease.ref, self._epoch, block_ids, num_ready, num_coming)
 
     def _keep(self, key: str, lease: Lease) -> _Prompt:
         prompt = self._prompts[key] = _Prompt(lease)

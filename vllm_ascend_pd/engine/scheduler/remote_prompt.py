@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.config import PeerLoad
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.status import is_aborted
+from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
@@ -52,7 +53,7 @@ class RemotePrompt(BlockSource):
         self._peers = peers
         self._transfer = peers.transfer
         self.parked_only = peers.transfer.places_directly
-        self._block_size = peers.group.block_size
+        self._group = peers.group
         self._workers: tuple[Worker, ...] = ()
         self._num_blocks = 0
         self._num_tail_tokens = 0
@@ -79,8 +80,10 @@ class RemotePrompt(BlockSource):
     # What the producer says.
 
     def opened(self, answer: Opened) -> None:
-        self._num_blocks = answer.num_blocks
-        self._num_tail_tokens = answer.num_tail_tokens
+        num_before_tail = self._group.tail_index(self.end)
+        self._num_blocks = min(answer.end // self._group.block_size, num_before_tail)
+        tail_start = num_before_tail * self._group.block_size
+        self._num_tail_tokens = max(0, min(answer.end, self.end) - tail_start)
         self._first_token_follows = answer.first_token_follows
         self._workers = answer.workers
         self.epoch = answer.epoch
@@ -138,7 +141,11 @@ class RemotePrompt(BlockSource):
     @property
     def is_tail_cacheable(self) -> bool:
         """Whether the tail is full, and no token of it is computed."""
-        return self._num_tail_tokens == self._block_size and self.is_continued and not self.is_stale
+        return (
+            self._num_tail_tokens == self._group.block_size
+            and self.is_continued
+            and not self.is_stale
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -147,7 +154,7 @@ class RemotePrompt(BlockSource):
     @property
     def num_tail_tokens(self) -> int:
         """The last known token is computed in any case: the span's or the first after it."""
-        return min(self._num_tail_tokens, (self.request.num_tokens - 1) % self._block_size)
+        return min(self._num_tail_tokens, (self.request.num_tokens - 1) % self._group.block_size)
 
     def has_block(self, index: int) -> bool:
         return index < self.num_blocks
@@ -164,7 +171,7 @@ class RemotePrompt(BlockSource):
     def compute_ms(self) -> float:
         if self._transfer.load is PeerLoad.ALL or not self.is_complete:
             return 0.0
-        return self._peers.prefill.ms(self._block_size)
+        return self._peers.prefill.ms(self._group.block_size)
 
     def use(self, plan: Plan, num_offered: int) -> None:
         self.plan = plan
@@ -238,15 +245,14 @@ class RemotePrompt(BlockSource):
             timeout_s = self._transfer.load_timeout_s
             if not self.is_complete:
                 timeout_s = self._transfer.prefill_timeout_s
-                num_awaited = self.num_blocks + has_tail
+                num_awaited = self.num_blocks * self._group.block_size
+                num_awaited += self._num_tail_tokens if has_tail else 0
         return LoadSpec(
             load_id=load_id,
             peers=self._workers,
             transfer_id=self.remote.transfer_id,
             epoch=self.epoch,
-            block_indices=block_indices,
-            block_ids=block_ids,
-            has_tail=has_tail,
+            blocks=(LoadBlocks(self._group.id, block_indices, block_ids, has_tail),),
             in_step=in_step,
             timeout_s=timeout_s,
             num_awaited=num_awaited,
@@ -270,7 +276,7 @@ class RemotePrompt(BlockSource):
             kept = min(prompt.num_peer_tokens, self._num_kept_tokens)
             prompt.num_computed_tokens += prompt.num_peer_tokens - kept
             prompt.num_peer_tokens = kept
-            prompt.num_peer_blocks = kept // self._block_size
+            prompt.num_peer_blocks = kept // self._group.block_size
         self._peers.is_over(self)
 
     def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
@@ -278,5 +284,5 @@ class RemotePrompt(BlockSource):
         prompt.num_local_tokens = num_local
         prompt.num_peer_tokens = num_external
         prompt.num_computed_tokens = prompt.num_prompt_tokens - num_local - num_external
-        prompt.num_peer_blocks = -(-num_external // self._block_size)
+        prompt.num_peer_blocks = -(-num_external // self._group.block_size)
         self._num_kept_tokens = self.num_parked_tokens

@@ -199,7 +199,7 @@ class Saves:
         while block_ids:
             part = tuple(block_ids[: self._blocks_per_save])
             del block_ids[: self._blocks_per_save]
-            specs.append(AheadSpec(next(self._ahead_ids), part))
+            specs.append(AheadSpec(next(self._ahead_ids), part, self._group.id))
         return tuple(specs)
 
     def _first_wanted(self, request: Request, start: int, stop: int) -> int:
@@ -353,7 +353,7 @@ class Saves:
         self._under_way[self._last_id] = save
         block_ids = tuple(block.block_id for block in save.pinned)
         names = tuple(map(self._name, save.hashes))
-        self._send(Save(self._last_id, block_ids, names, save.ahead_id))
+        self._send(Save(self._last_id, block_ids, names, save.ahead_id, self._group.id))
 
     def on_packed(self, message: Packed) -> None:
         save = self._under_way.get(message.save_id)

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which generation of the weights an engine computes with, once they have been changed in place."""
+"""Which generation of the weights an engine computes with, once they have been changed in place.
+
+Touches:
+    vllm/v1/worker/gpu_worker.py:Worker.start_weight_update
+    vllm/v1/worker/gpu_worker.py:Worker.start_draft_weight_update
+    vllm/v1/worker/gpu_worker.py:Worker.update_weights
+    vllm/v1/worker/gpu_worker.py:Worker.reload_weights
+"""
 
 from __future__ import annotations
 

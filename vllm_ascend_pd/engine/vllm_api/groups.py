@@ -36,6 +36,16 @@ def kv_groups(config: KVCacheConfig) -> tuple[KVGroup, ...]:
     )
 
 
+def unpadded_page_bytes(config: KVCacheConfig, group: KVGroup) -> int:
+    """Of a page, what holds KV.
+
+    Touches:
+        vllm/v1/kv_cache_interface.py:AttentionSpec.real_page_size_bytes
+    """
+    spec = config.kv_cache_groups[group.id].kv_cache_spec
+    return getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
+
+
 def only_group(config: KVCacheConfig) -> KVGroup:
     """That of an engine that has one; others are refused, see ``scheduler.supported``."""
     (group,) = kv_groups(config)

@@ -61,7 +61,9 @@ class DeviceWorkerSide(WorkerSide):
         if meta is not None and meta is not self._fenced_meta:
             self._fenced_meta = meta
             blocks = [block for load in meta.loads for block in load.block_ids]
-            blocks += [block for grant in meta.grants for block in grant.block_ids]
+            blocks += [
+                block for grant in meta.grants for group in grant.block_ids for block in group
+            ]
             self._fence = self._copier.fence(blocks)
         super().begin_step(scheduler_output)
 

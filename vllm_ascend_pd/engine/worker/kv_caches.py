@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch  # noqa: TID251 - tensors of the engine
 
-from vllm_ascend_pd.backends.block_copy import PageLayout, Region
+from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout, Region
 from vllm_ascend_pd.backends.device_copy import DevicePageLayout, Segment
+from vllm_ascend_pd.engine.vllm_api.groups import only_group, unpadded_page_bytes
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
-
+    from vllm_ascend_pd.kv.span import KVGroup
 
 _DEVICES = ("cuda", "npu")
 _COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -33,6 +34,16 @@ class KVCaches:
     layout: PageLayout
     layer_index: Mapping[str, int]
     device: torch.device
+
+    def by_group(self, groups: Sequence[KVGroup]) -> tuple[GroupPages, ...]:
+        return tuple(
+            GroupPages.of(
+                self.layout,
+                group.block_size,
+                sorted({self.layer_index[name] for name in group.layers}),
+            )
+            for group in groups
+        )
 
 
 def locate(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KVCaches:
@@ -79,7 +90,7 @@ def _locate_on_host(
         region=Region(storage.data_ptr(), storage.nbytes()),
         layer_offsets=np.array([offsets[i] for i in order], dtype=np.int64),
         block_stride=strides.pop(),
-        page_bytes=kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes,
+        page_bytes=only_group(kv_cache_config).page_bytes,
     )
     index_of = {names[i]: position for position, i in enumerate(order)}
     by_address = {data_ptr(kv_caches[name]): index for name, index in index_of.items()}
@@ -105,8 +116,7 @@ def data_ptr(cache: Cache) -> int:
 
 def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KVCaches:
     """Pages as runs of bytes in the allocations of one device."""
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    page_bytes = getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
+    page_bytes = unpadded_page_bytes(kv_cache_config, only_group(kv_cache_config))
     memories: list[torch.Tensor] = []
     memory_of: dict[int, int] = {}
     segments: list[tuple[Segment, ...]] = []

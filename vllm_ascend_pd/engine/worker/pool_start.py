@@ -23,7 +23,9 @@ from vllm_ascend_pd.pool.tier import Opening
 from vllm_ascend_pd.pool.values import BlockValues
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout
+    from collections.abc import Sequence
+
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
@@ -40,7 +42,7 @@ def start_pool(
     config: PDConfig,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-    layout: PageLayout,
+    pages: Sequence[GroupPages],
     copier: BlockCopier,
     pools: list[StagingPool],
     shared: SharedEngine | None = None,
@@ -57,9 +59,11 @@ def start_pool(
     secret = b""
     if (path := config.security.secret_file) is not None:
         secret = Secret.load(path).derive(b"pool checksum 1")
-    space = KeySpace.of(
-        fingerprint(vllm_config, kv_cache_config), own.share.index, own.share.count, secret
-    )
+    identity, share = fingerprint(vllm_config, kv_cache_config), own.share
+    spaces = [
+        KeySpace.of(identity, share.index, share.count, secret, group)
+        for group in range(len(pages))
+    ]
     part = config.pool.for_worker(own.rank, own.num_workers)
     tier = open_tiers(
         Opening(part, config.host, own.rank, own.num_workers, from_first_worker, shared)
@@ -67,8 +71,8 @@ def start_pool(
     if script := envs.pool_fault_script():
         logger.warning("%s is set: the pool fails as scripted (%s)", envs.POOL_FAULTS, script)
         tier = FaultyTier(tier, TierScript(script))
-    values = BlockValues(copier, layout, space)
-    slot_bytes = max(config.pool.staging_slot_bytes, values.num_bytes)
+    values = [BlockValues(copier, *both) for both in zip(pages, spaces, strict=True)]
+    slot_bytes = max(config.pool.staging_slot_bytes, *(each.num_bytes for each in values))
     num_readers = config.pool.io_threads
     read_slots, write_slots = (
         make_staging(tier, num_slots, slot_bytes) for num_slots in (2 * num_readers, _WRITE_SLOTS)
@@ -82,16 +86,16 @@ def start_pool(
     pool = PoolIO(
         tier,
         values,
-        space,
         PoolSlots(read_slots, write_slots, ahead_slots),
         num_readers,
         Replica(own.replica, own.num_replicas) if is_shared(part) else Replica(),
     )
     pool.start()
-    logger.info(
-        "KV pool: keys %s*, %d bytes for each block of %d tokens",
-        space.prefix,
-        values.num_bytes,
-        kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-    )
+    for group, space, each in zip(pages, spaces, values, strict=True):
+        logger.info(
+            "KV pool: keys %s*, %d bytes for each block of %d tokens",
+            space.prefix,
+            each.num_bytes,
+            group.block_size,
+        )
     return pool

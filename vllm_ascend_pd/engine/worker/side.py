@@ -23,6 +23,7 @@ from vllm_ascend_pd.config import PDConfig, Placement, Transport, WireProtocol
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.pool_start import start_pool
@@ -64,6 +65,7 @@ def _create(
     trust = Trust.load(config.security.secret_file)
     caches = locate(kv_cache_config, kv_caches)
     own = sharding(vllm_config)
+    groups = caches.by_group(kv_groups(kv_cache_config))
     transfer = config.transfer
     if caches.layout.page_bytes > transfer.staging_slot_bytes:
         raise ConfigError(
@@ -116,7 +118,7 @@ def _create(
             host=config.host,
             transports=transports,
             copier=copier,
-            layout=caches.layout,
+            groups=groups,
             pool=make_pool(),
             grants=grants,
             allows_host=config.security.allows,
@@ -128,7 +130,7 @@ def _create(
         loader = PeerLoader(
             transports.sessions,
             copier,
-            caches.layout,
+            groups,
             make_pool(),
             trust,
             transfer.peer_timeout_s,
@@ -144,7 +146,7 @@ def _create(
         if mooncake is not None and transfer.protocol is not WireProtocol.TCP:
             shared = mooncake.share()
         pool = start_pool(
-            config, vllm_config, kv_cache_config, caches.layout, copier, pools, shared, make_staging
+            config, vllm_config, kv_cache_config, groups, copier, pools, shared, make_staging
         )
     logger.info(
         "in-engine transfers: role %s, transports %s%s, %d layers, %d bytes per page, %s",
