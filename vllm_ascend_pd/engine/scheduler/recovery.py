@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.vllm_api.groups import allocated_span
-from vllm_ascend_pd.engine.vllm_api.status import is_preempted
+from vllm_ascend_pd.engine.vllm_api.status import drop_output_under_way, preempt
 from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ def recover(
     now = time.monotonic()
     # Backwards, because each goes to the head of the waiting queue.
     for request in reversed(preempted):
-        scheduler.running.remove(request)
-        scheduler._preempt_request(request, now, drop_stale_output=True)
-        # It may be resumed by the very next step, with its whole block table.
-        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        preempt(scheduler, request, now)
     return preempted, bad
 
 
@@ -116,8 +113,7 @@ class LoadEnds:
         bad = record.bad_block_ids(result.failed)
         self._common.phantoms.withdraw(record.source)
         for request in record.users:
-            if is_preempted(request) and request.num_stale_output_tokens:
-                request.drop_stale_output = True
+            drop_output_under_way(request)
         return bad
 
     def _recover(self, bad_block_ids: set[int]) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import Request
+    from vllm_ascend_pd.engine.vllm_api.types import Request, Scheduler
 
 _QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 _COMPLETED = (
@@ -54,6 +54,20 @@ def is_queued(request: Request) -> bool:
 
 def is_preempted(request: Request) -> bool:
     return bool(request.status == RequestStatus.PREEMPTED)
+
+
+def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
+    """A running request, to the head of the queue; what steps under way sample is dropped."""
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, now, drop_stale_output=True)
+    # It may be resumed by the very next step, with its whole block table.
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def drop_output_under_way(request: Request) -> None:
+    """Of one that has been preempted already, with tokens kept that steps under way sample."""
+    if is_preempted(request) and request.num_stale_output_tokens:
+        request.drop_stale_output = True
 
 
 def status_in_queue(request: Request, at_arrival: Any) -> Any:
