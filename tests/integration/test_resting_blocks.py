@@ -171,3 +171,18 @@ def test_tail_that_gave_its_memory_back_is_computed(
     consumer.scheduler.pd.common.parking.drop_tails()
     assert loads_in_step(consumer.run_to_end()) == []
     consumer.expect_tokens("c", 4)
+
+
+def test_engines_that_disagree_how_late_a_write_may_come_load_nothing(
+    engines: Engines,  # noqa: F811
+    producer: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One would use blocks again into which the other may still write."""
+    monkeypatch.setenv("ASCEND_TRANSFER_TIMEOUT", "33064")
+    consumer = engines.make("kv_consumer", num_blocks=NUM_BLOCKS, protocol="ascend")
+    params = producer.prefill("p", prompt_of(NUM_TOKENS))
+    consumer.add("c", prompt_of(NUM_TOKENS), {**params, "return_provenance": True}, max_tokens=2)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+    assert consumer.params["c"]["provenance"]["outcome"] == Cause.INCOMPATIBLE.value
