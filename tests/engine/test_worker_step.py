@@ -27,6 +27,7 @@ from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
 from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
@@ -202,6 +203,21 @@ def test_layers_are_in_the_models_order_whatever_the_allocations(side: Side) -> 
     for name in NAMES:
         offset = int(side.located.layout.layer_offsets[index[name]])
         assert base + offset == side.caches[name].data_ptr()
+
+
+def test_pages_of_groups_are_those_of_their_layers() -> None:
+    """The scheduler refuses several groups by name, so no worker may fail on them before."""
+    config, caches = make_caches()
+    config.kv_cache_groups = [
+        KVCacheGroupSpec([NAMES[0], "shares.layer.0"], SPEC),
+        KVCacheGroupSpec(NAMES[1:], SPEC),
+    ]
+    groups = locate(config, caches).by_group(kv_groups(config))
+    assert [group.layers for group in groups] == [(2,), (0, 1)]
+    assert [group.block_size for group in groups] == [SPEC.block_size] * 2
+    for group, names in zip(groups, ([NAMES[0]], [NAMES[2], NAMES[1]]), strict=True):
+        base, offsets = group.layout.region.base, group.layout.layer_offsets
+        assert [base + int(it) for it in offsets] == [caches[name].data_ptr() for name in names]
 
 
 def test_layer_that_shares_a_cache_waits_for_the_same_pages(side: Side) -> None:

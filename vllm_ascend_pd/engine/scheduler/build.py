@@ -32,7 +32,7 @@ from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
 from vllm_ascend_pd.engine.vllm_api.engine import attach, is_ending, join_reports, wake
-from vllm_ascend_pd.engine.vllm_api.groups import only_group
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.net.trust import Secret, Trust
@@ -85,14 +85,15 @@ class _Builder:
         self._fingerprint = fingerprint(vllm_config, scheduler.kv_cache_config)
         self._sampling_key = make_sampling_key(vllm_config, config.transfer.first_token)
         shares = sharding(vllm_config)
-        group = only_group(scheduler.kv_cache_config)
+        groups = kv_groups(scheduler.kv_cache_config)
+        (group,) = groups  # more are refused so far, see ``supported``
         phantoms = PhantomBlocks(manager.block_pool, group)
         loads = Loads(shares.num_workers)
         self._common = Common(
             scheduler=scheduler,
             config=config,
             stats=Stats(),
-            groups=(group,),
+            groups=groups,
             sharding=shares,
             phantoms=phantoms,
             loads=loads,

@@ -36,20 +36,19 @@ def kv_groups(config: KVCacheConfig) -> tuple[KVGroup, ...]:
     )
 
 
-def unpadded_page_bytes(config: KVCacheConfig, group: KVGroup) -> int:
+def page_bytes(config: KVCacheConfig) -> int:
+    """Of a block in one layer. vLLM gives the pages of all groups one size."""
+    return kv_groups(config)[0].page_bytes
+
+
+def unpadded_page_bytes(config: KVCacheConfig) -> int:
     """Of a page, what holds KV.
 
     Touches:
         vllm/v1/kv_cache_interface.py:AttentionSpec.real_page_size_bytes
     """
-    spec = config.kv_cache_groups[group.id].kv_cache_spec
+    spec = config.kv_cache_groups[0].kv_cache_spec
     return getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
-
-
-def only_group(config: KVCacheConfig) -> KVGroup:
-    """That of an engine that has one; others are refused, see ``scheduler.supported``."""
-    (group,) = kv_groups(config)
-    return group
 
 
 def blocks_of(blocks: KVCacheBlocks, group: KVGroup) -> Sequence[KVCacheBlock]:

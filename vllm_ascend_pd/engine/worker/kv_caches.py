@@ -11,7 +11,7 @@ import torch  # noqa: TID251 - tensors of the engine
 
 from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout, Region
 from vllm_ascend_pd.backends.device_copy import DevicePageLayout, Segment
-from vllm_ascend_pd.engine.vllm_api.groups import only_group, unpadded_page_bytes
+from vllm_ascend_pd.engine.vllm_api.groups import page_bytes, unpadded_page_bytes
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _locate_on_host(
         region=Region(storage.data_ptr(), storage.nbytes()),
         layer_offsets=np.array([offsets[i] for i in order], dtype=np.int64),
         block_stride=strides.pop(),
-        page_bytes=only_group(kv_cache_config).page_bytes,
+        page_bytes=page_bytes(kv_cache_config),
     )
     index_of = {names[i]: position for position, i in enumerate(order)}
     by_address = {data_ptr(kv_caches[name]): index for name, index in index_of.items()}
@@ -116,7 +116,7 @@ def data_ptr(cache: Cache) -> int:
 
 def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KVCaches:
     """Pages as runs of bytes in the allocations of one device."""
-    page_bytes = unpadded_page_bytes(kv_cache_config, only_group(kv_cache_config))
+    num_bytes = unpadded_page_bytes(kv_cache_config)
     memories: list[torch.Tensor] = []
     memory_of: dict[int, int] = {}
     segments: list[tuple[Segment, ...]] = []
@@ -133,7 +133,7 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
                 memory_of[storage.data_ptr()] = len(memories)
                 flat = tensor.view(torch.uint8)
                 memories.append(torch.as_strided(flat, (storage.nbytes(),), (1,), 0))
-        found = _segments(name, cache, memory_of, page_bytes, kv_cache_config.num_blocks)
+        found = _segments(name, cache, memory_of, num_bytes, kv_cache_config.num_blocks)
         index_of[name] = by_address[data_ptr(cache)] = len(segments)
         segments.append(found)
     starts = [memories[layer[0].memory].data_ptr() + layer[0].offset for layer in segments]
@@ -143,7 +143,7 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
         region=Region(low, high - low),
         layer_offsets=np.array([start - low for start in starts], dtype=np.int64),
         block_stride=segments[0][0].stride,
-        page_bytes=page_bytes,
+        page_bytes=num_bytes,
         segments=tuple(segments),
         memories=tuple(memories),
         num_blocks=kv_cache_config.num_blocks,
