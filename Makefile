@@ -33,14 +33,18 @@ demo: venv ## prefill in one engine, decode in another, and compare the tokens w
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --out $(MODEL)
 	$(BIN)/python examples/offline_inference/disaggregated_prefill.py --model $(MODEL) --verify
 
+# Two processes, each of which takes the next file; WORKERS=0 runs all in one, WORKERS=N needs 8 GB for each.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 TESTS ?= tests
 test: venv ## run the tests
-	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS) $(PYTEST_ARGS)
 
 QUICK := tests/unit tests/engine tests/contract
 QUICK += tests/integration/test_prefill_first.py::test_consumer_computes_nothing_of_the_prompt
 test-quick: venv ## run the tests of the package's parts, and a hand-over between real engines
-	$(BIN)/python -m pytest -q $(QUICK) $(PYTEST_ARGS)
+	$(PYTEST) -q $(QUICK) $(PYTEST_ARGS)
 
 PIN_TESTS := tests/engine $(addprefix tests/patches/test_,every_pin.py absent_package.py config_carrier.py \
     graph_downgrade.py model_runner_v2.py drafts_on_cpu.py input_batch.py mla_on_cpu.py refused_at_start.py worker_hooks.py) \
