@@ -52,7 +52,11 @@ RESPONSES = "/v1/responses"
 BATCH = "/v1/chat/completions/batch"
 _FAULT = re.compile(r"(\w+)(?:\(([\d.]+)\))?")
 NOT_STALE_S = 0.2
-"""A connection that closes sooner after a request may have been closed before it came."""
+"""A connection that closes sooner after a request may have been closed before it came. The router
+subtracts what its event loop was late, which is ours, too: we wait in many short steps, of which a
+delay takes the place of one only.
+"""
+NUM_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +231,6 @@ class ScriptedEngine:
         """Until there is an answer: as scripted, or as long as the prompt's KV takes."""
         if fault == "delay":
             return number
-        if fault in ("close", "reset", "half_close"):
-            return NOT_STALE_S
         if answer is None:
             return 0.0
         if request.params.get("do_remote_prefill"):
@@ -254,7 +256,11 @@ class ScriptedEngine:
         if status == 404 or (status == 400 and fault == "ok"):
             fault, number = "status", status
         keep = fault in ("ok", "delay", "status", "bad_json", "slow_body", "no_params", "stopped")
-        await asyncio.sleep(self._wait_s(fault, number, request, answer))
+        if fault in ("close", "reset", "half_close"):
+            for _ in range(NUM_STEPS):
+                await asyncio.sleep(NOT_STALE_S / NUM_STEPS)
+        else:
+            await asyncio.sleep(self._wait_s(fault, number, request, answer))
         if fault == "close":
             pass
         elif fault == "reset":
