@@ -15,6 +15,8 @@ PATCHES := $(PYTHON) tools/apply_patches.py
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
+# What vLLM finds out about models; another version would write it anew.
+export VLLM_CACHE_ROOT := $(CURDIR)/.cache/vllm-$(VLLM)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-quick test-pin wheel check-wheel bench lint patch unpatch status lock clean

@@ -24,8 +24,10 @@ import pytest
 BLOCK_SIZE = 32
 START_TIMEOUT_S = 400.0
 CALL_TIMEOUT_S = 120.0
-MAX_SHARED = 14
-"""Engines that are kept for later tests; each takes half a gigabyte. No test uses so many."""
+MAX_SHARED = 10
+"""Engines that a process of tests keeps for later ones; each takes half a gigabyte. No test uses so
+many.
+"""
 
 _PROCESS = Path(__file__).with_name("engine_process.py")
 _ROOT = Path(__file__).parents[2]
