@@ -27,6 +27,8 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 SHORT = "Hello, my name is"
 LONG = " ".join(f"This is sentence {i} of a story." for i in range(150))
 EXPIRED = 'leases_closed_total{cause="expired",engine="0",model_name="tiny"}'
+PATIENT = {"transfer": {"arrival_timeout_s": 60.0}}
+"""The host may be so busy that a prompt comes to P long after its request came to D."""
 ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 
 
@@ -99,7 +101,8 @@ def cluster(launched: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Ite
     engines: dict[str, ForkedEngine] = {}
     instances: list[dict[str, Any]] = []
     for name in ("p0", "p1", "d0", "d1"):
-        config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
+        config: dict[str, Any] = {"kv_connector": "InEngine", "kv_port": 0}
+        config |= {"kv_role": ROLES[name[0]], "kv_connector_extra_config": PATIENT}
         options = ["--kv-transfer-config", json.dumps(config)]
         # With a plain TCP address vLLM's publisher connects instead of listening, and a port
         # that is free now may be taken when it listens.
