@@ -162,6 +162,9 @@ class TransferConfig(msgspec.Struct, frozen=True):
     verify_placement: bool = False
     """Of pages that are placed directly: both sides read them back through host memory and compare
     checksums. To see that a new installation moves what it should; slow."""
+    check_integrity: bool = False
+    """An engine without a request looks whether anything of one is left: an error in the log, and
+    in ``internal_errors``. To see that a new version loses nothing."""
     transport: Transport = Transport.AUTO
     """``shared_memory`` (peers of this host and user only), ``mooncake``, or ``auto``: the first
     that reaches the peer."""

@@ -90,7 +90,8 @@ class EngineConfig:
     def transfer_options(self) -> dict[str, Any] | None:
         if self.role is None:
             return None
-        extra: dict[str, Any] = {"transfer": json.loads(self.transfer)}
+        transfer = {"check_integrity": True, **json.loads(self.transfer)}
+        extra: dict[str, Any] = {"transfer": transfer}
         security: dict[str, Any] = {}
         if self.secret_file is not None:
             security["secret_file"] = self.secret_file

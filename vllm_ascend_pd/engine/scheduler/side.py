@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm_ascend_pd.engine.carrier import PDStats
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.scheduler.admission import Admission
+from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck
 from vllm_ascend_pd.engine.scheduler.parts import COUNTS, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
 from vllm_ascend_pd.engine.suspension import resume, suspend
@@ -58,6 +59,8 @@ class SchedulerSide:
         self._arrivals = arrivals
         self._start = on_engine_started
         self._ends = LoadEnds(common, self.parts, self._admission.hand_on)
+        checks = common.config.transfer.check_integrity
+        self._integrity = IntegrityCheck(common.stats) if checks else None
         for part in parts:
             self.add(part)
 
@@ -150,7 +153,10 @@ class SchedulerSide:
     def has_pending_work(self) -> bool:
         has_news = [part.settle() for part in self.parts]
         loads = self.common.loads
-        return loads.num_parked > 0 or loads.num_resting > 0 or any(has_news)
+        pending = loads.num_parked > 0 or loads.num_resting > 0 or any(has_news)
+        if self._integrity is not None and not pending and not self.common.scheduler.requests:
+            self._integrity.look(self._count())
+        return pending
 
     def on_engine_started(self, engine_core: EngineCore) -> None:
         self.engine_core = engine_core
@@ -203,6 +209,9 @@ class SchedulerSide:
     def counts(self) -> dict[str, int]:
         """What a leak check compares; all but ``free_blocks`` are zero when nothing goes on."""
         self.has_pending_work()
+        return self._count()
+
+    def _count(self) -> dict[str, int]:
         return {
             **dict.fromkeys(COUNTS, 0),
             "free_blocks": self.common.manager.block_pool.get_num_free_blocks(),
