@@ -198,6 +198,7 @@ class ScriptedEngine:
             self.received.append(request)
             writer.write(error(400, "messages"))
         elif path == "/v1/audio/transcriptions":
+            self.received.append(request)
             writer.write(whole_answer(200, b'data: {"text": "a"}\n\n', b"text/event-stream"))
         else:
             self.received.append(request)
