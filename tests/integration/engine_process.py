@@ -79,7 +79,8 @@ def _remove_pool_values(worker: object, hashes: list[bytes], rank: int) -> None:
 
     side: Any = hooks._worker
     if side._rank == rank:
-        side._pool._tier.remove([side._pool._space.key(block_hash) for block_hash in hashes])
+        (values,) = side._pool._values
+        side._pool._tier.remove([values.key(block_hash) for block_hash in hashes])
 
 
 def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
@@ -91,12 +92,12 @@ def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
     side: Any = hooks._worker
     if side._rank != rank:
         return 0
-    store, space = side._pool._tier.store, side._pool._space
-    keys = [space.key(block_hash) for block_hash in hashes]
+    store, (values,) = side._pool._tier.store, side._pool._values
+    keys = [values.key(block_hash) for block_hash in hashes]
     num_flipped = 0
     for replicas in store._store.batch_get_replica_desc(keys).values():
         for replica in replicas:
-            address = store._own_address([replica], side._pool.loader._values.num_bytes)
+            address = store._own_address([replica], values.num_bytes)
             if address:
                 ctypes.c_uint8.from_address(address + 1000).value ^= 8
                 num_flipped += 1
