@@ -36,7 +36,7 @@ FAST = RouterConfig(
     retries=Retries(max_attempts=3),
 )
 STRICT = replace(FAST, require_prefill=True)
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 
 
 @dataclass

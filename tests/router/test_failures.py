@@ -228,9 +228,11 @@ def test_client_that_does_not_read_is_cut_off() -> None:
             body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 150_000}).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
             writer.write(head % len(body) + body)
-            await until(lambda: d.decodes[0].num_in_progress == 1)
-            await until(lambda: d.decodes[0].num_given_up == 1)
-            writer.transport.abort()
+            try:
+                await until(lambda: d.decodes[0].num_in_progress == 1)
+                await until(lambda: d.decodes[0].num_given_up == 1)
+            finally:  # or what is not closed is an error of another test
+                writer.transport.abort()
             del reader
 
     run(test)

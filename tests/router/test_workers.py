@@ -37,6 +37,7 @@ class Cluster:
         self.log = folder / "router.log"
         self.url = ""
         self.process: asyncio.subprocess.Process
+        self._is_ending = False
 
     async def start(self, *options: str) -> None:
         command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", "0"]
@@ -87,9 +88,14 @@ class Cluster:
         found = re.findall(rf"^vllm:pd_router_{name} (\S+)$", await self.get("/metrics"), re.M)
         return float(found[0]) if found else 0.0
 
+    def terminate(self) -> None:
+        """Once: a process that has ended nearly has no handler for a second signal any more."""
+        self._is_ending = True
+        self.process.terminate()
+
     async def stop(self) -> int:
-        if self.process.returncode is None:
-            self.process.terminate()
+        if self.process.returncode is None and not self._is_ending:
+            self.terminate()
         code = await asyncio.wait_for(self.process.wait(), PATIENCE_S)
         for engine in (self.prefill, self.decode):
             await engine.stop()
@@ -193,7 +199,7 @@ def test_requests_in_progress_end_before_the_workers_do(tmp_path: Path) -> None:
             c.decode.token_s = 0.1
             posting = [asyncio.ensure_future(c.post(max_tokens=10)) for _ in range(6)]
             await c.until(lambda: c.decode.num_in_progress == 6)
-            c.process.terminate()
+            c.terminate()
             assert await asyncio.gather(*posting) == [200] * 6
 
     run(test)
@@ -207,7 +213,7 @@ def test_signal_from_two_sides_is_not_a_second_one(tmp_path: Path) -> None:
             c.decode.token_s = 0.1
             posting = [asyncio.ensure_future(c.post(max_tokens=20)) for _ in range(6)]
             await c.until(lambda: c.decode.num_in_progress == 6)
-            c.process.terminate()
+            c.terminate()
             await c.until(lambda: c.output.count("stopping: up to") == NUM_WORKERS)
             for pid in c.worker_pids():
                 with suppress(ProcessLookupError):
@@ -223,10 +229,11 @@ def test_second_signal_ends_the_requests_in_progress(tmp_path: Path) -> None:
             c.decode.token_s = 1.0
             posting = asyncio.ensure_future(c.post(max_tokens=1000))
             await c.until(lambda: c.decode.num_in_progress)
-            c.process.terminate()
+            c.terminate()
             await c.until(lambda: c.output.count("stopping: up to") == NUM_WORKERS)
             assert not posting.done()
-        # The second one came at the end of ``cluster``, which waits for less than --drain-timeout.
+            c.process.terminate()
+        # The end of ``cluster`` waits for less than --drain-timeout.
         assert await asyncio.gather(posting, return_exceptions=True) != [200]
 
     run(test)
