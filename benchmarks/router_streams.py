@@ -3,8 +3,8 @@
 
 The engine writes chunks as vLLM does, with token ids if it is asked for them; engine and clients
 are one process on core 1, the router runs alone on core 0. ``paced``: every stream gets a chunk
-each ``--itl-ms``, each a piece of its own; the router is not busy, so its processor time per chunk
-and the time that a chunk takes through it are compared. ``flat out``: as many as it can relay.
+each ``--itl-ms``, each a piece of its own. ``flat out``: as many as the other process can take. The
+router's processor time per chunk says what it could relay, whoever is the slower one.
 
     .venv/bin/python benchmarks/router_streams.py
 """
