@@ -131,8 +131,8 @@ class Device(Protocol):
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Page-locked host memory, uint8 [num_bytes]."""
 
-    def scratch(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the device, uint8 [num_bytes]."""
+    def scratch(self, stream: Any, num_bytes: int) -> torch.Tensor:
+        """Memory of the device, uint8 [num_bytes], for work on `stream` only."""
 
 
 class Fence:
@@ -287,7 +287,7 @@ class DeviceBlockCopier(BlockCopier):
         index, rows = index_of(layout, np.array(ids, dtype=np.int64))
         if len(lane.index) < len(index):
             lane.index = self._device.pinned(index.nbytes).view(torch.int64)
-            lane.device_index = self._device.scratch(index.nbytes).view(torch.int64)
+            lane.device_index = self._device.scratch(lane.stream, index.nbytes).view(torch.int64)
         lane.index[: len(index)] = torch.from_numpy(index)
         self._device.run(lane.stream, partial(move, lane, layout, len(ids), rows))
         self._device.synchronize(lane.stream)
@@ -296,15 +296,15 @@ class DeviceBlockCopier(BlockCopier):
         lane: Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
             self._device.bind_thread()
-            nothing = torch.empty(0, dtype=torch.int64)
-            lane = Lane(self._device.new_stream(), *self._memory(num_bytes), nothing, nothing)
+            stream, nothing = self._device.new_stream(), torch.empty(0, dtype=torch.int64)
+            lane = Lane(stream, *self._memory(stream, num_bytes), nothing, nothing)
             self._lanes.lane = lane
         elif lane.bounce.numel() < num_bytes:
-            lane.bounce, lane.scratch = self._memory(num_bytes)
+            lane.bounce, lane.scratch = self._memory(lane.stream, num_bytes)
         return lane
 
-    def _memory(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._device.pinned(num_bytes), self._device.scratch(num_bytes)
+    def _memory(self, stream: Any, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._device.pinned(num_bytes), self._device.scratch(stream, num_bytes)
 
     def _order(self, lane: Lane, ids: list[int]) -> None:
         with self._lock:

@@ -83,5 +83,5 @@ class FakeDevice(Device):
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def scratch(self, num_bytes: int) -> torch.Tensor:
+    def scratch(self, stream: FakeStream, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)

@@ -55,8 +55,12 @@ class TorchDevice:
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def scratch(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+    def scratch(self, stream: Any, num_bytes: int) -> torch.Tensor:
+        """Allocated on the stream: torch gives memory that the model has let go of to its own
+        stream at once, whose kernels may still use it.
+        """
+        with self._api.stream(stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def make_copier(device: torch.device) -> BlockCopier:

@@ -25,6 +25,7 @@ class Api:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.streams: list[Any] = []
         self.inside: Any = None
         api = self
 
@@ -55,6 +56,7 @@ class Api:
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         self.calls.append("on stream")
+        self.streams.append(stream)
         yield
 
 
@@ -66,8 +68,8 @@ def api() -> Api:
 @pytest.fixture
 def copier(api: Api, monkeypatch: pytest.MonkeyPatch) -> DeviceBlockCopier:
     device = TorchDevice(api, DEVICE)
-    for memory in ("pinned", "scratch"):
-        monkeypatch.setattr(device, memory, lambda n: torch.zeros(n, dtype=torch.uint8))
+    monkeypatch.setattr(device, "pinned", lambda n: torch.zeros(n, dtype=torch.uint8))
+    monkeypatch.setattr(device, "scratch", lambda _, n: torch.zeros(n, dtype=torch.uint8))
     return DeviceBlockCopier(device, PythonBlockCopier())
 
 
@@ -102,6 +104,13 @@ def test_copies_run_on_their_own_stream_behind_the_fence(
     api.calls.clear()
     copier.scatter(layout(), np.array([1], dtype=np.int64), region)
     assert api.calls == copying
+
+
+def test_memory_of_copies_is_allocated_on_their_stream(api: Api) -> None:
+    """What is allocated on the model's may be in use by kernels that have not run yet."""
+    device = TorchDevice(api, torch.device("cpu"))
+    assert device.scratch("copies", 8).numel() == 8
+    assert api.streams == ["copies"]
 
 
 def test_torch_cuda_has_what_is_used() -> None:
