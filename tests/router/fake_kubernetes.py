@@ -35,22 +35,25 @@ class FakeKubernetes:
         self._changed = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._ends = 0
+        self._ending = False
         self.oldest_kept = OLDEST_KEPT
         self.port = 0
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/api/v1/namespaces/{namespace}/pods", self._pods)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
+        self._ending = True
         self.end_watches()
         assert self._runner is not None
         await self._runner.cleanup()
+        self._ending = False
 
     def kubeconfig(self, path: Path) -> Path:
         server = {"server": f"http://127.0.0.1:{self.port}"}
@@ -152,7 +155,7 @@ class FakeKubernetes:
 
         after = int(request.query["resourceVersion"])
         bookmarks = request.query.get("allowWatchBookmarks") in ("true", "True")
-        while not self.is_broken:
+        while not self.is_broken and not self._ending:
             if after < self.oldest_kept:
                 gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
                 await send("ERROR", gone)

@@ -35,8 +35,8 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[Deployment, FakeKubernete
     )
     async with deployed(0, 0, config) as d:
         yield d, api, engine
-        await api.stop()
-        await engine.stop()
+    await api.stop()  # nobody connects any more, so no connection comes while it ends
+    await engine.stop()
 
 
 def states(d: Deployment) -> dict[str, tuple[str, str]]:
