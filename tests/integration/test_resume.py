@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.integration import reasoning_plugin
 from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet
-from tests.integration.pool_steps import POOL, delta, provenance, store
+from tests.integration.pool_steps import POOL, delta, provenance, settle, store
+from tests.integration.reasoning_plugin import END
 from tests.integration.test_identity import LORA
 from tests.integration.test_speculation import LLM as DRAFTS
 from vllm_ascend_pd.net.trust import Secret
@@ -218,7 +220,7 @@ def test_drafts_from_the_known_tokens(
     answer = engine.ask(prompt, 20, begun(prompt, tokens[:5], only_exact=False), **SEED)
     assert answer.token_ids[:5] == tokens[:5]
     assert len(answer.token_ids) == 20
-    assert answer.kv_transfer_params["resume"] == {"outcome": "same_distribution"}
+    assert answer.kv_transfer_params["resume"] == {"outcome": "sampled"}
 
 
 def test_adapter(
@@ -233,17 +235,57 @@ def test_adapter(
     expect_the_same_from_every_cut(engine, prompt, expected, lora=adapter)
 
 
-def test_output_blocks_come_from_the_pool(
-    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_grammar_begins_where_the_reasoning_has_ended(
+    engines: Engines, prompt_of: PromptOf, is_ended: bool
 ) -> None:
-    engine = engines.shared("kv_both", pool=POOL)
+    """It ends with a token of the output, or never; the grammar accepts what comes after it."""
+    plugin = str(Path(reasoning_plugin.__file__))
+    config = {"reasoning_parser": "second_end", "reasoning_parser_plugin": plugin}
+    engine = engines.shared("kv_both", llm=json.dumps({"structured_outputs_config": config}))
+    prompt = [token for token in prompt_of(40) if token != END]
+    more = {
+        "structured_outputs": {"regex": "[0-9]{40}"},
+        "logit_bias": {END: 100.0 if is_ended else -100.0},
+    }
+    expected = engine.ask(prompt, NUM_OUTPUT, **more)
+    if is_ended:
+        assert expected.token_ids[:2] == [END, END]
+        assert END not in expected.token_ids[2:]
+    free = engine.ask(prompt, NUM_OUTPUT, logit_bias=more["logit_bias"])
+    assert (free.token_ids == expected.token_ids) is not is_ended
+    expect_the_same_from_every_cut(engine, prompt, expected, **more)
+
+
+@pytest.mark.parametrize(
+    ("script", "sources"),
+    [
+        ("", {"dram": 2 * BLOCK_SIZE + 5}),
+        ("get:ok*2,fail", {"dram": 2 * BLOCK_SIZE, "computed": 5}),
+    ],
+    ids=["loaded", "failed"],
+)
+def test_output_blocks_come_from_the_pool(
+    engines: Engines,
+    single: SingleEngine,
+    prompt_of: PromptOf,
+    script: str,
+    sources: dict[str, int],
+) -> None:
+    """If one fails to load, what the step has drawn from the seed is undone."""
+    engine = engines.shared(
+        "kv_both", pool=POOL, pool_faults="get:ok*", transfer={"load_mode": "step"}
+    )
     prompt = prompt_of(2 * BLOCK_SIZE + 5)
     expected = single(prompt, 100, **SEED)
     store(engine, prompt, 80, **SEED)
+    before = engine.metrics()
+    engine.set_pool_faults(script)
     answer = engine.ask(prompt, 100, begun(prompt, expected.token_ids[:75]), **SEED)
     assert answer.token_ids == expected.token_ids
-    assert provenance(answer) == {"dram": 2 * BLOCK_SIZE + 5}
-    assert engine.reset_prefix_cache()
+    assert provenance(answer) == sources
+    assert delta(before, engine.metrics(), "recovered_requests") == bool(script)
+    settle(engine)
 
 
 # What is refused.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = limited_logger(__name__)
 
 EXACT = "exact"
-SAME_DISTRIBUTION = "same_distribution"
+SAMPLED = "sampled"
 _TRANSFERS = ("do_remote_prefill", "do_remote_decode")
 _STAYING = (
     "logprobs",
@@ -104,7 +104,7 @@ class Resumes(Part):
             wait_for_kv(request)
             return False
         request_id = request.request_id
-        outcome = EXACT if self._is_exact(request.sampling_params) else SAME_DISTRIBUTION
+        outcome = EXACT if self._is_exact(request.sampling_params) else SAMPLED
         token_ids, ended = append_output(self._scheduler, request, found.output_token_ids)
         # The engine that began it has counted its prompt.
         request.prefill_stats = None
