@@ -9,15 +9,15 @@ import torch
 
 
 def draw_rows(runner: Any, generator: torch.Generator, num_rows: int) -> None:
-    """What the first runner's sampler draws for so many tokens, without drafts: a row of the
-    vocabulary's size for each.
+    """What the first runner's sampler draws for so many tokens, without drafts. It differs by
+    device and version, so the sampler itself draws, for logits that nobody looks at.
 
     Touches:
         vllm/v1/worker/gpu_input_batch.py:InputBatch.vocab_size
-        vllm/v1/sample/sampler.py:Sampler.use_fp64_gumbel
         vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.sampler
+        vllm/v1/sample/sampler.py:Sampler.topk_topp_sampler
     """
-    dtype = torch.float64 if runner.sampler.use_fp64_gumbel else torch.float32
-    row = torch.empty(runner.input_batch.vocab_size, dtype=dtype, device=generator.device)
+    sample, num_logits = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
     for _ in range(num_rows):
-        row.exponential_(generator=generator)
+        logits = torch.zeros(1, num_logits, dtype=torch.float32, device=generator.device)
+        sample(logits, {0: generator}, None, None)
