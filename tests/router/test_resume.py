@@ -207,15 +207,27 @@ def test_stream_that_all_engines_refuse_ends(refusal: str) -> None:
 
 
 def test_seeded_stream_that_no_engine_can_go_on_with_exactly_is_sampled_by_option() -> None:
+    """By the engine that refused to, if there is no other."""
+
+    async def test() -> None:
+        async with deployed(1, 2, ANY) as d:
+            d.decodes[1].script("dead(0)")
+            got = await broken(d, "break(2)", temperature=0.7, seed=3)
+            kinds = [r.params["resume"]["only_exact"] for r in d.decodes[1].received]
+            assert kinds == [True, False]
+            assert got[-2]["provenance"]["kind"] == "sampled"
+
+    run(test)
+
+
+def test_greedy_stream_stays_exact_when_an_engine_fails_before_it_goes_on() -> None:
     async def test() -> None:
         async with deployed(1, 3, ANY) as d:
-            for engine in d.decodes:
-                engine.script("dead(0)")
-            d.prefills[0].script("ok")
-            got = await broken(d, "break(2)", temperature=0.7, seed=3)
-            kinds = [r.params["resume"]["only_exact"] for r in resumes(d)]
-            assert sorted(kinds) == [False, False, True]
-            assert got[-2]["provenance"]["kind"] == "sampled"
+            d.decodes[1].script("dead(0)")
+            d.decodes[2].script("dead(0)")
+            got = await broken(d, "break(2)")
+            assert all(r.params["resume"]["only_exact"] for r in resumes(d))
+            assert got[-2]["provenance"]["kind"] == "exact"
 
     run(test)
 

@@ -75,8 +75,10 @@ def promise(body: Body, mode: ResumeMode) -> Promise:
 
 def _is_reproducible(body: Body) -> bool:
     """A seed with drafts is not, which the engine knows, and refuses."""
-    if bytes(body.fields.get("seed", b"null")) not in (b"null", b"-1"):
-        return True
+    return bytes(body.fields.get("seed", b"null")) not in (b"null", b"-1") or is_greedy(body)
+
+
+def is_greedy(body: Body) -> bool:
     try:
         return abs(float(bytes(body.fields.get("temperature", b"null")))) < GREEDY_BELOW
     except ValueError:  # what a model's own default is, only its engine knows

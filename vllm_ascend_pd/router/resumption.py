@@ -22,7 +22,7 @@ from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import FailureKind
 from vllm_ascend_pd.router.legs import Leg, LegFailed, Legs, Stream
-from vllm_ascend_pd.router.resumable import Promise, wants_usage
+from vllm_ascend_pd.router.resumable import Promise, is_greedy, wants_usage
 from vllm_ascend_pd.router.splice import Splice
 from vllm_ascend_pd.router.transcript import DONE, Transcript
 
@@ -153,21 +153,26 @@ class Resumption:
             if failure is None:
                 leg.outcome = "ok"
                 return "ok"
-            broken.instance, broken.failure = leg.instance, failure
+            broken.failure = failure
             if failure.kind is FailureKind.STATUS and not splice.num_tokens:
                 leg.outcome = "refused"
-                return self._refused(job)
+                return self._refused(job, broken, leg.instance)
+            broken.instance = leg.instance
             leg.outcome = "broken_stream"
             leg.instance.failed(failure, "stream")
             if not broken.failed:
                 broken.since = time.monotonic()
             return failure.kind.value
 
-    def _refused(self, job: Job) -> str:
+    def _refused(self, job: Job, broken: Broken, instance: Instance) -> str:
         """The engine cannot go on, for a cause that its log tells, and is not to blame for it. A
-        seed with drafts is one, which its next tokens would only be as likely with."""
-        if self.config.retries.resume == "any":
+        seed with drafts is one, which its next tokens would only be as likely with: then it can be
+        asked for those."""
+        may_differ = self.config.retries.resume == "any" and not is_greedy(job.body)
+        if may_differ and job.promise.kind == "exact":
             job.promise = Promise("sampled")
+        else:
+            broken.instance = instance
         return "refused"
 
     async def _ask(
@@ -192,12 +197,11 @@ class Resumption:
         result = await self.legs.decode(leg, job.body, headers, sent)
         if isinstance(result, Stream):
             return leg, result
-        broken.instance = instance
         if isinstance(result, LegFailed):
-            broken.failure = result.failure
+            broken.instance, broken.failure = instance, result.failure
             return result.failure.kind.value
         logger.warning("%s refuses to go on: %.200r", instance.instance_id, result.body)
-        return self._refused(job)
+        return self._refused(job, broken, instance)
 
     def _params(self, job: Job, transcript: Transcript) -> msgspec.Raw | None:
         """Nothing if the client has no token yet."""
