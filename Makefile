@@ -43,8 +43,9 @@ TESTS ?= tests
 test: venv ## run the tests
 	$(PYTEST) $(TESTS) $(PYTEST_ARGS)
 
-QUICK := tests/unit tests/engine tests/contract
-QUICK += tests/integration/test_prefill_first.py::test_consumer_computes_nothing_of_the_prompt
+# What takes longest begins first: the other process does the rest meanwhile.
+QUICK := tests/integration/test_prefill_first.py::test_consumer_computes_nothing_of_the_prompt
+QUICK += tests/engine tests/contract tests/unit
 test-quick: venv ## run the tests of the package's parts, and a hand-over between real engines
 	$(PYTEST) -q $(QUICK) $(PYTEST_ARGS)
 
