@@ -281,6 +281,35 @@ def test_what_comes_before_a_failure_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize(
+    "end",
+    [
+        {"finish_reason": "abort", "stop_reason": None, "token_ids": []},
+        {"finish_reason": "tool_calls", "stop_reason": None, "token_ids": []},
+    ],
+)
+@pytest.mark.parametrize("also", [b"", b'data: {"error":{"message":"died","code":500}}\n\n'])
+def test_abort_is_no_end_of_an_answer(end: dict[str, Any], also: bytes) -> None:
+    """Before 0.32 vLLM calls it the end of the tool call that it cuts."""
+    total = len(token_bytes(TEXTS["parsed"]))
+    began = b"".join(list(stream_events("parsed", [1] * total, "a"))[: total - 4])
+    aborted = event({"id": "x", "choices": [{"index": 0, "delta": {}, "logprobs": None, **end}]})
+    transcript = Transcript(shows_token_ids=True)
+    assert transcript.take(began + aborted + also + DONE) == began
+    assert transcript.failure is not None
+    transcript.read()
+    assert not transcript.has_finished
+    assert not transcript.is_done
+
+
+def test_tool_call_that_ends_with_a_token_has_ended() -> None:
+    transcript = Transcript(shows_token_ids=True)
+    end = {"finish_reason": "tool_calls", "stop_reason": None, "token_ids": [2]}
+    ended = event({"id": "x", "choices": [{"index": 0, "delta": {}, "logprobs": None, **end}]})
+    assert transcript.take(ended + DONE) == ended + DONE
+    assert transcript.failure is None
+
+
+@pytest.mark.parametrize(
     ("events", "cause"),
     [
         (b'data: {"choices":[{"index":0,"text":"a","token_ids":null}]}\n\n', "no_token_ids"),

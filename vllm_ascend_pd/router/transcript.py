@@ -69,6 +69,8 @@ _TEXTS = ("content", "reasoning", "reasoning_content")
 _NO_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null,'
 _ERROR = b'data: {"error"'
 _ABORT = b'"finish_reason":"abort"'
+_ABORTED_CALL = b'"finish_reason":"tool_calls","stop_reason":null,"token_ids":[]'
+"""An abort within a tool call, as chats of vLLM before 0.32 tell of it: no token has ended it."""
 
 
 class Transcript:
@@ -97,7 +99,7 @@ class Transcript:
 
     def take(self, events: bytes) -> bytes:
         """Whole events of the engine, about to be sent; what the client gets of them."""
-        if _ERROR in events or _ABORT in events:
+        if _ERROR in events or _ABORT in events or _ABORTED_CALL in events:
             events, self.failure = until_failure(events)
         self._raw.append(events)
         self._num_raw_bytes += len(events)
@@ -198,8 +200,9 @@ def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
     """What an engine's server sent before it said, within the stream, that its engine has failed;
     and what it said."""
     at = events.find(_ERROR)
-    if at < 0 and _ABORT in events:
-        before = events.rfind(b"\n\n", 0, events.find(_ABORT))
+    aborts = [found for it in (_ABORT, _ABORTED_CALL) if (found := events.find(it)) >= 0]
+    if aborts and (at < 0 or min(aborts) < at):
+        before = events.rfind(b"\n\n", 0, min(aborts))
         at = 0 if before < 0 else before + 2
         return events[:at], Failure(FailureKind.STATUS, "the engine gave the request up")
     if at < 0:
