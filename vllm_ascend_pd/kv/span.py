@@ -124,9 +124,10 @@ class Span:
         """The first token that is in one of these blocks; ``end`` if none is."""
         return min(
             (
-                self.start + group.block_ids.index(block_id) * group.block_size
+                self.start + index * group.block_size
                 for group in self.groups
-                for block_id in block_ids.intersection(group.block_ids)
+                for index, block_id in enumerate(group.block_ids)
+                if block_id in block_ids
             ),
             default=self.end,
         )

@@ -95,3 +95,23 @@ def test_tail_begins_before_the_end_and_ends_with_it(
         assert span.num_full(i) in (span.num_before_tail(i), span.num_blocks(i))
         if not start and num_tokens:
             assert group.tail_index(span.end) == span.num_before_tail(i)
+
+
+class Counted(int):
+    """Counts how often two different ones are compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_long_span_is_searched_once_however_many_of_its_blocks_are_bad() -> None:
+    block_ids = tuple(map(Counted, range(500)))
+    span = Span(0, 500 * 16, (GroupBlocks(16, block_ids),))
+    Counted.num_compared = 0
+    assert span.first_of(set(block_ids[3:])) == 3 * 16
+    assert Counted.num_compared <= len(block_ids)
