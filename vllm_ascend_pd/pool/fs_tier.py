@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.pool.keys import PREFIX
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
 from vllm_ascend_pd.types import Place
 
@@ -90,10 +89,11 @@ class FileTier(Tier):
         for leftover in self._folder.glob(f"{_NEW}*"):
             leftover.unlink()
         found = []
-        for path in (self._folder / PREFIX).glob("*/*/*"):
+        # Those of other formats are found by nobody, and go, as the oldest ones, for new ones.
+        for path in self._folder.glob("pd[0-9]*/*/*/*"):
             with suppress(FileNotFoundError):
                 status = path.stat()
-                key = f"{PREFIX}{path.parts[-3]}/{path.name}"
+                key = f"{path.parts[-4]}/{path.parts[-3]}/{path.name}"
                 found.append((status.st_mtime, key, status.st_size))
         for _, key, num_bytes in sorted(found):
             self._sizes[key] = num_bytes

@@ -203,6 +203,20 @@ def test_values_outlive_their_process(files: FileTier, tmp_path: Path) -> None:
     again.close()
 
 
+def test_values_of_an_older_format_take_room_until_it_is_needed(
+    files: FileTier, tmp_path: Path
+) -> None:
+    put(files, *range(8))
+    files.close()
+    (tmp_path / "pd2").rename(tmp_path / "pd1")
+    again = FileTier(tmp_path, 8 * SIZE)
+    assert lookup(again, *range(8)) == [Place.NOWHERE] * 8
+    assert put(again, *range(8)) == [Status.OK] * 8
+    num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert num_bytes == again.stats().used_bytes == 8 * SIZE
+    again.close()
+
+
 def test_folder_belongs_to_one_engine(files: FileTier, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is used by another engine"):
         FileTier(tmp_path, 8 * SIZE)
