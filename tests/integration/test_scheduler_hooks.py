@@ -406,6 +406,8 @@ class Engine:
         self.poll(lambda: self.counts() == self.counts_at_start)
         self.schedule()  # what is not to be met is cleared with the next step
         self.finish_step()
+        for tables in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            assert not tables.req_to_blocks, "blocks are kept of requests that have ended"
         assert min(self.worker.slots.values(), default=0) >= 0
         contents = {}
         for request in self.requests.values():
@@ -1557,6 +1559,18 @@ def test_abort_during_a_load_that_succeeds_keeps_its_blocks(
     consumer.run_to_end()
     consumer.expect_tokens("d", 2)
     producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+def test_request_that_ends_under_its_load_leaves_no_table(
+    producer: Engine, engines: Engines
+) -> None:
+    consumer = engines.make("kv_consumer")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=3)
+    consumer.schedule_until_admitted(request)
+    consumer.abort("c")
+    consumer.schedule()  # before the load's end is known
+    consumer.finish_step()
 
 
 def test_phantoms_of_a_failed_source_are_withdrawn(producer: Engine, engines: Engines) -> None:

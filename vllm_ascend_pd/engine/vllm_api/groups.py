@@ -57,8 +57,11 @@ def blocks_of(blocks: KVCacheBlocks, group: KVGroup) -> Sequence[KVCacheBlock]:
 
 
 def block_table(manager: KVCacheManager, request: Request, group: KVGroup) -> list[KVCacheBlock]:
-    """The blocks of a request, as they are: who changes the list changes the table."""
-    return manager.coordinator.single_type_managers[group.id].req_to_blocks[request.request_id]
+    """The blocks of a request, as they are: who changes the list changes the table. None of one
+    that has ended meanwhile, of which vLLM's tables, where a look makes an entry, keep nothing.
+    """
+    tables = manager.coordinator.single_type_managers[group.id].req_to_blocks
+    return tables.get(request.request_id, [])
 
 
 def known_end(request: Request) -> int:
