@@ -27,6 +27,7 @@ pytestmark = pytest.mark.engine
 NUM_TOKENS = 240
 NUM_BEFORE = 12
 """Chunks that each client has when the engine is killed."""
+PARSER = ("--tool-call-parser", "hermes")
 CHAT = {"messages": [{"role": "user", "content": "Tell me a very long story."}]}
 TEXT = {"prompt": "Tell me a very long story."}
 TOOL = {
@@ -120,7 +121,7 @@ def engines(
     for name in ("p0", "d0", "d1"):
         config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
         options = ["--kv-transfer-config", json.dumps(config)]
-        options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        options += ["--enable-auto-tool-choice", *PARSER]
         made[name] = launched.engine(name, folder / "model", folder, free_port(), *options)
     for name in ("p0", "d1"):
         made[name].start()
@@ -153,7 +154,7 @@ def test_streams_of_an_engine_that_is_killed_go_on(
         for name, engine in engines.items()
     ]
     taken_on = scraped(other.url, "pd_resumes_total")
-    with routing(tmp_path, instances[:2]) as url, ThreadPoolExecutor(len(bodies)) as pool:
+    with routing(tmp_path, instances[:2], *PARSER) as url, ThreadPoolExecutor(len(bodies)) as pool:
         began = {name: threading.Event() for name in bodies}
         streams = {
             name: pool.submit(follow, url, body, Stream(), began[name])

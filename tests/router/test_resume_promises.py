@@ -15,6 +15,10 @@ from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.resume import Resume, ResumeKey
 from vllm_ascend_pd.router.config import Retries
 
+CHAT = "/v1/chat/completions"
+CHAT_BODY = {"messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+
 
 @pytest.mark.parametrize(
     ("fields", "cause"),
@@ -28,6 +32,8 @@ from vllm_ascend_pd.router.config import Retries
         ({"temperature": 0.7, "seed": -1}, "sampled"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"path": "/v1/chat/completions", "include_reasoning": False}, "include_reasoning"),
+        ({"path": CHAT, **CHAT_BODY, "tools": [TOOL]}, "tool_parser"),
+        ({"path": CHAT, **CHAT_BODY, "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"path": "/v1/messages", "messages": [{"role": "user", "content": "a"}]}, "api"),
         ({"path": "/v1/responses", "input": "a"}, "api"),
     ],
@@ -42,6 +48,28 @@ def test_what_cannot_go_on_ends_as_its_cause_says(fields: dict[str, Any], cause:
             assert not resumes(d)
             assert "return_token_ids" not in d.decodes[0].received[0].json
             assert d.count("not_resumed_total", cause=cause) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("parser", "tool_choice", "expected"),
+    [
+        ("hermes", "auto", "exact"),
+        ("hermes", "required", "none; tool_choice"),
+        ("jamba", "auto", "none; tool_parser"),
+        ("jamba", "none", "exact"),
+    ],
+)
+def test_streams_with_tools_go_on_with_parsers_that_any_number_of_tokens_leaves_right(
+    parser: str, tool_choice: str, expected: str
+) -> None:
+    async def test() -> None:
+        config = replace(PATIENT, retries=Retries(tool_call_parser=parser))
+        async with deployed(1, 2, config) as d:
+            fields = {"path": CHAT, **CHAT_BODY, "tools": [TOOL], "tool_choice": tool_choice}
+            _, headers, _ = await d.post(**{**GREEDY, **fields})
+            assert headers["x-resumes"] == expected
 
     run(test)
 

@@ -181,6 +181,14 @@ def router(
         ),
     ] = "exact",
     max_resumes: Annotated[int, option(TIMES, "Times that one stream goes on.")] = 3,
+    tool_call_parser: Annotated[
+        str,
+        option(
+            TIMES,
+            "The engines' own --tool-call-parser. Streams with tools go on only with one that"
+            " makes the same calls however many tokens come at once, as hermes does.",
+        ),
+    ] = "",
     max_requests: Annotated[
         int, option(TIMES, "Requests in progress on one engine; more wait in the router.")
     ] = 1024,
@@ -261,6 +269,7 @@ def router(
                 max_attempts=max_attempts,
                 resume=resume_streams,  # type: ignore[arg-type]
                 max_resumes=max_resumes,
+                tool_call_parser=tool_call_parser,
             ),
             queueing=router_config.Queueing(max_requests, max_queued, queue_timeout),
             probes=router_config.Probes(

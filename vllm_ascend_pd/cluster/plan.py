@@ -32,6 +32,7 @@ DRAIN_S = 30
 kill the engine core at once, and then it takes no leave of the router."""
 _WORKER_STOP = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
+_TOOL_CALL_PARSER = "--tool-call-parser"
 _CACHED = "--enable-prompt-tokens-details"
 """Answers say how much of the prompt was cached: the router compares that with its estimate."""
 
@@ -233,8 +234,17 @@ def _router_command(
         words += ["--registration-token-file", token_file]
     if secret_file := topology.extra_config.get("security", {}).get("secret_file"):
         words += ["--secret-file", secret_file]
+    parsers = {_tool_call_parser(engine) for engine in engines}
+    if len(parsers) == 1 and "" not in parsers:
+        words += [_TOOL_CALL_PARSER, *parsers]
     argv = (*words, *render_args(router.args))
     return Command("router", "router", host, argv, dict(router.env), shared.router_url)
+
+
+def _tool_call_parser(engine: PlacedEngine) -> str:
+    words = [word for option in engine.words for word in option.split("=", 1)]
+    last = max((i for i, w in enumerate(words) if w == _TOOL_CALL_PARSER), default=len(words))
+    return "".join(words[last + 1 : last + 2])
 
 
 def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) -> dict[str, Any]:

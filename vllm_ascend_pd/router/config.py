@@ -63,6 +63,8 @@ class Retries:
     """Which broken streams go on from another engine."""
     max_resumes: int = 3
     """Of one stream. They take nothing of the budget: all streams of an engine end with it."""
+    tool_call_parser: str = ""
+    """The engines', see ``resumable.EXACT_TOOL_PARSERS``."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:

@@ -110,9 +110,9 @@ class Relay:
     async def serve(self, job: Job) -> web.StreamResponse:
         """One request, counted as waiting until its answer begins."""
         self.metrics.num_waiting += 1
-        mode = self.config.retries.resume
-        if job.body.is_stream and mode != "off":
-            job.promise = promise(job.body, mode)
+        retries = self.config.retries
+        if job.body.is_stream and retries.resume != "off":
+            job.promise = promise(job.body, retries.resume, retries.tool_call_parser)
             if job.promise.kind != "none":
                 job.shows_token_ids = ask_for_token_ids(job.body)
         try:

@@ -40,6 +40,14 @@ HARMLESS: dict[str, tuple[bytes, ...]] = {
 }
 """Fields with which a stream cannot go on, unless they say this: several answers at once, numbers
 or text of tokens that are not computed again, or tokens that the engine does not tell."""
+EXACT_TOOL_PARSERS = frozenset(
+    (
+        *("ernie45", "glm47", "granite4", "hermes", "llama4_pythonic", "longcat", "minimax_m2"),
+        *("olmo3", "pythonic", "qwen3_coder", "qwen3_xml"),
+    )
+)
+"""Of vLLM's, those that make the same calls of the tokens however many come at once; tried with a
+cut at every token. Others lose or repeat arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +65,8 @@ class Promise:
 NOTHING = Promise("none", "off")
 
 
-def promise(body: Body, mode: ResumeMode) -> Promise:
-    """For the stream that answers it."""
+def promise(body: Body, mode: ResumeMode, tool_call_parser: str) -> Promise:
+    """For the stream that answers it; ``tool_call_parser`` is the engines'."""
     if mode == "off":
         return NOTHING
     if body.path not in (COMPLETIONS, CHAT):
@@ -68,6 +76,12 @@ def promise(body: Body, mode: ResumeMode) -> Promise:
     for name, values in HARMLESS.items():
         if bytes(body.fields.get(name, values[0])) not in values:
             return Promise("none", name)
+    if bytes(body.fields.get("tools", b"null")) not in (b"null", b"[]"):
+        tool_choice = bytes(body.fields.get("tool_choice", b"null"))
+        if tool_choice == b'"required"':
+            return Promise("none", "tool_choice")
+        if tool_choice != b'"none"' and tool_call_parser not in EXACT_TOOL_PARSERS:
+            return Promise("none", "tool_parser")
     if _is_reproducible(body):
         return Promise("exact")
     return Promise("sampled") if mode == "any" else Promise("none", "sampled")

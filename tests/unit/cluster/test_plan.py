@@ -214,3 +214,10 @@ def test_what_does_not_fit_is_named(machine: Machine, fields: dict[str, Any], me
     local = "a" if "hosts" in fields else LOCAL
     with pytest.raises(ConfigError, match=message):
         plan(machine, local, **fields)
+
+
+@pytest.mark.parametrize("args", [{"tool-call-parser": "hermes"}, {"tool_call_parser": "hermes"}])
+def test_router_knows_the_tool_parser_that_all_engines_have(args: dict[str, Any]) -> None:
+    assert option(plan(args=args).commands[-1], "--tool-call-parser") == "hermes"
+    differing = plan(args=args, decode=[{"args": {"tool-call-parser": "xlam"}}])
+    assert "--tool-call-parser" not in differing.commands[-1].argv
