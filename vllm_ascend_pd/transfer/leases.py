@@ -93,6 +93,11 @@ class Lease:
     def ref(self) -> LeaseRef:
         return LeaseRef(self.transfer_id, self.generation)
 
+    @property
+    def num_blocks(self) -> int:
+        """Those that it holds, of all groups."""
+        return sum(len(group.block_ids) for group in self.span.groups)
+
     def match(self, request: Open) -> int:
         """How many of the tokens that ``request`` asks for are here, in every group: all, or up to
         a boundary of all groups' blocks.
@@ -202,11 +207,11 @@ class LeaseBook:
                 for lease in self._leases.values()
                 if lease.state is ProducerState.LEASED and not lease.is_opened
             ]
-            num_blocks = sum(len(lease.span.block_ids) for lease in unopened)
+            num_blocks = sum(lease.num_blocks for lease in unopened)
             for lease in unopened[:-1]:
                 if num_blocks <= max_blocks:
                     break
-                num_blocks -= len(lease.span.block_ids)
+                num_blocks -= lease.num_blocks
                 over.append(lease.transfer_id)
         return sum(self._end(transfer_id, ProducerEvent.DISPLACED) for transfer_id in over)
 
