@@ -69,8 +69,9 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     fingerprint: Text
     transfer_id: Name
     epoch: Name
-    end: int
-    groups: Annotated[tuple[GroupHashes, ...], msgspec.Meta(max_length=64)]
+    end: int = 0
+    groups: Annotated[tuple[GroupHashes, ...], msgspec.Meta(max_length=64)] = ()
+    """Always sent; engines of other versions have other fields, and are to hear of that."""
     open_id: int = 0
     """Chosen by the client and echoed: several requests may ask for one transfer."""
     sampling_key: Digest = b""

@@ -86,6 +86,14 @@ def test_control_message_is_no_data_message(message: ControlMessage) -> None:
         decode_data(encode(message))
 
 
+def test_open_of_another_version_is_understood_so_far_that_it_can_be_refused() -> None:
+    fields = {"type": "open", "version": 7, "fingerprint": "f", "transfer_id": "t", "epoch": ""}
+    fields |= {"block_hashes": [b"a"], "num_tail_tokens": 3, "tail_digest": b"b"}
+    got = decode_control(msgspec.msgpack.encode(fields))
+    assert isinstance(got, Open)
+    assert (got.version, got.transfer_id) == (7, "t")
+
+
 def decode_or_refuse(frame: bytes) -> int:
     """How many decoders took it; anything but a message or ``TransferError`` is raised."""
     num_decoded = 0
