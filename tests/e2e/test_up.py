@@ -167,7 +167,9 @@ def test_doctor_finds_nothing_wrong(up: Up) -> None:
     code, findings = doctor(up)
     assert code == 0, findings
     verdicts = {finding["check"]: finding["verdict"] for finding in findings}
-    assert set(verdicts.values()) == {"ok"}, findings
+    # A host without RDMA cards has nothing to look at.
+    assert {check for check, verdict in verdicts.items() if verdict != "ok"} <= {"RDMA cards"}
+    assert verdicts["RDMA cards"] in ("ok", "skipped")
     assert {"P/D request", "router request", "KV layout", "block hashes", "clock", "pool"} <= set(
         verdicts
     )

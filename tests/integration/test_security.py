@@ -92,7 +92,7 @@ def test_engine_with_an_open_secret_file_does_not_start(engines: Engines, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "changes", [{"mac": b"x" * 16}, {"mac": b""}, {"num_blocks": 99}, {"generation": 99}], ids=str
+    "changes", [{"mac": b"x" * 16}, {"mac": b""}, {"end": 9999}, {"generation": 99}], ids=str
 )
 @pytest.mark.parametrize("mode", ["step", "park"])
 def test_worker_serves_nothing_without_the_ticket_of_its_scheduler(
