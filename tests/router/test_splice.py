@@ -234,7 +234,9 @@ def test_transcript_of_a_long_stream_is_read_whole() -> None:
         transcript.take(chunk)
     transcript.read()
     assert list(transcript.token_ids) == [5] * 2001
-    assert transcript.num_chars == {"text": 4002}
+    assert {name: text.getvalue() for name, text in transcript.texts.items()} == {
+        "text": " a" * 2001
+    }
 
 
 @pytest.mark.parametrize("where", [0, 3, 6])
@@ -251,6 +253,21 @@ def test_engine_that_goes_on_with_other_tokens_is_found_out(where: int) -> None:
     assert splice.failure.kind is FailureKind.DIFFERS
     assert set(taken) == {b""}
     assert len(transcript.token_ids) == 8
+
+
+def test_engine_that_makes_another_text_of_the_tokens_is_found_out() -> None:
+    """As one with another tool parser does."""
+    began = list(stream_events("completion", [1] * len(token_bytes(TEXTS["completion"])), "a"))
+    transcript = Transcript(shows_token_ids=True)
+    transcript.take(b"".join(began[:8]))
+    transcript.read()
+    other = json.loads(began[3][len(b"data: ") :])
+    other["choices"][0]["text"] = "#" * len(other["choices"][0]["text"])
+    splice = Splice(transcript, {}, lambda: None)
+    assert splice.take(b"".join([*began[:3], event(other)])) == b""
+    assert splice.failure is not None
+    assert splice.failure.kind is FailureKind.DIFFERS
+    assert transcript.obstacle() is None
 
 
 def test_engine_that_ends_within_what_it_was_given_is_found_out() -> None:

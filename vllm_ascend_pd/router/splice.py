@@ -9,6 +9,7 @@ first one did, so each field is cut by the characters that the client has of it.
 from __future__ import annotations
 
 from array import array
+from io import SEEK_END
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -83,6 +84,8 @@ class Splice:
             client.has_usage |= bool(chunk.get("usage"))
             return {**chunk, "provenance": self._provenance} if is_new else None
         choice = chunk["choices"][0]
+        if not all(self._fits(field, holder[name]) for field, holder, name in texts(choice)):
+            return Failure(FailureKind.DIFFERS, "the engine began with another text")
         new_ids = self._new_ids(choice.get("token_ids") or [])
         if new_ids is None:
             return Failure(FailureKind.DIFFERS, "the engine began with other tokens")
@@ -126,20 +129,33 @@ class Splice:
             prompt = holder["prompt_token_ids"]
         client.prompt_token_ids = client.prompt_token_ids or array("I", prompt)
 
+    def _fits(self, field: str, text: str) -> bool:
+        """Whether the client has nothing else at this place: tokens may be equal, and what another
+        parser makes of them may not."""
+        return text.startswith(self._known(field, len(text)))
+
+    def _known(self, field: str, num_chars: int) -> str:
+        """What the client has of the next characters of this field."""
+        has = self._client.texts[field]
+        has.seek(self._num_chars.get(field, 0))
+        known = has.read(num_chars)
+        has.seek(0, SEEK_END)
+        return known
+
     def _cut_texts(self, choice: Chunk) -> bool:
         """Whether something is left."""
         is_new = False
         for field, holder, name in texts(choice):
-            start = self._num_chars.get(field, 0)
-            end = self._num_chars[field] = start + len(holder[name])
-            had = self._client.num_chars.get(field, 0)
-            if end > had:
+            text = holder[name]
+            new = text[len(self._known(field, len(text))) :]
+            self._num_chars[field] = self._num_chars.get(field, 0) + len(text)
+            if new:
                 is_new = True
-                self._client.num_chars[field] = end
-                holder[name] = holder[name][max(0, had - start) :]
+                self._client.texts[field].write(new)
+                holder[name] = new
             elif holder is choice:
                 holder[name] = ""
-            elif end > start:
+            elif text:
                 del holder[name]
         return is_new
 

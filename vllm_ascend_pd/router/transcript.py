@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 import zlib
 from array import array
+from collections import defaultdict
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -86,8 +88,8 @@ class Transcript:
         self.token_ids = array("I")
         self.prompt_token_ids = array("I")
         self.envelope: Chunk = {}
-        self.num_chars: dict[str, int] = {}
-        """By field, see ``texts``."""
+        self.texts: defaultdict[str, StringIO] = defaultdict(StringIO)
+        """By field, see ``texts``; at their ends."""
         self.num_calls = 0
         """Tool calls whose id the client has."""
         self.has_role = False
@@ -130,7 +132,7 @@ class Transcript:
         """Why no engine can go on, of what was read."""
         if not self.is_readable:
             return "protocol"
-        has_text = any(self.num_chars.values())
+        has_text = any(text.tell() for text in self.texts.values())
         if bool(self.token_ids) < has_text or bool(self.prompt_token_ids) < bool(self.token_ids):
             return "no_token_ids"
         return None
@@ -163,7 +165,7 @@ class Transcript:
             self.has_role = True
 
     def _add(self, field: str, value: str) -> None:
-        self.num_chars[field] = self.num_chars.get(field, 0) + len(value)
+        self.texts[field].write(value)
 
 
 def envelope(chunk: Chunk) -> Chunk:
