@@ -33,6 +33,8 @@ caches for it)."""
 _MAX_PIECES = 1024
 """Of one call; TCP refuses more than 2048."""
 _IDLE_SENDER_S = 300.0
+_CLOSE_S = 2.0
+"""So long closing waits for what is being written: its memory may go afterwards."""
 
 # What transfer_check_status says; every other value is a failure.
 _CHECK_RUNNING = 0
@@ -358,6 +360,9 @@ class MooncakeTransferEngine(TransferEngine):
             return
         for sender in senders:
             sender.batches.put(None)
+        deadline = time.monotonic() + _CLOSE_S
+        for sender in senders:
+            sender.join(max(0.0, deadline - time.monotonic()))
         for addr in self._regions.clear():
             engine.unregister_memory(addr)
         # The last reference that goes joins Mooncake's threads, for about a second. A thread that

@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 class NativeEngine:
     _sessions: ClassVar[dict[str, NativeEngine]] = {}
     _ports: ClassVar[Any] = count(15001)
+    _moving: ClassVar[Any] = threading.Lock()
+    """Held while bytes move: memory may go as soon as it is not registered any more."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -54,7 +56,8 @@ class NativeEngine:
         return 0
 
     def unregister_memory(self, addr: int) -> int:
-        del self.regions[addr]
+        with NativeEngine._moving:
+            del self.regions[addr]
         return 0
 
     def send_probe(self, session: str) -> int:
@@ -83,14 +86,15 @@ class NativeEngine:
         peer = NativeEngine._sessions.get(session)
         if peer is None:
             return -1
-        for addr, owner, length in [
-            *((a, self, n) for a, n in zip(srcs, lengths, strict=True)),
-            *((a, peer, n) for a, n in zip(dsts, lengths, strict=True)),
-        ]:
-            if not any(s <= addr and addr + length <= s + n for s, n in owner.regions.items()):
-                return -1
-        for src, dst, length in zip(srcs, dsts, lengths, strict=True):
-            ctypes.memmove(dst, src, length)
+        with NativeEngine._moving:
+            for addr, owner, length in [
+                *((a, self, n) for a, n in zip(srcs, lengths, strict=True)),
+                *((a, peer, n) for a, n in zip(dsts, lengths, strict=True)),
+            ]:
+                if not any(s <= addr and addr + length <= s + n for s, n in owner.regions.items()):
+                    return -1
+            for src, dst, length in zip(srcs, dsts, lengths, strict=True):
+                ctypes.memmove(dst, src, length)
         return 0
 
     def close(self) -> None:

@@ -191,6 +191,26 @@ def test_batch_is_under_way_until_the_call_returns(
     assert wait(direct, handle) is TransferStatus.DONE
 
 
+def test_memory_stays_registered_until_what_is_being_written_has_ended(
+    native: NativeEngine, direct: MooncakeTransferEngine
+) -> None:
+    """Who closes gives the memory back afterwards; a library that still reads it would crash."""
+    native.hold.clear()
+    submit(direct)
+    while not any(call[0] == "batch" for call in native.calls):
+        time.sleep(1e-3)
+    registered = dict(native.regions)
+    closing = threading.Thread(target=direct.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    assert native.regions == registered
+    native.hold.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert not native.regions
+
+
 @pytest.mark.parametrize("rc", [-1, 7])
 def test_any_code_but_zero_fails_the_batch(
     native: NativeEngine, direct: MooncakeTransferEngine, rc: int
