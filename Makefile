@@ -37,7 +37,7 @@ demo: venv ## prefill in one engine, decode in another, and compare the tokens w
 
 # Two processes, each of which takes the next file; WORKERS=0 runs all in one, WORKERS=N needs 8 GB for each.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 TESTS ?= tests
 test: venv ## run the tests
