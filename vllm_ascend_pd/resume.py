@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.wire import Name
+from vllm_ascend_pd.wire import Name, Port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,21 +31,32 @@ _MAX_TOKENS = 1 << 24
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine that runs the request, and is to hand it over: what its registration says in
+    ``kv`` and as its ``epoch``.
+    """
+
+    host: Name
+    port: Port
+    key: Name
+    epoch: Name
+
+
 class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``ResumeKey.sign`` makes it."""
 
     request_id: Name
-    """Of the broken request, as its client knows it."""
-    output_token_ids: Annotated[
-        tuple[_TokenId, ...], msgspec.Meta(min_length=1, max_length=_MAX_TOKENS)
-    ]
-    """All that are known, in order."""
+    """Of the request at the engine that has begun it, as its client knows it."""
+    output_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=_MAX_TOKENS)]
+    """All that are known, in order. With ``source`` there may be none: it knows them all."""
     prompt_digest: Name
     """See ``prompt_digest``: of what they are the answer to."""
     only_exact: bool = True
     """Refuse rather than go on where the next tokens are only as likely as the lost ones were: with
     a temperature and no seed, or with a seed and drafts.
     """
+    source: Source | None = None
+    """Set where the request still runs."""
     proof: Name = ""
 
     def to_params(self) -> dict[str, Any]:
@@ -57,9 +68,12 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_params(cls, value: object) -> Resume:
         """``TransferError`` names the wrong field."""
         try:
-            return msgspec.convert(value, cls)
+            resume = msgspec.convert(value, cls)
         except msgspec.ValidationError as e:
             raise TransferError(f"kv_transfer_params.{RESUME}: {e}") from e
+        if not resume.output_token_ids and resume.source is None:
+            raise TransferError(f"kv_transfer_params.{RESUME}: output_token_ids and source are none")
+        return resume
 
 
 class ResumeKey:
@@ -75,10 +89,11 @@ class ResumeKey:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int],
         only_exact: bool = True,
+        source: Source | None = None,
     ) -> Resume:
         """For the answer to this prompt that has begun with these tokens."""
         digest = prompt_digest(prompt_token_ids)
-        unsigned = Resume(request_id, tuple(output_token_ids), digest, only_exact)
+        unsigned = Resume(request_id, tuple(output_token_ids), digest, only_exact, source)
         return msgspec.structs.replace(unsigned, proof=self._proof(unsigned))
 
     def accepts(self, resume: Resume) -> bool:
@@ -89,7 +104,9 @@ class ResumeKey:
     def _proof(self, resume: Resume) -> str:
         if self._key is None:
             return ""
-        said = msgspec.json.encode((resume.request_id, resume.prompt_digest, resume.only_exact))
+        said = msgspec.json.encode(
+            (resume.request_id, resume.prompt_digest, resume.only_exact, resume.source)
+        )
         said += array("I", resume.output_token_ids).tobytes()
         return hmac.new(self._key, said, "sha256").hexdigest()
 

@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.net.trust import Secret
-from vllm_ascend_pd.resume import Resume, ResumeKey, prompt_digest
+from vllm_ascend_pd.resume import Resume, ResumeKey, Source, prompt_digest
 
 _KEY = ResumeKey(Secret(b"a secret of more than 32 bytes for tests"))
 _OTHER = ResumeKey(Secret(b"another secret of more than 32 bytes ...."))
 _SIGNED = _KEY.sign("cmpl-1", [1, 2, 3], [7, 8])
+_SOURCE = Source("10.0.0.1", 14579, "key", "epoch")
 
 
 def test_what_was_signed_is_accepted_after_its_way_as_json() -> None:
@@ -31,6 +32,7 @@ def test_what_was_signed_is_accepted_after_its_way_as_json() -> None:
         {"output_token_ids": (7, 8, 0)},
         {"prompt_digest": prompt_digest([1, 2, 4])},
         {"only_exact": False},
+        {"source": _SOURCE},
         {"proof": ""},
         {"proof": "ä"},
     ],
@@ -38,6 +40,18 @@ def test_what_was_signed_is_accepted_after_its_way_as_json() -> None:
 )
 def test_nothing_else_is_accepted_with_its_proof(changed: dict[str, Any]) -> None:
     assert not _KEY.accepts(replace(_SIGNED, **changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"host": "10.0.0.2"}, {"port": 14578}, {"key": "other"}, {"epoch": "earlier"}],
+    ids=str,
+)
+def test_nobody_can_have_it_fetched_from_somewhere_else(changed: dict[str, Any]) -> None:
+    signed = _KEY.sign("cmpl-1", [1, 2, 3], [], source=_SOURCE)
+    assert _KEY.accepts(Resume.from_params(signed.to_params()))
+    assert not _KEY.accepts(replace(signed, source=replace(_SOURCE, **changed)))
+    assert not _KEY.accepts(replace(signed, source=None))
 
 
 def test_another_secret_is_not_accepted() -> None:
