@@ -61,6 +61,7 @@ def doctor(
     from vllm_ascend_pd.cluster.doctor.examine import Subject, examine, show, to_json
     from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict, exit_code
     from vllm_ascend_pd.errors import ConfigError
+    from vllm_ascend_pd.private_file import read_token
 
     for name, urls in (
         ("--router", [router] if router else []),
@@ -71,8 +72,8 @@ def doctor(
             if not url.startswith(("http://", "https://")):
                 raise typer.BadParameter(f"{url!r} is not http://HOST:PORT", param_hint=name)
     try:
-        key = api_key_file.read_text().strip() if api_key_file else None
-    except OSError as e:
+        key = read_token("--api-key-file", str(api_key_file)) if api_key_file else None
+    except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint="--api-key-file") from e
     plan_of = None
     if config is not None:

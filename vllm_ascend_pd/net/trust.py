@@ -71,18 +71,18 @@ class Secret:
 
     __slots__ = ("_bytes",)
 
-    def __init__(self, value: bytes) -> None:
+    def __init__(self, value: bytes, option: str = "security.secret_file") -> None:
         if len(value) < MIN_SECRET_BYTES:
             raise ConfigError(
-                f"security.secret_file must hold at least {MIN_SECRET_BYTES} bytes, not"
-                f" {len(value)}; make one with: openssl rand -hex 32"
+                f"{option} must hold at least {MIN_SECRET_BYTES} bytes, not {len(value)};"
+                " make one with: openssl rand -hex 32"
             )
         self._bytes = value
 
     @classmethod
-    def load(cls, path: str) -> Secret:
+    def load(cls, path: str, option: str = "security.secret_file") -> Secret:
         """``ConfigError`` when it cannot be read, others may read it, or its length is wrong."""
-        return cls(read_private("security.secret_file", path, refuses_open=True))
+        return cls(read_private(option, path, refuses_open=True), option)
 
     def derive(self, purpose: bytes) -> bytes:
         """32 bytes that only who has the secret can know."""

@@ -371,7 +371,8 @@ class Router:
 
 
 def _resume_key(config: RouterConfig) -> ResumeKey:
-    return ResumeKey(Secret.load(str(config.secret_file)) if config.secret_file else None)
+    path = config.secret_file
+    return ResumeKey(Secret.load(str(path), "--secret-file") if path else None)
 
 
 def _json(value: Any) -> web.Response:
