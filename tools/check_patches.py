@@ -27,6 +27,7 @@ from patch_series import (
     slug,
 )
 
+AUTHOR = "vllm-ascend-pd maintainers <maintainers@vllm-ascend-pd.invalid>"
 AREAS = ("sched", "engine", "worker", "connector", "config", "api", "ascend")
 KINDS = ("temporary", "ascend-only", "incompatible")
 TRAILERS = ("Why", "Kind", "Hook", "Calls", "No-patch-because", "Upstream", "Remove-when", "Test")
@@ -116,8 +117,8 @@ def _calls(patch: Patch) -> list[str]:
 
 
 def _lint_header(patch: Patch, root: Path) -> Iterator[str]:
-    if not re.fullmatch(r".+ <[^<>\s]+>", patch.headers.get("From", "")):
-        yield "no 'From: Name <mail>' line: add it"
+    if patch.headers.get("From") != AUTHOR:
+        yield f"the author is not that of all patches: its first line is 'From: {AUTHOR}'"
     subject = patch.headers.get("Subject", "")
     if subject.partition(":")[0] not in AREAS or not re.fullmatch(r"[a-z]+: \S.*[^.\s]", subject):
         yield f"the subject is not 'area: verb object', area one of {', '.join(AREAS)}: reword it"

@@ -46,7 +46,7 @@ WORKER = "worker-begin-step.patch"
 A, B, C, D = (digit * 40 for digit in "abcd")
 
 GOOD_SCHED = f"""\
-From: A Person <a@person.invalid>
+From: {check_patches.AUTHOR}
 Subject: sched: build the metadata
 
 Why: two lines
@@ -72,7 +72,7 @@ index {A}..{B} 100644
  two
 """
 GOOD_WORKER = f"""\
-From: A Person <a@person.invalid>
+From: {check_patches.AUTHOR}
 Subject: worker: begin step
 
 Why: reason
@@ -144,7 +144,9 @@ def test_command_line_reports_and_sets_the_exit_code(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("From: A Person <a@person.invalid>", "From: A Person", "no 'From: Name <mail>'"),
+        (check_patches.AUTHOR, "A Person <a@person.invalid>", "the author is not that of all"),
+        (" <maintainers@", " <maintainer@", "the author is not that of all"),
+        (f"From: {check_patches.AUTHOR}\n", "", "the author is not that of all"),
         ("Subject: worker: begin step", "Subject: begin step", "area: verb object"),
         ("Subject: worker: begin step", "Subject: tools: begin step", "area: verb object"),
         ("Subject: worker: begin step", "Subject: worker: end step", "worker-end-step.patch"),
