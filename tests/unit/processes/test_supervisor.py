@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -43,6 +47,7 @@ if {stubborn}:
 print("serving", os.environ.get("GREETING"), flush=True)
 http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
 """
+SLEEP = "import time; time.sleep(600)"
 QUICK = Patience(startup_s=20, stop_s=5, first_backoff_s=0.05, max_backoff_s=0.2, probe_s=0.05)
 
 
@@ -99,198 +104,174 @@ def group_of(pid: int) -> list[psutil.Process]:
     return found
 
 
-def test_starts_waits_and_stops(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        watched = Watched([server("a", with_child=True), server("b")], tmp_path)
-        await watched.until_ready()
-        pids = [watched.child(name).pid for name in "ab"]
-        assert len(group_of(pids[0] or 0)) == 2
-        await watched.stop()
-        assert not any(group_of(pid or 0) for pid in pids)
-        for name in "ab":
-            states = [state for who, state in watched.changes if who == name]
-            assert states == [State.STARTING, State.READY, State.STOPPING, State.STOPPED]
-            assert (tmp_path / f"{name}.log").read_text() == "serving hello\n"
+def supervised(
+    patience: Patience = QUICK, **servers: dict[str, Any]
+) -> Callable[[Callable[[Watched], Awaitable[None]]], Callable[[Path], None]]:
+    """The test begins when these servers are up, and ends with a stop."""
 
-    asyncio.run(scenario())
+    def decorate(test: Callable[[Watched], Awaitable[None]]) -> Callable[[Path], None]:
+        async def run(folder: Path) -> None:
+            specs = [server(name, **options) for name, options in servers.items()]
+            watched = Watched(specs, folder, patience)
+            await watched.until_ready()
+            await test(watched)
+            await watched.stop()
+
+        return lambda tmp_path: asyncio.run(run(tmp_path))
+
+    return decorate
 
 
-def test_a_crashed_child_is_reported_and_started_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        watched = Watched([server("a", with_child=True), server("b")], tmp_path)
-        await watched.until_ready()
-        child, other = watched.child("a"), watched.child("b").pid
-        first = child.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await watched.until(lambda: child.state is State.BACKOFF)
-        assert child.note == "killed by SIGKILL; starts again in 0.05 s"
+def start_error(folder: Path, *specs: ChildSpec, patience: Patience = QUICK) -> StartError:
+    """With which these end."""
+
+    async def run() -> StartError:
+        watched = Watched(list(specs), folder, patience)
+        with pytest.raises(StartError) as error:
+            await asyncio.wait_for(watched.task, 20)
+        assert not watched.ready.is_set()
+        assert all(child.state is State.STOPPED for child in watched.supervisor.children)
+        return error.value
+
+    return asyncio.run(run())
+
+
+def never_up(name: str, code: str, port: int = 1) -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-c", code), {}, answers(f"http://127.0.0.1:{port}/"))
+
+
+@supervised(a={"with_child": True}, b={})
+async def test_starts_waits_and_stops(watched: Watched) -> None:
+    pids = [watched.child(name).pid for name in "ab"]
+    assert len(group_of(pids[0] or 0)) == 2
+    await watched.stop()
+    assert not any(group_of(pid or 0) for pid in pids)
+    for name in "ab":
+        states = [state for who, state in watched.changes if who == name]
+        assert states == [State.STARTING, State.READY, State.STOPPING, State.STOPPED]
+        log = watched.child(name).log
+        assert log is not None
+        assert log.read_text() == "serving hello\n"
+
+
+@supervised(a={"with_child": True}, b={})
+async def test_a_crashed_child_is_reported_and_started_again(watched: Watched) -> None:
+    child, other = watched.child("a"), watched.child("b").pid
+    first = child.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await watched.until(lambda: child.state is State.BACKOFF)
+    assert child.note == "killed by SIGKILL; starts again in 0.05 s"
+    await watched.until(lambda: child.state is State.READY)
+    assert child.pid != first
+    assert not group_of(first)  # its own child did not survive it
+    assert child.num_crashes == 1
+    assert watched.child("b").pid == other
+
+
+@supervised(a={"with_child": True}, b={})
+async def test_a_child_is_restarted_when_that_is_asked_for(watched: Watched) -> None:
+    child, other = watched.child("a"), watched.child("b").pid
+    first = child.pid
+    assert first is not None
+    watched.supervisor.restart(child)
+    watched.supervisor.restart(child)  # twice is once
+    await watched.until(lambda: child.state is State.STARTING)
+    watched.supervisor.restart(child)  # it is on its way
+    await watched.until(lambda: child.state is State.READY)
+    assert child.pid != first
+    assert not group_of(first)
+    assert (child.num_crashes, child.num_backoffs) == (0, 0)
+    assert watched.child("b").pid == other
+    states = [state for who, state in watched.changes if who == "a"]
+    assert states[2:] == [State.STOPPING, State.STARTING, State.READY]
+
+
+@supervised(Patience(startup_s=20, stop_s=60, probe_s=0.05), a={"stubborn": True})
+async def test_stop_during_a_restart(watched: Watched) -> None:
+    watched.supervisor.restart(watched.child("a"))
+    await watched.until(lambda: watched.child("a").state is State.STOPPING)
+    watched.supervisor.stop()
+    await watched.stop()
+    assert watched.changes[-2:] == [("a", State.STOPPING), ("a", State.STOPPED)]
+
+
+@supervised(a={})
+async def test_backoff_grows_and_is_bounded(watched: Watched) -> None:
+    child, notes = watched.child("a"), []
+    for crash in range(1, 5):
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGTERM)
+        await watched.until(lambda n=crash: child.num_crashes == n)  # type: ignore[misc]
+        notes.append(child.note.rpartition("again in ")[2])
         await watched.until(lambda: child.state is State.READY)
-        assert child.pid != first
-        assert not group_of(first)  # its own child did not survive it
-        assert child.num_crashes == 1
-        assert watched.child("b").pid == other
-        await watched.stop()
-
-    asyncio.run(scenario())
-
-
-def test_a_child_is_restarted_when_that_is_asked_for(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        watched = Watched([server("a", with_child=True), server("b")], tmp_path)
-        await watched.until_ready()
-        child, other = watched.child("a"), watched.child("b").pid
-        first = child.pid
-        assert first is not None
-        watched.supervisor.restart(child)
-        watched.supervisor.restart(child)  # twice is once
-        await watched.until(lambda: child.state is State.STARTING)
-        watched.supervisor.restart(child)  # it is on its way
-        await watched.until(lambda: child.state is State.READY)
-        assert child.pid != first
-        assert not group_of(first)
-        assert (child.num_crashes, child.num_backoffs) == (0, 0)
-        assert watched.child("b").pid == other
-        states = [state for who, state in watched.changes if who == "a"]
-        assert states[2:] == [State.STOPPING, State.STARTING, State.READY]
-        await watched.stop()
-
-    asyncio.run(scenario())
-
-
-def test_stop_during_a_restart(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        patience = Patience(startup_s=20, stop_s=60, probe_s=0.05)
-        watched = Watched([server("a", stubborn=True)], tmp_path, patience)
-        await watched.until_ready()
-        watched.supervisor.restart(watched.child("a"))
-        await watched.until(lambda: watched.child("a").state is State.STOPPING)
-        watched.supervisor.stop()
-        await watched.stop()
-        assert watched.changes[-2:] == [("a", State.STOPPING), ("a", State.STOPPED)]
-
-    asyncio.run(scenario())
-
-
-def test_backoff_grows_and_is_bounded(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        watched = Watched([server("a")], tmp_path)
-        await watched.until_ready()
-        child, notes = watched.child("a"), []
-        for crash in range(1, 5):
-            assert child.pid is not None
-            os.kill(child.pid, signal.SIGTERM)
-            await watched.until(lambda n=crash: child.num_crashes == n)  # type: ignore[misc]
-            notes.append(child.note.rpartition("again in ")[2])
-            await watched.until(lambda: child.state is State.READY)
-        assert notes == ["0.05 s", "0.1 s", "0.2 s", "0.2 s"]
-        child.num_backoffs = 2000
-        os.kill(child.pid or 0, signal.SIGTERM)
-        await watched.until(lambda: child.num_crashes == 5)
-        assert child.note.endswith("again in 0.2 s")
-        await watched.until(lambda: child.state is State.READY)
-        await watched.stop()
-
-    asyncio.run(scenario())
+    assert notes == ["0.05 s", "0.1 s", "0.2 s", "0.2 s"]
+    child.num_backoffs = 2000
+    os.kill(child.pid or 0, signal.SIGTERM)
+    await watched.until(lambda: child.num_crashes == 5)
+    assert child.note.endswith("again in 0.2 s")
+    await watched.until(lambda: child.state is State.READY)
 
 
 def test_a_child_that_never_worked_ends_everything(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        bad = ChildSpec(
-            "bad",
-            (sys.executable, "-c", "print('no such model'); raise SystemExit(3)"),
-            {},
-            answers("http://127.0.0.1:1/"),
-        )
-        watched = Watched([server("a"), bad], tmp_path)
-        with pytest.raises(StartError, match="bad did not come up: exited with code 3") as error:
-            await asyncio.wait_for(watched.task, 20)
-        assert error.value.child.last_lines() == ["no such model"]
-        assert not watched.ready.is_set()
-        assert all(child.state is State.STOPPED for child in watched.supervisor.children)
-
-    asyncio.run(scenario())
+    bad = never_up("bad", "print('no such model'); raise SystemExit(3)")
+    error = start_error(tmp_path, server("a"), bad)
+    assert "bad did not come up: exited with code 3" in str(error)
+    assert error.child.last_lines() == ["no such model"]
 
 
 def test_a_missing_program_is_an_error_of_the_start(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        missing = ChildSpec("gone", ("/no/such/program",), {}, answers("http://127.0.0.1:1/"))
-        watched = Watched([missing], tmp_path)
-        with pytest.raises(StartError, match=r"cannot be started: .*No such file"):
-            await asyncio.wait_for(watched.task, 20)
-
-    asyncio.run(scenario())
+    missing = ChildSpec("gone", ("/no/such/program",), {}, answers("http://127.0.0.1:1/"))
+    assert re.search(r"cannot be started: .*No such file", str(start_error(tmp_path, missing)))
 
 
 def test_a_child_that_is_not_up_in_time_is_ended(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        sleeper = ChildSpec(
-            "sleeper",
-            (sys.executable, "-c", "import time; time.sleep(600)"),
-            {},
-            answers("http://127.0.0.1:1/"),
-        )
-        watched = Watched([sleeper], tmp_path, Patience(startup_s=0.5, stop_s=5, probe_s=0.05))
-        with pytest.raises(StartError, match=r"not up after 0.5 s"):
-            await asyncio.wait_for(watched.task, 20)
-
-    asyncio.run(scenario())
+    patience = Patience(startup_s=0.5, stop_s=5, probe_s=0.05)
+    error = start_error(tmp_path, never_up("sleeper", SLEEP), patience=patience)
+    assert "not up after 0.5 s" in str(error)
 
 
 def test_a_stranger_on_its_port_does_not_make_a_child_ready(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        port = FreePorts()("127.0.0.1")
-        stranger = server("stranger", port=port)
-        sleep = (sys.executable, "-c", "import time; time.sleep(600)")
-        other = Watched([stranger], tmp_path / "other")
-        await other.until_ready()
-        patience = Patience(startup_s=1, stop_s=5, probe_s=0.05)
-        mistaken = ChildSpec("mistaken", sleep, {}, answers(f"http://127.0.0.1:{port}/"))
-        watched = Watched([mistaken], tmp_path, patience)
-        with pytest.raises(StartError, match="not up after 1 s"):
-            await asyncio.wait_for(watched.task, 20)
-        await other.stop()
-
-    asyncio.run(scenario())
+    patience = Patience(startup_s=1, stop_s=5, probe_s=0.05)
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as stranger:
+        threading.Thread(target=stranger.serve_forever).start()
+        mistaken = never_up("mistaken", SLEEP, stranger.server_port)
+        assert "not up after 1 s" in str(start_error(tmp_path, mistaken, patience=patience))
+        stranger.shutdown()
 
 
-def test_who_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        patience = Patience(startup_s=20, stop_s=0.3, probe_s=0.05)
-        watched = Watched([server("a", with_child=True, stubborn=True)], tmp_path, patience)
-        await watched.until_ready()
-        pid = watched.child("a").pid
-        await watched.stop()
-        assert not group_of(pid or 0)
-
-    asyncio.run(scenario())
+@supervised(
+    Patience(startup_s=20, stop_s=0.3, probe_s=0.05), a={"with_child": True, "stubborn": True}
+)
+async def test_who_ignores_sigterm_is_killed(watched: Watched) -> None:
+    pid = watched.child("a").pid
+    await watched.stop()
+    assert not group_of(pid or 0)
 
 
-def test_a_second_stop_does_not_wait(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        patience = Patience(startup_s=20, stop_s=60, probe_s=0.05)
-        watched = Watched([server("a", stubborn=True)], tmp_path, patience)
-        await watched.until_ready()
-        watched.supervisor.stop()
-        await asyncio.sleep(0.2)
-        assert not watched.task.done()
-        await watched.stop()
-
-    asyncio.run(scenario())
+@supervised(Patience(startup_s=20, stop_s=60, probe_s=0.05), a={"stubborn": True})
+async def test_a_second_stop_does_not_wait(watched: Watched) -> None:
+    watched.supervisor.stop()
+    await watched.until(lambda: watched.child("a").state is State.STOPPING)
+    assert not watched.task.done()
+    await watched.stop()
 
 
 POLITE = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: print("was told", flush=True))
 signal.signal(signal.SIGINT, lambda *_: sys.exit(print("hurries", flush=True)))
 print("up", flush=True)
-time.sleep(600)
+while True:
+    time.sleep(600)
 """
 
 
 def test_a_second_stop_is_a_sigint_for_who_gets_time_to_hurry(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+
     async def is_up(group: int) -> bool:
-        return (tmp_path / "a.log").read_text() == "up\n"
+        return log.read_text() == "up\n"
 
     async def scenario() -> None:
         patience = Patience(startup_s=20, stop_s=60, hurry_s=10, probe_s=0.05)
@@ -298,10 +279,10 @@ def test_a_second_stop_is_a_sigint_for_who_gets_time_to_hurry(tmp_path: Path) ->
         watched = Watched([spec], tmp_path, patience)
         await watched.until_ready()
         watched.supervisor.stop()
-        await asyncio.sleep(0.2)
+        await watched.until(lambda: log.read_text() == "up\nwas told\n")
         assert not watched.task.done()
         await watched.stop()
-        assert (tmp_path / "a.log").read_text() == "up\nhurries\n"
+        assert log.read_text() == "up\nwas told\nhurries\n"
 
     asyncio.run(scenario())
 
@@ -320,18 +301,13 @@ def test_a_child_may_end_just_before_a_second_stop() -> None:
     asyncio.run(scenario())
 
 
-def test_stop_during_backoff(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        patience = Patience(startup_s=20, first_backoff_s=60, max_backoff_s=60, probe_s=0.05)
-        watched = Watched([server("a")], tmp_path, patience)
-        await watched.until_ready()
-        child = watched.child("a")
-        os.kill(child.pid or 0, signal.SIGKILL)
-        await watched.until(lambda: child.state is State.BACKOFF)
-        await watched.stop()
-        assert watched.changes[-1] == ("a", State.STOPPED)
-
-    asyncio.run(scenario())
+@supervised(Patience(startup_s=20, first_backoff_s=60, max_backoff_s=60, probe_s=0.05), a={})
+async def test_stop_during_backoff(watched: Watched) -> None:
+    child = watched.child("a")
+    os.kill(child.pid or 0, signal.SIGKILL)
+    await watched.until(lambda: child.state is State.BACKOFF)
+    await watched.stop()
+    assert watched.changes[-1] == ("a", State.STOPPED)
 
 
 SUPERVISE = """
