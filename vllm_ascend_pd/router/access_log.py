@@ -34,6 +34,7 @@ def describe(trace: Trace) -> dict[str, Any]:
         "num_bytes": trace.num_bytes,  # of the answer's body
         "num_attempts": trace.num_attempts,
         "num_resumes": trace.num_resumes or None,
+        "num_moves": trace.num_moves or None,
         "remote": request.remote,
         "order": trace.order or None,
         "prefill": trace.prefill or None,
@@ -54,6 +55,8 @@ def as_text(line: dict[str, Any]) -> str:
     ).format(**told, ttft=ttft)
     if line["num_resumes"]:
         text += " resumes={num_resumes}".format(**line)
+    if line["num_moves"]:
+        text += " moves={num_moves}".format(**line)
     if line["error"]:
         text += f" error={line['error']!r}"
     if text.isprintable():

@@ -39,7 +39,9 @@ from vllm_ascend_pd.router.incoming import (
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
 from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
+from vllm_ascend_pd.router.moves import Moves
 from vllm_ascend_pd.router.openapi import document
+from vllm_ascend_pd.router.operator import OperatorRoutes, OwnRequests, Requests
 from vllm_ascend_pd.router.page import instances, page, status
 from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
@@ -68,7 +70,7 @@ OWN_PATHS = dict.fromkeys((*APIS, BATCH), ("POST",)) | {"/v1/models": ("GET", "H
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class CommonState(Heartbeats, Protocol):
+class CommonState(Heartbeats, Requests, Protocol):
     """What the workers of one router share."""
 
     async def snapshot(self) -> Snapshot:
@@ -121,6 +123,16 @@ class Router:
         self.legs = Legs(config.timeouts, self.metrics)
         budget = RetryBudget(config.retries.budget_ratio, config.retries.budget_burst)
         self.tracing = tracing or make_tracing(config.otlp_endpoint)
+        releases = Releases(config.timeouts.prefill_s, self.metrics)
+        self.moves = Moves(
+            config,
+            self.registry,
+            self.admission,
+            self.legs,
+            self.metrics,
+            self.tracing,
+            _resume_key(config),
+        )
         self.relay = Relay(
             config,
             self.selector,
@@ -131,9 +143,10 @@ class Router:
             lengths,
             self.metrics,
             self.tracing,
-            Releases(config.timeouts.prefill_s, self.metrics),
+            releases,
+            self.moves,
             Resumption(
-                config, self.admission, self.legs, self.metrics, self.tracing, _resume_key(config)
+                config, self.admission, self.legs, self.metrics, self.tracing, self.moves
             ),
         )
         self.passthrough = Passthrough(
@@ -150,6 +163,10 @@ class Router:
         self._alone = Roster(self.follow)
         self.registered = RegisteredDiscovery(
             self.registry, config.registration_token_file, keeper or self._alone
+        )
+        self.requests = OwnRequests(self.registry, self.moves)
+        self.operator = OperatorRoutes(
+            self.registry, keeper or self.requests, self.registered.refuse
         )
 
     def application(self) -> web.Application:
@@ -172,6 +189,7 @@ class Router:
         app.router.add_get("/status", self._status)
         app.router.add_get("/instances", self._instances)
         self.registered.add_routes(app)
+        self.operator.add_routes(app)
         app.router.add_get(registration.PATH, self._registered)
         app.router.add_get("/ping", self._health)
         app.router.add_post("/ping", self._health)

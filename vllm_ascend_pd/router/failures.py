@@ -32,6 +32,8 @@ class FailureKind(str, Enum):
     """The prefill engine answered 4xx while the decode engine waited for it."""
     DIFFERS = "differs"
     """The engine that was to go on with a stream began with other tokens."""
+    MOVED = "moved"
+    """No failure: the router has it go on at another engine."""
     DOWN = "down"
     """The engine stopped to answer probes while we waited for it."""
 

@@ -89,6 +89,8 @@ class Metrics:
         self.handover = Histogram()
         self.queue = Histogram()
         self.resume = Histogram()
+        self.move = Histogram()
+        self.move_gap = Histogram()
         self.loop_lag = Histogram()
         self.num_requests = 0
         """In progress now."""

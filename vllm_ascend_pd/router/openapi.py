@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd import __version__, registration
+from vllm_ascend_pd import __version__, operating, registration
 from vllm_ascend_pd.router.apis import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from vllm_ascend_pd.router.config import ORDERS
 from vllm_ascend_pd.router.passthrough import ENGINE_PATHS
@@ -94,7 +94,10 @@ SCHEMAS: dict[str, Schema] = {
     "Health": _object({"status": {"enum": ["ok", "degraded"]}}),
     "Event": _object({"data": STRING}),
     **msgspec.json.schema_components(
-        [registration.Registration, registration.InstanceStatus, registration.Registered],
+        [
+            *(registration.Registration, registration.InstanceStatus, registration.Registered),
+            *(operating.RequestStatus, operating.MoveOrder, operating.MoveReport),
+        ],
         ref_template="#/components/schemas/{name}",
     )[1],
 }
@@ -143,11 +146,23 @@ def _registry() -> dict[str, Schema]:
     known = {200: _answer("Known; send it again after heartbeat_s", _content("Registered"))}
     one = registration.PATH + "/{instance_id}"
     gone = {204: _answer("It gets no new requests")}
+    moved = _list({"$ref": "#/components/schemas/MoveReport"})
+    running = _list({"$ref": "#/components/schemas/RequestStatus"})
+    moves = {200: _answer("What became of it", _content(moved))}
+    move = _operation("move", "Have a running request go on elsewhere", moves, 400, 403, 404, 408)
+    answered = {200: _answer("Requests that engines answer now", _content(running))}
+    requests = _operation("requests", "Every request in progress", answered, 403)
+    request_id: Schema = {"name": "request_id", "in": "path", "required": True, "schema": STRING}
     drain = _operation("drain", "Leave it out for a while", gone, 400, 403, 404)
     put = _operation(
         "register", "An engine registers, or renews", known, 400, 403, 408, 409, 413, 429
     )
     return {
+        operating.REQUESTS: {"get": requests | security},
+        operating.REQUESTS + "/{request_id}/move": {
+            "parameters": [request_id],
+            "post": move | security | _takes("MoveOrder"),
+        },
         registration.PATH: {
             "get": _operation("registry", "Every engine, for engines", instances, 403) | security
         },

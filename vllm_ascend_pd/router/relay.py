@@ -26,7 +26,7 @@ from vllm_ascend_pd.router.answers import (
 )
 from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
-from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs, Stream
+from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
 from vllm_ascend_pd.router.resumable import NOTHING, Promise, ask_for_token_ids, promise
 from vllm_ascend_pd.router.resumption import Broken, Resumption
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.moves import Answering, Moves
     from vllm_ascend_pd.router.policies.base import Pair, Routed
     from vllm_ascend_pd.router.releases import Kept, Releases
     from vllm_ascend_pd.router.retries import RetryBudget
@@ -105,6 +106,7 @@ class Relay:
     metrics: Metrics
     tracing: Tracing
     releases: Releases
+    moves: Moves
     resumption: Resumption
 
     async def serve(self, job: Job) -> web.StreamResponse:
@@ -261,6 +263,7 @@ class Relay:
             self.tracing.leg(job.trace, "decode", instance) as headers,
             job.trace.stage("alone" if is_alone else "decode", instance.instance_id) as stage,
             self.legs.open(instance, "decode", num_tokens) as leg,
+            self.moves.answering(job, instance) as answering,
         ):
             sent = job.body.for_decode(params, instance.instance_id)
             asking = self.legs.decode(leg, job.body, headers, sent)
@@ -291,17 +294,31 @@ class Relay:
                     find_prompt_usage if reads else None,
                     {} if self.config.retries.resume == "off" else {RESUMES: str(job.promise)},
                 )
-                record = job.record()
-                failure = await events.relay(result, record)
-                leg.outcome, told = "broken_stream" if failure else "ok", events.usage
-                if failure is not None:
-                    instance.failed(failure, "stream")
-                    return Broken(events, instance, failure, record)
-                answered = await events.end(None)
+                broken = await self._stream(events, result, leg, answering)
+                if broken is not None:
+                    return broken
+                told, answered = events.usage, await events.end(None)
             if is_alone:
                 self.metrics.prefix("decode", job.routed.num_decode_hit_tokens, told)
             self.metrics.decode_leg.observe(time.monotonic() - leg.started)
             return answered
+
+    async def _stream(
+        self, events: EventStream, stream: Stream, leg: Leg, answering: Answering
+    ) -> Broken | None:
+        """All of it, or until it broke or moves."""
+        record = answering.job.record()
+        answering.begin(stream.response, record)
+        failure = await events.relay(stream, record)
+        if failure is None:
+            leg.outcome = "ok"
+            return None
+        if failure.kind is FailureKind.MOVED:
+            leg.outcome = "moved"
+        else:
+            leg.outcome = "broken_stream"
+            leg.instance.failed(failure, "stream")
+        return Broken(events, leg.instance, failure, record, answering.broke())
 
     def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
         """No further attempt; the last failure says why."""

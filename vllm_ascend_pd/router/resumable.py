@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
+from vllm_ascend_pd.resume import RESUME
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.resume import ResumeKey
     from vllm_ascend_pd.router.bodies import Body
+    from vllm_ascend_pd.router.transcript import Transcript
 
 ResumeMode = Literal["exact", "any", "off"]
 RESUME_MODES: tuple[ResumeMode, ...] = get_args(ResumeMode)
@@ -97,6 +100,18 @@ def is_greedy(body: Body) -> bool:
         return abs(float(bytes(body.fields.get("temperature", b"null")))) < GREEDY_BELOW
     except ValueError:  # what a model's own default is, only its engine knows
         return False
+
+
+def resume_params(
+    key: ResumeKey, request_id: str, known: Transcript, kind: Kind
+) -> msgspec.Raw | None:
+    """For the engine that goes on with it; nothing if the client has no token yet."""
+    if not known.token_ids:
+        return None
+    resume = key.sign(
+        request_id, known.prompt_token_ids, known.token_ids, only_exact=kind == "exact"
+    )
+    return msgspec.Raw(msgspec.json.encode({RESUME: resume.to_params()}))
 
 
 def ask_for_token_ids(body: Body) -> bool:

@@ -4,7 +4,8 @@
 The client's request is sent again as it was, with the tokens that the client has and a proof that
 they come from here (``vllm_ascend_pd.resume``). One engine does all of it: it has the KV in a pool,
 or computes it. The client's answer stays open meanwhile; no admission and no leg of the engine that
-broke off does.
+broke off does. A request that moves goes on in the same way, at an engine that was asked before
+(``moves``).
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.resume import RESUME, ResumeKey
 from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import FailureKind
 from vllm_ascend_pd.router.legs import Leg, LegFailed, Legs, Stream
-from vllm_ascend_pd.router.resumable import Promise, is_greedy, wants_usage
+from vllm_ascend_pd.router.resumable import Promise, is_greedy, resume_params, wants_usage
 from vllm_ascend_pd.router.splice import Splice
 from vllm_ascend_pd.router.transcript import DONE, Transcript
 
@@ -34,8 +32,9 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.failures import Failure
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.moves import Move, Moves
     from vllm_ascend_pd.router.relay import Job
-    from vllm_ascend_pd.router.trace import Stage
+    from vllm_ascend_pd.router.trace import Stage, Trace
     from vllm_ascend_pd.router.tracing import Tracing
 
 logger = limited_logger(__name__)
@@ -54,6 +53,8 @@ class Broken:
     failure: Failure
     transcript: Transcript | None
     """``None`` if nothing was promised."""
+    move: Move | None = None
+    """Its target goes on, or may."""
     since: float = field(default_factory=time.monotonic)
     failed: set[Instance] = field(default_factory=set)
     """Since the client got its last token."""
@@ -70,10 +71,17 @@ class Resumption:
     legs: Legs
     metrics: Metrics
     tracing: Tracing
-    key: ResumeKey
+    moves: Moves
 
     async def go_on(self, job: Job, broken: Broken) -> web.StreamResponse:
         """To the stream's end, or until no engine can go on."""
+        try:
+            return await self._go_on(job, broken)
+        finally:
+            if broken.move is not None:
+                broken.move.close()
+
+    async def _go_on(self, job: Job, broken: Broken) -> web.StreamResponse:
         trace, transcript = job.trace, broken.transcript
         cause: str | None = job.promise.cause
         if transcript is not None:
@@ -85,9 +93,10 @@ class Resumption:
             return await broken.events.end(broken.failure)
         ended = await self._engines_in_turn(job, broken, transcript)
         logger.info(
-            "request %s: %d times resumed (%s), at last: %s",
+            "request %s: %d times resumed, %d times moved (%s), at last: %s",
             trace.request_id,
             trace.num_resumes,
+            trace.num_moves,
             job.promise.kind,
             ended,
         )
@@ -100,12 +109,35 @@ class Resumption:
             if transcript.has_finished and (transcript.has_usage or not needs_usage):
                 await broken.events.write(DONE)
                 return "ok"
+            if broken.move is not None:
+                outcome = await self._moved(job, broken, transcript, broken.move)
+                if outcome == "ok" or transcript.obstacle() is not None:
+                    return outcome
+                continue
             if job.trace.num_resumes == self.config.retries.max_resumes:
                 return "limit"
             job.trace.num_resumes += 1
             outcome = await self._counted(job, broken, transcript)
             if outcome in FINAL or transcript.obstacle() is not None:
                 return outcome
+
+    async def _moved(
+        self, job: Job, broken: Broken, transcript: Transcript, move: Move
+    ) -> str:
+        """The target of a move goes on; what came of it."""
+        try:
+            taken = await move.taken()
+            broken.move = None
+            if taken is None:
+                broken.failure = move.failure
+                return move.cause
+            leg, stream = taken
+            job.trace.num_moves += 1
+            job.trace.decode = leg.instance.instance_id
+            idle_s = self.config.timeouts.idle_s
+            return await self._relay(job, broken, transcript, leg, stream, idle_s)
+        finally:
+            move.close()
 
     async def _counted(self, job: Job, broken: Broken, transcript: Transcript) -> str:
         outcome, kind = "disconnected", job.promise.kind
@@ -136,33 +168,53 @@ class Resumption:
                 return "timeout"
             if isinstance(found, str):
                 return found
-            leg, stream = found
+            idle_s = max(timeouts.idle_s, left_s)  # the engine may compute the prompt now
+            return await self._relay(job, broken, transcript, *found, idle_s)
 
-            def began() -> None:
-                now = time.monotonic()
-                self.metrics.resume.observe(now - broken.since)
-                if broken.stage is not None:
-                    broken.stage.first_token_s = now
-                events.idle_s = timeouts.idle_s
-                broken.failed.clear()
+    async def _relay(
+        self,
+        job: Job,
+        broken: Broken,
+        transcript: Transcript,
+        leg: Leg,
+        stream: Stream,
+        idle_s: float,
+    ) -> str:
+        """What the client lacks of this stream; what came of it. ``idle_s``: for its first new
+        token."""
+        trace, events, since = job.trace, broken.events, broken.since
+        waited = self.metrics.resume if broken.stage is not None else self.metrics.move_gap
 
-            told = {"resumed": job.trace.num_resumes, "kind": job.promise.kind}
-            events.idle_s = max(timeouts.idle_s, left_s)  # the engine may compute the prompt now
-            splice = Splice(transcript, told, began)
+        def began() -> None:
+            now = time.monotonic()
+            waited.observe(now - since)
+            if broken.stage is not None:
+                broken.stage.first_token_s = now
+            events.idle_s = self.config.timeouts.idle_s
+            broken.failed.clear()
+
+        events.idle_s = idle_s
+        splice = Splice(transcript, told_of(trace, job.promise), began)
+        with self.moves.answering(job, leg.instance) as answering:
+            answering.begin(stream.response, transcript)
             failure = await events.relay(stream, splice)
             if failure is None:
                 leg.outcome = "ok"
                 return "ok"
-            broken.failure = failure
-            if failure.kind is FailureKind.STATUS and not splice.num_tokens:
-                leg.outcome = "refused"
-                return self._refused(job, broken, leg.instance)
-            broken.instance = leg.instance
+            broken.move = answering.broke()
+        broken.failure, broken.stage = failure, None
+        if failure.kind is FailureKind.STATUS and not splice.num_tokens:
+            leg.outcome = "refused"
+            return self._refused(job, broken, leg.instance)
+        broken.instance = leg.instance
+        if not broken.failed:
+            broken.since = time.monotonic()
+        if failure.kind is FailureKind.MOVED:
+            leg.outcome = "moved"
+        else:
             leg.outcome = "broken_stream"
             leg.instance.failed(failure, "stream")
-            if not broken.failed:
-                broken.since = time.monotonic()
-            return failure.kind.value
+        return failure.kind.value
 
     def _refused(self, job: Job, broken: Broken, instance: Instance) -> str:
         """The engine cannot go on, for a cause that its log tells, and is not to blame for it. A
@@ -193,7 +245,9 @@ class Resumption:
         broken.stage = held.enter_context(trace.stage("resumed", instance.instance_id))
         num_tokens = routed.num_prompt_tokens + routed.num_max_tokens
         leg = held.enter_context(self.legs.open(instance, "decode", num_tokens))
-        sent = job.body.for_decode(self._params(job, transcript), instance.instance_id)
+        kind = job.promise.kind
+        params = resume_params(self.moves.key, trace.request_id, transcript, kind)
+        sent = job.body.for_decode(params, instance.instance_id)
         result = await self.legs.decode(leg, job.body, headers, sent)
         if isinstance(result, Stream):
             return leg, result
@@ -203,14 +257,8 @@ class Resumption:
         logger.warning("%s refuses to go on: %.200r", instance.instance_id, result.body)
         return self._refused(job, broken, instance)
 
-    def _params(self, job: Job, transcript: Transcript) -> msgspec.Raw | None:
-        """Nothing if the client has no token yet."""
-        if not transcript.token_ids:
-            return None
-        resume = self.key.sign(
-            job.trace.request_id,
-            transcript.prompt_token_ids,
-            transcript.token_ids,
-            only_exact=job.promise.kind == "exact",
-        )
-        return msgspec.Raw(msgspec.json.encode({RESUME: resume.to_params()}))
+
+def told_of(trace: Trace, promised: Promise) -> dict[str, Any]:
+    """The provenance of a stream's last chunks."""
+    told = {"resumed": trace.num_resumes, "kind": promised.kind}
+    return told | {"moved": trace.num_moves} if trace.num_moves else told

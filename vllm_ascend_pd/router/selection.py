@@ -154,6 +154,8 @@ class Selector:
     def _usable(
         self, instances: Sequence[Instance], labels: frozenset[str], request: Routed
     ) -> list[Instance]:
+        if request.target is not None:
+            instances = [i for i in instances if i is request.target]
         usable = [i for i in instances if i.is_available and i not in request.excluded]
         if labels:
             usable = [i for i in usable if i.spec.labels.get("model") in labels]

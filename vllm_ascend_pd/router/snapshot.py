@@ -50,6 +50,11 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Attempts to go on with a broken stream from another engine, by how they ended",
         ("kind", "outcome"),
     ),
+    "moves": (
+        "Running requests that were to go on at another engine, by who wanted it and the end",
+        ("reason", "outcome", "cause"),
+    ),
+    "not_moved": ("Requests that could not move when somebody wanted it", ("reason", "cause")),
     "not_resumed": ("Broken streams that nothing was promised for, by cause", ("cause",)),
     "worker_restarts": ("Workers that ended by themselves and were started again", ()),
 }
@@ -61,6 +66,8 @@ HISTOGRAMS = {
     "loop_lag": "How late the event loop was, looked at every 0.1 s",
     "queue": "Wait of a request that engines had no room for",
     "resume": "Broken stream to its next token, from another engine",
+    "move": "Move of a running request, from its order to the end of the source's part",
+    "move_gap": "End of the source's part of a moved request to the next token for its client",
     "handover": "Decode leg to its first byte, for a prompt that another engine computed",
 }
 """Exposed as ``<name>_seconds``."""

@@ -22,7 +22,7 @@ class Stage(msgspec.Struct):
     name: str
     """``queue``, ``prefill``: a prefill leg, ``decode``: a decode leg for a prompt that another
     engine computes, ``alone``: one that computes it itself, ``resumed``: one that goes on where
-    another engine broke off."""
+    another engine broke off, ``moved``: one that was asked to while another engine still did."""
     instance: str
     start_s: float = msgspec.field(default_factory=time.monotonic)
     end_s: float | None = None
@@ -83,6 +83,7 @@ class Trace:
     decode: str = ""
     num_attempts: int = 0
     num_resumes: int = 0
+    num_moves: int = 0
     status: int = 0
     num_bytes: int = 0
     ttft_s: float | None = None

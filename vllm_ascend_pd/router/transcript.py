@@ -114,19 +114,26 @@ class Transcript:
 
     def read(self) -> None:
         """All that was taken. Nothing is taken after it."""
-        raw = b"".join([*map(zlib.decompress, self._packed), *self._raw]).removesuffix(DONE)
+        raw = b"".join([*map(zlib.decompress, self._packed), *self._raw])
         self._packed, self._raw = [], []
         try:
             if raw:
                 self._read_first(raw[len(DATA) : raw.index(b"\n\n")])
-            for chunk in _chunks_decoder.decode(
-                b"[" + raw[len(DATA) : -2].replace(b"\n\n" + DATA, b",") + b"]"
-            ):
+            for chunk in _decode(raw):
                 self.has_usage |= chunk.usage is not None and not chunk.choices
                 for choice in chunk.choices:
                     self._read(choice)
         except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError):
             self.is_readable = False  # not as vLLM writes it
+
+    def so_far(self) -> Transcript:
+        """What is known of it now, read; it grows on, if it was not read itself."""
+        if not self._raw and not self._packed:
+            return self
+        now = Transcript(self.shows_token_ids)
+        now._packed, now._raw = self._packed.copy(), self._raw.copy()
+        now.read()
+        return now
 
     def obstacle(self) -> str | None:
         """Why no engine can go on, of what was read."""
@@ -166,6 +173,20 @@ class Transcript:
 
     def _add(self, field: str, value: str) -> None:
         self.texts[field].write(value)
+
+
+def told_token_ids(events: bytes) -> list[int]:
+    """By whole events; none if they are not understood."""
+    try:
+        return [i for one in _decode(events) for c in one.choices for i in c.token_ids or ()]
+    except msgspec.MsgspecError:
+        return []
+
+
+def _decode(events: bytes) -> list[_Chunk]:
+    """``MsgspecError`` unless they are as vLLM writes them."""
+    chunks = events.removesuffix(DONE)[len(DATA) : -2].replace(b"\n\n" + DATA, b",")
+    return _chunks_decoder.decode(b"[" + chunks + b"]")
 
 
 def envelope(chunk: Chunk) -> Chunk:

@@ -27,6 +27,8 @@ class Routed:
     """Why no prefill instance is looked for."""
     excluded: set[Instance] = field(default_factory=set)
     """Those that failed it."""
+    target: Instance | None = None
+    """The only one that may get it."""
     token_ids: tuple[int, ...] | None = None
     """Of the prompt, when a policy asked for them."""
     num_decode_hit_tokens: int = 0

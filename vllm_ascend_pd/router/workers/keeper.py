@@ -102,6 +102,8 @@ class Keeper:
         app.router.add_delete("/registered/{instance_id}", self._leave)
         app.router.add_put("/registered/{instance_id}/drain", self._drain)
         app.router.add_get("/snapshot", self._snapshot)
+        app.router.add_get("/requests", self._ask_all)
+        app.router.add_post("/moves", self._ask_all)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self._folder / KEEPER_SOCKET)).start()
@@ -206,6 +208,33 @@ class Keeper:
 
     async def _snapshot(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(await self.collect()))
+
+
+    async def _ask_all(self, request: web.Request) -> web.Response:
+        """The same of each worker; their lists as one. A move takes as long as it takes."""
+        body = await request.read()
+        answers = await asyncio.gather(
+            *(
+                self._ask_one(name, worker, request.method, request.path, body)
+                for name, worker in self.workers.items()
+                if worker.announced
+            )
+        )
+        return web.Response(body=msgspec.json.encode([one for told in answers for one in told]))
+
+    async def _ask_one(
+        self, name: str, worker: RouterWorker, method: str, path: str, body: bytes
+    ) -> list[msgspec.Raw]:
+        timeout = aiohttp.ClientTimeout(total=WORKER_TIMEOUT_S if method == "GET" else None)
+        try:
+            async with worker.session.request(
+                method, f"http://worker{path}", data=body, timeout=timeout
+            ) as response:
+                response.raise_for_status()
+                return msgspec.json.decode(await response.read(), type=list[msgspec.Raw])
+        except (aiohttp.ClientError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
+            logger.warning("worker %s does not answer %s: %r", name, path, e)
+            return []
 
 
 _ONE_RESTART = Snapshot(counters={"worker_restarts": [((), 1.0)]})

@@ -19,6 +19,7 @@ import uvloop
 from aiohttp import web
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.operating import MoveOrder, MoveReport, RequestStatus
 from vllm_ascend_pd.router.app import Router
 from vllm_ascend_pd.router.config import set_up_logging
 from vllm_ascend_pd.router.instances import InstanceSpec
@@ -67,14 +68,15 @@ class KeeperLink:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/snapshot", self._snapshot)
         app.router.add_put("/registered", self._registered)
+        app.router.add_get("/requests", self._requests)
+        app.router.add_post("/moves", self._move)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         path = self._folder / self._name
         path.unlink(missing_ok=True)  # of a worker that was killed
         await web.UnixSite(self._runner, str(path)).start()
         connector = aiohttp.UnixConnector(str(self._folder / KEEPER_SOCKET))
-        timeout = aiohttp.ClientTimeout(total=KEEPER_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        self._session = aiohttp.ClientSession(connector=connector)
         await self._hear(await self._ask("GET", "/registered"))
 
     async def announce(self) -> None:
@@ -99,9 +101,25 @@ class KeeperLink:
     async def drain(self, instance_id: str) -> bool:
         return bool(await self._ask("PUT", f"/registered/{instance_id}/drain"))
 
-    async def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+    async def requests(self) -> list[RequestStatus]:
+        return msgspec.json.decode(await self._ask("GET", "/requests"), type=list[RequestStatus])
+
+    async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
+        sent = msgspec.json.encode((request_id, order))
+        told = await self._ask("POST", "/moves", sent, timeout_s=None)
+        return msgspec.json.decode(told, type=list[MoveReport])
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        timeout_s: float | None = KEEPER_TIMEOUT_S,
+    ) -> bytes:
         assert self._session is not None
-        async with self._session.request(method, f"http://keeper{path}", data=body) as response:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"http://keeper{path}"
+        async with self._session.request(method, url, data=body, timeout=timeout) as response:
             response.raise_for_status()
             return await response.read()
 
@@ -110,6 +128,18 @@ class KeeperLink:
     async def _snapshot(self, request: web.Request) -> web.Response:
         assert self._router is not None
         return web.Response(body=msgspec.json.encode(self._router.metrics.snapshot()))
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        assert self._router is not None
+        return web.Response(body=msgspec.json.encode(await self._router.requests.requests()))
+
+    async def _move(self, request: web.Request) -> web.Response:
+        assert self._router is not None
+        request_id, order = msgspec.json.decode(
+            await request.read(), type=tuple[str, MoveOrder]
+        )
+        reports = await self._router.requests.move(request_id, order)
+        return web.Response(body=msgspec.json.encode(reports))
 
     async def _registered(self, request: web.Request) -> web.Response:
         await self._hear(await request.read())

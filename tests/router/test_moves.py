@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams that move to another engine while theirs is alive."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.router.broken_streams import ANY, GREEDY, PATIENT, resumes, text, told_ids, uninterrupted
+from tests.router.harness import Deployment, deployed, events, nothing_in_progress, run, until
+from tests.router.scripted_answers import token_id
+from tests.router.scripted_engine import ScriptedEngine
+from vllm_ascend_pd.resume import Resume, ResumeKey
+from vllm_ascend_pd.router.config import Queueing
+
+NUM_TOKENS = 24
+SLOW = {"token_s": 0.02}
+LONG: dict[str, Any] = {**GREEDY, "max_tokens": NUM_TOKENS}
+BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+
+
+class Client:
+    """A stream that is read as it comes."""
+
+    def __init__(self, d: Deployment, request_id: str = "one", **fields: Any) -> None:
+        self._d = d
+        self.request_id = request_id
+        self.body = b""
+        self._fields = {**LONG, **fields}
+        self.task = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        path = self._fields.pop("path", "/v1/completions")
+        said = {"messages": [{"role": "user", "content": "Hello"}]}
+        prompt = said if path.endswith("chat/completions") else {"prompt": "Hello, my name is"}
+        sent = {"model": "tiny", **prompt, **self._fields}
+        headers = {"x-request-id": self.request_id}
+        async with self._d.http.post(self._d.url + path, json=sent, headers=headers) as response:
+            assert response.status == 200
+            async for piece in response.content.iter_any():
+                self.body += piece
+
+    async def has(self, num_events: int) -> None:
+        await until(lambda: self.body.count(b"\n\n") >= num_events, "tokens")
+
+    async def events(self) -> list[Any]:
+        await self.task
+        return events(self.body)
+
+
+async def move(d: Deployment, request_id: str = "one", **order: Any) -> list[dict[str, Any]]:
+    url = f"{d.url}/requests/{request_id}/move"
+    async with d.http.post(url, json=order) as response:
+        assert response.status == 200, await response.text()
+        reports: list[dict[str, Any]] = await response.json()
+        return reports
+
+
+async def listed(d: Deployment) -> list[dict[str, Any]]:
+    async with d.http.get(f"{d.url}/requests") as response:
+        assert response.status == 200
+        running: list[dict[str, Any]] = await response.json()
+        return running
+
+
+def name(engine: ScriptedEngine) -> str:
+    return f"127.0.0.1:{engine.port}"
+
+
+def source_and_target(d: Deployment) -> tuple[ScriptedEngine, ScriptedEngine]:
+    """Of two: the one that decodes now, and the other."""
+    busy = [e for e in d.decodes if e.num_in_progress]
+    assert len(busy) == 1
+    return busy[0], next(e for e in d.decodes if e is not busy[0])
+
+
+def is_whole(got: list[Any], engine: ScriptedEngine) -> bool:
+    """What one engine would have streamed, once."""
+    whole = uninterrupted(engine.received[0])
+    return text(got) == text(whole) and got[-1] == "[DONE]" and got.count("[DONE]") == 1
+
+
+@BOTH
+@pytest.mark.parametrize("num_events", [1, 2, 7, 16])
+def test_stream_moves_and_its_client_gets_each_token_once(path: str, num_events: int) -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            fields = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+            client = Client(d, path=path, **fields)
+            await client.has(num_events)
+            source, target = source_and_target(d)
+            [report] = await move(d, to=name(target))
+            assert (report["outcome"], report["target"]) == ("moved", name(target))
+            got = await client.events()
+            assert is_whole(got, source)
+            ids = [i for chunk in got[:-1] for told in told_ids(chunk) for i in told or ()]
+            assert ids == [token_id(token) for token in text(got).split()]
+            assert got[-2]["usage"]["completion_tokens"] == NUM_TOKENS
+            assert got[-2]["provenance"] == {"resumed": 0, "kind": "exact", "moved": 1}
+            (resumed,) = resumes(d)
+            resume = Resume.from_params(resumed.params["resume"])
+            assert ResumeKey(None).accepts(resume)
+            assert num_events <= len(resume.output_token_ids) < NUM_TOKENS
+            assert source.num_given_up == 1
+            assert d.count("moves_total", reason="operator", outcome="moved", cause="") == 1
+            assert d.count("move_seconds_count") == d.count("move_gap_seconds_count") == 1
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 0
+            assert sum(i.num_failures for i in d.router.registry) == 0
+            (timeline,) = d.router.metrics.snapshot().timelines
+            assert [s.instance for s in timeline.stages if s.name == "moved"] == [name(target)]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("close", "disconnect"),
+        ("status(500)", "status"),
+        ("status(400)", "refused"),
+        ("dead(0)", "refused"),
+        ("dead(1)", "refused"),
+        ("abort(1)", "refused"),
+        ("break(1)", "truncated"),
+        ("end(1)", "truncated"),
+        ("hang", "timeout"),
+        ("stall(1)", "timeout"),
+    ],
+)
+def test_target_that_does_not_begin_leaves_the_stream_where_it_is(fault: str, cause: str) -> None:
+    async def test() -> None:
+        config = replace(PATIENT, timeouts=replace(PATIENT.timeouts, first_token_s=0.2))
+        async with deployed(1, 2, config, **SLOW) as d:
+            client = Client(d)
+            await client.has(2)
+            source, target = source_and_target(d)
+            target.script(fault)
+            [report] = await move(d, to=name(target))
+            assert (report["outcome"], report["cause"]) == ("stayed", cause)
+            await until(lambda: target.num_in_progress == 0)
+            assert is_whole(await client.events(), source)
+            assert source.num_given_up == 0
+            assert d.count("moves_total", reason="operator", outcome="stayed", cause=cause) == 1
+
+    run(test)
+
+
+def test_target_that_begins_with_other_tokens_gets_nothing() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d)
+            await client.has(2)
+            source, target = source_and_target(d)
+            target.differs = True
+            [report] = await move(d, to=name(target))
+            assert (report["outcome"], report["cause"]) == ("stayed", "differs")
+            assert is_whole(await client.events(), source)
+
+    run(test)
+
+
+def test_request_that_has_failed_to_move_can_move() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d)
+            await client.has(2)
+            source, target = source_and_target(d)
+            target.script("close")
+            outcomes = [(await move(d, to=name(target)))[0]["outcome"] for _ in range(2)]
+            assert outcomes == ["stayed", "moved"]
+            assert is_whole(await client.events(), source)
+
+    run(test)
+
+
+def test_answer_that_ends_before_the_target_begins_needs_no_move() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d, max_tokens=6)
+            await client.has(2)
+            source, target = source_and_target(d)
+            target.script("hang")
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "not_needed"
+            assert is_whole(await client.events(), source)
+            await until(lambda: target.num_given_up == 1)
+
+    run(test)
+
+
+def test_source_that_breaks_meanwhile_is_followed_by_the_target_that_was_asked() -> None:
+    async def test() -> None:
+        async with deployed(1, 3, PATIENT, **SLOW) as d:
+            for engine in d.decodes:
+                engine.script("break(5)")
+            client = Client(d)
+            await client.has(2)
+            source = next(e for e in d.decodes if e.num_in_progress)
+            for engine in d.decodes:
+                engine.script_nothing()
+            target = next(e for e in d.decodes if e is not source)
+            target.script("delay(0.3)")
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            assert is_whole(await client.events(), source)
+            assert [e for e in d.decodes if e.received] == [
+                e for e in d.decodes if e in (source, target)
+            ]
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 0
+
+    run(test)
+
+
+def test_source_and_target_that_both_break_are_followed_by_a_third() -> None:
+    async def test() -> None:
+        async with deployed(1, 3, PATIENT, **SLOW) as d:
+            for engine in d.decodes:
+                engine.script("break(5)")
+            client = Client(d)
+            await client.has(2)
+            source = next(e for e in d.decodes if e.num_in_progress)
+            for engine in d.decodes:
+                engine.script_nothing()
+            target = next(e for e in d.decodes if e is not source)
+            target.script("close")
+            moving = asyncio.ensure_future(move(d, to=name(target)))
+            assert is_whole(await client.events(), source)
+            [report] = await moving
+            assert report["outcome"] in ("broken", "stayed")  # as who was the first to fail
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 1
+
+    run(test)
+
+
+def test_target_that_dies_after_the_move_is_followed_by_another() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d)
+            await client.has(2)
+            source, target = source_and_target(d)
+            target.script("break(3)")
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            got = await client.events()
+            assert is_whole(got, source)
+            assert got[-2]["provenance"] == {"resumed": 1, "kind": "exact", "moved": 1}
+
+    run(test)
+
+
+def test_one_request_moves_many_times() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, token_s=0.005) as d:
+            client = Client(d, max_tokens=600)
+            await client.has(2)
+            source, _ = source_and_target(d)
+            num_moved = 0
+            while not client.task.done() and num_moved < 40:
+                reports = await move(d)
+                num_moved += reports[0]["outcome"] == "moved"
+            got = await client.events()
+            assert is_whole(got, source)
+            assert num_moved >= 20
+            assert got[-2]["provenance"] == {"resumed": 0, "kind": "exact", "moved": num_moved}
+            await nothing_in_progress(d)
+            assert not d.router.moves.running
+
+    run(test)
+
+
+def test_many_move_at_once_without_a_name_of_the_target() -> None:
+    async def test() -> None:
+        config = replace(PATIENT, policy="least-loaded")
+        async with deployed(1, 3, config, **SLOW) as d:
+            clients = [Client(d, f"r{i}") for i in range(12)]
+            for client in clients:
+                await client.has(2)
+            reports = await asyncio.gather(*(move(d, c.request_id) for c in clients))
+            assert {report["outcome"] for [report] in reports} == {"moved"}
+            for client in clients:
+                got = await client.events()
+                assert is_whole(got, next(e for e in d.decodes if e.received))
+                assert got[-2]["provenance"]["moved"] == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"temperature": 0.7}, "sampled"),
+        ({"stream": False}, "not_streamed"),
+        ({"path": "/v1/messages", "messages": [{"role": "user", "content": "Hello"}]}, "api"),
+    ],
+)
+def test_request_that_cannot_move_says_why_and_stays(fields: dict[str, Any], cause: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d, **fields)
+            await until(lambda: any(e.num_in_progress for e in d.decodes))
+            await until(lambda: bool(d.router.moves.running))
+            [status] = await listed(d)
+            assert (status["request_id"], status["stays"]) == ("one", cause)
+            [report] = await move(d)
+            assert (report["outcome"], report["cause"]) == ("stayed", cause)
+            assert d.count("not_moved_total", reason="operator", cause=cause) == 1
+            await client.task
+            assert sum(len(e.received) for e in d.decodes) == 1
+
+    run(test)
+
+
+def test_running_requests_are_listed_with_their_engines() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d)
+            await client.has(2)
+            source, target = source_and_target(d)
+            [status] = await listed(d)
+            assert status["instance"] == name(source)
+            assert status["stays"] is None
+            assert status["num_bytes"] > 0
+            target.script("delay(0.2)")
+            moving = asyncio.ensure_future(move(d, to=name(target)))
+            await until(lambda: target.num_in_progress == 1)
+            [status] = await listed(d)
+            assert (status["moves_to"], status["stays"]) == (name(target), "moving")
+            [second] = await move(d, to=name(target))
+            assert second["cause"] == "moving"
+            await moving
+            [status] = await listed(d)
+            assert status["instance"] == name(target)
+            [again] = await move(d, to=name(target))
+            assert again["cause"] == "same_instance"
+            await client.events()
+            assert await listed(d) == []
+
+    run(test)
+
+
+def test_sampled_stream_leaves_its_engine_before_another_goes_on() -> None:
+    """Two engines would give different tokens."""
+
+    async def test() -> None:
+        async with deployed(1, 2, ANY, **SLOW) as d:
+            client = Client(d, temperature=0.7)
+            await client.has(3)
+            source, target = source_and_target(d)
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            assert is_whole(await client.events(), source)
+            (resumed,) = resumes(d)
+            assert not resumed.params["resume"]["only_exact"]
+
+    run(test)
+
+
+def test_client_that_leaves_meanwhile_leaves_nothing() -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d)
+            await client.has(2)
+            source, target = source_and_target(d)
+            target.script("hang")
+            moving = asyncio.ensure_future(move(d, to=name(target)))
+            await until(lambda: target.num_in_progress == 1)
+            client.task.cancel()
+            [report] = await moving
+            assert report["outcome"] == "not_needed"
+            await until(lambda: source.num_given_up == target.num_given_up == 1)
+            assert all(i.num_admitted == 0 for i in d.router.registry)
+
+    run(test)
+
+
+def test_move_waits_for_room_while_the_stream_goes_on() -> None:
+    async def test() -> None:
+        config = replace(PATIENT, queueing=Queueing(max_requests=1))
+        async with deployed(1, 2, config, **SLOW) as d:
+            first, second = Client(d, "a"), Client(d, "b", max_tokens=8)
+            await first.has(1)
+            await second.has(1)
+            target = next(e for e in d.decodes if e.received[0].headers["x-request-id"] == "b")
+            [report] = await move(d, "a", to=name(target))
+            assert report["outcome"] == "moved"
+            assert second.task.done()
+            assert is_whole(await first.events(), target)
+
+    run(test)
+
+
+def test_unknown_names_and_bad_orders_are_refused() -> None:
+    async def test() -> None:
+        async with deployed(1, 1) as d:
+            for path, order, status, word in (
+                ("none", {}, 404, "no request 'none'"),
+                ("none", {"to": "d9"}, 404, "no instance 'd9'"),
+                ("none", {"from": "d0"}, 400, "from"),
+                ("none", {"to": 3}, 400, "to"),
+            ):
+                url = f"{d.url}/requests/{path}/move"
+                async with d.http.post(url, json=order) as response:
+                    assert response.status == status
+                    assert word in (await response.json())["error"]["message"]
+
+    run(test)
+
+
+def test_client_can_move_nothing(tmp_path: Any) -> None:
+    """It has a key of clients, and no token of engines."""
+
+    async def test() -> None:
+        token = tmp_path / "token"
+        token.write_text("t" * 40)
+        token.chmod(0o600)
+        config = replace(PATIENT, registration_token_file=token)
+        async with deployed(1, 2, config, **SLOW) as d:
+            client = Client(d)
+            await client.has(2)
+            for method, path in (("POST", "/requests/one/move"), ("GET", "/requests")):
+                async with d.http.request(method, d.url + path) as response:
+                    assert response.status == 403
+            headers = {"authorization": "Bearer " + "t" * 40}
+            async with d.http.get(f"{d.url}/requests", headers=headers) as response:
+                assert response.status == 200
+            await client.events()
+            assert not resumes(d)
+
+    run(test)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd move``: running requests go on at another engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.cluster.operator import RouterOperator
+    from vllm_ascend_pd.operating import MoveReport, RequestStatus
+
+app = typer.Typer(add_completion=False)
+
+Router = Annotated[str, typer.Option("--router", help="URL of the router.")]
+TokenFile = Annotated[
+    str | None,
+    typer.Option(
+        help="The router's --registration-token-file. Without: only on the router's own host, and"
+        " if it has none."
+    ),
+]
+ROUTER_URL = "http://127.0.0.1:8000"
+
+
+@app.command(
+    help="""Have running requests go on at another engine. Their clients notice nothing: each gets
+the rest of its stream, no token twice and none lost.
+
+What runs where, and what cannot move and why:
+
+    vllm-pd move --list
+
+One request, several, or all of an engine:
+
+    vllm-pd move cmpl-1 --to decode-1
+
+    vllm-pd move cmpl-1 cmpl-2
+
+    vllm-pd move --from decode-0 --to decode-1
+
+An id is the x-request-id that the client sent, or got with its answer. A request stays where it is
+when no other engine has room for it or can give the same tokens; the cause is told."""
+)
+def move(
+    requests: Annotated[
+        list[str] | None, typer.Argument(metavar="[REQUEST]...", help="Ids of requests.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="INSTANCE", help="Where to. Without: to the least loaded engine."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="INSTANCE", help="All requests of this engine."),
+    ] = None,
+    listing: Annotated[
+        bool, typer.Option("--list", help="Only tell which requests run, and where.")
+    ] = False,
+    router: Router = ROUTER_URL,
+    token_file: TokenFile = None,
+) -> None:
+    import asyncio
+    import sys
+
+    from vllm_ascend_pd.cluster.operator import RouterOperator
+    from vllm_ascend_pd.errors import ConfigError
+    from vllm_ascend_pd.private_file import read_token
+
+    if [bool(requests), source is not None, listing].count(True) != 1:
+        raise typer.BadParameter("name requests, or give --from or --list", param_hint="REQUEST")
+
+    async def ask() -> int:
+        token = read_token("--token-file", token_file) if token_file else None
+        async with RouterOperator(router, token) as operator:
+            if listing:
+                typer.echo(_table(await operator.requests()))
+                return 0
+            ids = requests or [
+                one.request_id for one in await operator.requests() if one.instance == source
+            ]
+            return await _move_all(operator, ids, to)
+
+    try:
+        code = asyncio.run(ask())
+    except ConfigError as e:
+        typer.echo(f"vllm-pd move: {e}", err=True)
+        code = 2
+    sys.exit(code)
+
+
+async def _move_all(operator: RouterOperator, ids: list[str], to: str | None) -> int:
+    """All at once, told as they end; the exit code."""
+    import asyncio
+
+    from vllm_ascend_pd.operating import MoveOrder
+
+    code = 0
+    moving = [operator.move(request_id, MoveOrder(to=to)) for request_id in dict.fromkeys(ids)]
+    for ended in asyncio.as_completed(moving):
+        for report in await ended:
+            typer.echo(_line(report))
+            code = code if report.outcome in ("moved", "not_needed") else 1
+    return code
+
+
+def _line(report: MoveReport) -> str:
+    name, seconds = report.request_id, report.seconds
+    told = {
+        "moved": f"{report.source} -> {report.target}, {seconds:.2f} s",
+        "stayed": f"stays on {report.source}: {report.cause}",
+        "not_needed": "its answer was complete before",
+        "broken": f"{report.source} has failed; it goes on as a broken stream does",
+    }
+    return f"{name}  {told[report.outcome]}"
+
+
+def _table(running: list[RequestStatus]) -> str:
+    rows = [("REQUEST", "ENGINE", "AGE", "BYTES", "CAN MOVE")]
+    for one in running:
+        can = f"moves to {one.moves_to}" if one.moves_to else f"no: {one.stays}" if one.stays else "yes"
+        rows.append((one.request_id, one.instance, f"{one.age_s:.1f} s", str(one.num_bytes), can))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command asks a running router for what ``vllm_ascend_pd.operating`` names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestStatus
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class RouterOperator:
+    """An operator's connection to one router, from ``async with``. Everything raises
+    ``ConfigError`` with the router's own words where it refuses or is away."""
+
+    url: str
+    token: str | None = None
+    _session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> RouterOperator:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)  # a move takes its time
+        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def requests(self) -> list[RequestStatus]:
+        """All that engines answer now."""
+        return await self._ask("GET", REQUESTS, list[RequestStatus])
+
+    async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
+        """What became of those of this id."""
+        path = f"{REQUESTS}/{quote(request_id, safe='')}/move"
+        return await self._ask("POST", path, list[MoveReport], order)
+
+    async def _ask(self, method: str, path: str, kind: type[T], sent: Any = None) -> T:
+        assert self._session is not None
+        data = None if sent is None else msgspec.json.encode(sent)
+        url = self.url.rstrip("/") + path
+        try:
+            async with self._session.request(method, url, data=data) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as e:
+            raise ConfigError(f"no router answers at {self.url} ({e}): give it with --router") from e
+        if response.status >= 400:
+            raise ConfigError(f"{method} {url}: {response.status}: {_message(body)}")
+        return msgspec.json.decode(body, type=kind)
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running requests go on at another engine because somebody wants it; the source is still alive.
+
+The target is asked while the client gets the source's tokens, so a target that refuses, fails or
+has no room changes nothing. When it has computed something new, the source's leg is closed, and
+what the client has is cut from the target's stream, as after an engine's death (``splice``). The
+states are in ``move_states``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.operating import MoveReport
+from vllm_ascend_pd.router.admission import Admitted
+from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.legs import LegFailed, Stream
+from vllm_ascend_pd.router.move_states import ENDS, MOVE_TRANSITIONS, MoveEvent, MoveState
+from vllm_ascend_pd.router.policies.base import are_partners
+from vllm_ascend_pd.router.resumable import resume_params
+from vllm_ascend_pd.router.transcript import DONE, told_token_ids, until_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_ascend_pd.resume import ResumeKey
+    from vllm_ascend_pd.router.admission import Admission
+    from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.http_exchange import Response
+    from vllm_ascend_pd.router.instances import Instance, Registry
+    from vllm_ascend_pd.router.legs import Leg, Legs
+    from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.relay import Job
+    from vllm_ascend_pd.router.tracing import Tracing
+    from vllm_ascend_pd.router.transcript import Transcript
+
+logger = limited_logger(__name__)
+
+_CUT = Failure(FailureKind.MOVED, "the router moves the request")
+
+
+@dataclass(eq=False, slots=True)
+class Answering:
+    """What one engine does of an answer. Event loop thread."""
+
+    job: Job
+    instance: Instance
+    response: Response | None = None
+    """Of its stream, from the first token on."""
+    transcript: Transcript | None = None
+    move: Move | None = None
+    """Under way."""
+
+    def begin(self, response: Response, transcript: Transcript | None) -> None:
+        """Its stream; ``transcript`` grows with what the client gets."""
+        self.response, self.transcript = response, transcript
+
+    def obstacle(self) -> str | None:
+        """Why it cannot move, or cannot move now."""
+        if not self.job.body.is_stream:
+            return "not_streamed"
+        if self.job.promise.kind == "none":
+            return self.job.promise.cause
+        if self.response is None or self.transcript is None:
+            return "no_token"
+        return "moving" if self.move is not None else None
+
+    def broke(self) -> Move | None:
+        """The engine gives nothing more, and the answer is not complete. The move whose target
+        goes on, or may; it is the caller's."""
+        move, self.move = self.move, None
+        if move is None:
+            return None
+        move.advance(MoveEvent.SOURCE_BROKE)
+        if move.state in (MoveState.MOVED, MoveState.AWAITED):
+            return move
+        move.close()
+        return None
+
+    def end(self) -> None:
+        """Nothing is left to move."""
+        move, self.move = self.move, None
+        if move is not None:
+            move.close()
+
+
+@dataclass(eq=False, slots=True)
+class Move:
+    """One move of one request. Whoever has it last closes it. Event loop thread."""
+
+    source: Answering
+    reason: str
+    """Who wants it."""
+    target: Instance | None
+    """``None`` until one is chosen."""
+    metrics: Metrics
+    state: MoveState = MoveState.PLANNED
+    cause: str = ""
+    failure: Failure = _CUT
+    """How the target failed."""
+    since: float = field(default_factory=time.monotonic)
+    held: ExitStack = field(default_factory=ExitStack)
+    """Room and leg at the target."""
+    found: tuple[Leg, Stream] | None = None
+    """Its stream, once it has begun."""
+    source_over: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Future[MoveReport] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    task: asyncio.Task[None] | None = None
+
+    def advance(self, event: MoveEvent, cause: str = "") -> None:
+        self.state = MOVE_TRANSITIONS.after(self.state, event)
+        if event is MoveEvent.SOURCE_BROKE:
+            self.source_over.set()
+        if self.state not in ENDS or self.ended.done():
+            return
+        self.cause = cause
+        seconds = time.monotonic() - self.since
+        report = MoveReport(
+            request_id=self.source.job.trace.request_id,
+            source=self.source.instance.instance_id,
+            target=self.target.instance_id if self.target is not None else "",
+            outcome=self.state.value,
+            cause=cause,
+            seconds=seconds,
+        )
+        self.ended.set_result(report)
+        self.metrics.add("moves", self.reason, report.outcome, cause)
+        if self.state is MoveState.MOVED:
+            self.metrics.move.observe(seconds)
+        logger.info("%s: %s", self.reason, report)
+
+    async def taken(self) -> tuple[Leg, Stream] | None:
+        """The target's stream, of a move that the source has left; ``None`` if there is none. It
+        is closed by whoever took it, and the rest by ``close``."""
+        if self.state is MoveState.AWAITED and self.task is not None:
+            await asyncio.wait({self.task})
+        if self.state is not MoveState.MOVED:
+            return None
+        found, self.found = self.found, None
+        return found
+
+    def close(self) -> None:
+        """Give back what it holds, whatever its state."""
+        self.advance(MoveEvent.SOURCE_ENDED)
+        if self.task is not None:
+            self.task.cancel()
+        if self.found is not None:
+            self.found[1].response.close()
+        self.held.close()
+
+
+@dataclass(slots=True)
+class Moves:
+    """All answers in progress, and the moves of some. Event loop thread."""
+
+    config: RouterConfig
+    registry: Registry
+    admission: Admission
+    legs: Legs
+    metrics: Metrics
+    tracing: Tracing
+    key: ResumeKey
+    running: dict[Answering, None] = field(default_factory=dict)
+    """In the order in which they were sent to their engines."""
+
+    @contextmanager
+    def answering(self, job: Job, instance: Instance) -> Iterator[Answering]:
+        """While this engine has the request."""
+        one = Answering(job, instance)
+        self.running[one] = None
+        try:
+            yield one
+        finally:
+            del self.running[one]
+            one.end()
+
+    def start(self, source: Answering, target: Instance | None, reason: str) -> Move | str:
+        """To that instance, or to the one that the policy chooses; or why it stays. A move ends by
+        itself, and with the request."""
+        obstacle = source.obstacle()
+        if obstacle is None and target is source.instance:
+            obstacle = "same_instance"
+        if obstacle is not None:
+            self.metrics.add("not_moved", reason, obstacle)
+            return obstacle
+        move = source.move = Move(source, reason, target, self.metrics)
+        move.task = asyncio.ensure_future(self._carry_out(move))
+        return move
+
+    async def _carry_out(self, move: Move) -> None:
+        try:
+            async with timeout(self.config.timeouts.first_token_s):
+                found = await self._ask(move)
+        except TIMED_OUT:
+            found = "timeout"
+        if isinstance(found, str):
+            move.advance(MoveEvent.FAILED, found)
+            if move.source.move is move:
+                move.source.move = None  # there may be another one
+            move.held.close()
+            return
+        move.found = found
+        move.advance(MoveEvent.BEGAN)
+        if move.state is MoveState.READY:
+            _cut(move.source)
+
+    async def _ask(self, move: Move) -> tuple[Leg, Stream] | str:
+        """The target's stream, which has begun; or why there is none."""
+        source, job = move.source, move.source.job
+        assert source.transcript is not None
+        obstacle = source.transcript.so_far().obstacle()
+        if obstacle is not None:
+            return obstacle
+        instance = await self._find_room(move)
+        if instance is None:
+            return "unavailable"
+        move.advance(MoveEvent.ASKED)
+        if job.promise.kind == "sampled":  # the target's next tokens would be others
+            _cut(source)
+            await move.source_over.wait()
+        known = source.transcript.so_far()
+        leg = move.held.enter_context(
+            self.legs.open(instance, "decode", job.routed.num_prompt_tokens)
+        )
+        headers = move.held.enter_context(self.tracing.leg(job.trace, "decode", instance))
+        stage = move.held.enter_context(job.trace.stage("moved", instance.instance_id))
+        params = resume_params(self.key, job.trace.request_id, known, job.promise.kind)
+        sent = job.body.for_decode(params, instance.instance_id)
+        result = await self.legs.decode(leg, job.body, headers, sent)
+        if isinstance(result, LegFailed):
+            move.failure = result.failure
+            return result.failure.kind.value
+        if not isinstance(result, Stream):
+            move.failure = Failure(FailureKind.STATUS, f"status {result.status}")
+            return "refused"
+        begun = await _until_new(result, source.transcript, len(known.token_ids))
+        if isinstance(begun, Failure):
+            result.response.close()
+            leg.outcome, move.failure = "refused", begun
+            if begun.kind is FailureKind.STATUS:
+                return "refused"
+            leg.failed(begun)
+            return begun.kind.value
+        stage.first_token_s = time.monotonic()
+        return leg, replace(result, first=begun)
+
+    async def _find_room(self, move: Move) -> Instance | None:
+        """At the target; ``None`` if it, or any, may get no request."""
+        source = move.source.instance
+        excluded = {one for one in self.registry if not are_partners(source, one)} | {source}
+        routed = replace(
+            move.source.job.routed, alone="moved", excluded=excluded, target=move.target
+        )
+        admitted = await self.admission.admit(routed, again=True)
+        if not isinstance(admitted, Admitted):
+            return None
+        move.held.enter_context(admitted)
+        move.target = admitted.pair.decode
+        return move.target
+
+
+def _cut(source: Answering) -> None:
+    """Of what has come the client still gets whole events."""
+    assert source.response is not None
+    source.response.fail(_CUT)
+
+
+async def _until_new(stream: Stream, client: Transcript, num_told: int) -> bytes | Failure:
+    """The beginning of a target's stream up to its first token that it was not told, or to its
+    end; with the tokens that the client has."""
+    begun, response = stream.first, stream.response
+    try:
+        while True:
+            events, failure = until_failure(begun[: begun.rfind(b"\n\n") + 2])
+            ids = told_token_ids(events)
+            if len(ids) > num_told or events.endswith(DONE):
+                has = client.so_far().token_ids.tolist()
+                if ids[: len(has)] == has[: len(ids)]:
+                    return begun
+                return Failure(FailureKind.DIFFERS, "the engine began with other tokens")
+            if failure is not None:
+                return failure
+            if not ids:
+                return Failure(FailureKind.PROTOCOL, "the engine tells no token ids")
+            piece = await response.next()
+            if not isinstance(piece, bytes):
+                return piece or Failure(FailureKind.TRUNCATED, "the stream ended without [DONE]")
+            begun += piece
+    except asyncio.CancelledError:
+        response.close()
+        raise

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes of ``vllm_ascend_pd.operating``. Event loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestStatus
+from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.incoming import BodyError, read_body
+from vllm_ascend_pd.router.move_states import MoveState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.router.instances import Registry
+    from vllm_ascend_pd.router.moves import Answering, Moves
+
+BODY_TIMEOUT_S = 5.0
+OPERATOR = "operator"
+"""The reason of a move that was asked for."""
+
+
+class Requests(Protocol):
+    """Requests in progress: of this process, or of all workers."""
+
+    async def requests(self) -> list[RequestStatus]:
+        """All that an engine answers now."""
+
+    async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
+        """Those of this id; returns when their moves have ended."""
+
+
+class OwnRequests:
+    """Those of this process."""
+
+    def __init__(self, registry: Registry, moves: Moves) -> None:
+        self._registry = registry
+        self._moves = moves
+
+    async def requests(self) -> list[RequestStatus]:
+        return [_status(one) for one in self._moves.running]
+
+    async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
+        found = [one for one in self._moves.running if one.job.trace.request_id == request_id]
+        return list(await asyncio.gather(*(self._move(one, order) for one in found)))
+
+    async def _move(self, source: Answering, order: MoveOrder) -> MoveReport:
+        target = None if order.to is None else self._registry.get(order.to)
+        started = (
+            "unknown_instance"
+            if order.to is not None and target is None
+            else self._moves.start(source, target, OPERATOR)
+        )
+        if not isinstance(started, str):
+            return await asyncio.shield(started.ended)
+        return MoveReport(
+            request_id=source.job.trace.request_id,
+            source=source.instance.instance_id,
+            target=order.to or "",
+            outcome=MoveState.STAYED.value,
+            cause=started,
+            seconds=0.0,
+        )
+
+
+class OperatorRoutes:
+    """``requests``: of all workers, if there are several."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        requests: Requests,
+        refuse: Callable[[web.Request], web.Response | None],
+    ) -> None:
+        """``refuse``: the answer to somebody who is no operator."""
+        self._registry = registry
+        self._requests = requests
+        self._refuse = refuse
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_get(REQUESTS, self._list)
+        app.router.add_post(REQUESTS + "/{request_id}/move", self._move)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return self._refuse(request) or _json(await self._requests.requests())
+
+    async def _move(self, request: web.Request) -> web.Response:
+        if refused := self._refuse(request):
+            return refused
+        try:
+            body = await read_body(request, BODY_TIMEOUT_S)
+            order = msgspec.json.decode(body or b"{}", type=MoveOrder)
+        except BodyError as e:
+            return error_response(e.status, "bad_order", str(e))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            return error_response(400, "bad_order", f'give {{"to": "INSTANCE"}} or nothing: {e}')
+        if order.to is not None and self._registry.get(order.to) is None:
+            known = ", ".join(sorted(one.instance_id for one in self._registry))
+            message = f"no instance {order.to!r}; there are {known}"
+            return error_response(404, "not_found", message, param="to")
+        request_id = request.match_info["request_id"]
+        reports = await self._requests.move(request_id, order)
+        if not reports:
+            message = f"no request {request_id!r} is answered by an engine now: see {REQUESTS}"
+            return error_response(404, "not_found", message)
+        return _json(reports)
+
+
+def _status(one: Answering) -> RequestStatus:
+    trace, move = one.job.trace, one.move
+    return RequestStatus(
+        request_id=trace.request_id,
+        path=trace.request.path,
+        model=trace.model,
+        instance=one.instance.instance_id,
+        age_s=time.monotonic() - trace.started,
+        num_bytes=trace.num_bytes,
+        stays=one.obstacle(),
+        moves_to=move.target.instance_id if move is not None and move.target is not None else None,
+    )
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
