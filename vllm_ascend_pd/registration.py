@@ -4,8 +4,12 @@
     PUT    /registry/instances/{instance_id}    body ``Registration``; 200 with ``Registered``
     DELETE /registry/instances/{instance_id}    204: gone; new requests go elsewhere at once
     PUT    /registry/instances/{instance_id}/drain
-                                                204: no new requests for ``DRAIN_S``, or until it
-                                                registers with another epoch; again to renew
+                                                body ``DrainOrder`` or nothing; 204: no new requests
+                                                for so long, or until it registers with another
+                                                epoch, and those in progress move where they can;
+                                                again to renew
+    DELETE /registry/instances/{instance_id}/drain
+                                                204: it gets requests as before
     GET    /registry/instances                  200 with a JSON array of ``InstanceStatus``
 
 The engine sends the whole ``Registration`` again every ``Registered.heartbeat_s``. So one message
@@ -112,6 +116,14 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True):
 
     heartbeat_s: float = HEARTBEAT_S
     ttl_s: float = TTL_S
+
+
+class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For how long an engine gets no new requests, from outside."""
+
+    seconds: Annotated[float, Meta(ge=0)] | None = DRAIN_S
+    """``None``: until that is undone. Else who gives the order gives it again and again: if he is
+    gone, the engine is used as before."""
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):

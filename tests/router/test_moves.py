@@ -5,69 +5,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.router.broken_streams import ANY, GREEDY, PATIENT, resumes, text, told_ids, uninterrupted
-from tests.router.harness import Deployment, deployed, events, nothing_in_progress, run, until
+from tests.router.broken_streams import ANY, PATIENT, resumes, text, told_ids
+from tests.router.harness import Deployment, deployed, nothing_in_progress, run, until
+from tests.router.moving import NUM_TOKENS, SLOW, Client, is_whole, listed, move, name
 from tests.router.scripted_answers import token_id
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.resume import Resume, ResumeKey
 from vllm_ascend_pd.router.config import Queueing
 
-NUM_TOKENS = 24
-SLOW = {"token_s": 0.02}
-LONG: dict[str, Any] = {**GREEDY, "max_tokens": NUM_TOKENS}
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-
-
-class Client:
-    """A stream that is read as it comes."""
-
-    def __init__(self, d: Deployment, request_id: str = "one", **fields: Any) -> None:
-        self._d = d
-        self.request_id = request_id
-        self.body = b""
-        self._fields = {**LONG, **fields}
-        self.task = asyncio.ensure_future(self._read())
-
-    async def _read(self) -> None:
-        path = self._fields.pop("path", "/v1/completions")
-        said = {"messages": [{"role": "user", "content": "Hello"}]}
-        prompt = said if path.endswith("chat/completions") else {"prompt": "Hello, my name is"}
-        sent = {"model": "tiny", **prompt, **self._fields}
-        headers = {"x-request-id": self.request_id}
-        async with self._d.http.post(self._d.url + path, json=sent, headers=headers) as response:
-            assert response.status == 200
-            async for piece in response.content.iter_any():
-                self.body += piece
-
-    async def has(self, num_events: int) -> None:
-        await until(lambda: self.body.count(b"\n\n") >= num_events, "tokens")
-
-    async def events(self) -> list[Any]:
-        await self.task
-        return events(self.body)
-
-
-async def move(d: Deployment, request_id: str = "one", **order: Any) -> list[dict[str, Any]]:
-    url = f"{d.url}/requests/{request_id}/move"
-    async with d.http.post(url, json=order) as response:
-        assert response.status == 200, await response.text()
-        reports: list[dict[str, Any]] = await response.json()
-        return reports
-
-
-async def listed(d: Deployment) -> list[dict[str, Any]]:
-    async with d.http.get(f"{d.url}/requests") as response:
-        assert response.status == 200
-        running: list[dict[str, Any]] = await response.json()
-        return running
-
-
-def name(engine: ScriptedEngine) -> str:
-    return f"127.0.0.1:{engine.port}"
 
 
 def source_and_target(d: Deployment) -> tuple[ScriptedEngine, ScriptedEngine]:
@@ -75,12 +26,6 @@ def source_and_target(d: Deployment) -> tuple[ScriptedEngine, ScriptedEngine]:
     busy = [e for e in d.decodes if e.num_in_progress]
     assert len(busy) == 1
     return busy[0], next(e for e in d.decodes if e is not busy[0])
-
-
-def is_whole(got: list[Any], engine: ScriptedEngine) -> bool:
-    """What one engine would have streamed, once."""
-    whole = uninterrupted(engine.received[0])
-    return text(got) == text(whole) and got[-1] == "[DONE]" and got.count("[DONE]") == 1
 
 
 @BOTH
@@ -411,7 +356,7 @@ def test_unknown_names_and_bad_orders_are_refused() -> None:
     run(test)
 
 
-def test_client_can_move_nothing(tmp_path: Any) -> None:
+def test_client_can_move_nothing(tmp_path: Path) -> None:
     """It has a key of clients, and no token of engines."""
 
     async def test() -> None:

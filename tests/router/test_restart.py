@@ -17,7 +17,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.router.harness import FAST, Deployment, deployed, free_port, run
+from tests.router.broken_streams import text
+from tests.router.harness import FAST, Deployment, deployed, events, free_port, run
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.cluster.control import (
     Control,
@@ -157,6 +158,27 @@ def test_engine_whose_requests_do_not_end_is_not_restarted(tmp_path: Path) -> No
     run(test)
 
 
+def test_long_answers_move_and_hold_no_restart_up(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0", "d1") as c:
+            sent = {"max_tokens": 1000, "temperature": 0, "stream": True}
+            posts = [asyncio.create_task(c.deployment.post(**sent)) for _ in range(4)]
+            registry = c.deployment.router.registry
+            while not all(registry.get(name).num_active for name in ("d0", "d1")):
+                await asyncio.sleep(0.01)
+            pids = [c.pid(name) for name in ("d0", "d1")]
+            told = await c.restart("d0", "d1")
+            assert not [line for line in told if line.failed], told
+            assert not all(post.done() for post in posts)
+            assert not {c.pid(name) for name in ("d0", "d1")} & set(pids)
+            for status, _, body in await asyncio.gather(*posts):
+                got = events(body)
+                assert (status, got[-1], len(text(got).split())) == (200, "[DONE]", 1000)
+                assert got[-2]["provenance"]["resumed"] == 0
+
+    run(test)
+
+
 def test_with_no_time_to_drain_an_engine_is_restarted_at_once(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, "p0", "d0") as c:
@@ -208,9 +230,7 @@ def test_unknown_names_and_a_second_restart_are_refused(tmp_path: Path) -> None:
     run(test)
 
 
-def test_drained_engine_gets_no_requests_until_it_starts_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_drained_engine_gets_no_requests_until_it_starts_anew() -> None:
     async def test() -> None:
         async with deployed(1, 0) as d:
             url = f"{d.url}{registration.PATH}/late"
@@ -229,8 +249,7 @@ def test_drained_engine_gets_no_requests_until_it_starts_anew(
                 assert answer.status == 204
             assert not await is_available()  # its own heartbeat does not end it
             assert await is_available(epoch="two")
-            monkeypatch.setattr(registration, "DRAIN_S", 0.0)
-            async with d.http.put(f"{url}/drain") as answer:
+            async with d.http.put(f"{url}/drain", json={"seconds": 0}) as answer:
                 assert answer.status == 204
             assert await is_available(epoch="two")  # who asked does not ask any more
             await d.http.delete(url)

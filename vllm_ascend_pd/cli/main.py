@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-SUBCOMMANDS = ("patch", "up", "restart", "move", "router", "doctor", "pool", "manifests")
+SUBCOMMANDS = ("patch", "up", "restart", "move", "drain", "router", "doctor", "pool", "manifests")
 """In the order of ``vllm-pd --help``."""
 
 

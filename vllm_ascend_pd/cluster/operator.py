@@ -10,8 +10,10 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestStatus
+from vllm_ascend_pd.registration import DrainOrder, InstanceStatus
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -52,6 +54,17 @@ class RouterOperator:
         path = f"{REQUESTS}/{quote(request_id, safe='')}/move"
         return await self._ask("POST", path, list[MoveReport], order)
 
+    async def instances(self) -> list[InstanceStatus]:
+        """All that the router knows."""
+        return await self._ask("GET", registration.PATH, list[InstanceStatus])
+
+    async def drain(self, instance_id: str, order: DrainOrder) -> None:
+        """No new requests, and those in progress move; as long as the order says."""
+        await self._ask("PUT", f"{registration.PATH}/{instance_id}/drain", None, order)
+
+    async def undo_drain(self, instance_id: str) -> None:
+        await self._ask("DELETE", f"{registration.PATH}/{instance_id}/drain", None)
+
     async def _ask(self, method: str, path: str, kind: type[T], sent: Any = None) -> T:
         assert self._session is not None
         data = None if sent is None else msgspec.json.encode(sent)
@@ -63,7 +76,7 @@ class RouterOperator:
             raise ConfigError(f"no router answers at {self.url} ({e}): give it with --router") from e
         if response.status >= 400:
             raise ConfigError(f"{method} {url}: {response.status}: {_message(body)}")
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body or b"null", type=kind)
 
 
 def _message(body: bytes) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -27,6 +28,7 @@ from vllm_ascend_pd.router.discovery.registered import (
     Roster,
     follow,
 )
+from vllm_ascend_pd.router.drains import Drains
 from vllm_ascend_pd.router.front import check_target
 from vllm_ascend_pd.router.generation import Generation
 from vllm_ascend_pd.router.health import Prober
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from vllm_ascend_pd.router.config import RouterConfig
+    from vllm_ascend_pd.router.instances import Words
     from vllm_ascend_pd.router.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -161,6 +164,8 @@ class Router:
         self.access_log = AccessLog(config.access_log)
         self._retired: set[Instance] = set()
         self._alone = Roster(self.follow)
+        self._drains = Drains(self.moves, self.metrics)
+        self._draining: asyncio.Task[None] | None = None
         self.registered = RegisteredDiscovery(
             self.registry, config.registration_token_file, keeper or self._alone
         )
@@ -202,8 +207,11 @@ class Router:
 
     async def _start(self, app: web.Application) -> None:
         self.lag.start()
+        self._draining = asyncio.ensure_future(self._drains.keep_looking())
 
     async def _close(self, app: web.Application) -> None:
+        if self._draining is not None:
+            self._draining.cancel()
         await self.prober.close()
         if isinstance(self.policy, WatchesInstances):
             await self.policy.close()
@@ -332,9 +340,9 @@ class Router:
         """Of all workers, if there are several."""
         return await self._keeper.snapshot() if self._keeper else self.metrics.snapshot()
 
-    async def follow(self, specs: list[InstanceSpec]) -> None:
-        """These are the engines that registered."""
-        follow(self.registry, specs)
+    async def follow(self, specs: list[InstanceSpec], words: Words) -> None:
+        """These are the engines that registered, and what an operator says of engines."""
+        follow(self.registry, specs, words)
 
     def _is_authorized(self, request: web.Request) -> bool:
         if self._keys is None:

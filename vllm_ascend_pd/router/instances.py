@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.registration import EngineDescription
 from vllm_ascend_pd.router.failures import BLAMELESS, WITHIN_STREAM, Failure, FailureKind
@@ -36,6 +38,25 @@ class InstanceSpec(EngineDescription, frozen=True, kw_only=True):
     ) -> InstanceSpec:
         known = {name: getattr(engine, name) for name in EngineDescription.__struct_fields__}
         return cls(instance_id=instance_id, source=source, epoch=epoch, **known)
+
+
+class Word(msgspec.Struct, frozen=True):
+    """What an operator says of an instance, whatever it says of itself."""
+
+    drained: bool = False
+    epoch: str = ""
+    """Of the engine that is drained; its successor is not."""
+    until: float | None = None
+    """On the host's monotonic clock; then it is drained no more."""
+
+    def applied_to(self, spec: InstanceSpec) -> InstanceSpec:
+        if self.drained and self.epoch == spec.epoch:
+            spec = msgspec.structs.replace(spec, state="draining")
+        return spec
+
+
+Words = dict[str, Word]
+"""By instance."""
 
 
 @dataclass(slots=True)
@@ -119,6 +140,9 @@ class Registry:
     on_added: Callable[[Instance], None] = lambda instance: None
     on_removed: Callable[[Instance], None] = lambda instance: None
     _instances: dict[str, Instance] = field(default_factory=dict)
+    _told: dict[str, InstanceSpec] = field(default_factory=dict)
+    """As discovery told it, before an operator's words."""
+    _words: Words = field(default_factory=dict)
     prefills: tuple[Instance, ...] = ()
     """Those that can compute prompts for others, ready or not."""
     decodes: tuple[Instance, ...] = ()
@@ -129,8 +153,17 @@ class Registry:
     def get(self, instance_id: str) -> Instance | None:
         return self._instances.get(instance_id)
 
+    def obey(self, words: Words) -> None:
+        """These are all of an operator's words that hold now."""
+        self._words = words
+        for spec in tuple(self._told.values()):
+            self.put(spec)
+
     def put(self, spec: InstanceSpec) -> None:
         """Add an instance, or change what is known of it. A new url or epoch is a new engine."""
+        self._told[spec.instance_id] = spec
+        if (word := self._words.get(spec.instance_id)) is not None:
+            spec = word.applied_to(spec)
         known = self._instances.get(spec.instance_id)
         if known is not None:
             if known.spec == spec:
@@ -138,7 +171,9 @@ class Registry:
             if (known.spec.url, known.spec.epoch) == (spec.url, spec.epoch):
                 self._update(known, spec)
                 return
+            told = self._told[spec.instance_id]
             self.remove(spec.instance_id, "its url or epoch changed")
+            self._told[spec.instance_id] = told
         instance = self._instances[spec.instance_id] = self.make(spec)
         self._index()
         logger.info("added %s %s at %s (%s)", spec.role, spec.instance_id, spec.url, spec.source)
@@ -146,6 +181,7 @@ class Registry:
 
     def remove(self, instance_id: str, why: str) -> None:
         """Requests in progress go on; new ones go elsewhere."""
+        self._told.pop(instance_id, None)
         instance = self._instances.pop(instance_id, None)
         if instance is not None:
             self._index()

@@ -56,6 +56,8 @@ class Answering:
     transcript: Transcript | None = None
     move: Move | None = None
     """Under way."""
+    failed_at: float | None = None
+    """When the last one failed, on the host's monotonic clock."""
 
     def begin(self, response: Response, transcript: Transcript | None) -> None:
         """Its stream; ``transcript`` grows with what the client gets."""
@@ -201,10 +203,14 @@ class Moves:
                 found = await self._ask(move)
         except TIMED_OUT:
             found = "timeout"
+        except Exception:
+            logger.exception("moving request %s", move.source.job.trace.request_id)
+            found = "bug"  # who waits for the move hears of its end
         if isinstance(found, str):
             move.advance(MoveEvent.FAILED, found)
             if move.source.move is move:
                 move.source.move = None  # there may be another one
+                move.source.failed_at = time.monotonic()
             move.held.close()
             return
         move.found = found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,14 +16,14 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.incoming import BodyError, read_body
-from vllm_ascend_pd.router.instances import InstanceSpec
+from vllm_ascend_pd.router.instances import InstanceSpec, Word
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from vllm_ascend_pd.registration import Registration
-    from vllm_ascend_pd.router.instances import Registry
+    from vllm_ascend_pd.router.instances import Registry, Words
 
 logger = logging.getLogger(__name__)
 
@@ -42,40 +42,33 @@ class Heartbeats(Protocol):
     async def leave(self, instance_id: str) -> None:
         """Gone; nothing if it was not known."""
 
-    async def drain(self, instance_id: str) -> bool:
-        """No new requests for it, for ``registration.DRAIN_S``; ``False`` if it is not known."""
+    async def say(self, instance_id: str, word: Word) -> None:
+        """What an operator says of it, from now on."""
 
 
 class Roster:
-    """Engines that registered, until they leave or fall silent. Event loop thread."""
+    """Engines that registered, until they leave or fall silent, and an operator's words of these
+    and others. Event loop thread."""
 
-    def __init__(self, on_change: Callable[[list[InstanceSpec]], Awaitable[None]]) -> None:
+    def __init__(self, on_change: Callable[[list[InstanceSpec], Words], Awaitable[None]]) -> None:
         """``on_change`` gets all of them whenever one comes, changes or goes."""
         self._on_change = on_change
         self._specs: dict[str, InstanceSpec] = {}
         self._last_heard: dict[str, float] = {}
-        self._drained: dict[str, tuple[str, float]] = {}
-        """Epoch of those that are drained from outside, and until when."""
+        self._words: Words = {}
 
     async def beat(self, spec: InstanceSpec) -> None:
         now = time.monotonic()
         self._last_heard[spec.instance_id] = now
-        epoch, until = self._drained.get(spec.instance_id, ("", 0.0))
-        if epoch == spec.epoch and now < until:
-            spec = msgspec.structs.replace(spec, state="draining")
-        if self._specs.get(spec.instance_id) != spec:
-            self._specs[spec.instance_id] = spec
+        is_new = self._specs.get(spec.instance_id) != spec
+        self._specs[spec.instance_id] = spec
+        if self._forget_words(now) or is_new:
             await self._changed()
 
-    async def drain(self, instance_id: str) -> bool:
-        spec = self._specs.get(instance_id)
-        if spec is None:
-            return False
-        self._drained[instance_id] = spec.epoch, time.monotonic() + registration.DRAIN_S
-        if spec.state != "draining":
-            self._specs[instance_id] = msgspec.structs.replace(spec, state="draining")
+    async def say(self, instance_id: str, word: Word) -> None:
+        if self._words.get(instance_id) != word:
+            self._words[instance_id] = word
             await self._changed()
-        return True
 
     async def leave(self, instance_id: str) -> None:
         if instance_id in self._specs:
@@ -83,6 +76,8 @@ class Roster:
 
     async def expire(self, now: float) -> None:
         """Remove those that were silent for too long; ``now`` is monotonic."""
+        if self._forget_words(now):
+            await self._changed()
         for instance_id in list(self._last_heard):
             # One may leave, or be heard again, while others hear of those before it.
             if now - self._last_heard.get(instance_id, now) > registration.TTL_S:
@@ -91,15 +86,27 @@ class Roster:
     async def _remove(self, instance_id: str, why: str) -> None:
         logger.info("%s: %s", instance_id, why)
         del self._specs[instance_id], self._last_heard[instance_id]
-        self._drained.pop(instance_id, None)
         await self._changed()
 
+    def _forget_words(self, now: float) -> bool:
+        """Those that hold no more; whether there were any."""
+        over = [
+            instance_id
+            for instance_id, word in self._words.items()
+            if not word.drained or (word.until is not None and now >= word.until)
+        ]
+        for instance_id in over:
+            del self._words[instance_id]
+        return bool(over)
+
     async def _changed(self) -> None:
-        await self._on_change(list(self._specs.values()))
+        await self._on_change(list(self._specs.values()), self._words.copy())
 
 
-def follow(registry: Registry, specs: list[InstanceSpec]) -> None:
-    """Make these the registered instances; what is known from elsewhere stays as it is."""
+def follow(registry: Registry, specs: list[InstanceSpec], words: Words) -> None:
+    """Make these the registered instances; what is known from elsewhere stays as it is, but for an
+    operator's words."""
+    registry.obey(words)
     ours = [
         spec
         for spec in specs
@@ -121,6 +128,7 @@ class RegisteredDiscovery:
         app.router.add_put(one, self._put)
         app.router.add_delete(one, self._delete)
         app.router.add_put(one + "/drain", self._drain)
+        app.router.add_delete(one + "/drain", self._undo_drain)
 
     def refresh_secrets(self) -> None:
         if self._token is not None:
@@ -166,9 +174,30 @@ class RegisteredDiscovery:
         instance_id = self._named(request)
         if isinstance(instance_id, web.Response):
             return instance_id
-        if not await self._heartbeats.drain(instance_id):
-            message = f"{instance_id} has not registered here: only such engines can be drained"
+        try:
+            body = await read_body(request, BODY_TIMEOUT_S)
+            seconds = msgspec.json.decode(body or b"{}", type=registration.DrainOrder).seconds
+        except BodyError as e:
+            return error_response(e.status, "bad_order", str(e))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            return error_response(400, "bad_order", f'give {{"seconds": 30}} or nothing: {e}')
+        if seconds is None:
+            return await self._say(instance_id, drained=True)
+        return await self._say(instance_id, drained=True, until=time.monotonic() + seconds)
+
+    async def _undo_drain(self, request: web.Request) -> web.Response:
+        instance_id = self._named(request)
+        if isinstance(instance_id, web.Response):
+            return instance_id
+        return await self._say(instance_id, drained=False)
+
+    async def _say(self, instance_id: str, **changes: Any) -> web.Response:
+        known = self._registry.get(instance_id)
+        if known is None:
+            names = ", ".join(sorted(one.instance_id for one in self._registry))
+            message = f"{instance_id} has not registered here, nor is it in a list; known: {names}"
             return error_response(404, "not_found", message)
+        await self._heartbeats.say(instance_id, Word(epoch=known.spec.epoch, **changes))
         return web.Response(status=204)
 
     def _named(self, request: web.Request) -> str | web.Response:

@@ -32,7 +32,7 @@ from aiohttp import web
 from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.router.discovery.registered import Roster
-from vllm_ascend_pd.router.instances import InstanceSpec
+from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
 from vllm_ascend_pd.router.server import REFRESH_S, bind, url_of
 from vllm_ascend_pd.router.snapshot import Snapshot, add_up
 from vllm_ascend_pd.router.workers.worker import CONFIG_FILE, KEEPER_SOCKET, RegisteredEngines
@@ -100,7 +100,7 @@ class Keeper:
         app.router.add_get("/registered", self._known)
         app.router.add_put("/registered/{instance_id}", self._beat)
         app.router.add_delete("/registered/{instance_id}", self._leave)
-        app.router.add_put("/registered/{instance_id}/drain", self._drain)
+        app.router.add_put("/registered/{instance_id}/word", self._word)
         app.router.add_get("/snapshot", self._snapshot)
         app.router.add_get("/requests", self._ask_all)
         app.router.add_post("/moves", self._ask_all)
@@ -160,8 +160,8 @@ class Keeper:
         if worker.last is before:  # else it has ended meanwhile, and is among those that did
             worker.last = counted
 
-    async def _changed(self, specs: list[InstanceSpec]) -> None:
-        self._engines = RegisteredEngines(self._engines.version + 1, specs)
+    async def _changed(self, specs: list[InstanceSpec], words: Words) -> None:
+        self._engines = RegisteredEngines(self._engines.version + 1, specs, words)
         await self._tell_all()
 
     async def _tell_all(self) -> None:
@@ -202,9 +202,10 @@ class Keeper:
         await self._registered.leave(request.match_info["instance_id"])
         return web.Response()
 
-    async def _drain(self, request: web.Request) -> web.Response:
-        known = await self._registered.drain(request.match_info["instance_id"])
-        return web.Response(text="drained" if known else "")
+    async def _word(self, request: web.Request) -> web.Response:
+        word = msgspec.json.decode(await request.read(), type=Word)
+        await self._registered.say(request.match_info["instance_id"], word)
+        return web.Response()
 
     async def _snapshot(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(await self.collect()))

@@ -22,7 +22,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.operating import MoveOrder, MoveReport, RequestStatus
 from vllm_ascend_pd.router.app import Router
 from vllm_ascend_pd.router.config import set_up_logging
-from vllm_ascend_pd.router.instances import InstanceSpec
+from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
 from vllm_ascend_pd.router.server import (
     BACKLOG,
     RouterServer,
@@ -44,10 +44,12 @@ WRONG_CONFIG = 2
 
 
 class RegisteredEngines(msgspec.Struct):
-    """All engines that registered; a higher version is newer."""
+    """All engines that registered, and what an operator says of engines; a higher version is
+    newer."""
 
     version: int = 0
     specs: list[InstanceSpec] = []
+    words: Words = {}
 
 
 class KeeperLink:
@@ -98,8 +100,8 @@ class KeeperLink:
     async def leave(self, instance_id: str) -> None:
         await self._ask("DELETE", f"/registered/{instance_id}")
 
-    async def drain(self, instance_id: str) -> bool:
-        return bool(await self._ask("PUT", f"/registered/{instance_id}/drain"))
+    async def say(self, instance_id: str, word: Word) -> None:
+        await self._ask("PUT", f"/registered/{instance_id}/word", msgspec.json.encode(word))
 
     async def requests(self) -> list[RequestStatus]:
         return msgspec.json.decode(await self._ask("GET", "/requests"), type=list[RequestStatus])
@@ -150,7 +152,7 @@ class KeeperLink:
         if known.version > self._version:
             self._version = known.version
             assert self._router is not None
-            await self._router.follow(known.specs)
+            await self._router.follow(known.specs, known.words)
 
 
 def main() -> None:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd drain``: an engine gets empty, and no client notices."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from vllm_ascend_pd.cli.move import ROUTER_URL, Router, TokenFile
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    help="""Empty an engine: it gets no new requests, and those that it has go on at others, with
+the same tokens. What cannot move (n > 1, logprobs, an answer that is not streamed, ...) is waited for.
+Then the engine may be stopped:
+
+    vllm-pd drain decode-0
+
+To have it serve again, at any time:
+
+    vllm-pd drain decode-0 --undo
+
+It may be asked for again, and interrupted: the engine stays drained until that is undone or it starts
+anew. SIGTERM to an engine that registers with the router, a pod that is deleted, and "draining" in the
+file of instances do the same. To restart engines, see `vllm-pd restart`."""
+)
+def drain(
+    instances: Annotated[list[str], typer.Argument(metavar="INSTANCE...", help="Engines.")],
+    undo: Annotated[bool, typer.Option("--undo", help="They get requests as before.")] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds until they must be empty; 0: do not wait.")
+    ] = 600,
+    router: Router = ROUTER_URL,
+    token_file: TokenFile = None,
+) -> None:
+    import asyncio
+    import sys
+
+    from vllm_ascend_pd.cluster.drain import drain as draining
+    from vllm_ascend_pd.cluster.operator import RouterOperator
+    from vllm_ascend_pd.errors import ConfigError
+    from vllm_ascend_pd.private_file import read_token
+    from vllm_ascend_pd.registration import DrainOrder
+
+    async def one(operator: RouterOperator, name: str) -> None:
+        if undo:
+            await operator.undo_drain(name)
+            typer.echo(f"{name} gets requests again")
+        elif not wait:
+            await operator.drain(name, DrainOrder(seconds=None))
+            typer.echo(f"{name} gets no new requests")
+        else:
+            async for line in draining(operator, name):
+                typer.echo(line)
+
+    async def ask() -> None:
+        token = read_token("--token-file", token_file) if token_file else None
+        async with RouterOperator(router, token) as operator:
+            await asyncio.wait_for(
+                asyncio.gather(*(one(operator, name) for name in instances)), wait or None
+            )
+
+    try:
+        asyncio.run(ask())
+    except ConfigError as e:
+        typer.echo(f"vllm-pd drain: {e}", err=True)
+        sys.exit(2)
+    except asyncio.TimeoutError:
+        typer.echo(f"vllm-pd drain: requests are left after {wait:g} s; it goes on", err=True)
+        sys.exit(1)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs on an engine that drains moves to others, whoever says that it drains: an operator, the
+engine itself because it is to end, its pod, or the file of instances.
+
+What cannot move, or finds no other engine, ends where it is. Who drains an engine asks how many are
+left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.moves import Answering, Moves
+
+logger = logging.getLogger(__name__)
+
+REASON = "drain"
+AT_ONCE = 8
+"""Moves away from one engine at a time: others compute what they do not have of a prompt."""
+RETRY_S = 2.0
+"""After a move that failed."""
+LOOK_S = 0.1
+_FOR_NOW = ("moving", "no_token")
+"""Obstacles that pass."""
+
+
+def to_move(running: Iterable[Answering], now: float) -> list[Answering]:
+    """Those that begin to move now, oldest first."""
+    leaving = [one for one in running if one.instance.spec.state == "draining"]
+    moving = Counter(one.instance for one in leaving if one.move is not None)
+    chosen = []
+    for one in leaving:
+        is_due = one.failed_at is None or now >= one.failed_at + RETRY_S
+        if is_due and one.obstacle() is None and moving[one.instance] < AT_ONCE:
+            moving[one.instance] += 1
+            chosen.append(one)
+    return chosen
+
+
+@dataclass(slots=True)
+class Drains:
+    """Event loop thread."""
+
+    moves: Moves
+    metrics: Metrics
+    _told: set[Answering] = field(default_factory=set)
+    """Those that stay, counted already."""
+
+    async def keep_looking(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self.look(time.monotonic())
+            except Exception:
+                logger.exception("draining")  # the next look may find what this one did not
+
+    def look(self, now: float) -> None:
+        running = self.moves.running
+        for one in to_move(running, now):
+            self.moves.start(one, None, REASON)
+        self._told &= running.keys()
+        for one in running.keys() - self._told:
+            obstacle = one.obstacle()
+            if one.instance.spec.state != "draining" or obstacle in (None, *_FOR_NOW):
+                continue
+            self._told.add(one)
+            self.metrics.add("not_moved", REASON, str(obstacle))
