@@ -58,7 +58,7 @@ def test_all_streams_of_an_engine_that_drains_move_and_no_client_notices(who: st
             await until(lambda: leaving.num_in_progress == 0)
             assert not any(client.task.done() for client in clients)
             num_received = len(leaving.received)
-            late = Client(d, "late")
+            late = Client(d, "late", max_tokens=60)
             for client in (*clients, late):
                 assert is_whole(await client.events(), leaving)
             assert len(leaving.received) == num_received
@@ -186,7 +186,7 @@ def test_engine_that_starts_anew_is_not_drained() -> None:
 
 def test_operator_hears_what_is_wrong() -> None:
     async def test() -> None:
-        async with deployed(1, 1) as d:
+        async with deployed(1, 1, PATIENT, **SLOW) as d:
             async with RouterOperator(d.url) as operator:
                 with pytest.raises(ConfigError, match="404: d9 has not registered"):
                     await anext(drain(operator, "d9"))

@@ -23,6 +23,9 @@ import psutil
 from tests.router.harness import run
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
+from vllm_ascend_pd.cluster.operator import RouterOperator
+from vllm_ascend_pd.operating import MoveOrder
+from vllm_ascend_pd.registration import DrainOrder
 from vllm_ascend_pd.router.workers.worker import CONFIG_FILE
 
 NUM_WORKERS = 3
@@ -298,5 +301,35 @@ def test_clients_that_leave_are_no_errors(tmp_path: Path) -> None:
             assert await c.post() == 200
             assert "outcome=disconnected" in c.output
             assert not re.findall(r".* ERROR .*|Traceback", c.output)
+
+    run(test)
+
+
+def test_operator_reaches_the_requests_of_all_workers(tmp_path: Path) -> None:
+    """Whichever worker hears of an order."""
+
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            c.prefill.token_s = c.decode.token_s = 0.05
+            sent = {"stream": True, "temperature": 0, "max_tokens": 100}
+            posting = [asyncio.ensure_future(c.post(**sent)) for _ in range(12)]
+            name = c.decode.url.removeprefix("http://")
+            async with RouterOperator(c.url) as operator:
+                while sum(one.stays is None for one in await operator.requests()) < 12:
+                    await asyncio.sleep(0.05)
+                first, *_ = await operator.requests()
+                to = MoveOrder(to=c.prefill.url.removeprefix("http://"))
+                [report] = await operator.move(first.request_id, to)
+                assert report.outcome == "moved"
+                await operator.drain(name, DrainOrder(seconds=None))
+                await c.until(lambda: c.decode.num_in_progress == 0)
+                assert {one.instance for one in await operator.requests()} == {to.to}
+                assert not any(one.done() for one in posting)
+                assert await asyncio.gather(*posting) == [200] * 12
+                assert (
+                    await c.metric(r'moves_total\{cause="",outcome="moved",reason="drain"\}') == 11
+                )
+                await operator.undo_drain(name)
+                assert await asyncio.gather(*(c.post() for _ in range(12))) == [200] * 12
 
     run(test)

@@ -14,8 +14,8 @@ app = typer.Typer(add_completion=False)
 
 @app.command(
     help="""Empty an engine: it gets no new requests, and those that it has go on at others, with
-the same tokens. What cannot move (n > 1, logprobs, an answer that is not streamed, ...) is waited for.
-Then the engine may be stopped:
+the same tokens. What cannot move (n > 1, logprobs, an answer that is not streamed, ...) is waited
+for. Then the engine may be stopped:
 
     vllm-pd drain decode-0
 
@@ -23,9 +23,9 @@ To have it serve again, at any time:
 
     vllm-pd drain decode-0 --undo
 
-It may be asked for again, and interrupted: the engine stays drained until that is undone or it starts
-anew. SIGTERM to an engine that registers with the router, a pod that is deleted, and "draining" in the
-file of instances do the same. To restart engines, see `vllm-pd restart`."""
+It may be asked for again, and interrupted: the engine stays drained until that is undone or it
+starts anew. SIGTERM to an engine that registers with the router, a pod that is deleted, and
+"draining" in the file of instances do the same. To restart engines, see `vllm-pd restart`."""
 )
 def drain(
     instances: Annotated[list[str], typer.Argument(metavar="INSTANCE...", help="Engines.")],

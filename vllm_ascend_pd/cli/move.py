@@ -119,7 +119,13 @@ def _line(report: MoveReport) -> str:
 def _table(running: list[RequestStatus]) -> str:
     rows = [("REQUEST", "ENGINE", "AGE", "BYTES", "CAN MOVE")]
     for one in running:
-        can = f"moves to {one.moves_to}" if one.moves_to else f"no: {one.stays}" if one.stays else "yes"
+        can = (
+            f"moves to {one.moves_to}"
+            if one.moves_to
+            else f"no: {one.stays}"
+            if one.stays
+            else "yes"
+        )
         rows.append((one.request_id, one.instance, f"{one.age_s:.1f} s", str(one.num_bytes), can))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -13,8 +13,9 @@ app = typer.Typer(add_completion=False)
 @app.command(
     help="""Restart engines of a `vllm-pd up` that runs on this machine, one after another.
 
-The router sends an engine nothing new, its requests move to others or end, it is restarted, and when
-the router uses it again the next one follows. No request fails, as long as another engine can answer:
+The router sends an engine nothing new, its requests move to others or end, it is restarted, and
+when the router uses it again the next one follows. No request fails, as long as another engine can
+answer:
 
     vllm-pd restart decode-0
 

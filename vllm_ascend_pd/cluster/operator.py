@@ -51,7 +51,7 @@ class RouterOperator:
 
     async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
         """What became of those of this id."""
-        path = f"{REQUESTS}/{quote(request_id, safe='')}/move"
+        path = f"{REQUESTS}/{quote(request_id)}/move"
         return await self._ask("POST", path, list[MoveReport], order)
 
     async def instances(self) -> list[InstanceStatus]:
@@ -60,10 +60,10 @@ class RouterOperator:
 
     async def drain(self, instance_id: str, order: DrainOrder) -> None:
         """No new requests, and those in progress move; as long as the order says."""
-        await self._ask("PUT", f"{registration.PATH}/{instance_id}/drain", None, order)
+        await self._ask("PUT", f"{registration.PATH}/{instance_id}/drain", type(None), order)
 
     async def undo_drain(self, instance_id: str) -> None:
-        await self._ask("DELETE", f"{registration.PATH}/{instance_id}/drain", None)
+        await self._ask("DELETE", f"{registration.PATH}/{instance_id}/drain", type(None))
 
     async def _ask(self, method: str, path: str, kind: type[T], sent: Any = None) -> T:
         assert self._session is not None
@@ -73,7 +73,9 @@ class RouterOperator:
             async with self._session.request(method, url, data=data) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError) as e:
-            raise ConfigError(f"no router answers at {self.url} ({e}): give it with --router") from e
+            raise ConfigError(
+                f"no router answers at {self.url} ({e}): give it with --router"
+            ) from e
         if response.status >= 400:
             raise ConfigError(f"{method} {url}: {response.status}: {_message(body)}")
         return msgspec.json.decode(body or b"null", type=kind)

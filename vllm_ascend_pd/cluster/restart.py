@@ -2,7 +2,8 @@
 """Engines ended and started again, one after another, while the others answer.
 
 An engine is drained first: the router sends it nothing new, and what it has in progress moves to
-others or ends. Only then it gets SIGTERM, and only when the router sends requests to it again the next one is drained.
+others or ends. Only then it gets SIGTERM, and only when the router sends requests to it again the
+next one is drained.
 """
 
 from __future__ import annotations

@@ -148,9 +148,7 @@ class Router:
             self.tracing,
             releases,
             self.moves,
-            Resumption(
-                config, self.admission, self.legs, self.metrics, self.tracing, self.moves
-            ),
+            Resumption(config, self.admission, self.legs, self.metrics, self.tracing, self.moves),
         )
         self.passthrough = Passthrough(
             config, self.selector, self.admission, self.legs, self.metrics

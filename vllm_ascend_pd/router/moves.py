@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.operating import MoveReport
+from vllm_ascend_pd.resume import Source
 from vllm_ascend_pd.router.admission import Admitted
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import Failure, FailureKind
@@ -29,11 +30,13 @@ from vllm_ascend_pd.router.transcript import DONE, told_token_ids, until_failure
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import msgspec
+
     from vllm_ascend_pd.resume import ResumeKey
     from vllm_ascend_pd.router.admission import Admission
     from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.http_exchange import Response
-    from vllm_ascend_pd.router.instances import Instance, Registry
+    from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
     from vllm_ascend_pd.router.legs import Leg, Legs
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.relay import Job
@@ -159,6 +162,36 @@ class Move:
         self.held.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """How the target learns what the source has."""
+
+    params: msgspec.Raw | None
+    num_told: int
+    """Tokens that the target begins with, and has not computed."""
+
+    @classmethod
+    def by_tokens(cls, key: ResumeKey, job: Job, known: Transcript) -> Handover:
+        """The target is told them, and computes their KV if it does not find it."""
+        params = resume_params(key, job.trace.request_id, known, job.promise.kind)
+        return cls(params, len(known.token_ids))
+
+    @classmethod
+    def live(cls, key: ResumeKey, job: Job, known: Transcript, source: Source) -> Handover:
+        """The target copies tokens and KV from the source, which stops in between. What comes
+        first from the target, it gives because the source never will."""
+        request_id = str(known.envelope.get("id", ""))
+        return cls(resume_params(key, request_id, known, job.promise.kind, source), 0)
+
+
+def live_source(source: InstanceSpec, target: InstanceSpec) -> Source | None:
+    """Where the target can copy a running request from, if it can."""
+    can_give = source.role in ("prefill", "both") and target.role in ("decode", "both")
+    if source.kv is None or not source.epoch or not can_give:
+        return None
+    return Source(source.kv.host, source.kv.port, source.kv.key, source.epoch)
+
+
 @dataclass(slots=True)
 class Moves:
     """All answers in progress, and the moves of some. Event loop thread."""
@@ -229,17 +262,38 @@ class Moves:
         if instance is None:
             return "unavailable"
         move.advance(MoveEvent.ASKED)
+        if (origin := live_source(source.instance.spec, instance.spec)) is not None:
+            handover = Handover.live(self.key, job, source.transcript.so_far(), origin)
+            found = await self._open(move, instance, handover)
+            if not isinstance(found, str):
+                return found
+            logger.info("%s does not take a running request: %s", instance.instance_id, found)
         if job.promise.kind == "sampled":  # the target's next tokens would be others
             _cut(source)
             await move.source_over.wait()
-        known = source.transcript.so_far()
-        leg = move.held.enter_context(
-            self.legs.open(instance, "decode", job.routed.num_prompt_tokens)
-        )
-        headers = move.held.enter_context(self.tracing.leg(job.trace, "decode", instance))
-        stage = move.held.enter_context(job.trace.stage("moved", instance.instance_id))
-        params = resume_params(self.key, job.trace.request_id, known, job.promise.kind)
-        sent = job.body.for_decode(params, instance.instance_id)
+        handover = Handover.by_tokens(self.key, job, source.transcript.so_far())
+        return await self._open(move, instance, handover)
+
+    async def _open(
+        self, move: Move, instance: Instance, handover: Handover
+    ) -> tuple[Leg, Stream] | str:
+        """The target's stream; its leg is among what the move holds, unless it failed."""
+        with ExitStack() as held:
+            found: tuple[Leg, Stream] | str = await self._send(move, instance, handover, held)
+            if not isinstance(found, str):
+                move.held.push(held.pop_all())
+            return found
+
+    async def _send(
+        self, move: Move, instance: Instance, handover: Handover, held: ExitStack
+    ) -> tuple[Leg, Stream] | str:
+        source, job = move.source, move.source.job
+        assert source.transcript is not None
+        num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
+        leg = held.enter_context(self.legs.open(instance, "decode", num_tokens))
+        headers = held.enter_context(self.tracing.leg(job.trace, "decode", instance))
+        stage = held.enter_context(job.trace.stage("moved", instance.instance_id))
+        sent = job.body.for_decode(handover.params, instance.instance_id)
         result = await self.legs.decode(leg, job.body, headers, sent)
         if isinstance(result, LegFailed):
             move.failure = result.failure
@@ -247,14 +301,13 @@ class Moves:
         if not isinstance(result, Stream):
             move.failure = Failure(FailureKind.STATUS, f"status {result.status}")
             return "refused"
-        begun = await _until_new(result, source.transcript, len(known.token_ids))
+        begun = await _until_new(result, source.transcript, handover.num_told)
         if isinstance(begun, Failure):
             result.response.close()
             leg.outcome, move.failure = "refused", begun
-            if begun.kind is FailureKind.STATUS:
-                return "refused"
-            leg.failed(begun)
-            return begun.kind.value
+            if begun.kind is not FailureKind.STATUS:
+                leg.failed(begun)
+            return leg.outcome
         stage.first_token_s = time.monotonic()
         return leg, replace(result, first=begun)
 

@@ -96,6 +96,7 @@ SCHEMAS: dict[str, Schema] = {
     **msgspec.json.schema_components(
         [
             *(registration.Registration, registration.InstanceStatus, registration.Registered),
+            registration.DrainOrder,
             *(operating.RequestStatus, operating.MoveOrder, operating.MoveReport),
         ],
         ref_template="#/components/schemas/{name}",
@@ -120,8 +121,8 @@ def _operation(name: str, summary: str, answers: dict[int, Schema], *errors: int
     return {"operationId": name, "summary": summary, "responses": responses}
 
 
-def _takes(schema: str) -> Schema:
-    return {"requestBody": {"required": True, "content": _content(schema)}}
+def _takes(schema: str, *, required: bool = True) -> Schema:
+    return {"requestBody": {"required": required, "content": _content(schema)}}
 
 
 def _generation(name: str, summary: str, schema: str, *, streams: bool = True) -> Schema:
@@ -152,8 +153,11 @@ def _registry() -> dict[str, Schema]:
     move = _operation("move", "Have a running request go on elsewhere", moves, 400, 403, 404, 408)
     answered = {200: _answer("Requests that engines answer now", _content(running))}
     requests = _operation("requests", "Every request in progress", answered, 403)
-    request_id: Schema = {"name": "request_id", "in": "path", "required": True, "schema": STRING}
-    drain = _operation("drain", "Leave it out for a while", gone, 400, 403, 404)
+    named: Schema = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:+=@-]{0,127}$"}
+    request_id: Schema = {"name": "request_id", "in": "path", "required": True, "schema": named}
+    back = {204: _answer("It gets requests")}
+    drain = _operation("drain", "No new requests; those in progress move", gone, 400, 403, 404, 408)
+    undo = _operation("undo_drain", "Use it as before", back, 400, 403, 404)
     put = _operation(
         "register", "An engine registers, or renews", known, 400, 403, 408, 409, 413, 429
     )
@@ -161,12 +165,16 @@ def _registry() -> dict[str, Schema]:
         operating.REQUESTS: {"get": requests | security},
         operating.REQUESTS + "/{request_id}/move": {
             "parameters": [request_id],
-            "post": move | security | _takes("MoveOrder"),
+            "post": move | security | _takes("MoveOrder", required=False),
         },
         registration.PATH: {
             "get": _operation("registry", "Every engine, for engines", instances, 403) | security
         },
-        one + "/drain": {"parameters": [ID_PARAMETER], "put": drain | security},
+        one + "/drain": {
+            "parameters": [ID_PARAMETER],
+            "put": drain | security | _takes("DrainOrder", required=False),
+            "delete": undo | security,
+        },
         one: {
             "parameters": [ID_PARAMETER],
             "put": put | security | _takes("Registration"),

@@ -85,7 +85,7 @@ class OperatorRoutes:
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get(REQUESTS, self._list)
-        app.router.add_post(REQUESTS + "/{request_id}/move", self._move)
+        app.router.add_post(REQUESTS + "/{request_id:.+}/move", self._move)
 
     async def _list(self, request: web.Request) -> web.Response:
         return self._refuse(request) or _json(await self._requests.requests())

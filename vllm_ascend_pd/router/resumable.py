@@ -17,7 +17,7 @@ from vllm_ascend_pd.resume import RESUME
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.resume import ResumeKey
+    from vllm_ascend_pd.resume import ResumeKey, Source
     from vllm_ascend_pd.router.bodies import Body
     from vllm_ascend_pd.router.transcript import Transcript
 
@@ -103,14 +103,14 @@ def is_greedy(body: Body) -> bool:
 
 
 def resume_params(
-    key: ResumeKey, request_id: str, known: Transcript, kind: Kind
+    key: ResumeKey, request_id: str, known: Transcript, kind: Kind, source: Source | None = None
 ) -> msgspec.Raw | None:
-    """For the engine that goes on with it; nothing if the client has no token yet."""
+    """For the engine that goes on with it; nothing if the client has no token yet. The ``source``
+    tells tokens itself."""
     if not known.token_ids:
         return None
-    resume = key.sign(
-        request_id, known.prompt_token_ids, known.token_ids, only_exact=kind == "exact"
-    )
+    told = known.token_ids if source is None else ()
+    resume = key.sign(request_id, known.prompt_token_ids, told, kind == "exact", source)
     return msgspec.Raw(msgspec.json.encode({RESUME: resume.to_params()}))
 
 

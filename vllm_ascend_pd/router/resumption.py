@@ -121,9 +121,7 @@ class Resumption:
             if outcome in FINAL or transcript.obstacle() is not None:
                 return outcome
 
-    async def _moved(
-        self, job: Job, broken: Broken, transcript: Transcript, move: Move
-    ) -> str:
+    async def _moved(self, job: Job, broken: Broken, transcript: Transcript, move: Move) -> str:
         """The target of a move goes on; what came of it."""
         try:
             taken = await move.taken()
@@ -158,7 +156,7 @@ class Resumption:
             broken.failure,
         )
         broken.failed.add(broken.instance)
-        timeouts, events = self.config.timeouts, broken.events
+        timeouts = self.config.timeouts
         left_s = broken.since + timeouts.first_token_s - time.monotonic()
         with ExitStack() as held:
             try:

@@ -16,7 +16,7 @@ from tests.router.harness import FAST, run
 from vllm_ascend_pd.processes.child import Child, ChildSpec, State
 from vllm_ascend_pd.registration import TTL_S
 from vllm_ascend_pd.router.discovery.registered import SOURCE, Roster
-from vllm_ascend_pd.router.instances import InstanceSpec
+from vllm_ascend_pd.router.instances import InstanceSpec, Words
 from vllm_ascend_pd.router.snapshot import Snapshot
 from vllm_ascend_pd.router.workers import keeper as keeper_module
 from vllm_ascend_pd.router.workers.keeper import Keeper
@@ -85,7 +85,7 @@ def test_engine_leaves_or_is_heard_while_others_expire() -> None:
     }
     told: list[list[str]] = []
 
-    async def hear(known: list[InstanceSpec]) -> None:
+    async def hear(known: list[InstanceSpec], words: Words) -> None:
         told.append([spec.instance_id for spec in known])
         if told[-1] == ["leaving", "back"]:
             await roster.leave("leaving")

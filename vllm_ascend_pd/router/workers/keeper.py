@@ -210,7 +210,6 @@ class Keeper:
     async def _snapshot(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(await self.collect()))
 
-
     async def _ask_all(self, request: web.Request) -> web.Response:
         """The same of each worker; their lists as one. A move takes as long as it takes."""
         body = await request.read()

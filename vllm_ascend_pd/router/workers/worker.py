@@ -137,9 +137,7 @@ class KeeperLink:
 
     async def _move(self, request: web.Request) -> web.Response:
         assert self._router is not None
-        request_id, order = msgspec.json.decode(
-            await request.read(), type=tuple[str, MoveOrder]
-        )
+        request_id, order = msgspec.json.decode(await request.read(), type=tuple[str, MoveOrder])
         reports = await self._router.requests.move(request_id, order)
         return web.Response(body=msgspec.json.encode(reports))
 
