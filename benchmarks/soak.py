@@ -57,7 +57,7 @@ def worker_counts(worker: object) -> dict[str, int]:
     """Runs in the worker."""
     from vllm_ascend_pd import hooks
 
-    side: Any = hooks._worker
+    side: Any = hooks.worker
     return side.counts() if side is not None else {}
 
 

@@ -124,7 +124,9 @@ class WorkerHooks(Protocol):
 current_step: StepHooks | None = None
 """The armed step while its forward runs, else ``None``. Written by the worker's main thread."""
 
-_worker: WorkerHooks | None = None
+worker: WorkerHooks | None = None
+"""Of this process. Written by the worker's main thread."""
+
 _IDLE: AbstractContextManager[object] = nullcontext()
 
 
@@ -155,28 +157,28 @@ def install_worker(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Any]
 ) -> None:
     """Called once with the allocated KV caches, in the worker process."""
-    global _worker
+    global worker
     if in_engine(vllm_config.kv_transfer_config):
         side = import_module("vllm_ascend_pd.engine.worker.side")
-        _worker = side.create(vllm_config, kv_cache_config, kv_caches)
+        worker = side.create(vllm_config, kv_cache_config, kv_caches)
 
 
 def make_v2_connector() -> Any:
     """The connector object through which Model Runner V2 drives the installed worker side."""
     return import_module("vllm_ascend_pd.engine.vllm_api.model_runner_v2").InEngineKVConnector(
-        _worker
+        worker
     )
 
 
 def active() -> bool:
     """Whether this worker takes part in transfers."""
-    return _worker is not None
+    return worker is not None
 
 
 def begin_step(scheduler_output: SchedulerOutput) -> None:
     """Arm the step: parse its metadata and start its loads. Idempotent per scheduler output."""
-    if _worker is not None:
-        _worker.begin_step(scheduler_output)
+    if worker is not None:
+        worker.begin_step(scheduler_output)
 
 
 def peer_tokens(new_request: NewRequestData) -> list[int]:
@@ -203,7 +205,7 @@ def keep_generators(requests: dict[str, CachedRequestState], request_ids: list[s
         vllm/v1/worker/gpu_input_batch.py:CachedRequestState.generator
         vllm/v1/worker/gpu_input_batch.py:CachedRequestState.output_token_ids
     """
-    if _worker is None or not _worker.loads_in_step():
+    if worker is None or not worker.loads_in_step():
         return
     for request_id in request_ids:
         request = requests[request_id]
@@ -231,7 +233,7 @@ def overlaps_loads(cudagraph_mode: Any) -> bool:
     Touches:
         vllm/config/compilation.py:CUDAGraphMode.has_piecewise_cudagraphs
     """
-    if _worker is None or not _worker.loads_under_way():
+    if worker is None or not worker.loads_under_way():
         return False
     return bool(cudagraph_mode.has_piecewise_cudagraphs())
 
@@ -245,28 +247,28 @@ def armed_step(attn_metadata: object | None, cudagraph_mode: Any) -> AbstractCon
     Touches:
         vllm/config/compilation.py:CUDAGraphMode.FULL
     """
-    if _worker is None or attn_metadata is None:
+    if worker is None or attn_metadata is None:
         return _IDLE
     wait_all = getattr(cudagraph_mode, "name", "NONE") == "FULL"
-    return _worker.take_armed_step(wait_all) or _IDLE
+    return worker.take_armed_step(wait_all) or _IDLE
 
 
 def step_output() -> AbstractContextManager[KVConnectorOutput | None]:
     """Wraps the forward; yields the object that carries the worker's report."""
-    assert _worker is not None
-    return _worker.step_output()
+    assert worker is not None
+    return worker.step_output()
 
 
 def no_forward() -> ModelRunnerOutput:
     """The output of a step that computes nothing but may still move KV."""
-    assert _worker is not None
-    return _worker.no_forward()
+    assert worker is not None
+    return worker.no_forward()
 
 
 def shutdown_worker() -> None:
     """The worker stops: end every thread and unregister every region."""
-    global _worker, current_step
+    global worker, current_step
     current_step = None
-    if _worker is not None:
-        _worker.shutdown()
-        _worker = None
+    if worker is not None:
+        worker.shutdown()
+        worker = None

@@ -56,12 +56,13 @@ _SEPARATOR = "\x1f"
 class Stats:
     """Increments since the last ``take``; scheduler thread."""
 
-    _values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    """See ``take``."""
 
     def add(self, name: str, value: float = 1, label: str | None = None) -> None:
         """``label`` is the value of the counter's label."""
         key = name if label is None else f"{name}/{label}"
-        self._values[key] = self._values.get(key, 0) + value
+        self.values[key] = self.values.get(key, 0) + value
 
     def add_errors(self, errors: dict[str, int]) -> None:
         """What raised in the threads of this process, number by thread."""
@@ -75,11 +76,11 @@ class Stats:
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """``labels`` are the values of the gauge's labels, in their order."""
-        self._values["/".join((name, _SEPARATOR.join(labels))) if labels else name] = value
+        self.values["/".join((name, _SEPARATOR.join(labels))) if labels else name] = value
 
     def take(self) -> dict[str, float]:
         """``{name or name/label: increment, or value of a gauge}``, and start again."""
-        taken, self._values = self._values, {}
+        taken, self.values = self.values, {}
         return taken
 
 

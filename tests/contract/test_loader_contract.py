@@ -156,9 +156,7 @@ class Subject(ABC):
     def wait_at_rest(self) -> None:
         """Until no thread works on a slot; some may be in quarantine."""
         deadline = time.monotonic() + LONG_S
-        while any(
-            slots.num_slots - slots.num_free - len(slots._quarantined) for slots in self.slots
-        ):
+        while any(slots.num_held for slots in self.slots):
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -183,7 +181,7 @@ class FromPeer(Subject):
         return replace(self.pair.spec(indices, block_ids, **options), load_id=load_id)
 
     def spoil(self, kind: str) -> None:
-        self.pair.engine._script = FaultScript.parse(f"{kind}*")
+        self.pair.engine.script = FaultScript.parse(f"{kind}*")
 
     def hold(self) -> None:
         self.copier.source.close()

@@ -437,7 +437,7 @@ class Transfers(RuleBasedStateMachine):
             assert producer.book._released_early == {}
             assert len(producer.grants) == 0
             assert producer.pool.get_num_free_blocks() == producer.num_free
-            values = producer.producer._stats._values
+            values = producer.producer._stats.values
             closed = sum(v for name, v in values.items() if name.startswith("leases_closed/"))
             assert closed == values.get("leases_granted", 0)
 
@@ -461,7 +461,7 @@ def test_wrong_reference_beside_a_right_one_leaves_no_heartbeat() -> None:
         world.request_that_is_wrong(recent=0, change="epoch", other=0, is_answered=False)
         world.schedule(which=0, loads=False)
         world.everything_arrives()
-        [producer] = [producer for producer in world.producers if producer.producer._stats._values]
+        [producer] = [producer for producer in world.producers if producer.producer._stats.values]
         assert len(producer.book) == 0
     finally:
         world.teardown()

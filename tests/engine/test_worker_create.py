@@ -238,7 +238,7 @@ def test_pool_is_given_the_engine_of_the_transfers(make_host: Callable[[], Host]
     host.start("kv_both", GQA, {NAMES[0]: combined()}, pool=True)
     *_, shared, make_staging = host.pool_arguments
     assert shared.native == host.native.get_engine()
-    assert shared.session == next(iter(host.worker._transports.sessions.values()))
+    assert shared.session == next(iter(host.worker.transports.sessions.values()))
     assert shared.protocol == "ascend"
     slots = make_staging(Unregistered(), 2, 4096)
     assert slots.region.base % ALIGNMENT == 0

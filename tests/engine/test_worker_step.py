@@ -258,7 +258,13 @@ def test_granted_blocks_are_loaded_in_a_step(side: Side) -> None:
     assert result.num_bytes == len(NAMES) * 2 * SPEC.page_size_bytes
     for name in NAMES:
         np.testing.assert_array_equal(side.pages(name)[6:8], side.pages(name)[1:3])
-    assert side.worker.counts() == {"regions": 2, "busy_slots": 0, "loads": 0, "grants": 1}
+    assert side.worker.counts() == {
+        "regions": 2,
+        "busy_slots": 0,
+        "loads": 0,
+        "loaded_bytes": 0,
+        "grants": 1,
+    }
 
 
 def test_grant_is_served_only_after_its_step_has_computed_it(side: Side) -> None:

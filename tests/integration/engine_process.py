@@ -34,22 +34,11 @@ _CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
 def _worker_counts(worker: object) -> dict[str, int]:
-    """Runs in the worker process: its counts, and how many busy slots are only quarantined."""
+    """Runs in the worker process."""
     from vllm_ascend_pd import hooks
 
-    side: Any = hooks._worker
-    if side is None:
-        return {}
-    counts = side.counts()
-    quarantined = sum(len(pool._quarantined) for pool in side._pools)
-    loaders = side._loader._all if side._loader is not None else ()
-    loads = [load for loader in loaders for parts in loader._loads.values() for load in parts]
-    return {
-        **counts,
-        "busy_slots": counts["busy_slots"] - quarantined,
-        "quarantined": quarantined,
-        "loaded_bytes": sum(load.num_bytes for load in loads),
-    }
+    side: Any = hooks.worker
+    return side.counts() if side is not None else {}
 
 
 def _set_worker_faults(worker: object, script: str) -> None:
@@ -57,10 +46,10 @@ def _set_worker_faults(worker: object, script: str) -> None:
     from vllm_ascend_pd import hooks
     from vllm_ascend_pd.backends.fault_script import FaultScript
 
-    side: Any = hooks._worker
+    side: Any = hooks.worker
     parsed = FaultScript.parse(script)
-    for engine in side._transports._engines.values():
-        engine._script = parsed
+    for engine in side.transports.engines.values():
+        engine.script = parsed
 
 
 def _set_pool_faults(worker: object, script: str, rank: int | None) -> None:
@@ -68,19 +57,19 @@ def _set_pool_faults(worker: object, script: str, rank: int | None) -> None:
     from vllm_ascend_pd import hooks
     from vllm_ascend_pd.pool.fake_tier import TierScript
 
-    side: Any = hooks._worker
-    if rank is None or side._rank == rank:
-        side._pool._tier.script = TierScript(script)
+    side: Any = hooks.worker
+    if rank is None or side.rank == rank:
+        side.pool.tier.script = TierScript(script)
 
 
 def _remove_pool_values(worker: object, hashes: list[bytes], rank: int) -> None:
     """Runs in the worker processes."""
     from vllm_ascend_pd import hooks
 
-    side: Any = hooks._worker
-    if side._rank == rank:
-        (values,) = side._pool._values
-        side._pool._tier.remove([values.key(block_hash) for block_hash in hashes])
+    side: Any = hooks.worker
+    if side.rank == rank:
+        (values,) = side.pool.values
+        side.pool.tier.remove([values.key(block_hash) for block_hash in hashes])
 
 
 def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
@@ -89,19 +78,16 @@ def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
 
     from vllm_ascend_pd import hooks
 
-    side: Any = hooks._worker
-    if side._rank != rank:
+    side: Any = hooks.worker
+    if side.rank != rank:
         return 0
-    store, (values,) = side._pool._tier.store, side._pool._values
+    (values,) = side.pool.values
     keys = [values.key(block_hash) for block_hash in hashes]
-    num_flipped = 0
-    for replicas in store._store.batch_get_replica_desc(keys).values():
-        for replica in replicas:
-            address = store._own_address([replica], values.num_bytes)
-            if address:
-                ctypes.c_uint8.from_address(address + 1000).value ^= 8
-                num_flipped += 1
-    return num_flipped
+    with side.pool.tier.store.in_own_memory(keys, values.num_bytes) as addresses:
+        found = [address for address in addresses if address]
+        for address in found:
+            ctypes.c_uint8.from_address(address + 1000).value ^= 8
+    return len(found)
 
 
 def _scale_norms(worker: Any, factor: float) -> None:
@@ -118,8 +104,8 @@ def _pool_master_id(worker: object) -> int | None:
     """Runs in the worker processes; the first one has started it."""
     from vllm_ascend_pd import hooks
 
-    side: Any = hooks._worker
-    tier = side._pool._tier
+    side: Any = hooks.worker
+    tier = side.pool.tier
     master = getattr(tier, "inner", tier).master
     return master.process_id if master is not None else None
 
@@ -317,7 +303,7 @@ class EngineServer:
             name = "/".join([metric.name.removeprefix("vllm:pd_"), *labels])
             totals[name] = totals.get(name, 0) + metric.value
         if self._scheduler.pd is not None:
-            for name, value in self._scheduler.pd.common.stats._values.items():
+            for name, value in self._scheduler.pd.common.stats.values.items():
                 totals[name] = totals.get(name, 0) + value
         return totals
 
@@ -328,12 +314,12 @@ class EngineServer:
         self._core.model_executor.collective_rpc(_set_pool_faults, args=(script, rank))
 
     def remove_pool_values(self, rank: int) -> None:
-        hashes = list(self._pool_side().source._events._known._found)
+        hashes = list(self._pool_side().known)
         self._core.model_executor.collective_rpc(_remove_pool_values, args=(hashes, rank))
 
     def flip_pool_bits(self, rank: int) -> int:
         """In every value of the pool that lies in the memory of this worker; how many."""
-        hashes = list(self._pool_side().source._events._known._found)
+        hashes = list(self._pool_side().known)
         return self._core.model_executor.collective_rpc(_flip_pool_bits, args=(hashes, rank))[rank]
 
     def pool_master_id(self) -> int:
@@ -439,11 +425,19 @@ def _enter_network(name: str) -> None:
 
 
 def _run_engine(
-    address: str, log_path: str, env: dict[str, str], network: str, options: dict[str, Any]
+    address: str,
+    log_path: str,
+    env: dict[str, str],
+    network: str,
+    without: str,
+    options: dict[str, Any],
 ) -> None:
     os.setsid()
     if network:
         _enter_network(network)
+    if without:
+        assert without not in sys.modules
+        sys.modules[without] = None  # type: ignore[assignment]
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for fd in (1, 2):
         os.dup2(log, fd)

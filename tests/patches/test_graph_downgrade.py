@@ -98,11 +98,11 @@ def test_graph_of_one_step(
     loading: CUDAGraphMode,
 ) -> None:
     assert graph_of_a_decode_batch(mode) is idle  # no worker side
-    monkeypatch.setattr(hooks, "_worker", Worker(False))
+    monkeypatch.setattr(hooks, "worker", Worker(False))
     assert graph_of_a_decode_batch(mode) is idle
-    monkeypatch.setattr(hooks, "_worker", Worker(True))
+    monkeypatch.setattr(hooks, "worker", Worker(True))
     assert graph_of_a_decode_batch(mode) is loading
-    monkeypatch.setattr(hooks, "_worker", Worker(False))
+    monkeypatch.setattr(hooks, "worker", Worker(False))
     assert graph_of_a_decode_batch(mode) is idle  # the next step is as before
 
 
@@ -129,9 +129,9 @@ def test_model_runner_v2_has_no_full_graph_for_a_prompt_that_is_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In 0.30 without a patch: the last token of a prompt is a prefill there."""
-    monkeypatch.setattr(hooks, "_worker", Worker(True))
+    monkeypatch.setattr(hooks, "worker", Worker(True))
     assert tokens_of_a_uniform_decode_in_runner_v2() is None
-    monkeypatch.setattr(hooks, "_worker", Worker(False))
+    monkeypatch.setattr(hooks, "worker", Worker(False))
     is_patched = "overlaps_loads" in inspect.getsource(v2.GPUModelRunner.gather_batch_req_state)
     assert tokens_of_a_uniform_decode_in_runner_v2() == (1 if is_patched else None)
 

@@ -85,7 +85,7 @@ def config() -> VllmConfig:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> ScriptedWorker:
     worker = ScriptedWorker()
-    monkeypatch.setattr(hooks, "_worker", worker)
+    monkeypatch.setattr(hooks, "worker", worker)
     monkeypatch.setattr(hooks, "current_step", None)
     return worker
 
@@ -233,7 +233,7 @@ def test_forward_context_of_the_runner_leaves_the_step_to_pre_forward(
             return super().take_armed_step(wait_all) if armed else None
 
     once = ArmedOnce()
-    hooks._worker = once
+    hooks.worker = once
     connector = InEngineKVConnector(once)  # type: ignore[arg-type]
     with set_forward_context({"attn": object()}, config):
         pre_forward(connector)

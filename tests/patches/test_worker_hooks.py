@@ -95,7 +95,7 @@ def config() -> VllmConfig:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> ScriptedWorker:
     worker = ScriptedWorker()
-    monkeypatch.setattr(hooks, "_worker", worker)
+    monkeypatch.setattr(hooks, "worker", worker)
     monkeypatch.setattr(hooks, "current_step", None)
     return worker
 

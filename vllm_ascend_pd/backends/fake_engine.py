@@ -46,7 +46,7 @@ class FaultyTransferEngine(TransferEngine):
 
     def __init__(self, inner: TransferEngine, script: FaultScript | None = None) -> None:
         self._inner = inner
-        self._script = script if script is not None else FaultScript()
+        self.script = script if script is not None else FaultScript()
         self._next_index = itertools.count()
         # Read and written by any thread, under the lock.
         self._lock = threading.Lock()
@@ -117,7 +117,7 @@ class FaultyTransferEngine(TransferEngine):
     ) -> TransferHandle:
         index = next(self._next_index)
         request = WriteRequest(index, session, src_addr, dst_addr, num_bytes, pieces)
-        write = _ScriptedWrite(request, self._script.next_fault(request))
+        write = _ScriptedWrite(request, self.script.next_fault(request))
         if write.fault.kind in _STARTED:
             self._start(write)
         with self._lock:

@@ -145,6 +145,12 @@ class StagingPool:
             self._end_quarantines()
             return len(self._free)
 
+    @property
+    def num_held(self) -> int:
+        """Slots that somebody works on; those that rest are neither held nor free."""
+        with self._lock:
+            return self._num_slots - len(self._free) - len(self._quarantined)
+
     def acquire(self) -> Slot | None:
         """Takes a free slot, or returns None when all are held or in quarantine."""
         with self._lock:

@@ -30,16 +30,16 @@ class Transports:
     """Engines by name, the one to prefer first. What is registered is registered with all."""
 
     def __init__(self, engines: Mapping[str, TransferEngine]) -> None:
-        self._engines = dict(engines)
+        self.engines = dict(engines)
 
     @property
     def sessions(self) -> dict[str, str]:
         """Where peers write to this process, by transport."""
-        return {name: engine.session for name, engine in self._engines.items()}
+        return {name: engine.session for name, engine in self.engines.items()}
 
     def route(self, sessions: Mapping[str, str]) -> Route | None:
         """The first transport that both sides have and that reaches the peer."""
-        for name, engine in self._engines.items():
+        for name, engine in self.engines.items():
             session = sessions.get(name)
             if session is None:
                 continue
@@ -48,17 +48,17 @@ class Transports:
         return None
 
     def register(self, addr: int, num_bytes: int) -> None:
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             engine.register(addr, num_bytes)
 
     def unregister(self, addr: int) -> None:
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             engine.unregister(addr)
 
     def num_regions(self) -> int:
         """Registered regions of all engines, for leak checks."""
-        return sum(engine.num_regions() for engine in self._engines.values())
+        return sum(engine.num_regions() for engine in self.engines.values())
 
     def close(self) -> None:
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             engine.close()

@@ -10,11 +10,11 @@ from vllm_ascend_pd import hooks
 
 def suspend(worker: object) -> None:
     """Runs in the worker processes."""
-    side: Any = hooks._worker
+    side: Any = hooks.worker
     side.suspend()
 
 
 def resume(worker: object) -> None:
     """Runs in the worker processes."""
-    side: Any = hooks._worker
+    side: Any = hooks.worker
     side.resume()

@@ -115,6 +115,10 @@ class Loader(ABC, Generic[SpecT, LoadT]):
     def num_loads(self) -> int:
         return len(self._loads)
 
+    def num_loaded_bytes(self) -> int:
+        """What the loads whose results have not been taken have brought so far."""
+        return sum(load.num_bytes for load in chain.from_iterable(self._loads.values()))
+
     def _in_step(self) -> Iterator[LoadT]:
         """Those that are under way."""
         for load in chain.from_iterable(self._loads.values()):

@@ -65,8 +65,8 @@ class PoolIO:
         num_readers: int,
         replica: Replica = Replica(),  # noqa: B008 - frozen
     ) -> None:
-        self._tier = tier
-        self._values = values
+        self.tier = tier
+        self.values = values
         self.blocks_per_batch = min(slots.read.slot_bytes // each.num_bytes for each in values)
         """At most so many blocks are in one save."""
         self._lookups: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
@@ -97,7 +97,7 @@ class PoolIO:
 
     def close(self) -> None:
         """After ``stop``, and after the staging memory has been closed."""
-        self._tier.close()
+        self.tier.close()
 
     def handle(self, message: Message) -> None:
         """On the link's thread, that of whoever sends it in this process, or the main thread, when
@@ -117,15 +117,15 @@ class PoolIO:
             started = time.monotonic()
             lookups = [lookup for lookup in lookups if started < lookup.before]
             keys = [
-                self._values[lookup.group].key(block_hash)
+                self.values[lookup.group].key(block_hash)
                 for lookup in lookups
                 for block_hash in split_hashes(lookup.hashes, lookup.hash_bytes)
             ]
             if not keys:
                 continue
             try:
-                places = bytes(self._tier.lookup(keys))
-                healthy = self._tier.is_healthy()
+                places = bytes(self.tier.lookup(keys))
+                healthy = self.tier.is_healthy()
             except Exception:
                 logger.exception("a lookup in the pool failed")
                 places, healthy = bytes(len(keys)), False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class KnownKeys:
@@ -33,6 +33,9 @@ class KnownKeys:
 
     def __len__(self) -> int:
         return len(self._found)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._found)
 
     def __contains__(self, block_hash: bytes) -> bool:
         found = self._found.get(block_hash)

@@ -111,6 +111,6 @@ class PoolLink(Reactor):
 
 def pool_address(worker: object) -> tuple[str, int]:
     """Runs in the worker process: the path of its end, and how many blocks one save may hold."""
-    side: Any = hooks._worker
+    side: Any = hooks.worker
     address: tuple[str, int] = side.pool_address
     return address

@@ -77,5 +77,5 @@ def step(events: list[str], monkeypatch: pytest.MonkeyPatch) -> ScriptedStep:
 @pytest.fixture
 def worker(events: list[str], monkeypatch: pytest.MonkeyPatch) -> ScriptedWorker:
     worker = ScriptedWorker(events)
-    monkeypatch.setattr(hooks, "_worker", worker)
+    monkeypatch.setattr(hooks, "worker", worker)
     return worker

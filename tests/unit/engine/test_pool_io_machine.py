@@ -234,7 +234,7 @@ class PoolMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         """Until no thread holds a slot (a failed one is held in quarantine for seconds)."""
         deadline = time.monotonic() + LONG_S
-        while any(pool.num_slots - pool.num_free - len(pool._quarantined) for pool in self.slots):
+        while any(pool.num_held for pool in self.slots):
             assert time.monotonic() < deadline
             time.sleep(0.001)
 

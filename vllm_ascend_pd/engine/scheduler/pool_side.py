@@ -56,16 +56,16 @@ class PoolSide(Part):
         self._prefill = common.prefill
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # filled by the link's thread
         self._link = PoolLink("pd-pool-client", self.on_message)
-        known = KnownKeys()
+        self.known = KnownKeys()
         assert common.config.pool is not None
         stores_to = tier_class(common.config.pool.tiers[0]).stores_to
-        events = PoolEvents(common.manager.block_pool, known, common.group, stores_to)
+        events = PoolEvents(common.manager.block_pool, self.known, common.group, stores_to)
         options = scheduler.scheduler_config
         self.source = PoolSource(common, events, self._link.send)
         self.open = self.source.open
         self.saves = Saves(
             common,
-            known,
+            self.known,
             events,
             send=self._hold,
             bounds=SaveBounds(

@@ -59,3 +59,6 @@ class Loaders:
 
     def num_loads(self) -> int:
         return sum(loader.num_loads() for loader in self._all)
+
+    def num_loaded_bytes(self) -> int:
+        return sum(loader.num_loaded_bytes() for loader in self._all)

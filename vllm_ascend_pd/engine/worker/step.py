@@ -129,7 +129,7 @@ class WorkerSide:
         """``live_regions`` are the parts of the KV caches that ``transports`` know by address."""
         self._live_regions = live_regions
         self._layer_index = layer_index
-        self._transports = transports
+        self.transports = transports
         self._pools = pools
         self._grants = grants
         self._trust = trust
@@ -141,14 +141,14 @@ class WorkerSide:
         if pool is not None:
             loaders[PoolLoadSpec] = pool.loader
         self._loader = Loaders(loaders) if loaders else None
-        self._pool = pool
+        self.pool = pool
         self._meta: StepMeta | None = None
         self._armed = False
         self._has_loads = False
         self._has_grants = False
         self._packs_ahead = False
         self._reported_server = server is None
-        self._rank = rank
+        self.rank = rank
         self._is_suspended = False
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -169,10 +169,10 @@ class WorkerSide:
             for load in meta.loads:
                 self._loader.start_load(load)
             self._has_loads = any(load.in_step for load in meta.loads)
-        if self._pool is not None:
+        if self.pool is not None:
             for message in meta.saves:
-                self._pool.handle(message)
-        self._packs_ahead = self._pool is not None and self._pool.ahead.begin_step(meta.ahead)
+                self.pool.handle(message)
+        self._packs_ahead = self.pool is not None and self.pool.ahead.begin_step(meta.ahead)
         self._armed = self._has_loads or self._has_grants or self._packs_ahead
 
     def loads_in_step(self) -> bool:
@@ -193,7 +193,7 @@ class WorkerSide:
             self._server if self._has_grants else None,
             self._layer_index,
             wait_all,
-            self._pool.ahead if self._pool is not None and self._packs_ahead else None,
+            self.pool.ahead if self.pool is not None and self._packs_ahead else None,
         )
 
     def step_output(self) -> StepOutput:
@@ -239,7 +239,7 @@ class WorkerSide:
         servers = {}
         if not self._reported_server and self._server is not None:
             self._reported_server = True
-            servers = {self._rank: self._server.page_server}
+            servers = {self.rank: self._server.page_server}
         refused = self._trust.take_refused()
         errors: dict[str, int] = {}
         for thread in self._reactors:
@@ -251,8 +251,8 @@ class WorkerSide:
     @property
     def pool_address(self) -> tuple[str, int]:
         """See ``pool.link.pool_address``."""
-        assert self._pool is not None
-        return self._pool.address, self._pool.blocks_per_batch
+        assert self.pool is not None
+        return self.pool.address, self.pool.blocks_per_batch
 
     def suspend(self) -> None:
         """The KV caches are about to be unmapped, unless they are; nothing is computed meanwhile.
@@ -268,7 +268,7 @@ class WorkerSide:
         if self._loader is not None and not self._loader.is_idle:
             raise TransferError("KV is still loaded: no sleep; abort what waits for it first")
         for addr, _ in self._live_regions:
-            self._transports.unregister(addr)
+            self.transports.unregister(addr)
         self._is_suspended = True
 
     def resume(self) -> None:
@@ -277,24 +277,25 @@ class WorkerSide:
             return
         self._is_suspended = False
         for region in self._live_regions:
-            self._transports.register(*region)
+            self.transports.register(*region)
 
     def counts(self) -> dict[str, int]:
         """What a leak check compares: all but ``regions`` are zero when nothing is under way."""
         return {
-            "regions": self._transports.num_regions(),
-            "busy_slots": sum(pool.num_slots - pool.num_free for pool in self._pools),
+            "regions": self.transports.num_regions(),
+            "busy_slots": sum(pool.num_held for pool in self._pools),
             "loads": self._loader.num_loads() if self._loader is not None else 0,
+            "loaded_bytes": self._loader.num_loaded_bytes() if self._loader is not None else 0,
             "grants": len(self._grants),
         }
 
     def shutdown(self) -> None:
-        for part in (*self._reactors, self._pool):
+        for part in (*self._reactors, self.pool):
             if part is not None:
                 part.stop()
         for pool in self._pools:
             pool.close()
-        if self._pool is not None:
-            self._pool.close()
-        self._transports.close()
+        if self.pool is not None:
+            self.pool.close()
+        self.transports.close()
         logger.info("in-engine transfers stopped")
