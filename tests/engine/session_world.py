@@ -221,7 +221,7 @@ class ProducerProcess:
         self.book.page_servers = (PageServer(Endpoint("127.0.0.1", 1), TicketKey()),)
         self.server = ControlServer(self.book, lambda: None, TRUST, ARRIVAL_TIMEOUT_S, clock)
         scripted: Any = ScriptedListener(network)
-        self.server._listener = scripted
+        self.server.listener = scripted
         self.producer = Producer(
             make_common(self.manager, Role.PRODUCER),
             self.book,
@@ -278,8 +278,7 @@ class ProducerProcess:
 
     def tick(self) -> None:
         """The control thread's clock, then what the scheduler and its worker make of it."""
-        while not self.server._commands.empty():
-            self.server._commands.get_nowait()()
+        self.server.run_commands()
         self.server.on_tick()
         if self.producer.settle():
             self._step({})
@@ -322,7 +321,7 @@ class ConsumerProcess:
         self.network = network
         self.client = ControlClient(PEER_TIMEOUT_S, HEARTBEAT_S, TRUST, ARRIVAL_TIMEOUT_S, clock)
         self.peers = ScriptedPeers(self, self.client)
-        self.client._peers = self.peers
+        self.client.peers = self.peers
         self.client.outcomes = _Outcomes()
         self.consumer = Consumer(
             common=make_common(make_manager(), Role.CONSUMER),
@@ -350,8 +349,7 @@ class ConsumerProcess:
 
     def turn(self) -> None:
         """The control thread's queue, then what the scheduler makes of the answers."""
-        while not self.client._commands.empty():
-            self.client._commands.get_nowait()()
+        self.client.run_commands()
         self.consumer.collect()
         for session in self.consumer.take_first_tokens():
             assert session.first_token_id is not None

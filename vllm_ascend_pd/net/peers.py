@@ -62,25 +62,25 @@ class Peers:
         self._trust = trust
         self._on_frame = on_frame
         self._on_lost = on_lost
-        self._connections: dict[Endpoint, Connection] = {}
+        self.connections: dict[Endpoint, Connection] = {}
         reactor.at_end.append(self._close)
 
     def __len__(self) -> int:
-        return len(self._connections)
+        return len(self.connections)
 
     def send(self, peer: Endpoint, payload: bytes) -> bool:
         """Queue one payload; ``False`` when the queue to this peer is full."""
-        connection = self._connections.get(peer)
+        connection = self.connections.get(peer)
         if connection is None:
-            make_room(self._connections.values(), _MAX_OPENING, _MAX_CONNECTIONS)
-            connection = self._connections[peer] = self._connect(peer)
+            make_room(self.connections.values(), _MAX_OPENING, _MAX_CONNECTIONS)
+            connection = self.connections[peer] = self._connect(peer)
         return connection.send(payload)
 
     def receive(self) -> None:
         """Take what has arrived. One whose deadline is over does so before it gives up, for its
         thread may have had no turn meanwhile.
         """
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             connection.receive()
 
     def tidy(self, awaited: Collection[Endpoint] = ()) -> float | None:
@@ -89,7 +89,7 @@ class Peers:
         """
         now = time.monotonic()
         next_end = None
-        for peer, connection in list(self._connections.items()):
+        for peer, connection in list(self.connections.items()):
             if connection.is_ended:
                 continue  # which is told on this turn
             if not connection.is_open:
@@ -99,12 +99,12 @@ class Peers:
                 elif next_end is None or left < next_end:
                     next_end = left
             elif connection.used_at < now - IDLE_CONNECTION_S and peer not in awaited:
-                del self._connections[peer]
+                del self.connections[peer]
                 connection.close()
         return next_end
 
     def _close(self) -> None:
-        for connection in self._connections.values():
+        for connection in self.connections.values():
             connection.close(_LINGER_S)
 
     def _connect(self, peer: Endpoint) -> Connection:
@@ -131,7 +131,7 @@ class Peers:
             raise WrongKeyError
 
     def _on_end(self, peer: Endpoint, error: Exception | None) -> None:
-        del self._connections[peer]
+        del self.connections[peer]
         self._on_lost(peer, *self._trust.explain(error))
 
 

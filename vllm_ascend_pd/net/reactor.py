@@ -63,6 +63,11 @@ class Reactor(threading.Thread):
             self._selector.register(fd, events)
         self._handlers[fd] = handler
 
+    @property
+    def num_watched(self) -> int:
+        """Descriptors; any thread."""
+        return len(self._handlers)
+
     def unwatch(self, fd: int) -> None:
         """Before it is closed."""
         del self._handlers[fd]
@@ -79,12 +84,16 @@ class Reactor(threading.Thread):
             for key, _ in ready:
                 if key.fd == self._wake:
                     os.eventfd_read(self._wake)
-            while not self._commands.empty():
-                self.guard(self._commands.get_nowait())
+            self.run_commands()
             for key, _ in ready:
                 if handler := self._handlers.get(key.fd):
                     self.guard(handler)
         self._close()
+
+    def run_commands(self) -> None:
+        """What has been submitted. Reactor thread."""
+        while not self._commands.empty():
+            self.guard(self._commands.get_nowait())
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread, if it was started, and close its sockets. Idempotent."""

@@ -59,7 +59,7 @@ class ControlServer(Reactor):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("pd-control-server")
-        self._listener: Listener
+        self.listener: Listener
         self._book = book
         self._wake_scheduler = wake_scheduler
         self._trust = trust
@@ -75,7 +75,7 @@ class ControlServer(Reactor):
             ConfigError: ``port`` is in use and was chosen by the user.
         """
         listening = _listen(host, port)
-        self._listener = Listener(self, listening, self._trust, self._on_frame)
+        self.listener = Listener(self, listening, self._trust, self._on_frame)
         return Endpoint(host, listening.getsockname()[1], self._trust.key)
 
     def _on_frame(self, identity: bytes, payload: bytes) -> None:
@@ -122,7 +122,7 @@ class ControlServer(Reactor):
             return
         for identity, request in self._book.take_askers(lease):
             message = FirstToken(lease.transfer_id, token_id, request.open_id)
-            self._listener.send(identity, encode(message))
+            self.listener.send(identity, encode(message))
 
     def answer_waiting(self) -> None:
         """Leases were announced: look again at the opens that came too early. Any thread."""
@@ -148,7 +148,7 @@ class ControlServer(Reactor):
 
     def _send(self, identity: bytes, request: Open, answer: Opened | Waiting | Refused) -> None:
         numbered = msgspec.structs.replace(answer, open_id=request.open_id)
-        self._listener.send(identity, encode(numbered))
+        self.listener.send(identity, encode(numbered))
 
     def on_tick(self) -> float | None:
         num_expired, next_expiry = self._book.expire()
@@ -217,7 +217,7 @@ class ControlClient(Reactor):
         self._peer_timeout_s = peer_timeout_s
         self._heartbeat_s = heartbeat_s
         self._clock = clock
-        self._peers = Peers(self, trust, self._on_frame, self._on_lost)
+        self.peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._pending: dict[int, _Pending] = {}
         # Opened prompts whose first token follows.
         self._following: dict[int, _Pending] = {}
@@ -260,7 +260,7 @@ class ControlClient(Reactor):
     def on_tick(self) -> float | None:
         now = self._clock()
         if any(pending.deadline <= now for pending in self._pending.values()):
-            self._peers.receive()
+            self.peers.receive()
             for open_id, pending in list(self._pending.items()):
                 if pending.deadline <= now:
                     what = f"did not answer in time ({self._peer_timeout_s:g} s)"
@@ -272,15 +272,15 @@ class ControlClient(Reactor):
                     self._send(peer, Heartbeat(tuple(transfer_ids), epoch))
                 else:
                     del self._kept[peer, epoch]
-        next_end = self._peers.tidy()
+        next_end = self.peers.tidy()
         deadlines = [pending.deadline for pending in self._pending.values()]
         deadlines += [now + next_end] if next_end is not None else []
-        if self._kept or self._peers:
+        if self._kept or self.peers:
             deadlines.append(self._next_heartbeat)
         return max(0.0, min(deadlines) - now) if deadlines else None
 
     def _send(self, peer: Endpoint, message: ControlMessage) -> None:
-        if not self._peers.send(peer, encode(message)):
+        if not self.peers.send(peer, encode(message)):
             logger.warning("%s takes no more messages; dropped %s", peer, type(message).__name__)
 
     def _on_frame(self, peer: Endpoint, frame: bytes) -> None:

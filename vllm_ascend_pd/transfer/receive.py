@@ -95,7 +95,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._copier = copier
         self._groups = groups
         self._pool = pool
-        self._peers = Peers(self, trust, self._on_frame, self._on_lost)
+        self.peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._active: list[PeerLoad] = []
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
@@ -149,7 +149,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
     def on_tick(self) -> float | None:
         now = time.monotonic()
         if any(now >= self._flight_deadline(flight) for flight in self._in_flight.values()):
-            self._peers.receive()
+            self.peers.receive()
             for fetch_id, flight in list(self._in_flight.items()):
                 if now >= self._flight_deadline(flight):
                     self._give_up(fetch_id)
@@ -169,7 +169,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         if is_busy:
             return 0.0
         next_rested = self._live_pages.wake(now)
-        next_end = self._peers.tidy(self._live_pages.awaited_peers())
+        next_end = self.peers.tidy(self._live_pages.awaited_peers())
         deadlines = [load.deadline for load in self._active]
         deadlines += [now + next_end] if next_end is not None else []
         deadlines += [self._flight_deadline(flight) for flight in self._in_flight.values()]
@@ -196,7 +196,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         load.watched_at = now
         each_layer = self._push_mode in (PushMode.AUTO, PushMode.LAYER)
         watch = Watch(spec.transfer_id, spec.epoch, load.ticket, each_layer)
-        if not self._peers.send(load.peer, encode(watch)):
+        if not self.peers.send(load.peer, encode(watch)):
             self._end(load, Cause.PEER_UNREACHABLE.value)
 
     def _on_progress(self, peer: Endpoint, progress: Progress) -> None:
@@ -274,7 +274,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
                 live=live,
                 ring_bytes=0 if flight.placer is None else slot.num_bytes,
             )
-            has_left = self._peers.send(load.peer, encode(fetch))
+            has_left = self.peers.send(load.peer, encode(fetch))
             if has_left:
                 undo.pop_all()
                 self._in_flight[fetch_id] = flight

@@ -109,7 +109,7 @@ class DataServer(Reactor):
         listening = listen(host, 0)
         port = listening.getsockname()[1]
         self.page_server = PageServer(Endpoint(host, port, trust.key), TicketKey())
-        self._listener = Listener(self, listening, trust, self._on_frame)
+        self.listener = Listener(self, listening, trust, self._on_frame)
         self._progress_at = 0.0
 
     def _on_frame(self, identity: bytes, payload: bytes) -> None:
@@ -366,7 +366,7 @@ class DataServer(Reactor):
                 slot.quarantine(late_s)
 
     def _reply(self, identity: bytes, message: Fetched | Packing | Progress) -> None:
-        self._listener.send(identity, encode(message))
+        self.listener.send(identity, encode(message))
 
 
 def _block_ids(fetch: Fetch, grant: Grant) -> NDArray[np.int64]:

@@ -270,7 +270,7 @@ def test_nothing_is_read_or_changed_on_its_way(
         relay.change_next = True
         client.release(relay.endpoint, "t", "epoch")
         wait_until(lambda: trust.take_refused() == {"malformed": 1})
-        wait_until(lambda: not len(client._peers))
+        wait_until(lambda: not len(client.peers))
         assert len(producer.book) == 1
         client.open("s", relay.endpoint, make_open())
         assert isinstance(outcome_of(client).answer, Opened)

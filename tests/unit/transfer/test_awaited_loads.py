@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.unit.transfer.test_send_receive import NUM_LAYERS, NUM_SLOTS, PAGE, Pair, wait_until
+from tests.unit.transfer.test_send_receive import (
+    LIMIT_S,
+    NUM_LAYERS,
+    NUM_SLOTS,
+    PAGE,
+    Pair,
+    wait_until,
+)
 from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.kv.load import LoadResult
@@ -26,9 +35,8 @@ BLOCKS = (20, 21, 22, 23)
 class Prompt:
     """A prompt that the producer computes step by step, and a consumer that waits for it."""
 
-    def __init__(self, pair: Pair, push_mode: PushMode) -> None:
+    def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        pair.loader._push_mode = push_mode
         self.spec = replace(pair.spec((0, 1, 2), (5, 6, 7), in_step=False), num_awaited=4)
 
     def load(self, **changes: object) -> None:
@@ -51,6 +59,12 @@ class Prompt:
         self.pair.grants.discard([self.pair.lease()])
         self.pair.server.notify()
 
+    def wait_server(self) -> None:
+        """Until the producer has done what it was told."""
+        done = threading.Event()
+        self.pair.server.submit(done.set)
+        assert done.wait(LIMIT_S)
+
     def has(self, layer: int, num_blocks: int) -> bool:
         """Whether exactly these leading blocks of a layer have come."""
         ours, theirs = self.pair.ours.bytes[layer], self.pair.theirs.bytes[layer]
@@ -68,9 +82,11 @@ class Prompt:
 def make_prompt() -> Iterator[Callable[..., Prompt]]:
     pairs: list[Pair] = []
 
-    def make(push_mode: PushMode = PushMode.LAYER, script: FaultScript | None = None) -> Prompt:
-        pairs.append(Pair(script or FaultScript()))
-        return Prompt(pairs[-1], push_mode)
+    def make(
+        push_mode: PushMode = PushMode.LAYER, script: FaultScript | None = None, **loader: Any
+    ) -> Prompt:
+        pairs.append(Pair(script or FaultScript(), push_mode=push_mode, **loader))
+        return Prompt(pairs[-1])
 
     yield make
     for pair in pairs:
@@ -111,7 +127,7 @@ def test_step_mode_waits_for_whole_steps(make_prompt: Callable[..., Prompt]) -> 
     prompt.begin_step(0, 2)
     for layer in range(NUM_LAYERS):
         prompt.layer(layer)
-    wait_until(lambda: prompt.pair.server._commands.empty())
+    prompt.wait_server()
     assert prompt.has(0, 0)
     prompt.end_step()
     wait_until(lambda: prompt.has(NUM_LAYERS - 1, 2))
@@ -129,7 +145,7 @@ def test_what_is_small_comes_at_the_end(make_prompt: Callable[..., Prompt], mode
     prompt.end_step()
     prompt.begin_step(2, 3)
     prompt.layer(NUM_LAYERS - 1)
-    wait_until(lambda: prompt.pair.server._commands.empty())
+    prompt.wait_server()
     assert prompt.pair.engine.num_writes == 0
     prompt.end_step()
     prompt.begin_step(3, 4)
@@ -163,7 +179,7 @@ def test_nothing_missing_still_waits_for_the_tail(make_prompt: Callable[..., Pro
     prompt.load(blocks=(LoadBlocks(0, (), ()),))
     prompt.begin_step(0, 3)
     prompt.end_step()
-    wait_until(lambda: prompt.pair.server._commands.empty())
+    prompt.wait_server()
     assert not prompt.pair.loader.take_results()
     prompt.begin_step(3, 4)
     prompt.end_step()
@@ -215,8 +231,7 @@ def test_progress_prolongs_the_wait(make_prompt: Callable[..., Prompt]) -> None:
 def test_producer_that_computes_no_further_is_not_waited_for(
     make_prompt: Callable[..., Prompt],
 ) -> None:
-    prompt = make_prompt()
-    prompt.pair.loader._answer_timeout_s = 1.0  # it answers all the time
+    prompt = make_prompt(answer_timeout_s=1.0)  # it answers all the time
     prompt.begin_step(0, 2)
     prompt.end_step()
     prompt.load(timeout_s=2.0)
@@ -224,8 +239,7 @@ def test_producer_that_computes_no_further_is_not_waited_for(
 
 
 def test_silent_producer_is_given_up(make_prompt: Callable[..., Prompt]) -> None:
-    prompt = make_prompt()
-    prompt.pair.loader._answer_timeout_s = 0.1
+    prompt = make_prompt(answer_timeout_s=0.1)
     prompt.pair.server._watchers.add = lambda identity, message: None  # type: ignore[method-assign]
     prompt.load()
     assert prompt.result().cause == Cause.PEER_UNREACHABLE.value
@@ -234,8 +248,7 @@ def test_silent_producer_is_given_up(make_prompt: Callable[..., Prompt]) -> None
 def test_producer_that_falls_silent_at_the_end_is_given_up(
     make_prompt: Callable[..., Prompt],
 ) -> None:
-    prompt = make_prompt(script=FaultScript(then=Fault(FaultKind.NEVER)))
-    prompt.pair.loader._answer_timeout_s = 0.5
+    prompt = make_prompt(script=FaultScript(then=Fault(FaultKind.NEVER)), answer_timeout_s=0.5)
     prompt.begin_step(0, 4)
     prompt.end_step()
     prompt.load()

@@ -107,8 +107,12 @@ def producer() -> Iterator[Producer]:
 def make_client() -> Iterator[Callable[..., ControlClient]]:
     clients: list[ControlClient] = []
 
-    def make(peer_timeout_s: float = LIMIT_S, heartbeat_s: float = LIMIT_S) -> ControlClient:
-        clients.append(ControlClient(peer_timeout_s, heartbeat_s, Trust()))
+    def make(
+        peer_timeout_s: float = LIMIT_S,
+        heartbeat_s: float = LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> ControlClient:
+        clients.append(ControlClient(peer_timeout_s, heartbeat_s, Trust(), clock=clock))
         clients[-1].start()
         return clients[-1]
 
@@ -224,15 +228,16 @@ def test_answer_that_came_in_time_counts_however_late_it_is_read(
 ) -> None:
     """The thread had no turn: the interpreter was busy with something else."""
     producer.lease()
-    client = make_client(peer_timeout_s=0.5)
+    skipped = [0.0]
+    client = make_client(clock=lambda: time.monotonic() + sum(skipped))
     both_queued = threading.Event()
 
     def get_no_turn() -> None:
-        (connection,) = client._peers._connections.values()
+        (connection,) = client.peers.connections.values()
         answer = select.poll()  # its descriptor may be beyond what select() takes
         answer.register(connection.stream, select.POLLIN)
         assert answer.poll(LIMIT_S * 1000)
-        time.sleep(0.6)
+        skipped.append(2 * LIMIT_S)
 
     client.open("connects", producer.endpoint, make_open())
     assert isinstance(outcome_of(client).answer, Opened)
@@ -540,7 +545,7 @@ def test_idle_connection_is_closed_and_opened_again(
     assert isinstance(outcome_of(client).answer, Opened)
     with monkeypatch.context() as patch:
         patch.setattr(peers, "IDLE_CONNECTION_S", 0.0)
-        wait_until(lambda: not client._handlers)
+        wait_until(lambda: not client.num_watched)
     client.open("s", producer.endpoint, make_open())
     assert isinstance(outcome_of(client).answer, Opened)
     assert client.num_errors == 0

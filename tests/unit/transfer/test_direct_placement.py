@@ -53,9 +53,9 @@ class Script(FaultScript):
 
 
 class DirectPair(Pair):
-    def __init__(self, script: Script, verify: bool = False) -> None:
+    def __init__(self, script: Script, verify: bool = False, **loader: Any) -> None:
         self.script = script
-        super().__init__(script, placement=DirectPlacement(verify))
+        super().__init__(script, placement=DirectPlacement(verify), **loader)
 
     def start(self, indices: tuple[int, ...], to: tuple[int, ...], **options: Any) -> LoadSpec:
         spec = self.spec(indices, to, in_step=False, **options)
@@ -89,9 +89,9 @@ class DirectPair(Pair):
 def make_pair() -> Iterator[Callable[..., DirectPair]]:
     pairs: list[DirectPair] = []
 
-    def make(*faults: Fault | FaultKind, verify: bool = False) -> DirectPair:
+    def make(*faults: Fault | FaultKind, verify: bool = False, **loader: Any) -> DirectPair:
         script = Script(*(Fault(f) if isinstance(f, FaultKind) else f for f in faults))
-        pairs.append(DirectPair(script, verify))
+        pairs.append(DirectPair(script, verify, **loader))
         return pairs[-1]
 
     yield make
@@ -168,8 +168,8 @@ def test_loads_of_a_step_and_tails_are_still_verified_in_staging(
 def test_layers_are_pushed_while_the_next_are_computed(
     make_pair: Callable[..., DirectPair],
 ) -> None:
-    pair = make_pair()
-    prompt = Prompt(pair, PushMode.LAYER)
+    pair = make_pair(push_mode=PushMode.LAYER)
+    prompt = Prompt(pair)
     prompt.load()
     prompt.begin_step(0, 2)
     for layer in range(NUM_LAYERS):

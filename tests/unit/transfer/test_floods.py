@@ -68,7 +68,7 @@ def test_peers_that_speak_something_else_end_nothing(producer: Producer, garbage
     assert ask(producer).end == 34
     for stranger in strangers:
         stranger.close()
-    wait_until(lambda: not len(producer.server._listener))
+    wait_until(lambda: not len(producer.server.listener))
     assert producer.server.is_alive()
 
 
@@ -81,7 +81,7 @@ def test_silent_connections_give_way_to_others(
     address = producer.endpoint.host, producer.endpoint.port
     silent = [socket.create_connection(address) for _ in range(40)]
     ask(producer)
-    assert len(producer.server._listener) <= 9
+    assert len(producer.server.listener) <= 9
     for stranger in silent:
         stranger.close()
 
@@ -124,7 +124,7 @@ def test_what_peers_make_a_server_hold_is_bounded(
     ):
         for peer in (a, b, c):
             peer.stream.sendall(begun)
-        wait_until(lambda: len(producer.server._listener) == 2)
+        wait_until(lambda: len(producer.server.listener) == 2)
         assert ask(producer).end == 34
 
 
@@ -143,7 +143,7 @@ def test_peer_that_takes_no_answers_is_cut_off(
     request = encode(make_open())
     with connected(producer.endpoint) as peer:
         wait_until(lambda: is_cut_off(peer, request))
-    wait_until(lambda: not len(producer.server._listener))
+    wait_until(lambda: not len(producer.server.listener))
 
 
 # Messages.
@@ -220,7 +220,7 @@ def test_peers_that_do_not_open_give_way(
         client.open(number, peer, make_open())
     refused = [outcome_of(client) for _ in range(len(silent_peers) - 8)]
     assert [outcome.key for outcome in refused] == list(range(len(refused)))
-    assert len(client._peers) <= 8
+    assert len(client.peers) <= 8
     client.open("found", producer.endpoint, make_open())
     answers = {(o := outcome_of(client)).key: o.answer for _ in range(2)}
     assert isinstance(answers["found"], Opened)
@@ -237,7 +237,7 @@ def test_peer_that_does_not_open_is_closed_in_time(
     answer = outcome_of(client).answer
     assert isinstance(answer, Refused)
     assert answer.cause == Cause.PEER_UNREACHABLE.value
-    assert not client._handlers
+    assert not client.num_watched
 
 
 def test_peers_that_are_not_there_hold_no_socket(make_client: Callable[..., ControlClient]) -> None:
@@ -246,8 +246,8 @@ def test_peers_that_are_not_there_hold_no_socket(make_client: Callable[..., Cont
         client.open(port, Endpoint("127.0.0.1", port, "key"), make_open())
     for _ in range(1, 400):
         assert isinstance(outcome_of(client).answer, Refused)
-    assert not client._handlers
-    assert not len(client._peers)
+    assert not client.num_watched
+    assert not len(client.peers)
 
 
 def test_peer_that_was_silent_longest_gives_way_to_another(
@@ -260,7 +260,7 @@ def test_peer_that_was_silent_longest_gives_way_to_another(
     client = make_client(peer_timeout_s=1000.0)
     with silent_server() as silent:
         client.open("lost", silent, make_open())
-        wait_until(lambda: any(c.is_open for c in list(client._peers._connections.values())))
+        wait_until(lambda: any(c.is_open for c in list(client.peers.connections.values())))
         client.open("found", producer.endpoint, make_open())
         answers = {(o := outcome_of(client)).key: o.answer for _ in range(2)}
     assert isinstance(answers["lost"], Refused)

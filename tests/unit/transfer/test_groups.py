@@ -35,7 +35,7 @@ def two_groups(layout: PageLayout) -> tuple[GroupPages, ...]:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    pair = Pair(FaultScript(), make_groups=two_groups)
+    pair = Pair(FaultScript(), make_groups=two_groups, push_mode=PushMode.LAYER)
     yield pair
     pair.stop()
     assert (pair.server.num_errors, pair.loader.num_errors) == (0, 0)
@@ -86,7 +86,6 @@ def test_layer_is_waited_for_in_its_own_group(pair: Pair) -> None:
 
 
 def test_layers_of_both_groups_come_as_the_engine_computes_them(pair: Pair) -> None:
-    pair.loader._push_mode = PushMode.LAYER
     pair.loader.start_load(spec_of(pair, in_step=False, num_awaited=NUM_TOKENS))
     begin_step(pair, 0, NUM_TOKENS)
     for layer in range(4):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -64,7 +65,9 @@ class Pair:
         placement: DirectPlacement | None = None,
         make_pages: Callable[[int], Pages | DevicePages] | None = None,
         make_groups: Callable[[PageLayout], Sequence[GroupPages]] = one_group,
+        **loader: Any,
     ) -> None:
+        """``loader``: further options of the consumer's."""
         self.trust = trust or Trust()
         self.our_trust = our_trust or Trust()
         self.time_passed = 0.0  # at each look at the clock of slots: lets quarantines end
@@ -102,6 +105,7 @@ class Pair:
             self.receive_pool,
             self.our_trust,
             placement=placement,
+            **loader,
         )
         self.server.start()
         self.loader.start()
@@ -440,11 +444,11 @@ def test_piece_that_came_in_time_counts_however_late_it_is_read(
     pair.grant(0)
     assert pair.run(pair.spec((0,), (1,))).cause == "", "it connects"
     pair.loader._answer_timeout_s = 0.3
-    peers = pair.loader._peers
+    peers = pair.loader.peers
     send = peers.send
 
     def get_no_turn() -> None:
-        (connection,) = peers._connections.values()
+        (connection,) = peers.connections.values()
         answer = select.poll()  # its descriptor may be beyond what select() takes
         answer.register(connection.stream, select.POLLIN)
         assert answer.poll(LIMIT_S * 1000)
@@ -646,7 +650,7 @@ def test_consumer_that_raises_ends_the_load_and_loads_the_next(
 ) -> None:
     pair = make_pair()
     loader = pair.loader
-    targets = {"scatter": loader._copier, "send": loader._peers, "offer": loader._rings}
+    targets = {"scatter": loader._copier, "send": loader.peers, "offer": loader._rings}
     raising = Raising(targets[name], name, monkeypatch)
     pair.grant(*range(16))
     for _ in range(2 * NUM_SLOTS):
