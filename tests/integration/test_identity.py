@@ -13,12 +13,15 @@ import pytest
 
 from tests.checkpoints import copy_with_other_tensors
 from tests.integration.conftest import Engines, SingleEngine
-from tests.integration.engines import Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
+from tests.integration.pool_steps import POOL, provenance, store
 from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 300
+FULL = NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+ASK = {"return_provenance": True}
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +274,22 @@ def test_an_adapter_that_is_loaded_in_place_is_not_served_from_the_prefix_cache_
     engine.add_lora(str(old), inplace=True)
     assert engine.run()["r"].token_ids == expected != before
     assert engine.ask(prompt, 16, lora=str(old)).token_ids == expected
+
+
+def test_a_pool_tells_adapters_of_one_name_apart(
+    engines: Engines,
+    lora_pair: tuple[Engine, Engine],
+    adapters: tuple[Path, Path],
+    prompt_of: Callable[..., list[int]],
+) -> None:
+    engine = engines.shared("kv_both", pool=POOL, llm=json.dumps(LORA))
+    old, new = map(str, adapters)
+    prompt = prompt_of(NUM_TOKENS)
+    before = store(engine, prompt, 16, lora=old).token_ids
+    answer = store(engine, prompt, 16, kv=ASK, lora=new)
+    assert answer.token_ids == lora_pair[1].ask(prompt, 16, lora=new).token_ids != before
+    assert provenance(answer) == {"computed": NUM_TOKENS}
+    for folder, expected in ((old, before), (new, answer.token_ids)):
+        again = store(engine, prompt, 16, kv=ASK, lora=folder)
+        assert again.token_ids == expected
+        assert provenance(again) == {"dram": FULL, "computed": NUM_TOKENS - FULL}

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of this process's memory and of plain files, in real engines without Mooncake."""
+"""A pool of this process's memory and of plain files, in real engines on hosts without Mooncake."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.conftest import SingleEngine
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, EngineError, Fleet
 from tests.integration.pool_steps import POOL, provenance, settle, store
 
 if TYPE_CHECKING:
-    from tests.integration.conftest import Engines, SingleEngine
+    from tests.integration.conftest import Engines
 
 pytestmark = pytest.mark.engine
 
@@ -22,21 +25,17 @@ NUM_TOKENS = FULL + 9
 ASK = {"return_provenance": True}
 
 
-def has_mooncake(engine: Engine) -> bool:
-    return "mooncake" in Path(f"/proc/{engine.process_id}/maps").read_text()
+WITHOUT_MOONCAKE: dict[str, Any] = {
+    "without": "mooncake",
+    "transfer": {"transport": "shared_memory"},
+}
 
 
 def test_blocks_in_files_outlive_their_engine(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {
-        "pool": {
-            **POOL,
-            "tiers": ["dram", "fs"],
-            "ssd": {"path": str(tmp_path / "kv"), "size": "256MiB"},
-        },
-        "transfer": {"transport": "shared_memory"},
-    }
+    ssd = {"path": str(tmp_path / "kv"), "size": "256MiB"}
+    options = {**WITHOUT_MOONCAKE, "pool": {**POOL, "tiers": ["dram", "fs"], "ssd": ssd}}
     first = engines.own("kv_both", **options)
     prompt = prompt_of(NUM_TOKENS)
     expected = single(prompt).token_ids
@@ -44,7 +43,6 @@ def test_blocks_in_files_outlive_their_engine(
     answer = first.ask(prompt, 8, ASK)
     assert answer.token_ids == expected
     assert provenance(answer) == {"dram": FULL, "computed": 9}
-    assert not has_mooncake(first)
     settle(first)
     engines.kill(first)
 
@@ -58,3 +56,34 @@ def test_blocks_in_files_outlive_their_engine(
     answer = second.ask(prompt, 8, ASK)
     assert answer.token_ids == expected
     assert provenance(answer) == {"dram": FULL, "computed": 9}
+
+
+def test_an_engine_that_needs_mooncake_says_so(engines: Engines) -> None:
+    with pytest.raises(EngineError, match=r"ImportError: .*Mooncake"):
+        engines.own("kv_both", without="mooncake", pool=POOL)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_mla_pages_come_from_memory(
+    engines: Engines,
+    fleet: Fleet,
+    base_config: EngineConfig,
+    models: Callable[[str], str],
+    prompt_of: Callable[..., list[int]],
+    num_workers: int,
+) -> None:
+    """Of two workers each has all of a block, for MLA has one head of KV."""
+    model = models("mla")
+    single = SingleEngine(fleet.engine(replace(base_config, executor="uni", model=model)))
+    llm = json.dumps({"tensor_parallel_size": num_workers})
+    pool = {**POOL, "tiers": ["dram"]}
+    engine = engines.own("kv_both", **WITHOUT_MOONCAKE, model=model, llm=llm, pool=pool)
+    first, second = prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b")
+    for prompt in (first, second):
+        assert store(engine, prompt, 8).token_ids == single(prompt).token_ids
+    for prompt in (first, second):
+        answer = engine.ask(prompt, 8, ASK)
+        assert answer.token_ids == single(prompt).token_ids
+        assert provenance(answer) == {"dram": FULL, "computed": 9}
+    assert single(first).token_ids != single(second).token_ids
+    settle(engine)
