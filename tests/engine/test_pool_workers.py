@@ -21,8 +21,8 @@ from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_co
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.engine.scheduler.sources import SourceState
 from vllm_ascend_pd.pool import link as pool_link
-from vllm_ascend_pd.pool.answers import fold_found, fold_saved
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
+from vllm_ascend_pd.pool.fold import fold_found, fold_saved
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.link import PoolLink

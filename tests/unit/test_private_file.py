@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from vllm_ascend_pd.cli.main import app
 from vllm_ascend_pd.config import RouterLink
-from vllm_ascend_pd.engine.registration import Registrar
+from vllm_ascend_pd.engine.registrar import Registrar
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.private_file import read_private, read_token

@@ -84,7 +84,7 @@ def up(
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import launch
-    from vllm_ascend_pd.cluster.logs import Rotation
+    from vllm_ascend_pd.cluster.log_rotation import Rotation
     from vllm_ascend_pd.cluster.machine import FreePorts, Machine
     from vllm_ascend_pd.cluster.observe import with_prometheus
     from vllm_ascend_pd.cluster.plan import Programs, make_plan

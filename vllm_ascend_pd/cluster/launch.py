@@ -28,7 +28,7 @@ from vllm_ascend_pd.cluster.control import Control, socket_path
 from vllm_ascend_pd.cluster.display import Display
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
-from vllm_ascend_pd.cluster.logs import Rotation
+from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner
 from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.restart import RollingRestart

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import Role
-from vllm_ascend_pd.engine.registration import find_http_url
+from vllm_ascend_pd.engine.registrar import find_http_url
 from vllm_ascend_pd.registration import KVEndpoint, KVEvents, Registration
 from vllm_ascend_pd.registration import Role as RouterRole
 

@@ -12,7 +12,7 @@ while its last blocks are stored) or several are under way at a time.
 Blocks may have been packed while their step computed them. The Save after the step says which of
 them are good; DropAhead ends what no Save has asked for.
 
-Each worker stores and finds its own share of a block; ``pool.answers`` folds what they say.
+Each worker stores and finds its own share of a block; ``pool.fold`` folds what they say.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.cluster.doctor import ascend, deployment, engines, host, transfers
+from vllm_ascend_pd.cluster.doctor import deployment, engines, host, transfers
 from vllm_ascend_pd.cluster.doctor.bandwidth import Bandwidth
+from vllm_ascend_pd.cluster.doctor.bring_up import BringUp
 from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code, fail, ok
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 
@@ -71,7 +72,7 @@ async def _findings(subject: Subject) -> AsyncIterator[Finding]:
         host.RdmaCards(),
     ]
     if subject.ascend:
-        checks.append(ascend.BringUp())
+        checks.append(BringUp())
     if not subject.runs:
         wanted = {
             "the router": ("127.0.0.1", 8000),

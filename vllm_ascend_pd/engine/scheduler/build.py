@@ -12,7 +12,7 @@ from vllm_ascend_pd.config import PDConfig, PeerLoad, WeightReading
 from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
-from vllm_ascend_pd.engine.registration import Registrar
+from vllm_ascend_pd.engine.registrar import Registrar
 from vllm_ascend_pd.engine.scheduler.arrivals import Arrivals
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.first_token import make_sampling_key

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.registration import Registrar, RegistrarState
+from vllm_ascend_pd.engine.registrar import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
 from vllm_ascend_pd.states import impossible
 

@@ -17,7 +17,7 @@ from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.kv.cost import Speed
-from vllm_ascend_pd.pool.answers import fold_found
+from vllm_ascend_pd.pool.fold import fold_found
 from vllm_ascend_pd.pool.keys import PoolNames
 from vllm_ascend_pd.pool.messages import Found, Lookup, join_hashes
 from vllm_ascend_pd.types import Cause, Place

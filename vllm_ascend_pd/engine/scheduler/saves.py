@@ -31,7 +31,7 @@ from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
 from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end
 from vllm_ascend_pd.engine.vllm_api.types import Request
 from vllm_ascend_pd.kv.breaker import Breaker, BreakerState
-from vllm_ascend_pd.pool.answers import fold_saved
+from vllm_ascend_pd.pool.fold import fold_saved
 from vllm_ascend_pd.pool.messages import (
     DROPPED,
     AheadSpec,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.cluster.doctor.ascend import ITEMS, PER_DEVICE, BringUp, Item, link_settings
+from vllm_ascend_pd.cluster.doctor.bring_up import ITEMS, PER_DEVICE, BringUp, Item, link_settings
 from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict
 
 GIB = 1 << 30

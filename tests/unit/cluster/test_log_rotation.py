@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.cluster.logs import Rotation
+from vllm_ascend_pd.cluster.log_rotation import Rotation
 
 
 def texts(folder: Path) -> dict[str, str]:

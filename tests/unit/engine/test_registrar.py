@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.config import RouterLink
-from vllm_ascend_pd.engine.registration import Registrar, RegistrarState, find_http_url
+from vllm_ascend_pd.engine.registrar import Registrar, RegistrarState, find_http_url
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import Registration, decode
 
