@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tests.router.scripted_engine import Received, ScriptedEngine
 
 MAX_SAMPLES = 64
+CHUNK_ID = "scripted"
 _DONE = b"data: [DONE]\n\n"
 LAST_WORDS = {
     "end": (),
@@ -26,6 +27,16 @@ LAST_WORDS = {
 
 class NotFound(Exception):
     """An unknown model, or a response that is not stored; answered with 404."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A stream under way."""
+
+    num_tokens: int = 0
+    """That were sent."""
+    is_gone: bool = False
+    """Another engine has it."""
 
 
 @dataclass(slots=True)
@@ -120,7 +131,12 @@ class Answer:
             writer.write(message)
 
     async def stream(
-        self, writer: asyncio.StreamWriter, token_s: float, fault: str, number: int
+        self,
+        writer: asyncio.StreamWriter,
+        token_s: float,
+        fault: str,
+        number: int,
+        running: Running,
     ) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
         writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
@@ -140,6 +156,10 @@ class Answer:
                 await asyncio.Event().wait()
             if token_s:
                 await asyncio.sleep(token_s)
+            if running.is_gone:
+                writer.writelines(map(_chunk, LAST_WORDS["abort"]))
+                break
+            running.num_tokens = min(max(self.num_resumed, 1) + at, len(self.tokens))
             size = 1 if fault == "slow_body" else len(event)
             for i in range(0, len(event), size):
                 writer.write(_chunk(event[i : i + size]))
@@ -187,7 +207,7 @@ def _openai(is_chat: bool) -> Form:
     kind = "chat.completion" if is_chat else "text_completion"
 
     def base(answer: Answer, kind: str) -> dict[str, Any]:
-        return {"id": "scripted", "object": kind, "created": 1, "model": answer.model}
+        return {"id": CHUNK_ID, "object": kind, "created": 1, "model": answer.model}
 
     def whole(answer: Answer, has_stopped: bool) -> dict[str, Any]:
         reason = "stop" if has_stopped else "length"

@@ -23,6 +23,7 @@ left, the request is answered well:
     end(n)       of a stream: n events, then its regular end, without [DONE]
     dead(n)      of a stream: n events, then vLLM's error of an engine that died, and [DONE]
     abort(n)     of a stream: n events, then one that says abort, and [DONE]
+    lost         of a request that moves here: it was handed over, and then closed
     no_params    a prefill answer without kv_transfer_params
     stopped      a prefill answer without them, because the first token ended the request
 """
@@ -40,15 +41,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.router.scripted_answers import (
+    CHUNK_ID,
     FORMS,
     Answer,
     NotFound,
+    Running,
     error,
     json_answer,
     whole_answer,
 )
 
 RESPONSES = "/v1/responses"
+LIVE: dict[int, ScriptedEngine] = {}
+"""By the port where another one can copy running requests."""
 BATCH = "/v1/chat/completions/batch"
 _FAULT = re.compile(r"(\w+)(?:\(([\d.]+)\))?")
 NOT_STALE_S = 0.2
@@ -105,6 +110,10 @@ class ScriptedEngine:
     metrics: str = ""
     port: int = 0
     """0 until the first start; kept after it."""
+    copy_s: float = 0.0
+    """Seconds until it has a running request's KV from another engine."""
+    running: dict[str, Running] = field(default_factory=dict)
+    """The last of its streams that began, by its chunks' id."""
     stored: dict[str, Any] = field(default_factory=dict)
     """Responses, by id."""
     received: list[Received] = field(default_factory=list)
@@ -141,9 +150,11 @@ class ScriptedEngine:
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
+        LIVE[self.port] = self
 
     async def stop(self) -> None:
         """As a killed process: the port refuses, and every connection is reset."""
+        LIVE.pop(self.port, None)
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -258,8 +269,7 @@ class ScriptedEngine:
             fault, number = "status", status
         keep = fault in ("ok", "delay", "status", "bad_json", "slow_body", "no_params", "stopped")
         if fault in ("close", "reset", "half_close"):
-            for _ in range(NUM_STEPS):
-                await asyncio.sleep(NOT_STALE_S / NUM_STEPS)
+            await _until_not_stale()
         else:
             await asyncio.sleep(self._wait_s(fault, number, request, answer))
         if fault == "close":
@@ -283,11 +293,50 @@ class ScriptedEngine:
         elif answer is None:
             return False
         elif answer.streamed:
-            await answer.stream(writer, self.token_s, fault, int(number))
+            await self._stream(answer, request, writer, fault, int(number))
         else:
             await answer.send(writer, self.token_s, fault)
         await writer.drain()
         return keep
+
+    async def _stream(
+        self,
+        answer: Answer,
+        request: Received,
+        writer: asyncio.StreamWriter,
+        fault: str,
+        number: int,
+    ) -> None:
+        resume = request.params.get("resume") or {}
+        if (source := resume.get("source")) is not None:
+            num_tokens = await self._take_over(source, resume["request_id"])
+            if fault == "lost":
+                await _until_not_stale()
+                return
+            fault, number = ("dead", 0) if num_tokens is None else (fault, number)
+            answer.num_resumed = num_tokens or 0
+        running = self.running[CHUNK_ID] = Running()
+        try:
+            await answer.stream(writer, self.token_s, fault, number, running)
+        finally:
+            if self.running.get(CHUNK_ID) is running:
+                del self.running[CHUNK_ID]
+
+    async def _take_over(self, source: dict[str, Any], request_id: str) -> int | None:
+        """Tokens of the request, which the source will never go on with; ``None`` if there is none
+        any more."""
+        await asyncio.sleep(self.copy_s)
+        engine = LIVE.get(source["port"])
+        running = engine.running.pop(request_id, None) if engine is not None else None
+        if running is None:
+            return None
+        running.is_gone = True
+        return running.num_tokens
+
+
+async def _until_not_stale() -> None:
+    for _ in range(NUM_STEPS):
+        await asyncio.sleep(NOT_STALE_S / NUM_STEPS)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -76,10 +76,16 @@ class Answering:
             return "no_token"
         return "moving" if self.move is not None else None
 
-    def broke(self) -> Move | None:
+    def broke(self, failure: Failure, leg: Leg) -> Move | None:
         """The engine gives nothing more, and the answer is not complete. The move whose target
         goes on, or may; it is the caller's."""
         move, self.move = self.move, None
+        has_handed_over = move is not None and failure.kind is FailureKind.STATUS
+        if failure.kind is FailureKind.MOVED or has_handed_over:
+            leg.outcome = "moved"
+        else:
+            leg.outcome = "broken_stream"
+            self.instance.failed(failure, "stream")
         if move is None:
             return None
         move.advance(MoveEvent.SOURCE_BROKE)

@@ -313,12 +313,7 @@ class Relay:
         if failure is None:
             leg.outcome = "ok"
             return None
-        if failure.kind is FailureKind.MOVED:
-            leg.outcome = "moved"
-        else:
-            leg.outcome = "broken_stream"
-            leg.instance.failed(failure, "stream")
-        return Broken(events, leg.instance, failure, record, answering.broke())
+        return Broken(events, leg.instance, failure, record, answering.broke(failure, leg))
 
     def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
         """No further attempt; the last failure says why."""

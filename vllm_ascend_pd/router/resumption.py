@@ -199,19 +199,14 @@ class Resumption:
             if failure is None:
                 leg.outcome = "ok"
                 return "ok"
-            broken.move = answering.broke()
-        broken.failure, broken.stage = failure, None
-        if failure.kind is FailureKind.STATUS and not splice.num_tokens:
-            leg.outcome = "refused"
-            return self._refused(job, broken, leg.instance)
+            broken.failure, broken.stage = failure, None
+            if failure.kind is FailureKind.STATUS and not splice.num_tokens:
+                leg.outcome = "refused"
+                return self._refused(job, broken, leg.instance)
+            broken.move = answering.broke(failure, leg)
         broken.instance = leg.instance
         if not broken.failed:
             broken.since = time.monotonic()
-        if failure.kind is FailureKind.MOVED:
-            leg.outcome = "moved"
-        else:
-            leg.outcome = "broken_stream"
-            leg.instance.failed(failure, "stream")
         return failure.kind.value
 
     def _refused(self, job: Job, broken: Broken, instance: Instance) -> str:

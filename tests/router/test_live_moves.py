@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams whose target copies them from the engine that runs them: the two engines agree when one
+stops and the other goes on, and the router follows them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.router.broken_streams import ANY, PATIENT, resumes
+from tests.router.harness import Deployment, deployed, run, until
+from tests.router.moving import SLOW, Client, is_whole, move, name
+from tests.router.scripted_engine import ScriptedEngine
+from vllm_ascend_pd.registration import KVEndpoint
+from vllm_ascend_pd.resume import Resume, ResumeKey
+from vllm_ascend_pd.router.config import RouterConfig
+
+
+@asynccontextmanager
+async def movable(
+    num_decodes: int, config: RouterConfig = PATIENT, **engine: Any
+) -> AsyncIterator[Deployment]:
+    """Engines that can hand a running request over to each other."""
+    async with deployed(0, num_decodes, config, **{**SLOW, **engine}) as d:
+        registry = d.router.registry
+        for one in d.decodes:
+            endpoint = KVEndpoint(engine_id=one.name, host="127.0.0.1", port=one.port, key="k")
+            spec = registry.get(name(one)).spec
+            registry.put(msgspec.structs.replace(spec, role="both", kv=endpoint, epoch="e"))
+        await until(lambda: all(i.models for i in registry))
+        yield d
+
+
+async def running(d: Deployment, **fields: Any) -> tuple[Client, ScriptedEngine, ScriptedEngine]:
+    """A stream, its engine, and another one."""
+    client = Client(d, **fields)
+    await client.has(3)
+    (source,) = [e for e in d.decodes if e.num_in_progress]
+    return client, source, next(e for e in d.decodes if e is not source)
+
+
+def sources(d: Deployment) -> list[bool]:
+    """Of each leg that went on with a request: whether it copied from a running one."""
+    return [bool(r.params["resume"].get("source")) for r in resumes(d)]
+
+
+@pytest.mark.parametrize("kind", ["exact", "sampled"])
+def test_request_is_handed_over_and_each_token_is_computed_once(kind: str) -> None:
+    async def test() -> None:
+        async with movable(2, ANY, copy_s=0.1) as d:
+            fields = {"temperature": 0.7} if kind == "sampled" else {}
+            client, source, target = await running(d, **fields)
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            got = await client.events()
+            assert is_whole(got, source)
+            assert got[-2]["provenance"] == {"resumed": 0, "kind": kind, "moved": 1}
+            (leg,) = resumes(d)
+            resume = Resume.from_params(leg.params["resume"])
+            assert ResumeKey(None).accepts(resume)
+            assert resume.request_id == got[0]["id"]
+            assert not resume.output_token_ids
+            assert resume.source is not None
+            assert (resume.source.port, resume.source.epoch) == (source.port, "e")
+            assert d.count("legs_total", instance=name(source), leg="decode", outcome="moved") == 1
+            assert sum(i.num_failures for i in d.router.registry) == 0
+
+    run(test)
+
+
+def test_target_that_copies_nothing_gets_the_tokens() -> None:
+    async def test() -> None:
+        async with movable(2) as d:
+            client, source, target = await running(d)
+            target.script("dead(0)")
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            assert is_whole(await client.events(), source)
+            assert sources(d) == [True, False]
+
+    run(test)
+
+
+def test_target_that_takes_neither_leaves_the_stream_where_it_is() -> None:
+    async def test() -> None:
+        async with movable(2) as d:
+            client, source, target = await running(d)
+            target.script("dead(0), dead(0)")
+            [report] = await move(d, to=name(target))
+            assert (report["outcome"], report["cause"]) == ("stayed", "refused")
+            assert is_whole(await client.events(), source)
+            assert source.num_given_up == 0
+
+    run(test)
+
+
+def test_answer_that_ends_while_it_is_copied_needs_no_move() -> None:
+    async def test() -> None:
+        async with movable(2, copy_s=5) as d:
+            client, source, target = await running(d, max_tokens=8)
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "not_needed"
+            assert is_whole(await client.events(), source)
+            await until(lambda: target.num_given_up == 1)
+
+    run(test)
+
+
+def test_source_that_dies_while_it_is_copied_is_followed_by_the_target() -> None:
+    async def test() -> None:
+        async with movable(3, copy_s=0.3) as d:
+            for engine in d.decodes:
+                engine.script("break(6)")
+            client, source, target = await running(d)
+            for engine in d.decodes:
+                engine.script_nothing()
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            assert is_whole(await client.events(), source)
+            assert sources(d) == [True, False]
+            assert len([e for e in d.decodes if e.received]) == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("again", ["", ", dead(0)"], ids=["goes on", "refuses"])
+def test_target_that_dies_with_the_request_in_its_hands_loses_no_token(again: str) -> None:
+    """The source has stopped for good."""
+
+    async def test() -> None:
+        async with movable(3) as d:
+            client, source, target = await running(d)
+            target.script("lost" + again)
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == ("broken" if again else "moved")
+            got = await client.events()
+            assert is_whole(got, source)
+            assert got[-2]["provenance"]["resumed"] == bool(again)
+
+    run(test)
+
+
+def test_client_that_leaves_while_it_is_copied_leaves_nothing() -> None:
+    async def test() -> None:
+        async with movable(2, copy_s=5) as d:
+            client, source, target = await running(d, max_tokens=200)
+            moving = asyncio.ensure_future(move(d, to=name(target)))
+            await until(lambda: target.num_in_progress == 1)
+            client.task.cancel()
+            [report] = await moving
+            assert report["outcome"] == "not_needed"
+            await until(lambda: source.num_given_up == target.num_given_up == 1)
+            assert all(i.num_admitted == 0 for i in d.router.registry)
+
+    run(test)
+
+
+def test_request_is_handed_to_and_fro() -> None:
+    async def test() -> None:
+        async with movable(2, token_s=0.005) as d:
+            client, source, _ = await running(d, max_tokens=400)
+            num_moved = 0
+            while not client.task.done() and num_moved < 30:
+                num_moved += (await move(d))[0]["outcome"] == "moved"
+            got = await client.events()
+            assert is_whole(got, source)
+            assert num_moved >= 20
+            assert all(sources(d))
+            assert got[-2]["provenance"]["moved"] == num_moved
+
+    run(test)
