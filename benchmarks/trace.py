@@ -20,18 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traces import (
-    TraceRequest,
-    ideal_hits,
-    make_trace,
-    prompt_of,
-    read_trace,
-    scale,
-)
+import msgspec
+from traces import ideal_hits, make_trace, prompt_of, scale
+
+from vllm_ascend_pd.planner.trace import TraceRequest, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,7 +153,7 @@ class Engine:
 
     def replay(self, requests: Sequence[TraceRequest]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        values = [list(asdict(request).values()) for request in requests]
+        values = [msgspec.structs.astuple(request) for request in requests]
         self._process.stdin.write(json.dumps(values) + "\n")
         self._process.stdin.flush()
         try:
@@ -254,7 +250,7 @@ def main() -> None:
         engine_main(options)
         return
     if options.trace is not None:
-        requests = read_trace(options.trace, options.max_requests)
+        requests = read_trace(options.trace, options.max_requests, needs_prefixes=True)
     else:
         requests = make_trace(num_conversations=120, num_turns=4)[: options.max_requests]
     scaled = scale(requests, options.tokens_per_id, options.duration_s * 1000)

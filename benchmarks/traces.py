@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces in Mooncake's format: read, made up, scaled, and what a cache could gain on them.
+"""Traces in Mooncake's format: made up, scaled, and what a cache could gain on them.
 
 One JSON object per line: ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens), and
 ``hash_ids``, one for each 512 tokens of the input (the last for what is left): two requests share
@@ -12,57 +12,19 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import math
 import random
 from collections import OrderedDict
-from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from vllm_ascend_pd.planner.trace import TOKENS_PER_ID, TraceRequest
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-TOKENS_PER_ID = 512
-_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One line. ``timestamp_ms`` is counted from the start of the trace."""
-
-    timestamp_ms: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
-
-    def to_json(self) -> str:
-        values = round(self.timestamp_ms), self.input_length, self.output_length
-        return json.dumps(dict(zip(_FIELDS, (*values, list(self.hash_ids)), strict=True)))
-
-
-def read_trace(path: Path, max_requests: int | None = None) -> list[TraceRequest]:
-    """Raises ``ValueError`` that names the line which is not of this format."""
-    requests: list[TraceRequest] = []
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if max_requests is not None and len(requests) >= max_requests:
-                break
-            if not line.strip():
-                continue
-            try:
-                raw = json.loads(line)
-                timestamp, input_length, output_length, hash_ids = (raw[name] for name in _FIELDS)
-                request = TraceRequest(
-                    float(timestamp), int(input_length), int(output_length), tuple(hash_ids)
-                )
-                if len(hash_ids) != math.ceil(input_length / TOKENS_PER_ID):
-                    raise ValueError(f"{len(hash_ids)} hash_ids for {input_length} tokens")
-            except (KeyError, TypeError, ValueError) as e:
-                raise ValueError(f"{path}:{number} is not a line of Mooncake's format: {e}") from e
-            requests.append(request)
-    return requests
 
 
 def make_trace(
@@ -98,7 +60,11 @@ def make_trace(
             now += 20 * output_length + rng.expovariate(1 / (duration_ms / 12))
     ordered = [heapq.heappop(turns)[2] for _ in range(len(turns))]
     first = ordered[0].timestamp_ms
-    return [replace(request, timestamp_ms=request.timestamp_ms - first) for request in ordered]
+    return [_moved(request, request.timestamp_ms - first) for request in ordered]
+
+
+def _moved(request: TraceRequest, timestamp_ms: float) -> TraceRequest:
+    return msgspec.structs.replace(request, timestamp_ms=timestamp_ms)
 
 
 def scale(
@@ -168,7 +134,8 @@ def main() -> None:
         options.duration_s * 1000,
         options.seed,
     )
-    options.out.write_text("".join(f"{request.to_json()}\n" for request in requests))
+    rounded = (_moved(request, round(request.timestamp_ms)) for request in requests)
+    options.out.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in rounded))
     num_tokens = sum(request.input_length for request in requests)
     hits = sum(ideal_hits(requests, TOKENS_PER_ID, math.inf))
     print(

@@ -28,6 +28,7 @@ import requests
 from tests.e2e import observed
 from tests.e2e.load import Load
 from tests.e2e.servers import free_port
+from vllm_ascend_pd.planner import profile as planner_profile
 from vllm_ascend_pd.testing.tiny_model import main as make_model
 
 pytestmark = pytest.mark.engine
@@ -190,6 +191,30 @@ def test_doctor_examines_all_that_the_topology_says(up: Up, model: Path, tmp_pat
     assert code == 1
     [failed] = [finding for finding in findings if finding["verdict"] == "fail"]
     assert failed["found"] == "the router does not know decode-1 of host localhost"
+
+
+def test_a_profile_of_it_plans_how_a_trace_is_served(up: Up, tmp_path: Path) -> None:
+    taken, trace = tmp_path / "profile.json", tmp_path / "trace.jsonl"
+    words = ["profile", up.url, "--out", str(taken), "--tokens", "32,512", "--batches", "1,2"]
+    words += ["--contexts", "32,256", "--rounds", "1"]
+    done = subprocess.run([VLLM_PD, *words], env=ENVIRONMENT, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    profile = planner_profile.load(taken)
+    assert profile.model == "tiny"
+    assert {(p.num_tokens, p.batch) for p in profile.prefill} == set(
+        itertools.product((32, 512), (1, 2))
+    )
+    assert len(profile.decode) == 4
+    assert min(p.seconds for p in (*profile.prefill, *profile.decode)) > 0
+    assert profile.decode_kv_tokens >= 4096
+
+    asked = [{"timestamp": 100 * i, "input_length": 300, "output_length": 16} for i in range(100)]
+    trace.write_text("\n".join(map(json.dumps, asked)))
+    words = ["plan", "--trace", str(trace), "--profile", str(taken), "--gpus", "4"]
+    done = subprocess.run([VLLM_PD, *words], env=ENVIRONMENT, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split()[:2] for line in done.stdout.decode().splitlines()[1:4]]
+    assert rows == [["1P", "3D"], ["2P", "2D"], ["3P", "1D"]]
 
 
 @observed.needs_prometheus

@@ -14,7 +14,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-SUBCOMMANDS = ("patch", "up", "restart", "move", "drain", "router", "doctor", "pool", "manifests")
+SUBCOMMANDS = (
+    *("patch", "up", "restart", "move", "drain", "router", "doctor", "pool", "manifests"),
+    *("profile", "plan"),
+)
 """In the order of ``vllm-pd --help``."""
 
 

@@ -11,15 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import traces
-from benchmarks.traces import (
-    TOKENS_PER_ID,
-    TraceRequest,
-    ideal_hits,
-    make_trace,
-    prompt_of,
-    read_trace,
-    scale,
-)
+from benchmarks.traces import ideal_hits, make_trace, prompt_of, scale
+from vllm_ascend_pd.planner.trace import TOKENS_PER_ID, TraceRequest, read_trace
 
 
 def test_trace_that_was_made_up_is_read_back(
@@ -64,7 +57,7 @@ def test_line_of_another_format_is_named(tmp_path: Path, line: str) -> None:
     good = '{"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": [1]}'
     path.write_text(f"{good}\n\n{line}\n")
     with pytest.raises(ValueError, match=r"trace\.jsonl:3 is not a line"):
-        read_trace(path)
+        read_trace(path, needs_prefixes=True)
 
 
 def test_scaled_requests_share_the_same_full_blocks() -> None:

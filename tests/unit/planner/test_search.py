@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best split and the least, of outcomes that are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.planner.known_speeds import SPEEDS, poisson
+from vllm_ascend_pd.planner import report
+from vllm_ascend_pd.planner.limits import router_needs
+from vllm_ascend_pd.planner.search import MAX_ROWS, Objective, Search
+from vllm_ascend_pd.planner.simulate import Outcome, Split, simulate
+
+
+class World:
+    """Requests are in time as far as P and D suffice: needs 3.5 P and 1.5 D, say."""
+
+    def __init__(self, need_p: float, need_d: float, num_requests: int = 1000) -> None:
+        self._need, self._num_requests = (need_p, need_d), num_requests
+        self.asked: list[Split] = []
+
+    def __call__(self, split: Split) -> Outcome:
+        self.asked.append(split)
+        good = min(1.0, *(have / need for have, need in zip(split, self._need, strict=True)))
+        in_time = np.arange(self._num_requests) < good * self._num_requests
+        nothing = np.zeros(0)
+        times = np.where(in_time, 0.5, 3.0)
+        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0)
+
+
+OBJECTIVE = Objective(ttft_s=2.0, itl_s=0.1)
+
+
+def test_every_split_is_tried_and_the_best_is_the_one_with_most_requests_in_time() -> None:
+    world = World(3.5, 1.5)
+    found = Search(world, OBJECTIVE).find(8)
+    assert [row.split for row in found.rows] == [Split(p, 8 - p) for p in range(1, 8)]
+    assert found.best.split == Split(4, 4)
+    assert found.best.attained == 1.0
+    assert found.best.goodput == pytest.approx(100.0)
+    assert found.rows[0].goodput == pytest.approx(28.6)
+    assert len(world.asked) == len(set(world.asked))
+
+
+def test_the_least_that_meets_the_objective() -> None:
+    found = Search(World(3.5, 1.5), OBJECTIVE).find(8)
+    assert found.least is not None
+    assert found.least.split == Split(4, 2)
+    assert Search(World(3.5, 1.5), Objective(2, 0.1, attained=0.8)).find(8).least.split == (3, 2)
+    assert Search(World(7.5, 0.5), OBJECTIVE).find(8).least is None
+    assert Search(World(4.5, 3.5), OBJECTIVE).find(8).least is None
+
+
+def test_the_least_is_looked_for_upwards_where_p_and_d_fail_different_requests() -> None:
+    def fails(split: Split) -> Outcome:
+        """Each role loses some requests, others than the other."""
+        times = np.full(1000, 0.5)
+        times[: max(0, 8 - 2 * split.num_prefill)] = 3
+        times[len(times) - max(0, 8 - 2 * split.num_decode) :] = 3
+        nothing = np.zeros(0)
+        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0)
+
+    # 1 P alone loses 6 of the 10 that may be lost, and so does 1 D: 12 together.
+    found = Search(fails, OBJECTIVE).find(8)
+    assert found.least is not None
+    assert sum(found.least.split) == 3
+
+
+def test_of_many_splits_those_around_the_best_are_tried() -> None:
+    world = World(700.0, 200.0, num_requests=100_000)
+    found = Search(world, OBJECTIVE).find(1000)
+    assert found.best.split.num_prefill in range(700, 801)
+    assert len(found.rows) < 4 * MAX_ROWS
+    assert found.least is not None
+    assert found.least.split == Split(693, 198)  # 99 % of them
+
+
+def test_an_objective_of_time_between_tokens_counts_too() -> None:
+    assert Search(World(1, 1), Objective(2, 0.004)).find(2).best.attained == 0
+
+
+def test_table_picture_and_json_show_what_was_found(tmp_path: Path) -> None:
+    asked = poisson(200, 8.0, 90, 20, 1)
+    objective = Objective(0.4, 0.1)
+    found = Search(lambda split: simulate(asked, SPEEDS, split), objective).find(5)
+    shown = report.table(found, objective, 2)
+    assert [line.split()[:2] for line in shown.splitlines()[1:5]] == [
+        ["1P", "4D"],
+        ["2P", "3D"],
+        ["3P", "2D"],
+        ["4P", "1D"],
+    ]
+    assert f"best:  {found.best.split}: {found.best.goodput:.2f} requests/s in time" in shown
+    assert found.least is not None
+    assert f"least: {found.least.split} ({2 * sum(found.least.split)} devices)" in shown
+    assert json.loads(report.to_json(found))["best"]["split"] == list(found.best.split)
+    report.draw(found, objective, tmp_path / "plan.svg")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+    needs = router_needs(asked, found.best)
+    assert "the first to be too much: tokens of streams" in report.needs(needs)
+    by_name = {need.what: need for need in needs}
+    assert by_name["heartbeats"].per_second == 1.0
+    assert by_name["tokens of streams"].per_second == pytest.approx(
+        20 * by_name["requests"].per_second
+    )

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines as queues: cases that can be worked out by hand, and what must hold of any trace."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.planner.known_speeds import MAX_SEQS, SPEEDS, poisson, trace
+from vllm_ascend_pd.planner.simulate import Split, simulate
+
+ONE_EACH = Split(1, 1)
+
+
+def test_one_request_takes_its_prefill_its_hand_over_and_its_steps() -> None:
+    outcome = simulate(trace((0, 100, 11)), SPEEDS, ONE_EACH)
+    assert outcome.ttft_s == pytest.approx([0.11])
+    assert outcome.itl_s == pytest.approx([0.02])
+    assert outcome.duration_s == pytest.approx(0.11 + 10 * 0.02)
+    assert outcome.prefill_use == pytest.approx(0.1 / 0.31)
+    assert outcome.decode_use == pytest.approx(0.2 / 0.31)
+    assert outcome.itl_percentile(99) == pytest.approx(0.02)
+
+
+def test_an_answer_of_one_token_is_p_s_and_needs_no_step() -> None:
+    outcome = simulate(trace((0, 100, 1)), SPEEDS, ONE_EACH)
+    assert (outcome.ttft_s[0], outcome.itl_s[0]) == (pytest.approx(0.11), 0)
+    assert outcome.decode_use == outcome.itl_percentile(50) == 0
+
+
+def test_prompts_are_computed_one_after_another_and_short_ones_in_one_step() -> None:
+    outcome = simulate(trace((0, 100, 1), (0, 60, 1), (0, 40, 1), (0, 1, 1)), SPEEDS, ONE_EACH)
+    # 60 and 40 fill a step: both are there when it ends.
+    assert outcome.ttft_s == pytest.approx([0.11, 0.21, 0.21, 0.211])
+
+
+def test_what_prompts_of_one_step_share_is_spent_once() -> None:
+    speeds = replace(SPEEDS, prefill_base_s=0.03)
+    outcome = simulate(trace((0, 100, 1), (0, 50, 1), (0, 50, 1)), speeds, ONE_EACH)
+    # 100 ms; then 30 ms for both, and 20 ms for each.
+    assert outcome.ttft_s == pytest.approx([0.11, 0.18, 0.18])
+
+
+def test_a_request_joins_the_batch_when_the_step_under_way_ends() -> None:
+    # The first one's steps begin at 0.06; the second one is there at 0.165, within the sixth.
+    outcome = simulate(trace((0, 50, 21), (0.105, 50, 3)), SPEEDS, ONE_EACH)
+    assert outcome.ttft_s == pytest.approx([0.06, 0.18 - 0.105])
+    assert outcome.itl_s == pytest.approx([0.02, 0.02])
+
+
+def test_a_request_that_comes_with_the_end_of_a_step_joins_the_next_one() -> None:
+    outcome = simulate(trace((0, 50, 21), (0.1, 50, 3)), SPEEDS, ONE_EACH)
+    assert outcome.ttft_s == pytest.approx([0.06, 0.06])
+
+
+def test_larger_batches_and_longer_contexts_have_longer_steps() -> None:
+    speeds = replace(
+        SPEEDS, step_base_s=[0.0, 0.02, 0.03, 0.04, 0.05], step_slope_s=[0.0] + [1e-4] * MAX_SEQS
+    )
+    outcome = simulate(trace((0, 100, 4)), speeds, ONE_EACH)
+    # Contexts of 100, 101 and 102 tokens.
+    assert outcome.itl_s[0] == pytest.approx(0.02 + 101e-4)
+    both = simulate(trace((0, 50, 3), (0, 50, 3)), speeds, ONE_EACH)
+    assert both.itl_s == pytest.approx([0.03 + 50.5e-4] * 2)
+    assert both.step_tokens.sum() == 4
+
+
+def test_a_request_joins_at_a_step_s_end_while_steps_grow() -> None:
+    speeds = replace(SPEEDS, step_slope_s=[0.0] + [1e-3] * MAX_SEQS)
+    alone = simulate(trace((0, 50, 30)), speeds, ONE_EACH)
+    ends = 0.06 + np.cumsum(0.02 + 1e-3 * (50 + np.arange(29)))
+    assert alone.duration_s == pytest.approx(ends[-1])
+    outcome = simulate(trace((0, 50, 30), (0.7, 50, 2)), speeds, ONE_EACH)
+    assert outcome.ttft_s[1] + 0.7 == pytest.approx(min(e for e in ends if e >= 0.76))
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_num_seqs": 1}, {"decode_kv_tokens": 70}, {"decode_kv_tokens": 1}]
+)
+def test_a_full_d_lets_others_wait(limit: dict[str, int]) -> None:
+    outcome = simulate(trace((0, 50, 11), (0, 50, 11)), replace(SPEEDS, **limit), ONE_EACH)
+    # Both are handed over at 0.11, and the second one begins when the first one ends.
+    assert outcome.ttft_s == pytest.approx([0.11, 0.31])
+    assert outcome.itl_s == pytest.approx([0.02, 0.02])
+
+
+def test_each_request_goes_to_the_least_loaded() -> None:
+    outcome = simulate(
+        trace((0, 90, 2), (0.001, 20, 2), (0.002, 20, 2), (0.003, 20, 2)), SPEEDS, Split(2, 2)
+    )
+    # The second P takes all three: they are fewer tokens than the first one's.
+    assert outcome.ttft_s == pytest.approx([0.1, 0.03, 0.069, 0.068])
+
+
+def test_a_prefix_that_p_has_computed_is_not_computed_again() -> None:
+    requests = ((0.0, 55, 1), (1.0, 55, 1), (2.0, 60, 1), (3.0, 50, 1))
+    prefixes = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7), (1, 2, 8, 9, 10, 11), (1, 2, 3, 4, 5))
+    found = simulate(trace(*requests, prefixes=prefixes), SPEEDS, ONE_EACH)
+    # Five, two and four whole ids: of the last prompt at least one token is computed.
+    assert found.ttft_s == pytest.approx([0.065, 0.015, 0.05, 0.02])
+    assert found.hit_rate == pytest.approx((50 + 20 + 40) / 220)
+
+
+def test_p_forgets_what_was_used_least_recently() -> None:
+    requests = ((0.0, 20, 1), (1.0, 20, 1), (2.0, 25, 1), (3.0, 25, 1))
+    prefixes = ((1, 2), (3, 4), (1, 2, 5), (3, 4, 6))
+    small = replace(SPEEDS, prefill_kv_tokens=20)
+    assert simulate(trace(*requests, prefixes=prefixes), SPEEDS, ONE_EACH).hit_rate == 40 / 90
+    assert simulate(trace(*requests, prefixes=prefixes), small, ONE_EACH).hit_rate == 0
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_p_s_queue_is_as_long_as_that_of_one_server_with_constant_service(load: float) -> None:
+    # M/D/1: the mean wait is load / (2 (1 - load)) of the service time.
+    outcome = simulate(poisson(40_000, load / 0.1, 100, 1, 7), SPEEDS, ONE_EACH)
+    wait = float(outcome.ttft_s.mean()) - 0.11
+    assert wait == pytest.approx(0.1 * load / (2 * (1 - load)), rel=0.06)
+    assert outcome.prefill_use == pytest.approx(load, rel=0.03)
+
+
+def test_requests_in_d_are_as_many_as_little_s_law_says() -> None:
+    speeds = replace(SPEEDS, max_num_seqs=64, step_base_s=[0.02] * 65, step_slope_s=[0.0] * 65)
+    outcome = simulate(poisson(5_000, 5.0, 10, 51, 3), speeds, ONE_EACH)
+    # 5 a second, each 50 steps of 20 ms: 5 run at once in the mean.
+    num_running = outcome.step_tokens.sum() / (outcome.duration_s / 0.02)
+    assert num_running == pytest.approx(5.0, rel=0.05)
+    assert outcome.step_tokens.sum() == 5_000 * 50
+
+
+ROWS = st.lists(
+    st.tuples(st.floats(0, 20, allow_nan=False), st.integers(1, 400), st.integers(1, 60)),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ROWS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 500), st.floats(0, 1e-3))
+def test_every_request_ends_once_and_no_sooner_than_it_could_alone(
+    rows: list[tuple[float, int, int]], p: int, d: int, kv_tokens: int, slope: float
+) -> None:
+    speeds = replace(SPEEDS, decode_kv_tokens=kv_tokens, step_slope_s=[slope] * (MAX_SEQS + 1))
+    asked = trace(*sorted(rows))
+    outcome = simulate(asked, speeds, Split(p, d))
+    assert len(outcome.ttft_s) == len(rows)
+    prompts, outputs = asked.num_prompt_tokens, asked.num_output_tokens
+    assert (outcome.ttft_s >= prompts * 0.001 + 0.01 - 1e-9).all()
+    assert (outcome.itl_s >= np.where(outputs > 1, 0.02 - 1e-9, 0)).all()
+    assert outcome.step_tokens.sum() == (outputs - 1).sum()
+    ends = asked.arrival_s + outcome.ttft_s + outcome.itl_s * np.maximum(1, outputs - 1)
+    assert outcome.duration_s == pytest.approx(ends.max())
+    assert 0 < outcome.prefill_use <= 1 + 1e-9
+    assert 0 <= outcome.decode_use <= 1 + 1e-9
+    assert not math.isnan(outcome.duration_s)
+
+
+def test_the_same_trace_has_the_same_outcome() -> None:
+    asked = poisson(500, 30.0, 60, 9, 5)
+    one, other = (simulate(asked, SPEEDS, Split(2, 3)) for _ in range(2))
+    assert (one.ttft_s == other.ttft_s).all()
+    assert (one.itl_s == other.itl_s).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_more_instances_never_lower_goodput(seed: int) -> None:
+    asked = poisson(400, 25.0, 90, 30, seed)
+
+    def num_in_time(split: Split) -> int:
+        outcome = simulate(asked, SPEEDS, split)
+        return int(((outcome.ttft_s <= 0.4) & (outcome.itl_s <= 0.021)).sum())
+
+    by_p = [num_in_time(Split(p, 4)) for p in range(1, 7)]
+    by_d = [num_in_time(Split(4, d)) for d in range(1, 7)]
+    assert by_p == sorted(by_p)
+    assert by_d == sorted(by_d)
+    assert by_p[0] < by_p[-1]
+    assert by_d[0] < by_d[-1]

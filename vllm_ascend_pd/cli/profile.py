@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd profile``: measures how fast running engines are, for ``vllm-pd plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    help="""Measure a P and a D behind a router, and write what `vllm-pd plan` needs.
+
+Seconds of prefill by tokens and batch, of a decode step by batch and context, and of the hand-over
+by tokens. The engines should have nothing else to do:
+
+    vllm-pd up MODEL -- --max-model-len 8192
+
+    vllm-pd profile http://127.0.0.1:8000 --out profile.json
+
+Larger prompts than --tokens, batches and contexts are worked out from those that were measured, so
+let these reach as far as your requests do."""
+)
+def profile(
+    router: Annotated[str, typer.Argument(metavar="URL", help="The router.")],
+    out: Annotated[Path, typer.Option(help="The file to write.", dir_okay=False)] = Path(
+        "profile.json"
+    ),
+    tokens: Annotated[
+        str, typer.Option(help="Lengths of prompts, for P and the hand-over.")
+    ] = "64,256,1024,4096",
+    batches: Annotated[
+        str, typer.Option(help="Requests at once in a D; up to 4 of them, in a P.")
+    ] = "1,2,4,8,16",
+    contexts: Annotated[str, typer.Option(help="Contexts of the decode steps.")] = "64,1024",
+    most_tokens: Annotated[
+        int, typer.Option(min=1, help="Points with more tokens at once are left out.")
+    ] = 16384,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Measurements of each point; the median counts.")
+    ] = 3,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="The option of `vllm serve`, as the P engines have it.")
+    ] = 2048,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="The option of `vllm serve`, as the D engines have it.")
+    ] = 256,
+    token_ids: Annotated[
+        str, typer.Option(help="Prompts are random tokens from FIRST:LAST.")
+    ] = "300:2000",
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the API key of router and engines.", dir_okay=False),
+    ] = None,
+) -> None:
+    import asyncio
+    import sys
+
+    from vllm_ascend_pd.errors import ConfigError
+    from vllm_ascend_pd.planner.measure import Grid, Limits, take_profile
+    from vllm_ascend_pd.planner.profile import save
+
+    if not router.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{router!r} is not http://HOST:PORT", param_hint="URL")
+    first, last = (_numbers("--token-ids", token_ids, ":") * 2)[:2]
+    if first >= last:
+        raise typer.BadParameter(f"{token_ids!r} is not FIRST:LAST", param_hint="--token-ids")
+    grid = Grid(
+        num_tokens=_numbers("--tokens", tokens),
+        batches=_numbers("--batches", batches),
+        contexts=_numbers("--contexts", contexts),
+        most_tokens=most_tokens,
+        rounds=rounds,
+        token_ids=(first, last),
+    )
+    limits = Limits(max_num_batched_tokens, max_num_seqs)
+    try:
+        key = api_key_file.read_text().strip() if api_key_file else None
+        taken = asyncio.run(take_profile(router, key, grid, limits, typer.echo))
+        save(taken, out)
+    except (ConfigError, OSError) as e:
+        typer.echo(f"vllm-pd profile: {e}", err=True)
+        sys.exit(2)
+    typer.echo(f"wrote {out}")
+
+
+def _numbers(name: str, text: str, separator: str = ",") -> list[int]:
+    parts = [part.strip() for part in text.split(separator)]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=name)
+    return sorted(map(int, parts))

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a P and a D that run behind a router, over HTTP. They should have nothing else to do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.planner.profile import (
+    FORMAT,
+    DecodePoint,
+    HandoverPoint,
+    PrefillPoint,
+    Profile,
+)
+from vllm_ascend_pd.registration import InstanceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from vllm_ascend_pd import registration
+
+_DONE = b"[DONE]"
+_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10)
+NUM_STEPS = 24
+"""Of D, for each point: enough that how requests begin and end does not count."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured."""
+
+    num_tokens: Sequence[int]
+    """Of prompts, for P and the hand-over."""
+    batches: Sequence[int]
+    """Requests of a D at once; those of P are up to 4 of them."""
+    contexts: Sequence[int]
+    most_tokens: int
+    """Of all requests that run at once; larger batches of long contexts are left out."""
+    rounds: int
+    """Of each point; what counts is the median."""
+    token_ids: tuple[int, int]
+    """Prompts are drawn from these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engines were started with and do not tell."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+class Measurement:
+    """Of one pair. Random prompts, so that no cache has any of them."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, router: str, grid: Grid, say: Say, seed: int = 0
+    ) -> None:
+        self._http, self._router, self._grid, self._say = http, router, grid, say
+        self._random = random.Random(f"{seed} {time.time_ns()}")
+        self._model = self._prefill = self._decode = ""
+
+    async def take(self, limits: Limits) -> Profile:
+        """All of it; ``ConfigError`` says which server did not answer, and how."""
+        await self._find_engines()
+        for url in (self._prefill, self._decode):  # what is compiled or allocated at first
+            await self._first_token_s(url, self._prompt(max(self._grid.num_tokens)))
+        prefill = [point async for point in self._prefills()]
+        decode = [point async for point in self._decodes()]
+        handover = [point async for point in self._handovers(prefill)]
+        return Profile(
+            format=FORMAT,
+            model=self._model,
+            prefill=tuple(prefill),
+            decode=tuple(decode),
+            handover=tuple(handover),
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            prefill_kv_tokens=await self._kv_tokens(self._prefill),
+            decode_kv_tokens=await self._kv_tokens(self._decode),
+        )
+
+    async def _find_engines(self) -> None:
+        listed = await self._get(self._router + "/instances")
+        try:
+            instances = msgspec.json.decode(listed, type=list[InstanceStatus])
+        except msgspec.MsgspecError as e:
+            raise ConfigError(f"{self._router} is no vllm-pd router: {e}") from e
+        found: dict[registration.Role, InstanceStatus] = {}
+        for instance in instances:
+            if instance.healthy and instance.state == "ready":
+                found.setdefault(instance.role, instance)
+        for role in ("prefill", "decode"):
+            if role not in found:
+                raise ConfigError(f"{self._router} has no {role} engine that is ready")
+        self._prefill, self._decode = found["prefill"].url, found["decode"].url
+        self._model = next(iter(found["decode"].models), "")
+        self._say(f"model {self._model}, P {self._prefill}, D {self._decode}")
+
+    async def _prefills(self) -> AsyncIterator[PrefillPoint]:
+        for num_tokens in self._grid.num_tokens:
+            for batch in sorted({1, *(b for b in self._grid.batches if b <= 4)}):
+                if batch > 1 and num_tokens * batch > self._grid.most_tokens:
+                    continue
+                taken = []
+                for _ in range(self._grid.rounds):
+                    prompts = [self._prompt(num_tokens) for _ in range(batch)]
+                    began = time.perf_counter()
+                    await asyncio.gather(*(self._first_token_s(self._prefill, p) for p in prompts))
+                    taken.append(time.perf_counter() - began)
+                seconds = median(taken)
+                self._say(f"P: {batch} x {num_tokens} tokens in {1000 * seconds:.1f} ms")
+                yield PrefillPoint(num_tokens=num_tokens, batch=batch, seconds=seconds)
+
+    async def _decodes(self) -> AsyncIterator[DecodePoint]:
+        for context in self._grid.contexts:
+            for batch in self._grid.batches:
+                if batch > 1 and context * batch > self._grid.most_tokens:
+                    continue
+                prompts = [self._prompt(context) for _ in range(batch)]
+                for prompt in prompts:  # into D's prefix cache: all begin at once below
+                    await self._first_token_s(self._decode, prompt)
+                taken = [await self._step_s(prompts) for _ in range(self._grid.rounds)]
+                seconds = median(taken)
+                self._say(f"D: {batch} requests at {context} tokens: {1000 * seconds:.2f} ms")
+                middle = context + NUM_STEPS // 2
+                yield DecodePoint(batch=batch, context_tokens=middle, seconds=seconds)
+
+    async def _step_s(self, prompts: Sequence[Sequence[int]]) -> float:
+        """While all of them decode."""
+        streams = await asyncio.gather(
+            *(self._token_times(self._decode, prompt, NUM_STEPS + 4) for prompt in prompts)
+        )
+        began, ended = max(times[0] for times in streams), min(times[-1] for times in streams)
+        inside = [time for time in streams[0] if began <= time <= ended]
+        if len(inside) < 2:
+            raise ConfigError(f"{self._decode} did not run {len(prompts)} requests at once")
+        return (inside[-1] - inside[0]) / (len(inside) - 1)
+
+    async def _handovers(self, prefill: Sequence[PrefillPoint]) -> AsyncIterator[HandoverPoint]:
+        for point in prefill:
+            if point.batch > 1:
+                continue
+            prompts = [self._prompt(point.num_tokens) for _ in range(self._grid.rounds)]
+            taken = [await self._first_token_s(self._router, prompt) for prompt in prompts]
+            seconds = max(0.0, median(taken) - point.seconds)
+            self._say(f"hand-over: {point.num_tokens} tokens in {1000 * seconds:.1f} ms")
+            yield HandoverPoint(num_tokens=point.num_tokens, seconds=seconds)
+
+    def _prompt(self, num_tokens: int) -> list[int]:
+        return self._random.choices(range(*self._grid.token_ids), k=num_tokens)
+
+    async def _first_token_s(self, url: str, prompt: Sequence[int]) -> float:
+        began = time.perf_counter()
+        num_tokens = 2 if url == self._router else 1
+        return (await self._token_times(url, prompt, num_tokens))[0] - began
+
+    async def _token_times(
+        self, url: str, prompt: Sequence[int], num_tokens: int
+    ) -> Sequence[float]:
+        """When each piece of a streamed answer came; at least one."""
+        body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": num_tokens}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        times = []
+        try:
+            async with self._http.post(
+                f"{url}/v1/completions", json=body, timeout=_TIMEOUT
+            ) as response:
+                if response.status != 200:
+                    raise ConfigError(f"{url}: {response.status}: {(await response.text())[:300]}")
+                async for line in response.content:
+                    if line.startswith(b"data:") and _DONE not in line:
+                        times.append(time.perf_counter())
+        except (aiohttp.ClientError, asyncio.TimeoutError) as e:
+            raise ConfigError(f"{url} broke off: {type(e).__name__}: {e}") from e
+        if not times:
+            raise ConfigError(f"{url} answered without a token")
+        return times
+
+    async def _get(self, url: str) -> bytes:
+        try:
+            async with self._http.get(url, timeout=_TIMEOUT) as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise ConfigError(f"{url}: {response.status}: {body[:300].decode()}")
+                return body
+        except (aiohttp.ClientError, asyncio.TimeoutError) as e:
+            raise ConfigError(f"{url} does not answer: {type(e).__name__}: {e}") from e
+
+    async def _kv_tokens(self, url: str) -> int:
+        page = (await self._get(url + "/metrics")).decode()
+        for family in text_string_to_metric_families(page):
+            if family.name == "vllm:cache_config_info":
+                labels = family.samples[0].labels
+                return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+        raise ConfigError(f"{url}/metrics has no vllm:cache_config_info; is it vLLM?")
+
+
+async def take_profile(
+    router: str, key: str | None, grid: Grid, limits: Limits, say: Say
+) -> Profile:
+    """``key``: of the API, if router and engines want one."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
+        return await Measurement(http, router.rstrip("/"), grid, say).take(limits)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was found, as text, as JSON and as a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_ascend_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from vllm_ascend_pd.planner.limits import Need
+    from vllm_ascend_pd.planner.search import Found, Objective, Row
+
+_HEAD = ("split", "goodput", "in time", "TTFT p50", "p99", "ITL p50", "p99", "P busy", "D busy")
+
+
+def table(found: Found, objective: Objective, num_per_instance: int) -> str:
+    """One line a split, then the best and the least."""
+    rows = [_HEAD, *(_cells(row) for row in found.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    best = found.best
+    shown = f"{best.goodput:.2f} requests/s in time, {100 * best.attained:.1f} % of all"
+    lines += ["", f"best:  {best.split}: {shown}"]
+    goal = f"{100 * objective.attained:g} % of the requests in time"
+    if found.least is None:
+        lines.append(f"least: so many instances do not get {goal}")
+    else:
+        num_devices = sum(found.least.split) * num_per_instance
+        lines.append(f"least: {found.least.split} ({num_devices} devices) get {goal}")
+    return "\n".join(lines)
+
+
+def needs(found: Sequence[Need]) -> str:
+    """How busy one process of the router would be, and with what."""
+    lines = ["", "one router process, by what it would do (share of one core):"]
+    lines += [
+        f"  {need.what:<28} {need.per_second:12,.0f} /s  {100 * need.busy:7.1f} %" for need in found
+    ]
+    total = sum(need.busy for need in found)
+    most = max(found, key=lambda need: need.busy)
+    lines.append(f"  together {100 * total:.1f} %; the first to be too much: {most.what}")
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.split),
+        f"{row.goodput:.2f}/s",
+        f"{100 * row.attained:.1f} %",
+        f"{row.ttft_p50_s:.3f} s",
+        f"{row.ttft_p99_s:.3f} s",
+        f"{1000 * row.itl_p50_s:.1f} ms",
+        f"{1000 * row.itl_p99_s:.1f} ms",
+        f"{100 * row.prefill_use:.0f} %",
+        f"{100 * row.decode_use:.0f} %",
+    )
+
+
+def to_json(found: Found) -> str:
+    """``Found``, with splits as ``[P, D]``."""
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+
+
+def draw(found: Found, objective: Objective, path: Path) -> None:
+    """Goodput, both times and how busy the engines are, by split. The suffix names the format."""
+    try:
+        import matplotlib as mpl
+    except ImportError as e:
+        raise ConfigError("--picture needs matplotlib: install vllm-ascend-pd[planner]") from e
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    rows = found.rows
+    figure, axes = pyplot.subplots(1, 4, figsize=(13, 3.2))
+    goodput, ttft, itl, busy = axes
+    places = range(len(rows))
+    colors = ["#6a9f58" if row is found.best else "#4878a8" for row in rows]
+    goodput.bar(places, [row.goodput for row in rows], color=colors)
+    goodput.set(title="requests in time, per second")
+    for one, name, limit_s in ((ttft, "ttft", objective.ttft_s), (itl, "itl", objective.itl_s)):
+        for percent, mark in (("p50", "o"), ("p99", "^")):
+            seconds = [1000 * getattr(row, f"{name}_{percent}_s") for row in rows]
+            one.plot(places, seconds, mark + "-", label=percent)
+        one.axhline(1000 * limit_s, color="black", linestyle=":", label="objective")
+        one.set(title=f"{name.upper()}, ms", yscale="log")
+        one.legend()
+    busy.plot(places, [100 * row.prefill_use for row in rows], "o-", label="P")
+    busy.plot(places, [100 * row.decode_use for row in rows], "^-", label="D")
+    busy.set(title="busy, %", ylim=(0, 105))
+    busy.legend()
+    for one in axes:
+        one.set_xticks(list(places), [f"{p}:{d}" for p, d in (row.split for row in rows)])
+        one.set_xlabel("P:D")
+    figure.tight_layout()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--picture {path}: {e}") from e

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P and D engines as queues, event by event. Pure: the same trace gives the same outcome.
+
+    arrival ─► P: first come, first served, ─► hand-over ─► D: continuous batching ─► last token
+               a step for as many prompts as fit
+
+The router gives each request to the P and the D with the fewest tokens in progress. Between two
+changes of its batch all steps of a D are one event: their length grows evenly with the context.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from vllm_ascend_pd.planner.speeds import Speeds
+    from vllm_ascend_pd.planner.trace import Trace
+
+MIN_STEP_S = 1e-6
+"""No step is shorter, whatever a profile says: else time would stand still."""
+
+
+class Split(NamedTuple):
+    """How many instances of each role."""
+
+    num_prefill: int
+    num_decode: int
+
+    def __str__(self) -> str:
+        return f"{self.num_prefill}P {self.num_decode}D"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of each request, and of the engines."""
+
+    split: Split
+    ttft_s: npt.NDArray[np.float64]
+    """By request: from its arrival to its first token."""
+    itl_s: npt.NDArray[np.float64]
+    """By request: mean seconds between its tokens; 0 if it has one only."""
+    duration_s: float
+    """From the first arrival to the last token."""
+    step_s: npt.NDArray[np.float64]
+    """Seconds between two tokens, of which ``step_tokens`` were that far apart."""
+    step_tokens: npt.NDArray[np.float64]
+    prefill_use: float
+    """Share of the P engines' time in which they computed; ``decode_use`` likewise."""
+    decode_use: float
+    hit_rate: float
+    """Share of all prompt tokens that P engines had in their prefix cache."""
+
+    def itl_percentile(self, percent: float) -> float:
+        """Of all tokens but each request's first."""
+        if not len(self.step_s):
+            return 0.0
+        order = np.argsort(self.step_s)
+        below = np.cumsum(self.step_tokens[order])
+        at = int(np.searchsorted(below, below[-1] * percent / 100))
+        return float(self.step_s[order][min(at, len(order) - 1)])
+
+
+@dataclass(slots=True)
+class _Prefill:
+    queue: deque[int] = field(default_factory=deque)
+    batch: list[int] = field(default_factory=list)
+    """What it computes now."""
+    busy_s: float = 0.0
+    cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Ids of the prefixes in its cache, the least recently used first."""
+
+
+@dataclass(slots=True)
+class _Decode:
+    waiting: deque[int] = field(default_factory=deque)
+    running: list[tuple[int, int]] = field(default_factory=list)
+    """A heap: the step with which a request ends, and the request."""
+    num_steps: int = 0
+    context_tokens: int = 0
+    """Of all that run."""
+    kv_tokens: int = 0
+    """Reserved: prompts and whole answers of all that run."""
+    busy_s: float = 0.0
+    # The steps under way: when they began, how many, the first one's seconds, and how much longer
+    # each is than the one before it. ``turn`` tells their end from those of steps that were cut.
+    began_s: float = 0.0
+    steps: int = 0
+    step_s: float = 0.0
+    growth_s: float = 0.0
+    turn: int = 0
+
+    def seconds(self, steps: int) -> float:
+        return steps * self.step_s + self.growth_s * steps * (steps - 1) / 2
+
+    def steps_within(self, seconds: float) -> int:
+        """The step that is under way after so long ends with this number, from 1."""
+        if self.growth_s * seconds < 1e-9 * self.step_s**2:
+            steps = seconds / self.step_s
+        else:
+            half = self.step_s - self.growth_s / 2
+            root = math.sqrt(half * half + 2 * self.growth_s * seconds)
+            steps = (root - half) / self.growth_s
+        return max(1, math.ceil(steps - 1e-6))
+
+
+class _Least:
+    """Tokens in progress by instance; of equals, each in turn."""
+
+    def __init__(self, num_instances: int) -> None:
+        self.tokens = np.zeros(num_instances, np.int64)
+        self._turn = 0
+
+    def choose(self) -> int:
+        tokens, start = self.tokens, self._turn % len(self.tokens)
+        self._turn += 1
+        found = start + int(tokens[start:].argmin())
+        if start:
+            other = int(tokens[:start].argmin())
+            if tokens[other] < tokens[found]:
+                return other
+        return found
+
+
+class _Event(NamedTuple):
+    at_s: float
+    number: int
+    """Of events at the same time the older one comes first."""
+    kind: int
+    who: int
+    """A request or an instance."""
+    turn: int
+
+
+_PREFILL, _PREFILLED, _HANDED_OVER, _DECODE, _STEPPED = range(5)
+
+
+class _Simulation:
+    def __init__(self, trace: Trace, speeds: Speeds, split: Split) -> None:
+        self._trace, self._speeds, self._split = trace, speeds, split
+        self._prompts: list[int] = trace.num_prompt_tokens.tolist()
+        self._outputs: list[int] = trace.num_output_tokens.tolist()
+        costs = speeds.prefill_s(trace.num_prompt_tokens) - speeds.prefill_base_s
+        self._costs: list[float] = np.maximum(0.0, costs).tolist()
+        most_ids = max(map(len, trace.prefixes))
+        of_ids = speeds.prefill_s(np.arange(most_ids + 1) * trace.tokens_per_id)
+        self._saved = np.maximum(0.0, of_ids - speeds.prefill_base_s).tolist()
+        self._saved[0] = 0.0
+        self._max_ids = speeds.prefill_kv_tokens // trace.tokens_per_id
+        self._handovers: list[float] = speeds.handover_s(trace.num_prompt_tokens).tolist()
+        self._prefills = [_Prefill() for _ in range(split.num_prefill)]
+        self._decodes = [_Decode() for _ in range(split.num_decode)]
+        self._prefill_load, self._decode_load = map(_Least, split)
+        self._decode_of = [0] * len(trace)
+        self._first_s = [math.nan] * len(trace)
+        self._end_s = [math.nan] * len(trace)
+        self._step_s, self._step_tokens = array("d"), array("d")
+        self._num_hit_tokens = 0
+        self._events: list[_Event] = []
+        self._num_events = 0
+
+    def run(self) -> Outcome:
+        handlers = (
+            self._prefill,
+            self._prefilled,
+            self._handed_over,
+            self._decode,
+            self._stepped,
+        )
+        events = self._events
+        for request, arrival in enumerate(self._trace.arrival_s.tolist()):
+            while events and events[0][0] < arrival:
+                at, _, kind, who, turn = heappop(events)
+                handlers[kind](at, who, turn)
+            self._arrived(arrival, request)
+        while events:
+            at, _, kind, who, turn = heappop(events)
+            handlers[kind](at, who, turn)
+        return self._outcome()
+
+    def _at(self, at_s: float, kind: int, who: int, turn: int = 0) -> None:
+        self._num_events += 1
+        heappush(self._events, _Event(at_s, self._num_events, kind, who, turn))
+
+    def _arrived(self, now: float, request: int) -> None:
+        number = self._prefill_load.choose()
+        self._prefill_load.tokens[number] += self._prompts[request]
+        self._decode_of[request] = decode = self._decode_load.choose()
+        self._decode_load.tokens[decode] += self._prompts[request] + self._outputs[request]
+        prefill = self._prefills[number]
+        prefill.queue.append(request)
+        if not prefill.batch and len(prefill.queue) == 1:
+            self._at(now, _PREFILL, number)  # with all that come at this time
+
+    # ---------------------------------------------------------------------------------------- P
+
+    def _prefill(self, now: float, number: int, _: int = 0) -> None:
+        """Prompts in the order in which they came, as many as fit; a longer one has steps of its
+        own."""
+        prefill = self._prefills[number]
+        room = self._speeds.max_num_batched_tokens
+        seconds = self._speeds.prefill_base_s
+        while prefill.queue:
+            request = prefill.queue[0]
+            num_hits = self._hits(prefill, request)
+            missing = self._prompts[request] - num_hits * self._trace.tokens_per_id
+            if prefill.batch and missing > room:
+                break
+            room -= missing
+            seconds += max(0.0, self._costs[request] - self._saved[num_hits])
+            self._num_hit_tokens += self._prompts[request] - missing
+            self._remember(prefill, request)
+            prefill.batch.append(prefill.queue.popleft())
+        prefill.busy_s += seconds
+        self._at(now + seconds, _PREFILLED, number)
+
+    def _hits(self, prefill: _Prefill, request: int) -> int:
+        """Ids of its prefix in the cache; the last token is computed in any case."""
+        most = (self._prompts[request] - 1) // self._trace.tokens_per_id
+        num_hits = 0
+        for hash_id in self._trace.prefixes[request][:most]:
+            if hash_id not in prefill.cached:
+                break
+            num_hits += 1
+        return num_hits
+
+    def _remember(self, prefill: _Prefill, request: int) -> None:
+        num_full = self._prompts[request] // self._trace.tokens_per_id
+        cached = prefill.cached
+        for hash_id in self._trace.prefixes[request][:num_full]:
+            cached[hash_id] = None
+            cached.move_to_end(hash_id)
+        while len(cached) > self._max_ids:
+            cached.popitem(last=False)
+
+    def _prefilled(self, now: float, number: int, _: int) -> None:
+        prefill = self._prefills[number]
+        for request in prefill.batch:
+            self._prefill_load.tokens[number] -= self._prompts[request]
+            self._at(now + self._handovers[request], _HANDED_OVER, request)
+        prefill.batch = []
+        if prefill.queue:
+            self._prefill(now, number)
+
+    # ---------------------------------------------------------------------------------------- D
+
+    def _handed_over(self, now: float, request: int, _: int) -> None:
+        if self._outputs[request] == 1:  # P sampled its only token
+            self._first_s[request] = now
+            self._ended(now, request)
+            return
+        decode = self._decodes[self._decode_of[request]]
+        decode.waiting.append(request)
+        if len(decode.waiting) > 1:
+            return
+        if not decode.running:
+            self._at(now, _DECODE, self._decode_of[request])  # with all that come at this time
+        elif self._has_room(decode, request):
+            steps = decode.steps_within(now - decode.began_s)
+            if steps < decode.steps:
+                self._step(decode, self._decode_of[request], steps)
+
+    def _has_room(self, decode: _Decode, request: int) -> bool:
+        kv_tokens = decode.kv_tokens + self._prompts[request] + self._outputs[request]
+        return not decode.running or (
+            len(decode.running) < self._speeds.max_num_seqs
+            and kv_tokens <= self._speeds.decode_kv_tokens
+        )
+
+    def _step(self, decode: _Decode, number: int, steps: int) -> None:
+        """Let it make so many steps, from when it began."""
+        decode.steps = steps
+        decode.turn += 1
+        self._at(decode.began_s + decode.seconds(steps), _STEPPED, number, decode.turn)
+
+    def _stepped(self, now: float, number: int, turn: int) -> None:
+        decode = self._decodes[number]
+        if turn != decode.turn:
+            return
+        num_tokens = decode.steps * len(decode.running)
+        seconds = now - decode.began_s
+        self._step_s.append(seconds / decode.steps)
+        self._step_tokens.append(num_tokens)
+        decode.busy_s += seconds
+        decode.num_steps += decode.steps
+        decode.context_tokens += num_tokens
+        while decode.running and decode.running[0][0] == decode.num_steps:
+            request = heappop(decode.running)[1]
+            num_kv_tokens = self._prompts[request] + self._outputs[request]
+            decode.kv_tokens -= num_kv_tokens
+            decode.context_tokens -= num_kv_tokens - 1
+            self._ended(now, request)
+        self._decode(now, number)
+
+    def _decode(self, now: float, number: int, _: int = 0) -> None:
+        """Between two steps: who waits and has room joins, and the next steps begin."""
+        decode = self._decodes[number]
+        while decode.waiting and self._has_room(decode, decode.waiting[0]):
+            request = decode.waiting.popleft()
+            self._first_s[request] = now
+            decode.kv_tokens += self._prompts[request] + self._outputs[request]
+            decode.context_tokens += self._prompts[request]
+            last = decode.num_steps + self._outputs[request] - 1
+            heappush(decode.running, (last, request))
+        batch = len(decode.running)
+        if batch:
+            slope = self._speeds.step_slope_s[batch]
+            base = self._speeds.step_base_s[batch]
+            decode.began_s = now
+            decode.step_s = max(MIN_STEP_S, base + slope * decode.context_tokens / batch)
+            decode.growth_s = slope
+            self._step(decode, number, decode.running[0][0] - decode.num_steps)
+
+    def _ended(self, now: float, request: int) -> None:
+        number = self._decode_of[request]
+        self._decode_load.tokens[number] -= self._prompts[request] + self._outputs[request]
+        self._end_s[request] = now
+
+    def _outcome(self) -> Outcome:
+        trace, first, end = self._trace, np.array(self._first_s), np.array(self._end_s)
+        duration = float(end.max())
+        gaps = np.maximum(1, trace.num_output_tokens - 1)
+
+        def use(engines: Sequence[_Prefill | _Decode]) -> float:
+            return sum(e.busy_s for e in engines) / (len(engines) * duration) if duration else 0.0
+
+        return Outcome(
+            split=self._split,
+            ttft_s=first - trace.arrival_s,
+            itl_s=(end - first) / gaps,
+            duration_s=duration,
+            step_s=np.array(self._step_s),
+            step_tokens=np.array(self._step_tokens),
+            prefill_use=use(self._prefills),
+            decode_use=use(self._decodes),
+            hit_rate=self._num_hit_tokens / int(trace.num_prompt_tokens.sum()),
+        )
+
+
+def simulate(trace: Trace, speeds: Speeds, split: Split) -> Outcome:
+    """What so many engines make of the trace."""
+    return _Simulation(trace, speeds, split).run()
