@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 # Seconds of one core, as `benchmarks/planner.py --part costs` measured them; docs/planner.md.
 REQUEST_S = 114e-6
 """All of one request but its choice of engines and the tokens of its stream."""
-CHOICE_S = 1.0e-6
+CHOICE_S = 1.2e-6
 """For each instance that the policy least-loaded looks at."""
 TOKEN_S = 52e-6
 """One piece of a stream, if each comes by itself; 12 where many come together."""
-HEARTBEAT_COST_S = 300e-6
-BLOCK_EVENT_S = 10e-6
+HEARTBEAT_COST_S = 210e-6
+BLOCK_EVENT_S = 12e-6
 """One block in a KV event."""
 TOKENS_PER_BLOCK = 128
 
