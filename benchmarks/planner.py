@@ -130,7 +130,7 @@ def fit(options: argparse.Namespace) -> None:
     objective = Objective(options.slo_ttft, options.slo_itl)
     with cluster(options, folder) as url:
         command = [VLLM_PD, "profile", url, "--out", str(folder / "profile.json")]
-        command += ["--tokens", "128,512,1024,2048", "--batches", "1,2,4,8,16"]
+        command += ["--tokens", "128,512,1024", "--batches", "1,2,4,8"]
         command += ["--contexts", "128,1024", "--rounds", str(options.rounds)]
         command += ["--max-num-batched-tokens", "2048", "--max-num-seqs", "128"]
         subprocess.run(command, check=True, env=ENVIRONMENT)
@@ -156,7 +156,7 @@ def _requests(per_second: float, seconds: float, seed: int) -> list[TraceRequest
     """Conversations of 4 turns in the mean, 512 tokens of them as one block."""
     num_requests = round(per_second * seconds)
     made = make_trace(num_requests, 4, duration_ms=1e6, seed=seed)
-    fitting = [r for r in scale(made, BLOCK_SIZE, 1e6) if 2 < r.input_length < 2048]
+    fitting = [r for r in scale(made, BLOCK_SIZE, 1e6) if 2 < r.input_length < 1200]
     chosen = random.Random(seed).sample(fitting, num_requests)
     chosen.sort(key=lambda request: request.timestamp_ms)
     rng, now, requests = random.Random(seed), 0.0, []
@@ -312,8 +312,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("planner"), help="for what is written")
     parser.add_argument("--slo-ttft", type=float, default=1.0)
     parser.add_argument("--slo-itl", type=float, default=0.04)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 3.0, 4.0])
-    parser.add_argument("--seconds", type=float, default=25.0, help="of each replay")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.5, 3.0, 6.0])
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each replay")
     parser.add_argument("--rounds", type=int, default=3, help="of the profile")
     parser.add_argument("--requests", type=int, default=1_000_000, help="for --part speed")
     parser.add_argument("--instances", type=int, default=1000, help="for --part speed")

@@ -128,6 +128,13 @@ def router(
     api_keys_file: Annotated[
         Path | None, option(SECURITY, "API keys of clients, one a line. Without: no key needed.")
     ] = None,
+    tenants_file: Annotated[
+        Path | None,
+        option(
+            SECURITY,
+            "Quotas, weights and priorities by API key or header, a JSON file (docs/router.md).",
+        ),
+    ] = None,
     engine_api_key_file: Annotated[
         Path | None,
         option(SECURITY, "Key that engines want. Without: the client's Authorization passes."),
@@ -244,6 +251,7 @@ def router(
             order=order,  # type: ignore[arg-type]
             require_prefill=require_prefill or routing_logic is not None,
             api_keys_file=api_keys_file,
+            tenants_file=tenants_file,
             engine_api_key_file=engine_api_key_file,
             registration_token_file=registration_token_file,
             secret_file=secret_file,

@@ -36,6 +36,7 @@ def describe(trace: Trace) -> dict[str, Any]:
         "num_resumes": trace.num_resumes or None,
         "num_moves": trace.num_moves or None,
         "remote": request.remote,
+        "tenant": trace.tenant.name if trace.tenant else None,
         "order": trace.order or None,
         "prefill": trace.prefill or None,
         "decode": trace.decode or None,
@@ -57,6 +58,8 @@ def as_text(line: dict[str, Any]) -> str:
         text += " resumes={num_resumes}".format(**line)
     if line["num_moves"]:
         text += " moves={num_moves}".format(**line)
+    if line["tenant"]:
+        text += " tenant={tenant}".format(**line)
     if line["error"]:
         text += f" error={line['error']!r}"
     if text.isprintable():

@@ -3,7 +3,8 @@
 
 An instance has room for so many requests. One that needs a pair is admitted when both have room, so
 that nobody holds one engine while waiting for another. Who finds no room waits in line, first come,
-first served; requests for different models, or for one engine alone, do not wait for each other.
+first served, or as ``tenants`` says; requests for different models, or for one engine alone, do not
+wait for each other.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_ascend_pd.router.selection import Full, Unavailable
+from vllm_ascend_pd.router.turns import Turn, Turns
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.config import Queueing
@@ -72,6 +76,7 @@ class Admitted:
         self._admission.look()
 
 
+_turn = attrgetter("turn")
 Outcome = Admitted | Unavailable | TooMany
 
 
@@ -80,6 +85,7 @@ class _Waiter:
     """A request in line."""
 
     request: Routed
+    turn: Turn
     outcome: asyncio.Future[Outcome]
     since: float = field(default_factory=time.monotonic)
 
@@ -91,8 +97,9 @@ class Admission:
         self._selector = selector
         self._queueing = queueing
         self._metrics = metrics
-        self._lines: dict[tuple[str | None, bool], dict[_Waiter, None]] = {}
-        """By what they wait for; each in order of arrival."""
+        self._lines: dict[tuple[str | None, bool], list[_Waiter]] = {}
+        """By what they wait for; each in order of their turns."""
+        self._turns = Turns()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -103,20 +110,18 @@ class Admission:
         """Room on a pair, at once or after a wait. ``again``: it was admitted before, and goes to
         the head of the line. A cancelled caller leaves the line."""
         key = (self._selector.known(request.model), request.alone is not None)
+        turn = self._turns.next(request, again)
         if again or key not in self._lines:
-            placed = self._place(request)
+            placed = self._place(request, turn)
             if not isinstance(placed, Full):
                 return placed
         if self.num_queued >= self._queueing.max_queued and not again:
             return self._refused("full", f"{self.num_queued} requests wait already")
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        return await self._wait(_Waiter(request, outcome), key, again)
+        return await self._wait(_Waiter(request, turn, outcome), key)
 
-    async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool], again: bool) -> Outcome:
-        line = self._lines.setdefault(key, {})
-        line[waiter] = None
-        if again:
-            self._lines[key] = {waiter: None, **line}
+    async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool]) -> Outcome:
+        insort(self._lines.setdefault(key, []), waiter, key=_turn)
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._queueing.timeout_s, self._expire, waiter)
         self.look()
@@ -137,23 +142,26 @@ class Admission:
 
     def look(self) -> None:
         """Admit those for whom there is room now."""
-        for line in sorted(self._lines.values(), key=lambda line: next(iter(line)).since):
+        for line in sorted(self._lines.values(), key=lambda line: line[0].since):
             for waiter in line:
                 if waiter.outcome.done():
                     continue
-                placed = self._place(waiter.request)
+                placed = self._place(waiter.request, waiter.turn)
                 if not isinstance(placed, Full):
                     waiter.outcome.set_result(placed)
                 elif not waiter.request.excluded and waiter.request.previous_response is None:
                     break  # those behind it can use no other engines
 
-    def _place(self, request: Routed) -> Admitted | Unavailable | Full:
+    def _place(self, request: Routed, turn: Turn) -> Admitted | Unavailable | Full:
         found = self._selector.choose(request)
-        return found if isinstance(found, Unavailable | Full) else Admitted(self, found)
+        if isinstance(found, Unavailable | Full):
+            return found
+        self._turns.admitted(turn)
+        return Admitted(self, found)
 
     def _leave(self, waiter: _Waiter, key: tuple[str | None, bool]) -> None:
         line = self._lines[key]
-        del line[waiter]
+        del line[bisect_left(line, waiter.turn, key=_turn)]
         if not line:
             del self._lines[key]
 
@@ -165,7 +173,7 @@ class Admission:
     def _refused(self, reason: str, message: str) -> TooMany:
         self._metrics.add("refused", reason)
         now = time.monotonic()
-        longest_s = max((now - next(iter(line)).since for line in self._lines.values()), default=0)
+        longest_s = max((now - line[0].since for line in self._lines.values()), default=0)
         after_s = min(max(1, math.ceil(longest_s)), MAX_RETRY_AFTER_S)
         return TooMany(f"too many requests: {message}", after_s)
 

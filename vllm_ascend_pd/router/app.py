@@ -16,7 +16,7 @@ from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.resume import ResumeKey
 from vllm_ascend_pd.router.access_log import AccessLog
 from vllm_ascend_pd.router.admission import Admission
-from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.answers import error_response, not_admitted
 from vllm_ascend_pd.router.apis import APIS, BATCH
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.bodies import BadRequest
@@ -54,6 +54,7 @@ from vllm_ascend_pd.router.resumption import Resumption
 from vllm_ascend_pd.router.retries import RetryBudget
 from vllm_ascend_pd.router.selection import Labels, Selector, Unavailable
 from vllm_ascend_pd.router.skipping import Skipper
+from vllm_ascend_pd.router.tenants import Tenants, in_progress
 from vllm_ascend_pd.router.tls import engine_context
 from vllm_ascend_pd.router.tokens import PromptLengths
 from vllm_ascend_pd.router.trace import Trace
@@ -153,7 +154,14 @@ class Router:
         self.passthrough = Passthrough(
             config, self.selector, self.admission, self.legs, self.metrics
         )
-        self.generation = Generation(self.relay, self.selector, self.passthrough, lengths, config)
+        self.tenants = (
+            Tenants(config.tenants_file, self.metrics, config.num_workers)
+            if config.tenants_file
+            else None
+        )
+        self.generation = Generation(
+            self.relay, self.selector, self.passthrough, lengths, config, self.tenants
+        )
         auth = self._engine_authorization
         self.cross_origin = CrossOrigin(config.cors)
         self.lag = LoopLag(self.metrics.loop_lag.observe)
@@ -248,8 +256,9 @@ class Router:
             if not self._is_authorized(request):
                 return self._refuse(trace, 401, "unauthorized", "a valid API key is needed")
             trace.headers = forwarded_headers(request, trace.request_id, self._engine_authorization)
-            with self.tracing.request(trace):
-                return await handle(trace)
+            trace.tenant = self.tenants.of(request) if self.tenants else None
+            with self.tracing.request(trace), in_progress(trace.tenant) as refused:
+                return not_admitted(trace, refused) if refused else await handle(trace)
         except BadRequest as e:
             return self._refuse(trace, 400, "client_error", str(e), e.param)
         except BodyError as e:
@@ -390,6 +399,8 @@ class Router:
         """Called every second or so: files that changed, engines that are silent."""
         if self._keys is not None:
             self._keys.refresh()
+        if self.tenants is not None:
+            self.tenants.refresh()
         self.registered.refresh_secrets()
         await self._alone.expire(now)
 

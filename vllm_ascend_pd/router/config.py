@@ -208,6 +208,8 @@ class RouterConfig:
     """No engine computes a prompt alone for lack of another one: without a pair there is 503."""
     api_keys_file: Path | None = None
     engine_api_key_file: Path | None = None
+    tenants_file: Path | None = None
+    """Who shares the engines, see ``tenants``."""
     registration_token_file: Path | None = None
     secret_file: Path | None = None
     """The engines' ``security.secret_file``: what they are to go on with is signed with it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.answers import error_response, not_admitted
 from vllm_ascend_pd.router.apis import BATCH, CHAT
 from vllm_ascend_pd.router.bodies import Body, parse, split_batch
 from vllm_ascend_pd.router.incoming import REQUEST_ID, read_body, session_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.passthrough import Passthrough
     from vllm_ascend_pd.router.relay import Relay
     from vllm_ascend_pd.router.selection import Selector
+    from vllm_ascend_pd.router.tenants import Tenants
     from vllm_ascend_pd.router.tokens import PromptLengths
     from vllm_ascend_pd.router.tracing import LegHeaders
 
@@ -43,6 +44,7 @@ class Generation:
     passthrough: Passthrough
     lengths: PromptLengths
     config: RouterConfig
+    tenants: Tenants | None
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
 
     async def serve(self, trace: Trace) -> web.StreamResponse:
@@ -65,7 +67,10 @@ class Generation:
             model=body.model,
             previous_response=body.previous_response,
             alone=body.decode_only,
+            tenant=trace.tenant,
         )
+        if self.tenants is not None and (refused := self.tenants.charge(body, routed)):
+            return not_admitted(trace, refused)
         if self.selector.policy.needs_token_ids:
             await self._find_token_ids(body, routed, trace.headers)
         trace.model = body.model or ""
@@ -83,7 +88,10 @@ class Generation:
         """Each chat goes its own way; the first that fails is the answer to all."""
         turns = asyncio.Semaphore(BATCH_AT_ONCE)
         others = [(name, value) for name, value in trace.headers if name != REQUEST_ID]
-        traces = [Trace(trace.request, f"{trace.request_id}-{i}") for i in range(len(chats))]
+        traces = [
+            Trace(trace.request, f"{trace.request_id}-{i}", tenant=trace.tenant)
+            for i in range(len(chats))
+        ]
 
         async def answer(body: Body, own: Trace) -> web.Response:
             async with turns:

@@ -103,6 +103,8 @@ class Metrics:
     def ended(self, trace: Trace) -> None:
         """A request, in whatever way."""
         self.add("requests", trace.outcome)
+        if trace.tenant is not None:
+            self.add("tenant_requests", trace.tenant.name, trace.outcome)
         if trace.stages:
             self._timelines.append(trace.timeline())
 

@@ -94,6 +94,7 @@ class Passthrough:
             model=model,
             previous_response=response_of(request.path),
             alone="passed on",
+            tenant=trace.tenant,
         )
         if not raw:  # small, and it may be what makes room
             instance = self.selector.decode(routed)

@@ -46,6 +46,11 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Requests that waited too long for room, or found too many waiting",
         ("reason",),
     ),
+    "tenant_requests": ("Requests of a tenant, by how they ended", ("tenant", "outcome")),
+    "tenant_tokens": (
+        "Tokens that a tenant asked for: of prompts, and of the longest answers",
+        ("tenant", "part"),
+    ),
     "resumes": (
         "Attempts to go on with a broken stream from another engine, by how they ended",
         ("kind", "outcome"),

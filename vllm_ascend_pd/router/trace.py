@@ -12,6 +12,8 @@ import msgspec
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from vllm_ascend_pd.router.tenants import Tenant
+
 NUM_TIMELINES = 100
 
 
@@ -84,6 +86,8 @@ class Trace:
     num_attempts: int = 0
     num_resumes: int = 0
     num_moves: int = 0
+    tenant: Tenant | None = None
+    """Whose request it is, if the router tells tenants apart."""
     status: int = 0
     num_bytes: int = 0
     ttft_s: float | None = None

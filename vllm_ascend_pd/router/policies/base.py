@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.tenants import Tenant
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class Routed:
     """Its prefix is cached for requests with the same salt only."""
     previous_response: str | None = None
     """The stored response that it goes on from, or is about."""
+    tenant: Tenant | None = None
+    """Whose it is, if the router tells tenants apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who shares the engines: quotas, weights and priorities by tenant, from a file.
+
+{"header": "X-Tenant",
+ "cache_salts": true,
+ "tenants": {"search": {"keys": ["sk-..."], "tokens_per_minute": 600000, "max_requests": 32,
+                        "weight": 2, "priority": 1}},
+ "others": {"tokens_per_minute": 60000}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import re
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from vllm_ascend_pd import parsing, registration
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.private_file import read_private
+from vllm_ascend_pd.router.admission import TooMany
+from vllm_ascend_pd.router.auth import bearer_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from aiohttp import web
+
+    from vllm_ascend_pd.router.bodies import Body
+    from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.policies.base import Routed
+
+logger = logging.getLogger(__name__)
+
+OPTION = "--tenants-file"
+OTHERS = "others"
+BUSY_RETRY_AFTER_S = 1
+_MAX_BYTES = 4 << 20
+
+Positive = Annotated[int, Meta(ge=1, description="must be at least 1")]
+Weight = Annotated[float, Meta(gt=0, description="must be positive")]
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant may do. Left out: as much as it likes."""
+
+    keys: tuple[str, ...] = ()
+    """API keys by which it is known."""
+    tokens_per_minute: Positive | None = None
+    """Of prompts, and of the longest answers that were asked for."""
+    max_requests: Positive | None = None
+    """In progress, and in line."""
+    weight: Weight = 1.0
+    """Of two that wait, one with 2 gets twice the tokens of one with 1."""
+    priority: int = 0
+    """Who waits with a higher one goes first."""
+
+
+class TenantsFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file."""
+
+    tenants: dict[str, Quota]
+    others: Quota = Quota()
+    """For all that are none of these, together."""
+    header: str = ""
+    """Of a gateway in front, that names the tenant. It counts more than a key."""
+    cache_salts: bool = False
+    """Prefixes are cached for each tenant by itself, so that none learns another's by timing."""
+
+
+class Tenant:
+    """One, and what it has in progress. Event loop thread."""
+
+    def __init__(self, name: str, quota: Quota, share: int, clock: Callable[[], float]) -> None:
+        """``share``: of so many processes."""
+        self.name = name
+        self.num_requests = 0
+        self.due = 0.0
+        """Of the virtual time that ``turns`` keeps: what it has been served, by its weight."""
+        self._clock = clock
+        self._share = share
+        self.quota = quota
+        self._level = self._capacity
+        self._filled_at = clock()
+
+    @property
+    def _capacity(self) -> float:
+        """A minute's tokens, which it may use at once."""
+        return (self.quota.tokens_per_minute or 0) / self._share
+
+    def change(self, quota: Quota) -> None:
+        """What is used stays used."""
+        used = self._capacity - self._level
+        self.quota = quota
+        self._level = self._capacity - used
+
+    @property
+    def is_busy(self) -> bool:
+        """It has as many requests in progress as it may."""
+        most = self.quota.max_requests
+        return most is not None and self.num_requests >= math.ceil(most / self._share)
+
+    def take(self, num_tokens: int) -> TooMany | None:
+        """Tokens of one request. One of more than a minute's waits for a full minute."""
+        if self.quota.tokens_per_minute is None:
+            return None
+        now, capacity = self._clock(), self._capacity
+        self._level = min(capacity, self._level + capacity * (now - self._filled_at) / 60)
+        self._filled_at = now
+        missing = min(num_tokens, capacity) - self._level
+        if missing > 1e-6:
+            return TooMany(
+                f"tenant {self.name} has used its {self.quota.tokens_per_minute} tokens a minute",
+                max(1, math.ceil(60 * missing / capacity)),
+            )
+        self._level -= num_tokens
+        return None
+
+
+class Tenants:
+    """All of them. The file is read again when it changes."""
+
+    def __init__(
+        self,
+        path: Path,
+        metrics: Metrics,
+        share: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``share``: of the quotas, one in so many processes."""
+        self._path, self._metrics, self._share, self._clock = path, metrics, share, clock
+        self._by_name: dict[str, Tenant] = {}
+        self._by_key: dict[bytes, Tenant] = {}
+        self._stamp = self._stat()
+        self._read()
+
+    def refresh(self) -> None:
+        """A file that is broken now changes nothing."""
+        try:
+            stamp = self._stat()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._read()
+                logger.info("%s: read %d tenants again", OPTION, len(self._by_name) - 1)
+        except ConfigError as e:
+            logger.warning("kept the tenants read before: %s", e)
+
+    def get(self, name: str) -> Tenant | None:
+        """One of the file, or all others."""
+        return self._by_name.get(name)
+
+    def of(self, request: web.BaseRequest) -> Tenant:
+        """Whose request it is."""
+        if self._file.header:
+            found = self.get(request.headers.get(self._file.header, ""))
+            if found is not None:
+                return found
+        key = bearer_token(request.headers.get("Authorization"))
+        return self._by_key.get(_digest(key or ""), self._by_name[OTHERS])
+
+    def charge(self, body: Body, routed: Routed) -> TooMany | None:
+        """Before a request of a tenant is routed: its tokens, and the salt of its prefixes."""
+        tenant = routed.tenant
+        assert tenant is not None
+        refused = tenant.take(routed.num_prompt_tokens + routed.num_max_tokens)
+        if refused is not None:
+            return refused
+        self._metrics.add("tenant_tokens", tenant.name, "prompt", by=routed.num_prompt_tokens)
+        self._metrics.add("tenant_tokens", tenant.name, "answer", by=routed.num_max_tokens)
+        if self._file.cache_salts:
+            # No name has a slash, so no salt of a client's own makes it another tenant's.
+            salt = f"{tenant.name}/{body.string('cache_salt') or ''}"
+            body.add("cache_salt", msgspec.Raw(msgspec.json.encode(salt)))
+        return None
+
+    def _stat(self) -> tuple[int, int]:
+        try:
+            stat = self._path.stat()
+        except OSError as e:
+            raise ConfigError(f"{OPTION}: {e}") from e
+        return stat.st_mtime_ns, stat.st_size
+
+    def _read(self) -> None:
+        content = read_private(OPTION, str(self._path), _MAX_BYTES)
+        try:
+            file = parsing.parse(msgspec.json.decode(content), TenantsFile, top="the file")
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            raise ConfigError(f"{OPTION} {str(self._path)!r}: not JSON: {e}") from e
+        except ConfigError as e:
+            raise ConfigError(f"{OPTION} {str(self._path)!r}: {e}") from e
+        for name in file.tenants:
+            if not re.fullmatch(registration.NAME, name) or name == OTHERS:
+                raise ConfigError(f"{OPTION}: tenants.{name}: not a name that logs can carry")
+        quotas = {**file.tenants, OTHERS: file.others}
+        by_key: dict[bytes, str] = {}
+        for name, quota in quotas.items():
+            for index, key in enumerate(quota.keys):
+                other = by_key.setdefault(_digest(key), name)
+                if other != name:
+                    raise ConfigError(f"{OPTION}: tenants.{name}.keys[{index}] is {other}'s, too")
+        self._file = file
+        self._by_name = {name: self._tenant(name, quota) for name, quota in quotas.items()}
+        self._by_key = {digest: self._by_name[name] for digest, name in by_key.items()}
+
+    def _tenant(self, name: str, quota: Quota) -> Tenant:
+        known = self._by_name.get(name)
+        if known is None:
+            return Tenant(name, quota, self._share, self._clock)
+        known.change(quota)
+        return known
+
+
+@contextmanager
+def in_progress(tenant: Tenant | None) -> Iterator[TooMany | None]:
+    """A request of a tenant, if it is one's; or why it may not be now."""
+    if tenant is None:
+        yield None
+    elif tenant.is_busy:
+        message = f"tenant {tenant.name} has {tenant.num_requests} requests in progress"
+        yield TooMany(message, BUSY_RETRY_AFTER_S)
+    else:
+        tenant.num_requests += 1
+        try:
+            yield None
+        finally:
+            tenant.num_requests -= 1
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
