@@ -8,6 +8,10 @@
                                                 for so long, or until it registers with another
                                                 epoch, and those in progress move where they can;
                                                 again to renew
+    PUT    /registry/instances/{instance_id}/role
+                                                body ``RoleOrder``; 204: it is used for that only;
+                                                409 if it cannot be, or none would be left for the
+                                                other
     DELETE /registry/instances/{instance_id}/drain
                                                 204: it gets requests as before
     GET    /registry/instances                  200 with a JSON array of ``InstanceStatus``
@@ -126,12 +130,24 @@ class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gone, the engine is used as before."""
 
 
+class RoleOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine of role ``both`` is used for from now on, also when it has started anew."""
+
+    role: Role
+
+
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the router says about an instance, however it was found."""
 
     instance_id: str
     url: str
     role: Role
+    """What it can do."""
+    used_for: Role
+    """What it is used for, as an operator said."""
+    num_decoding: int
+    """Answers that it gives now; as long as there are any, it computes no prompts for others if it
+    is to do nothing else."""
     state: State
     healthy: bool
     source: str

@@ -15,7 +15,7 @@ from tests.router.harness import Deployment, deployed, run, until
 from tests.router.moving import SLOW, Client, is_whole, listed, name
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
-from vllm_ascend_pd.cluster.drain import drain
+from vllm_ascend_pd.cluster.emptying import drain
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.drains import AT_ONCE

@@ -39,7 +39,7 @@ def drain(
     import asyncio
     import sys
 
-    from vllm_ascend_pd.cluster.drain import drain as draining
+    from vllm_ascend_pd.cluster.emptying import drain as draining
     from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.private_file import read_token

@@ -15,8 +15,8 @@ import typer
 from typer.core import TyperGroup
 
 SUBCOMMANDS = (
-    *("patch", "up", "restart", "move", "drain", "router", "doctor", "pool", "manifests"),
-    *("profile", "plan"),
+    *("patch", "up", "restart", "move", "drain", "role", "router", "doctor", "pool"),
+    *("manifests", "profile", "plan"),
 )
 """In the order of ``vllm-pd --help``."""
 

@@ -13,7 +13,7 @@ import msgspec
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestStatus
-from vllm_ascend_pd.registration import DrainOrder, InstanceStatus
+from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role, RoleOrder
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -61,6 +61,11 @@ class RouterOperator:
     async def drain(self, instance_id: str, order: DrainOrder) -> None:
         """No new requests, and those in progress move; as long as the order says."""
         await self._ask("PUT", f"{registration.PATH}/{instance_id}/drain", type(None), order)
+
+    async def use_for(self, instance_id: str, role: Role) -> None:
+        """Of a ``kv_both`` engine: prompts, answers, or both."""
+        path = f"{registration.PATH}/{instance_id}/role"
+        await self._ask("PUT", path, type(None), RoleOrder(role=role))
 
     async def undo_drain(self, instance_id: str) -> None:
         await self._ask("DELETE", f"{registration.PATH}/{instance_id}/drain", type(None))

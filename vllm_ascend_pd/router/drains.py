@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs on an engine that drains moves to others, whoever says that it drains: an operator, the
-engine itself because it is to end, its pod, or the file of instances.
+engine itself because it is to end, its pod, or the file of instances. So does what is answered by
+an engine that is to compute prompts only.
 
 What cannot move, or finds no other engine, ends where it is. Who drains an engine asks how many are
 left.
@@ -35,7 +36,7 @@ _FOR_NOW = ("moving", "no_token")
 
 def to_move(running: Iterable[Answering], now: float) -> list[Answering]:
     """Those that begin to move now, oldest first."""
-    leaving = [one for one in running if one.instance.spec.state == "draining"]
+    leaving = [one for one in running if one.instance.is_leaving]
     moving = Counter(one.instance for one in leaving if one.move is not None)
     chosen = []
     for one in leaving:
@@ -71,7 +72,7 @@ class Drains:
         self._told &= running.keys()
         for one in running.keys() - self._told:
             obstacle = one.obstacle()
-            if one.instance.spec.state != "draining" or obstacle in (None, *_FOR_NOW):
+            if not one.instance.is_leaving or obstacle in (None, *_FOR_NOW):
                 continue
             self._told.add(one)
             self.metrics.add("not_moved", REASON, str(obstacle))

@@ -7,12 +7,12 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from vllm_ascend_pd.kv.breaker import Breaker
-from vllm_ascend_pd.registration import EngineDescription
+from vllm_ascend_pd.registration import EngineDescription, Role
 from vllm_ascend_pd.router.failures import BLAMELESS, WITHIN_STREAM, Failure, FailureKind
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.prefix.index import PrefixIndex
 
 logger = logging.getLogger(__name__)
+
+Kind = Literal["prefill", "decode"]
+"""Of work: a prompt for another engine, or an answer."""
 
 
 class InstanceSpec(EngineDescription, frozen=True, kw_only=True):
@@ -48,6 +51,14 @@ class Word(msgspec.Struct, frozen=True):
     """Of the engine that is drained; its successor is not."""
     until: float | None = None
     """On the host's monotonic clock; then it is drained no more."""
+    role: Role = "both"
+    """What it is used for, if it can do both."""
+
+    def after(self, now: float) -> Word:
+        """What is left of it."""
+        if self.drained and (self.until is None or now < self.until):
+            return self
+        return Word(role=self.role)
 
     def applied_to(self, spec: InstanceSpec) -> InstanceSpec:
         if self.drained and self.epoch == spec.epoch:
@@ -94,6 +105,10 @@ class Instance:
         """Legs in progress."""
         self.num_active_tokens = 0
         """Tokens of their prompts and answers, as far as the router can tell."""
+        self.num_decoding = 0
+        """Of them, those that answer."""
+        self.used_for: Role = "both"
+        """By an operator's word, if it can do both."""
         self.num_legs = 0
         self.num_failures = 0
         self.load = EngineLoad()
@@ -109,6 +124,19 @@ class Instance:
     def is_available(self) -> bool:
         """May get one more request."""
         return self.spec.state == "ready" and self.breaker.allows(self.num_active)
+
+    @property
+    def is_leaving(self) -> bool:
+        """What it answers is to go on elsewhere."""
+        is_switching = self.spec.role == "both" and self.used_for == "prefill"
+        return is_switching or self.spec.state == "draining"
+
+    def does(self, kind: Kind) -> bool:
+        """Whether it gets requests of this kind, if it can do it. Who switches from answers to
+        prompts has none of either until its last answer has moved or ended."""
+        if self.spec.role != "both" or self.used_for == "both":
+            return True
+        return self.used_for == kind and not (kind == "prefill" and self.num_decoding)
 
     def serves(self, model: str | None) -> bool:
         """An unknown model goes to any engine, which answers 404 itself."""
@@ -153,17 +181,25 @@ class Registry:
     def get(self, instance_id: str) -> Instance | None:
         return self._instances.get(instance_id)
 
+    def word(self, instance_id: str) -> Word:
+        """What an operator says of it."""
+        return self._words.get(instance_id, Word())
+
     def obey(self, words: Words) -> None:
         """These are all of an operator's words that hold now."""
         self._words = words
         for spec in tuple(self._told.values()):
             self.put(spec)
+        for instance in self:
+            role = self.word(instance.instance_id).role
+            if instance.used_for != role:
+                logger.info("%s is used for %s", instance.instance_id, role)
+            instance.used_for = role
 
     def put(self, spec: InstanceSpec) -> None:
         """Add an instance, or change what is known of it. A new url or epoch is a new engine."""
         self._told[spec.instance_id] = spec
-        if (word := self._words.get(spec.instance_id)) is not None:
-            spec = word.applied_to(spec)
+        spec = self.word(spec.instance_id).applied_to(spec)
         known = self._instances.get(spec.instance_id)
         if known is not None:
             if known.spec == spec:
@@ -175,6 +211,7 @@ class Registry:
             self.remove(spec.instance_id, "its url or epoch changed")
             self._told[spec.instance_id] = told
         instance = self._instances[spec.instance_id] = self.make(spec)
+        instance.used_for = self.word(spec.instance_id).role
         self._index()
         logger.info("added %s %s at %s (%s)", spec.role, spec.instance_id, spec.url, spec.source)
         self.on_added(instance)

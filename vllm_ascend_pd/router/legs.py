@@ -67,12 +67,14 @@ class Leg:
 
     def __enter__(self) -> Leg:
         self.instance.num_active += 1
+        self.instance.num_decoding += self._name == "decode"
         self.instance.num_legs += 1
         self.instance.num_active_tokens += self._num_tokens
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.instance.num_active -= 1
+        self.instance.num_decoding -= self._name == "decode"
         self.instance.num_active_tokens -= self._num_tokens
         self._metrics.add("legs", self.instance.instance_id, self._name, self.outcome)
 

@@ -96,7 +96,7 @@ SCHEMAS: dict[str, Schema] = {
     **msgspec.json.schema_components(
         [
             *(registration.Registration, registration.InstanceStatus, registration.Registered),
-            registration.DrainOrder,
+            *(registration.DrainOrder, registration.RoleOrder),
             *(operating.RequestStatus, operating.MoveOrder, operating.MoveReport),
         ],
         ref_template="#/components/schemas/{name}",
@@ -157,6 +157,8 @@ def _registry() -> dict[str, Schema]:
     request_id: Schema = {"name": "request_id", "in": "path", "required": True, "schema": named}
     back = {204: _answer("It gets requests")}
     drain = _operation("drain", "No new requests; those in progress move", gone, 400, 403, 404, 408)
+    used = {204: _answer("It is used for this only")}
+    role = _operation("role", "Prompts or answers", used, 400, 403, 404, 408, 409)
     undo = _operation("undo_drain", "Use it as before", back, 400, 403, 404)
     put = _operation(
         "register", "An engine registers, or renews", known, 400, 403, 408, 409, 413, 429
@@ -169,6 +171,10 @@ def _registry() -> dict[str, Schema]:
         },
         registration.PATH: {
             "get": _operation("registry", "Every engine, for engines", instances, 403) | security
+        },
+        one + "/role": {
+            "parameters": [ID_PARAMETER],
+            "put": role | security | _takes("RoleOrder"),
         },
         one + "/drain": {
             "parameters": [ID_PARAMETER],

@@ -13,7 +13,7 @@ from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, are_partne
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_ascend_pd.router.instances import Instance, Registry
+    from vllm_ascend_pd.router.instances import Instance, Kind, Registry
 
 UNKNOWN_RETRY_AFTER_S = 5
 
@@ -119,8 +119,8 @@ class Selector:
 
     def candidates(self, request: Routed) -> Candidates | Unavailable:
         """Changes nothing, not even whose turn it is."""
-        prefills = self._usable(self.registry.prefills, self.labels.prefill, request)
-        decodes = self._usable(self.registry.decodes, self.labels.decode, request)
+        prefills = self._usable("prefill", request)
+        decodes = self._usable("decode", request)
         model, alone = request.model, request.alone
         if alone is None:
             matched = _with_partner(prefills, decodes)
@@ -151,7 +151,13 @@ class Selector:
         why = {m: "unavailable" if isinstance(f, Unavailable) else f.alone for m, f in found}
         return {model: reason for model, reason in why.items() if reason is not None}
 
-    def _usable(
+    def _usable(self, kind: Kind, request: Routed) -> list[Instance]:
+        """Those that are used for it; those that could be, if there is none."""
+        can: Sequence[Instance] = getattr(self.registry, kind + "s")
+        can = self._available(can, getattr(self.labels, kind), request)
+        return [one for one in can if one.does(kind)] or list(can)
+
+    def _available(
         self, instances: Sequence[Instance], labels: frozenset[str], request: Routed
     ) -> list[Instance]:
         if request.target is not None:

@@ -132,6 +132,8 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
     instance_id: str
     url: str
     role: Role
+    used_for: Role
+    num_decoding: int
     source: str
     state: State
     breaker: str
@@ -167,6 +169,8 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
             instance_id=instance.instance_id,
             url=instance.spec.url,
             role=instance.spec.role,
+            used_for=instance.used_for if instance.spec.role == "both" else instance.spec.role,
+            num_decoding=instance.num_decoding,
             source=instance.spec.source,
             state=instance.spec.state,
             breaker=instance.breaker.state.value,
@@ -201,6 +205,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
         self.models = self.models or other.models
         self.num_admitted += other.num_admitted
         self.num_active += other.num_active
+        self.num_decoding += other.num_decoding
         self.num_active_tokens += other.num_active_tokens
         self.num_connections += other.num_connections
         self.num_failures += other.num_failures

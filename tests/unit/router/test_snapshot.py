@@ -28,6 +28,8 @@ def instance(name: str, **changes: Any) -> InstanceSnapshot:
         "instance_id": name,
         "url": "http://127.0.0.1:1",
         "role": "decode",
+        "used_for": "decode",
+        "num_decoding": 1,
         "source": "static",
         "state": "ready",
         "breaker": "closed",

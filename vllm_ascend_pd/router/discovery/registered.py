@@ -17,6 +17,7 @@ from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.incoming import BodyError, read_body
 from vllm_ascend_pd.router.instances import InstanceSpec, Word
+from vllm_ascend_pd.router.roles import role_obstacle
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -89,15 +90,11 @@ class Roster:
         await self._changed()
 
     def _forget_words(self, now: float) -> bool:
-        """Those that hold no more; whether there were any."""
-        over = [
-            instance_id
-            for instance_id, word in self._words.items()
-            if not word.drained or (word.until is not None and now >= word.until)
-        ]
-        for instance_id in over:
-            del self._words[instance_id]
-        return bool(over)
+        """Those that hold no more, or a part of them; whether there were any."""
+        left = {name: word.after(now) for name, word in self._words.items()}
+        left = {name: word for name, word in left.items() if word != Word()}
+        before, self._words = self._words, left
+        return before != left
 
     async def _changed(self) -> None:
         await self._on_change(list(self._specs.values()), self._words.copy())
@@ -129,6 +126,7 @@ class RegisteredDiscovery:
         app.router.add_delete(one, self._delete)
         app.router.add_put(one + "/drain", self._drain)
         app.router.add_delete(one + "/drain", self._undo_drain)
+        app.router.add_put(one + "/role", self._role)
 
     def refresh_secrets(self) -> None:
         if self._token is not None:
@@ -181,9 +179,8 @@ class RegisteredDiscovery:
             return error_response(e.status, "bad_order", str(e))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             return error_response(400, "bad_order", f'give {{"seconds": 30}} or nothing: {e}')
-        if seconds is None:
-            return await self._say(instance_id, drained=True)
-        return await self._say(instance_id, drained=True, until=time.monotonic() + seconds)
+        until = None if seconds is None else time.monotonic() + seconds
+        return await self._say(instance_id, drained=True, until=until)
 
     async def _undo_drain(self, request: web.Request) -> web.Response:
         instance_id = self._named(request)
@@ -191,13 +188,32 @@ class RegisteredDiscovery:
             return instance_id
         return await self._say(instance_id, drained=False)
 
+    async def _role(self, request: web.Request) -> web.Response:
+        instance_id = self._named(request)
+        if isinstance(instance_id, web.Response):
+            return instance_id
+        try:
+            body = await read_body(request, BODY_TIMEOUT_S)
+            role = msgspec.json.decode(body, type=registration.RoleOrder).role
+        except BodyError as e:
+            return error_response(e.status, "bad_order", str(e))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            message = f'give {{"role": "prefill"}}, "decode" or "both": {e}'
+            return error_response(400, "bad_order", message)
+        known = self._registry.get(instance_id)
+        if known is not None and (why := role_obstacle(self._registry, known, role)):
+            return error_response(409, "conflict", why)
+        return await self._say(instance_id, role=role)
+
     async def _say(self, instance_id: str, **changes: Any) -> web.Response:
         known = self._registry.get(instance_id)
         if known is None:
             names = ", ".join(sorted(one.instance_id for one in self._registry))
             message = f"{instance_id} has not registered here, nor is it in a list; known: {names}"
             return error_response(404, "not_found", message)
-        await self._heartbeats.say(instance_id, Word(epoch=known.spec.epoch, **changes))
+        word = self._registry.word(instance_id)
+        word = msgspec.structs.replace(word, epoch=known.spec.epoch, **changes)
+        await self._heartbeats.say(instance_id, word)
         return web.Response(status=204)
 
     def _named(self, request: web.Request) -> str | web.Response:

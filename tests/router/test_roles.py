@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that can do both, and what an operator uses them for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tests.router.broken_streams import PATIENT
+from tests.router.harness import Deployment, deployed, run, until
+from tests.router.moving import SLOW, Client, is_whole, name
+from vllm_ascend_pd import registration
+from vllm_ascend_pd.cluster.emptying import switch
+from vllm_ascend_pd.cluster.operator import RouterOperator
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import Role
+from vllm_ascend_pd.router.config import RouterConfig
+
+STRICT = replace(PATIENT, require_prefill=True)
+
+
+@asynccontextmanager
+async def of_both_kinds(num: int, config: RouterConfig = STRICT) -> AsyncIterator[Deployment]:
+    async with deployed(0, num, config, **SLOW) as d:
+        for one in d.decodes:
+            spec = d.router.registry.get(name(one)).spec
+            d.router.registry.put(msgspec.structs.replace(spec, role="both"))
+        yield d
+
+
+async def use(d: Deployment, index: int, role: Role) -> int:
+    url = f"{d.url}{registration.PATH}/{name(d.decodes[index])}/role"
+    async with d.http.put(url, json={"role": role}) as response:
+        return int(response.status)
+
+
+def prompts(d: Deployment, index: int) -> int:
+    """Legs in which it computed a prompt for another engine."""
+    return sum(bool(r.params.get("do_remote_decode")) for r in d.decodes[index].received)
+
+
+def answers(d: Deployment, index: int) -> int:
+    return len(d.decodes[index].received) - prompts(d, index)
+
+
+def test_engines_do_what_the_operator_says() -> None:
+    async def test() -> None:
+        async with of_both_kinds(3) as d:
+            assert [await use(d, 0, "prefill"), await use(d, 1, "decode")] == [204, 204]
+            assert await use(d, 2, "decode") == 204
+            for _ in range(6):
+                assert (await d.post())[0] == 200
+            assert [prompts(d, i) for i in range(3)] == [6, 0, 0]
+            assert [answers(d, i) for i in range(3)] == [0, 3, 3]
+            assert await use(d, 2, "prefill") == 204
+            for _ in range(6):
+                assert (await d.post())[0] == 200
+            assert [prompts(d, i) for i in range(3)] == [9, 0, 3]
+            assert answers(d, 1) == 9
+
+    run(test)
+
+
+def test_what_an_engine_answers_moves_before_it_computes_prompts() -> None:
+    async def test() -> None:
+        async with of_both_kinds(3) as d:
+            for index, role in enumerate(("prefill", "decode", "decode")):
+                assert await use(d, index, role) == 204
+            clients = [Client(d, f"r{i}", max_tokens=100) for i in range(6)]
+            for client in clients:
+                await client.has(2)
+            switching, other = d.decodes[1:]
+            assert switching.num_in_progress == 3
+            async with RouterOperator(d.url) as operator:
+                lines = [line async for line in switch(operator, name(switching), "prefill")]
+            assert lines[-1] == f"{name(switching)} is used for prefill"
+            assert (switching.num_in_progress, other.num_in_progress) == (0, 6)
+            for client in clients:
+                assert is_whole(await client.events(), other)
+            moved = d.count("moves_total", reason="drain", outcome="moved", cause="")
+            assert moved == 3
+
+    run(test)
+
+
+def test_no_prompt_goes_to_an_engine_that_still_answers() -> None:
+    async def test() -> None:
+        async with of_both_kinds(3) as d:
+            for index, role in enumerate(("prefill", "decode", "decode")):
+                assert await use(d, index, role) == 204
+            clients = [Client(d, f"r{i}", logprobs=1) for i in range(2)]
+            for client in clients:
+                await client.has(1)
+            assert await use(d, 1, "prefill") == 204
+            assert (await d.post())[0] == 200
+            assert prompts(d, 1) == 0
+            for client in clients:
+                await client.task
+            for _ in range(2):
+                assert (await d.post())[0] == 200
+            assert prompts(d, 1) == 1
+
+    run(test)
+
+
+def test_last_engine_of_a_kind_stays_what_it_is() -> None:
+    async def test() -> None:
+        async with of_both_kinds(2) as d:
+            assert await use(d, 0, "prefill") == 204
+            assert await use(d, 1, "prefill") == 409
+            assert await use(d, 1, "decode") == 204
+            assert await use(d, 0, "decode") == 409
+            assert (await d.post())[0] == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_engines_of_the_other_kind_take_over_when_the_last_of_one_is_gone(role: Role) -> None:
+    """Also where an answer needs a pair."""
+
+    async def test() -> None:
+        async with of_both_kinds(3) as d:
+            other: Role = "decode" if role == "prefill" else "prefill"
+            assert await use(d, 0, role) == 204
+            assert [await use(d, i, other) for i in (1, 2)] == [204, 204]
+            await d.decodes[0].stop()
+            first = d.router.registry.get(name(d.decodes[0]))
+            await until(lambda: not first.is_available)
+            for _ in range(4):
+                assert (await d.post())[0] == 200
+            assert prompts(d, 1) + prompts(d, 2) >= 2
+            assert answers(d, 1) + answers(d, 2) == 4
+            await d.decodes[0].start()
+            await until(lambda: first.is_available)
+            done = [prompts(d, i) for i in (1, 2)], [answers(d, i) for i in (1, 2)]
+            for _ in range(4):
+                assert (await d.post())[0] == 200
+            now = [prompts(d, i) for i in (1, 2)], [answers(d, i) for i in (1, 2)]
+            assert now[role == "decode"] == done[role == "decode"]
+
+    run(test)
+
+
+def test_engine_of_one_kind_cannot_do_the_other() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d, RouterOperator(d.url) as operator:
+            with pytest.raises(ConfigError, match=r"409: .* start it with kv_role kv_both"):
+                await anext(switch(operator, name(d.decodes[0]), "prefill"))
+            with pytest.raises(ConfigError, match="404: d9 has not registered"):
+                await anext(switch(operator, "d9", "prefill"))
+
+    run(test)
+
+
+def test_role_outlives_the_engine_and_a_drain() -> None:
+    async def test() -> None:
+        async with of_both_kinds(2) as d:
+            registry = d.router.registry
+            body = {"url": d.decodes[0].url, "role": "both"}
+            url = f"{d.url}{registration.PATH}/late"
+            for epoch in ("one", "two"):
+                async with d.http.put(url, json={**body, "epoch": epoch}) as response:
+                    assert response.status == 200
+                if epoch == "one":
+                    async with d.http.put(f"{url}/role", json={"role": "decode"}) as response:
+                        assert response.status == 204
+                    async with d.http.put(f"{url}/drain") as response:
+                        assert response.status == 204
+                    assert registry.get("late").spec.state == "draining"
+                assert registry.get("late").used_for == "decode"
+            assert registry.get("late").spec.state == "ready"
+            registry.remove("late", "the test ends")
+
+    run(test)
+
+
+def test_a_service_of_both_kinds_always_finds_a_pair() -> None:
+    """Whatever they are used for, and whichever of them are away."""
+
+    async def test() -> None:
+        async with of_both_kinds(3) as d:
+            instances = list(d.router.registry)
+            roles: tuple[Role, ...] = ("prefill", "decode", "both")
+            states = ("ready", "draining")
+            for used in itertools.product(roles, repeat=3):
+                for told in itertools.product(states, repeat=3):
+                    for one, role, state in zip(instances, used, told, strict=True):
+                        one.used_for = role
+                        one.spec = msgspec.structs.replace(one.spec, state=state)
+                    degraded = d.router.selector.degraded()
+                    assert bool(degraded) == ("ready" not in told), (used, told)
+
+    run(test)
