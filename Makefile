@@ -47,7 +47,7 @@ test: venv ## run the tests
 QUICK := tests/integration/test_prefill_first.py::test_consumer_computes_nothing_of_the_prompt
 QUICK += tests/engine tests/contract tests/unit
 test-quick: venv ## run the tests of the package's parts, and a hand-over between real engines
-	$(PYTEST) -q $(QUICK) $(PYTEST_ARGS)
+	$(PYTEST) -q -m "not slow" $(QUICK) $(PYTEST_ARGS)
 
 PIN_TESTS := tests/engine $(addprefix tests/patches/test_,every_pin.py absent_package.py config_carrier.py \
     graph_downgrade.py model_runner_v2.py drafts_on_cpu.py input_batch.py mla_on_cpu.py refused_at_start.py worker_hooks.py) \

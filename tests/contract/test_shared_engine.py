@@ -16,6 +16,8 @@ from vllm_ascend_pd.config import PoolConfig
 from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 from vllm_ascend_pd.pool.tier import Opening
 
+pytestmark = pytest.mark.slow
+
 SIZE = 64 << 10
 
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
+SSD = pytest.param("ssd", marks=pytest.mark.slow)
+"""Mooncake's own."""
+
 
 class InMemory(Subject):
     def held(self, key: str) -> bytes | None:
@@ -166,7 +169,7 @@ def composite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 
 class TestTiers(TierContract):
-    @pytest.fixture(params=["memory", "faulty", "files", "composite", "dram", "remote", "ssd"])
+    @pytest.fixture(params=["memory", "faulty", "files", "composite", "dram", "remote", SSD])
     def subject(self, request: pytest.FixtureRequest) -> Subject:
         found: Subject = request.getfixturevalue(request.param)
         return found
@@ -185,7 +188,7 @@ def test_value_in_this_process_is_seen_in_place(dram: Subject) -> None:
         assert addrs == [0]  # of another size
 
 
-@pytest.mark.parametrize("elsewhere", ["remote", "ssd"])
+@pytest.mark.parametrize("elsewhere", ["remote", SSD])
 def test_value_that_lies_elsewhere_is_not_seen_in_place(
     elsewhere: str, request: pytest.FixtureRequest
 ) -> None:

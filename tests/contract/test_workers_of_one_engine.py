@@ -14,6 +14,8 @@ from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 from vllm_ascend_pd.pool.tier import Opening, Status, Value
 from vllm_ascend_pd.types import Place
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 LOCAL = "127.0.0.1"
 

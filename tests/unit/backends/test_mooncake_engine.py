@@ -20,6 +20,8 @@ from vllm_ascend_pd.backends.rdma_cards import port_states, usable_ports
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
 from vllm_ascend_pd.errors import BackendError
 
+pytestmark = pytest.mark.slow
+
 DONE, RUNNING, FAILED = TransferStatus.DONE, TransferStatus.RUNNING, TransferStatus.FAILED
 NUM_BYTES = 64 << 20
 CONTACT_TIMEOUT_S = 0.5

@@ -204,6 +204,7 @@ def test_sends_its_token_and_never_logs_it(
     assert "s3cret" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_silent_router_does_not_hold_up_the_end() -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))

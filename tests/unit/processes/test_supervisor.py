@@ -31,6 +31,8 @@ from vllm_ascend_pd.processes.child import (
 )
 from vllm_ascend_pd.processes.supervisor import Supervisor
 
+pytestmark = pytest.mark.slow
+
 SERVER = """
 import http.server, os, subprocess, sys
 if {with_child}:

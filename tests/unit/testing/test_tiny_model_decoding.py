@@ -12,6 +12,8 @@ import pytest
 
 from vllm_ascend_pd.testing.tiny_model import VOCAB_SIZE, make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 

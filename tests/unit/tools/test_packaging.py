@@ -15,6 +15,8 @@ import pytest
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

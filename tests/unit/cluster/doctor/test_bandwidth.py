@@ -13,6 +13,8 @@ from vllm_ascend_pd.cluster.doctor import bandwidth
 from vllm_ascend_pd.cluster.doctor.bandwidth import MEASUREMENTS, Bandwidth
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_transport_of_this_host_is_measured() -> None:
     findings = asyncio.run(Bandwidth().run())

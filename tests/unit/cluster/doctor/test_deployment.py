@@ -23,6 +23,8 @@ from vllm_ascend_pd.cluster.doctor.engines import Engine, Web
 from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict
 from vllm_ascend_pd.cluster.topology import Topology, parse
 
+pytestmark = pytest.mark.slow
+
 POOL = {"extra_config": {"pool": {"dram_size": 1 << 20}}}
 TWO_HOSTS = {
     "hosts": {"a": {"address": "10.0.0.1"}, "b": {"address": "10.0.0.2"}},
