@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,9 +49,27 @@ def test_other_k_and_v_in_every_layer_make_another_model(
 # Weights in place.
 
 
+def with_its_files(engine: Engine) -> None:
+    """As the next test takes it to be. Engines that have never changed do not agree with it."""
+    engine.call_workers("reload_weights", weights_path=engine.config.model)
+
+
 @pytest.fixture
-def pair(engines: Engines) -> tuple[Engine, Engine]:
-    return engines.own("kv_both"), engines.own("kv_both", kv_port=0)
+def pair(engines: Engines) -> Iterator[tuple[Engine, Engine]]:
+    """Whose weights a test may change."""
+    own = {"num_blocks": 255}
+    pair = engines.shared("kv_both", **own), engines.shared("kv_both", kv_port=0, **own)
+    yield pair
+    for engine in pair:
+        with_its_files(engine)
+
+
+@pytest.fixture
+def pooled(engines: Engines) -> Iterator[Engine]:
+    """Whose weights a test may change."""
+    engine = engines.shared("kv_both", pool=POOL, num_blocks=255)
+    yield engine
+    with_its_files(engine)
 
 
 @pytest.fixture(scope="module")
@@ -147,31 +165,29 @@ def test_calls_that_keep_the_weights_keep_leases(
 
 
 def test_the_pool_does_not_give_kv_of_other_weights(
-    engines: Engines,
+    pooled: Engine,
     single: SingleEngine,
     scaled: SingleEngine,
     prompt_of: Callable[..., list[int]],
 ) -> None:
-    engine = engines.own("kv_both", pool={"dram_size": 64 << 20, "load": "all"})
-    prompt = prompt_of(NUM_TOKENS)
+    engine, prompt = pooled, prompt_of(NUM_TOKENS)
     assert engine.ask(prompt, 16).token_ids == single(prompt, 16).token_ids
     engine.scale_norms(3)
     assert engine.reset_prefix_cache()
     assert engine.ask(prompt, 16).token_ids == scaled(prompt, 16).token_ids
     assert engine.reset_prefix_cache()
-    again = engine.ask(prompt, 16, {"return_provenance": True})
+    again = engine.ask(prompt, 16, ASK)
     assert again.token_ids == scaled(prompt, 16).token_ids
     assert again.provenance["num_dram_tokens"] > 0
 
 
 def test_reset_of_the_connector_takes_the_pool_for_empty(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pooled: Engine, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
-    engine = engines.own("kv_both", pool={"dram_size": 64 << 20, "load": "all"})
-    prompt = prompt_of(NUM_TOKENS)
+    engine, prompt = pooled, prompt_of(NUM_TOKENS)
 
     def num_from_pool() -> int:
-        answer = engine.ask(prompt, 16, {"return_provenance": True})
+        answer = engine.ask(prompt, 16, ASK)
         assert answer.token_ids == single(prompt, 16).token_ids
         engine.wait_count("pool_saves", 0)
         return answer.provenance["num_dram_tokens"]
