@@ -60,7 +60,7 @@ class InBoth(InMemory):
     def held(self, key: str) -> bytes | None:
         memory, files = self.tier.tiers  # type: ignore[attr-defined]
         in_memory = InMemory(memory, self.buffers).held(key)
-        assert OnDisk(files, self.buffers, files._folder).held(key) == in_memory
+        assert OnDisk(files, self.buffers, files.folder).held(key) == in_memory
         return in_memory
 
 

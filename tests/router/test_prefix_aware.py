@@ -26,7 +26,7 @@ class Publisher:
     """Publishes and replays like vLLM's."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
-        self._pub = context.socket(zmq.PUB)
+        self._pub = context.socket(zmq.XPUB)  # which tells who subscribes
         self._replay = context.socket(zmq.ROUTER)
         host = "tcp://127.0.0.1"
         self.endpoint = f"{host}:{self._pub.bind_to_random_port(host)}"
@@ -39,6 +39,9 @@ class Publisher:
         seq = len(self.sent).to_bytes(8, "big")
         self.sent.append(payload)
         await self._pub.send_multipart([b"", seq, payload])
+
+    async def wait_subscriber(self) -> None:
+        assert await asyncio.wait_for(self._pub.recv(), 20) == b"\x01"
 
     async def _answer(self) -> None:
         while True:
@@ -75,6 +78,8 @@ async def cluster() -> AsyncIterator[
             role = "prefill" if name[0] == "p" else "decode"
             body = described(engine, role=role, kv_events=events)
             assert (await register(d, name, body))[0] == 200
+        for publisher in publishers.values():
+            await publisher.wait_subscriber()
         yield d, engines, publishers
         for engine in engines.values():
             async with d.http.delete(f"{d.url}/registry/instances/{engine.name}") as response:
@@ -103,7 +108,6 @@ async def publish_prompt(d: Deployment, name: str, publisher: Publisher, num_blo
 def test_request_goes_where_its_prefix_is() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):
-            await asyncio.sleep(0.1)  # a ZMQ subscription has no answer to wait for
             await publish_prompt(d, "p1", publishers["p1"], 8)
             await publish_prompt(d, "d0", publishers["d0"], 5)
             assert index(d, "p1").state is IndexState.EXACT
@@ -122,7 +126,6 @@ def test_request_goes_where_its_prefix_is() -> None:
 def test_prefill_is_skipped_when_decode_holds_the_prompt() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):
-            await asyncio.sleep(0.1)
             await publish_prompt(d, "d1", publishers["d1"], 9)
             assert (await d.post(prompt=TOKENS))[0] == 200
             assert [len(e.received) for e in engines.values()] == [0, 0, 0, 1]
@@ -137,7 +140,6 @@ def test_prefill_is_skipped_when_decode_holds_the_prompt() -> None:
 def test_what_was_expected_is_compared_with_what_engines_say() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):
-            await asyncio.sleep(0.1)
             await publish_prompt(d, "p1", publishers["p1"], 8)
             await d.post(prompt=TOKENS)
             told = {"role": "prefill", "told": "true"}
@@ -170,7 +172,6 @@ def test_what_was_expected_is_compared_with_what_engines_say() -> None:
 def test_text_is_tokenized_by_an_engine_once() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):
-            await asyncio.sleep(0.1)
             text = "x" * 10 * BLOCK
             tokens = list(text.encode())
             await publishers["d1"].publish(stored([b"a"], None, tokens[:BLOCK]))
@@ -209,7 +210,6 @@ def test_events_before_the_router_came_are_replayed() -> None:
 def test_event_that_makes_no_sense_ends_nothing() -> None:
     async def test() -> None:
         async with cluster() as (d, _, publishers):
-            await asyncio.sleep(0.1)
             await publish_prompt(d, "p1", publishers["p1"], 2)
             await publishers["p1"].publish({**stored([b"x"], None, TOKENS), "block_size": 0})
             await until(lambda: index(d, "p1").state is IndexState.DEGRADED, "state")
@@ -223,7 +223,6 @@ def test_index_is_not_believed_when_something_fails_on_the_way(
 ) -> None:
     async def test() -> None:
         async with cluster() as (d, _, publishers):
-            await asyncio.sleep(0.1)
             await publish_prompt(d, "p1", publishers["p1"], 2)
             assert index(d, "p1").state is IndexState.EXACT
             with monkeypatch.context() as patch:
@@ -238,7 +237,6 @@ def test_index_is_not_believed_when_something_fails_on_the_way(
 def test_busy_holder_loses_to_an_idle_instance() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):
-            await asyncio.sleep(0.1)
             await publish_prompt(d, "p1", publishers["p1"], 8)
             d.router.registry.get("p1").num_active_tokens += 1000
             await d.post(prompt=TOKENS)

@@ -56,7 +56,7 @@ class FileTier(Tier):
     stores_to = Place.SSD
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
-        self._folder = folder
+        self.folder = folder
         self._capacity_bytes = capacity_bytes
         self._numbers = itertools.count()
         try:
@@ -86,11 +86,11 @@ class FileTier(Tier):
         return tier
 
     def _find_files(self) -> None:
-        for leftover in self._folder.glob(f"{_NEW}*"):
+        for leftover in self.folder.glob(f"{_NEW}*"):
             leftover.unlink()
         found = []
         # Those of other formats are found by nobody, and go, as the oldest ones, for new ones.
-        for path in self._folder.glob("pd[0-9]*/*/*/*"):
+        for path in self.folder.glob("pd[0-9]*/*/*/*"):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 key = f"{path.parts[-4]}/{path.parts[-3]}/{path.name}"
@@ -100,9 +100,9 @@ class FileTier(Tier):
             self._used_bytes += num_bytes
         self._delete(self._make_room(0))
 
-    def _path(self, key: str) -> Path:
+    def path_of(self, key: str) -> Path:
         space, _, name = key.rpartition("/")
-        return self._folder / space / name[:2] / name
+        return self.folder / space / name[:2] / name
 
     def lookup(self, keys: Sequence[str]) -> list[Place]:
         with self._lock:
@@ -141,7 +141,7 @@ class FileTier(Tier):
 
     def _disk_full(self, value: Value) -> Status:
         """Others use the disk, too: give up as much as a later put of this value needs."""
-        logger.warning("the pool's files in %s: the disk is full", self._folder)
+        logger.warning("the pool's files in %s: the disk is full", self.folder)
         with self._lock:
             evicted = self._make_room(self._capacity_bytes - self._used_bytes + value.num_bytes)
         with suppress(OSError):
@@ -161,21 +161,21 @@ class FileTier(Tier):
         error = None
         for key in keys:
             try:
-                self._path(key).unlink(missing_ok=True)
+                self.path_of(key).unlink(missing_ok=True)
             except OSError as e:
                 error = e
         if error is not None:
             raise error
 
     def _write(self, value: Value) -> None:
-        new = self._folder / f"{_NEW}{next(self._numbers)}"
+        new = self.folder / f"{_NEW}{next(self._numbers)}"
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         try:
             file_fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             with open(file_fd, "wb", buffering=0) as file:
                 while data:
                     data = data[file.write(data) :]
-            path = self._path(value.key)
+            path = self.path_of(value.key)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with suppress(FileExistsError):  # of another thread: the first one stays
                 os.link(new, path)
@@ -193,7 +193,7 @@ class FileTier(Tier):
                 return Status.MISSING
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         try:
-            with self._path(value.key).open("rb", buffering=0) as file:
+            with self.path_of(value.key).open("rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_size != value.num_bytes:
                     return Status.DAMAGED
                 while data:
@@ -208,11 +208,11 @@ class FileTier(Tier):
             self._forget([value.key])
             return self._failed(e)
         with suppress(OSError):
-            os.utime(self._path(value.key))  # of what is kept, the next start knows what was used
+            os.utime(self.path_of(value.key))  # of what is kept, the next start knows what was used
         return Status.OK
 
     def _failed(self, error: OSError) -> Status:
-        logger.warning("the pool's files in %s: %s", self._folder, error)
+        logger.warning("the pool's files in %s: %s", self.folder, error)
         self._failed_at = time.monotonic()
         return Status.FAILED
 

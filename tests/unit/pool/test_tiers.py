@@ -173,8 +173,8 @@ def test_one_tier_that_is_down_leaves_the_others(memory: MemoryTier, files: File
 def test_tier_that_has_just_failed_is_not_asked(memory: MemoryTier, files: FileTier) -> None:
     tier = CompositeTier([memory, files])
     put(files, 1, 2)
-    files._path(key_of(1)).unlink()
-    files._path(key_of(1)).mkdir()
+    files.path_of(key_of(1)).unlink()
+    files.path_of(key_of(1)).mkdir()
     assert get(tier, 1) == [Status.FAILED]
     assert lookup(tier, 2) == [Place.NOWHERE]
     assert get(tier, 2) == [Status.MISSING]
@@ -298,7 +298,7 @@ def test_file_that_cannot_be_removed_does_not_keep_the_others(
     files: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(files, 1, 2, 3)
-    stuck = files._path(key_of(1))
+    stuck = files.path_of(key_of(1))
     unlink = Path.unlink
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
@@ -331,7 +331,7 @@ def test_full_disk_makes_room_for_what_comes_next(
 
 def test_file_that_cannot_be_read_is_stored_again(files: FileTier) -> None:
     put(files, 1)
-    path = files._path(key_of(1))
+    path = files.path_of(key_of(1))
     path.unlink()
     path.mkdir()
     assert get(files, 1) == [Status.FAILED]
