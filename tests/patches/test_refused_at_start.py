@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,17 @@ def moe(tmp_path_factory: pytest.TempPathFactory, model: str) -> str:
     return str(make_model("mla", tmp_path_factory.mktemp("models") / "mla", Path(model)))
 
 
-def configure(model: str, *options: str, transfer: dict[str, Any] | None = IN_ENGINE) -> Any:
+@cache
+def serve_parser() -> FlexibleArgumentParser:
+    """Which takes a while."""
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def configure(model: str, *options: str) -> Any:
     """The configuration that ``vllm serve`` makes of these options."""
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = ["--model", model, "--max-model-len", "512", *options]
-    if transfer:
-        arguments += ["--kv-transfer-config", json.dumps(transfer)]
-    parsed = AsyncEngineArgs.from_cli_args(parser.parse_args(arguments))
+    arguments += ["--kv-transfer-config", json.dumps(IN_ENGINE)]
+    parsed = AsyncEngineArgs.from_cli_args(serve_parser().parse_args(arguments))
     return parsed.create_engine_config(headless="--data-parallel-start-rank" in options)
 
 
