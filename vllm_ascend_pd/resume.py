@@ -72,7 +72,9 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except msgspec.ValidationError as e:
             raise TransferError(f"kv_transfer_params.{RESUME}: {e}") from e
         if not resume.output_token_ids and resume.source is None:
-            raise TransferError(f"kv_transfer_params.{RESUME}: output_token_ids and source are none")
+            raise TransferError(
+                f"kv_transfer_params.{RESUME}: output_token_ids and source are none"
+            )
         return resume
 
 

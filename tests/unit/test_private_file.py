@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import vllm_ascend_pd as package
 from vllm_ascend_pd.cli.main import app
 from vllm_ascend_pd.config import RouterLink
 from vllm_ascend_pd.engine.registrar import Registrar
@@ -115,9 +116,20 @@ def test_a_token_is_one_line_of_printable_ascii(
 # Whoever reads such a file looks at its mode.
 
 
-def doctor(path: Path) -> None:
-    """Which ends at the first file that it cannot use."""
-    CliRunner().invoke(app, ["doctor", "--api-key-file", str(path), "--config", str(path)])
+def command(*words: str) -> Callable[[Path], None]:
+    """It ends when it has read the file ``{}``, for there is no router or no configuration."""
+
+    def run(path: Path) -> None:
+        ended = CliRunner().invoke(app, [word.format(path) for word in words])
+        assert ended.exit_code
+        assert CONTENT not in ended.output
+
+    return run
+
+
+def tenants(path: Path) -> None:
+    with pytest.raises(ConfigError, match="not JSON"):
+        Router(RouterConfig(tenants_file=path))
 
 
 def serve_tls(path: Path) -> None:
@@ -135,7 +147,12 @@ WARNS: dict[str, Callable[[Path], object]] = {
     "--engine-api-key-file": lambda path: Router(RouterConfig(engine_api_key_file=path)),
     "--registration-token-file": lambda path: Router(RouterConfig(registration_token_file=path)),
     "--tls-key": serve_tls,
-    "--api-key-file": doctor,
+    "--tenants-file": tenants,
+    "--api-key-file": command("doctor", "--api-key-file={}", "--config={}"),
+    "--api-key-file of profile": command("profile", URL, "--api-key-file={}"),
+    "--token-file": command("drain", "p0", "--router", URL, "--token-file={}"),
+    "--token-file of move": command("move", "r", "--router", URL, "--token-file={}"),
+    "--token-file of role": command("role", "p0", "both", "--router", URL, "--token-file={}"),
     "router.token_file": register,
 }
 REFUSES: dict[str, Callable[[Path], object]] = {
@@ -144,13 +161,13 @@ REFUSES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("option", WARNS)
+@pytest.mark.parametrize("name", WARNS)
 def test_tokens_and_keys_that_others_may_read_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, option: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    path = tmp_path / "f"
+    path, option = tmp_path / "f", name.split()[0]
     for mode in (0o600, 0o640):
-        WARNS[option](write(path, mode))
+        WARNS[name](write(path, mode))
         assert (f"{option} '{path}' is open to its group" in caplog.text) == (mode == 0o640)
     assert CONTENT not in caplog.text
 
@@ -161,3 +178,11 @@ def test_secrets_that_others_may_read_are_refused(tmp_path: Path, option: str) -
     REFUSES[option](write(path, 0o600))
     with pytest.raises(ConfigError, match=f"^{option} '{path}' is open to its group"):
         REFUSES[option](write(path, 0o640))
+
+
+def test_nobody_reads_such_a_file_without_that() -> None:
+    reads = re.compile(r"\b\w*(secret|token|key)s?_file\w*\)?\.(read_|open\()")
+    sources = {path: path.read_text() for path in Path(package.__file__).parent.rglob("*.py")}
+    assert [
+        (path.name, found[0]) for path, text in sources.items() if (found := reads.search(text))
+    ] == []

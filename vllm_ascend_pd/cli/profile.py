@@ -62,6 +62,7 @@ def profile(
     from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.planner.measure import Grid, Limits, take_profile
     from vllm_ascend_pd.planner.profile import save
+    from vllm_ascend_pd.private_file import read_token
 
     if not router.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{router!r} is not http://HOST:PORT", param_hint="URL")
@@ -78,7 +79,7 @@ def profile(
     )
     limits = Limits(max_num_batched_tokens, max_num_seqs)
     try:
-        key = api_key_file.read_text().strip() if api_key_file else None
+        key = read_token("--api-key-file", str(api_key_file)) if api_key_file else None
         taken = asyncio.run(take_profile(router, key, grid, limits, typer.echo))
         save(taken, out)
     except (ConfigError, OSError) as e:
