@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -195,5 +196,29 @@ def test_a_service_of_both_kinds_always_finds_a_pair() -> None:
                         one.spec = msgspec.structs.replace(one.spec, state=state)
                     degraded = d.router.selector.degraded()
                     assert bool(degraded) == ("ready" not in told), (used, told)
+
+    run(test)
+
+
+def test_roles_follow_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        timeouts = replace(STRICT.timeouts, prefill_s=30, answer_s=30)
+        async with of_both_kinds(4, replace(STRICT, roles="auto", timeouts=timeouts)) as d:
+            await until(lambda: "both" not in [i.used_for for i in d.router.registry])
+            used = [i.used_for for i in d.router.registry]
+            assert sorted(used) == ["decode", "decode", "decode", "prefill"]
+            monkeypatch.setattr("vllm_ascend_pd.router.roles.HOLD_S", 0.0)
+            monkeypatch.setattr("vllm_ascend_pd.router.roles.REST_S", 0.0)
+            for one in d.decodes:
+                one.compute_token_s = 0.03
+            posts = [asyncio.create_task(d.post(prompt="long " * 64)) for _ in range(12)]
+            await until(lambda: [i.used_for for i in d.router.registry].count("prefill") > 1)
+            assert {status for status, _, _ in await asyncio.gather(*posts)} == {200}
+            for one in d.decodes:
+                one.compute_token_s = 0.0
+                one.metrics = "vllm:kv_cache_usage_perc{} 1.0\nvllm:num_requests_waiting{} 9\n"
+            await until(lambda: [i.used_for for i in d.router.registry].count("decode") == 3)
+            assert (await d.post())[0] == 200
+            assert d.count("role_switches_total", role="decode") >= 4
 
     run(test)

@@ -119,6 +119,14 @@ def router(
             " number (held, and prompts of fewer tokens), never or always.",
         ),
     ] = "auto",
+    roles: Annotated[
+        str,
+        option(
+            ROUTING,
+            "Who says what kv_both engines are used for: operator (`vllm-pd role`), or auto: also"
+            " their load, as many for prompts and as many for answers as have to do.",
+        ),
+    ] = "operator",
     prefill_model_labels: Annotated[
         str, option(ROUTING, "Only prefill instances with one of these 'model' labels (a,b).")
     ] = "",
@@ -249,6 +257,7 @@ def router(
             session_key=session_key,
             stats_window_s=request_stats_window,
             order=order,  # type: ignore[arg-type]
+            roles=roles,  # type: ignore[arg-type]
             require_prefill=require_prefill or routing_logic is not None,
             api_keys_file=api_keys_file,
             tenants_file=tenants_file,

@@ -32,6 +32,7 @@ from vllm_ascend_pd.router.drains import Drains
 from vllm_ascend_pd.router.front import check_target
 from vllm_ascend_pd.router.generation import Generation
 from vllm_ascend_pd.router.health import Prober
+from vllm_ascend_pd.router.health_routes import HealthRoutes
 from vllm_ascend_pd.router.http_client import EngineClient
 from vllm_ascend_pd.router.incoming import (
     BodyError,
@@ -52,6 +53,7 @@ from vllm_ascend_pd.router.relay import Relay
 from vllm_ascend_pd.router.releases import Releases
 from vllm_ascend_pd.router.resumption import Resumption
 from vllm_ascend_pd.router.retries import RetryBudget
+from vllm_ascend_pd.router.roles import AutoRoles
 from vllm_ascend_pd.router.selection import Labels, Selector, Unavailable
 from vllm_ascend_pd.router.skipping import Skipper
 from vllm_ascend_pd.router.tenants import Tenants, in_progress
@@ -94,7 +96,6 @@ class Router:
         self.config = config
         self._keeper = keeper
         self.is_draining = False
-        self._has_started = False
         self._engine_tls = engine_context(config.tls)
         self._engine_authorization: bytes | None = None
         if config.engine_api_key_file is not None:
@@ -167,6 +168,7 @@ class Router:
         self.lag = LoopLag(self.metrics.loop_lag.observe)
         headers = [(b"authorization", auth)] if auth else []
         self.prober = Prober(config.probes, headers, self._connect_prober)
+        self.health = HealthRoutes(self.selector, self.prober, lambda: self.is_draining)
         self.access_log = AccessLog(config.access_log)
         self._retired: set[Instance] = set()
         self._alone = Roster(self.follow)
@@ -175,6 +177,9 @@ class Router:
         self.registered = RegisteredDiscovery(
             self.registry, config.registration_token_file, keeper or self._alone
         )
+        self._roles: AutoRoles | None = None
+        if config.roles == "auto":
+            self._roles = AutoRoles(self.registry, self._alone.say, self.metrics)
         self.requests = OwnRequests(self.registry, self.moves)
         self.operator = OperatorRoutes(
             self.registry, keeper or self.requests, self.registered.refuse
@@ -189,10 +194,6 @@ class Router:
         for path in (*APIS, BATCH):
             app.router.add_post(path, self._generate)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/health/ready", self._health)
-        app.router.add_get("/health/live", self._alive)
-        app.router.add_get("/health/startup", self._started)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/version", self._version)
         app.router.add_get("/", self._page)
@@ -202,8 +203,7 @@ class Router:
         self.registered.add_routes(app)
         self.operator.add_routes(app)
         app.router.add_get(registration.PATH, self._registered)
-        app.router.add_get("/ping", self._health)
-        app.router.add_post("/ping", self._health)
+        self.health.add_routes(app)
         for path in ENGINE_PATHS:
             app.router.add_post(path, self._pass)
         app.router.add_route("*", "/v1/{path:.*}", self._pass)
@@ -290,30 +290,6 @@ class Router:
             message = found.message if isinstance(found, Unavailable) else "no model is known yet"
             return error_response(503, "service_unavailable", message, headers={"Retry-After": "1"})
         return _json({"object": "list", "data": list(entries.values())})
-
-    async def _health(self, request: web.Request) -> web.Response:
-        """Whether a request would be answered now, for one model at least."""
-        if self.is_draining:
-            return error_response(503, "draining", "this router is about to stop")
-        found = list(self.selector.by_model().values())
-        missing = [one for one in found if isinstance(one, Unavailable)]
-        if len(missing) == len(found):
-            after = {"Retry-After": str(missing[0].retry_after_s)}
-            return error_response(503, "service_unavailable", missing[0].message, headers=after)
-        return _json({"status": "degraded" if self.selector.degraded() else "ok"})
-
-    async def _alive(self, request: web.Request) -> web.Response:
-        """This answer is the proof."""
-        return _json({"status": "ok"})
-
-    async def _started(self, request: web.Request) -> web.Response:
-        """Whether each engine has been asked once how it is: what readiness says then is known."""
-        if all(self.prober.has_asked(instance) for instance in self.registry):
-            self._has_started = True
-        if self._has_started:
-            return _json({"status": "ok"})
-        message = "not every engine was asked yet how it is"
-        return error_response(503, "starting", message, headers={"Retry-After": "1"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         snapshot = await self._snapshot()
@@ -403,6 +379,8 @@ class Router:
             self.tenants.refresh()
         self.registered.refresh_secrets()
         await self._alone.expire(now)
+        if self._roles is not None:
+            await self._roles.look(now)
 
 
 def _resume_key(config: RouterConfig) -> ResumeKey:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router import access_log
@@ -22,6 +22,8 @@ SKIP_MODES = ("auto", "held", "never", "always")
 SkipMode = Literal["auto", "held", "never", "always"] | int
 MAX_WORKERS = 256
 ORDERS = ("auto", "prefill-first", "concurrent")
+Roles = Literal["operator", "auto"]
+ROLES: tuple[Roles, ...] = get_args(Roles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,8 @@ class RouterConfig:
     stats_window_s: float = 60.0
     """What the status tells as of now is of so many seconds."""
     order: Order = "auto"
+    roles: Roles = "operator"
+    """Who says what engines of role ``both`` are used for; ``auto``: their load, too."""
     require_prefill: bool = False
     """No engine computes a prompt alone for lack of another one: without a pair there is 503."""
     api_keys_file: Path | None = None
@@ -232,6 +236,10 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ConfigError(f"order {self.order!r}: one of {', '.join(ORDERS)}")
+        if self.roles not in ROLES:
+            raise ConfigError(f"--roles {self.roles!r}: one of {', '.join(ROLES)}")
+        if self.roles == "auto" and self.num_workers > 1:
+            raise ConfigError("--roles auto: one process decides, so give --workers 1")
         if self.access_log not in FORMATS:
             raise ConfigError(f"--access-log {self.access_log!r}: one of {', '.join(FORMATS)}")
         if not 1 <= self.num_workers <= MAX_WORKERS:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many engines compute prompts and how many answer: over all small deployments and loads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vllm_ascend_pd.registration import Role
+from vllm_ascend_pd.router.roles import (
+    HIGH,
+    HOLD_S,
+    LOW,
+    PROMPTS_AT_ONCE,
+    REST_S,
+    EngineWork,
+    Patience,
+    Switch,
+    decide,
+)
+
+MAX_ENGINES = 5
+WORK = (0.0, 0.3, 0.6, 0.9, 1.2, 2.0, 3.5, 6.0)
+"""Of all engines together, in units of one engine that has just enough to do."""
+
+
+def deployment(
+    roles: tuple[Role, ...], prompts: float, answers: float, can: Role = "both"
+) -> list[EngineWork]:
+    """Work that is spread evenly over those who do it."""
+    num_p = sum(role in ("prefill", "both") for role in roles) or 1
+    num_d = sum(role in ("decode", "both") for role in roles) or 1
+    return [
+        EngineWork(
+            f"e{i}",
+            can,
+            role,
+            round(prompts * PROMPTS_AT_ONCE / num_p) if role != "decode" else 0,
+            answers / num_d if role != "prefill" else 0.0,
+        )
+        for i, role in enumerate(roles)
+    ]
+
+
+def deployments() -> Iterator[tuple[tuple[Role, ...], float, float]]:
+    kinds: tuple[Role, ...] = ("prefill", "decode", "both")
+    for num in range(1, MAX_ENGINES + 1):
+        for roles in itertools.combinations_with_replacement(kinds, num):
+            for prompts, answers in itertools.product(WORK, WORK):
+                yield roles, prompts, answers
+
+
+def settled(roles: tuple[Role, ...], prompts: float, answers: float) -> tuple[Role, ...]:
+    """After all switches that the same work asks for; they must end."""
+    for _ in range(2 * MAX_ENGINES):
+        switch = decide(deployment(roles, prompts, answers))
+        if switch is None:
+            return roles
+        index = int(switch.instance_id[1:])
+        assert roles[index] != switch.role
+        roles = (*roles[:index], switch.role, *roles[index + 1 :])
+    raise AssertionError((roles, prompts, answers))
+
+
+def test_the_same_work_comes_to_rest_with_engines_of_both_kinds() -> None:
+    for roles, prompts, answers in deployments():
+        last = settled(roles, prompts, answers)
+        if len(roles) == 1:
+            assert last == roles
+        else:
+            assert {"prefill", "decode"} == set(last), (roles, prompts, answers)
+
+
+def test_no_switch_takes_the_last_of_a_kind() -> None:
+    for roles, prompts, answers in deployments():
+        switch = decide(deployment(roles, prompts, answers))
+        if switch is None:
+            continue
+        other = "decode" if switch.role == "prefill" else "prefill"
+        index = int(switch.instance_id[1:])
+        left = [role for i, role in enumerate(roles) if i != index]
+        assert any(role in (other, "both") for role in left)
+
+
+def test_an_engine_goes_where_too_much_waits_and_is_spared_where_little_does() -> None:
+    for roles, prompts, answers in deployments():
+        engines = deployment(roles, prompts, answers)
+        switch = decide(engines)
+        if switch is None or switch.is_first:
+            continue
+        kind = "prefill" if switch.role == "prefill" else "decode"
+        other = "decode" if kind == "prefill" else "prefill"
+        doing = [one.load(kind) for one in engines if one.does(kind)]
+        if not doing:
+            continue
+        giving = [one.load(other) for one in engines if one.does(other)]
+        assert sum(doing) / len(doing) > HIGH
+        assert sum(giving) / (len(giving) - 1) < LOW
+
+
+def test_what_an_engine_cannot_do_nobody_asks_for() -> None:
+    kinds: tuple[Role, ...] = ("prefill", "decode")
+    for roles in itertools.product(kinds, repeat=3):
+        for prompts, answers in itertools.product(WORK, WORK):
+            engines = [
+                replace(one, can=one.used_for) for one in deployment(roles, prompts, answers)
+            ]
+            assert decide(engines) is None
+
+
+def test_a_kind_that_is_gone_is_given_to_one_of_the_others() -> None:
+    kinds: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
+    for num in range(2, MAX_ENGINES + 1):
+        for role, other in kinds:
+            assert decide(deployment((role,) * num, 6.0, 6.0)) == Switch("e0", other)
+
+
+def test_a_switch_waits_until_it_is_asked_for_steadily_and_rests_then() -> None:
+    patience, wanted, back = Patience(), Switch("e0", "prefill"), Switch("e1", "decode")
+    assert patience.take(wanted, 0.0) is None
+    assert patience.take(wanted, HOLD_S - 1) is None
+    assert patience.take(None, HOLD_S) is None  # it was a moment
+    assert patience.take(wanted, HOLD_S + 1) is None
+    assert patience.take(back, HOLD_S + 5) is None  # the other way: from the start
+    assert patience.take(replace(back, instance_id="e2"), 2 * HOLD_S + 4) is None
+    done_at = 2 * HOLD_S + 5
+    assert patience.take(back, done_at) == back
+    for later in range(int(REST_S)):
+        assert patience.take(wanted, done_at + later) is None
+    assert patience.take(wanted, done_at + REST_S) == wanted
+
+
+def test_engines_that_were_used_for_both_are_told_apart_at_once() -> None:
+    patience, first = Patience(), Switch("e0", "prefill", is_first=True)
+    assert patience.take(first, 0.0) == first
+    assert patience.take(Switch("e1", "decode", is_first=True), 0.0) is not None

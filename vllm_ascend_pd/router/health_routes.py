@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router answers to those who ask whether it works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.selection import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.router.health import Prober
+    from vllm_ascend_pd.router.selection import Selector
+
+
+class HealthRoutes:
+    """Event loop thread."""
+
+    def __init__(self, selector: Selector, prober: Prober, is_draining: Callable[[], bool]) -> None:
+        self._selector = selector
+        self._prober = prober
+        self._is_draining = is_draining
+        self._has_started = False
+
+    def add_routes(self, app: web.Application) -> None:
+        for path in ("/health", "/health/ready", "/ping"):
+            app.router.add_get(path, self._ready)
+        app.router.add_post("/ping", self._ready)
+        app.router.add_get("/health/live", self._alive)
+        app.router.add_get("/health/startup", self._started)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        """Whether a request would be answered now, for one model at least."""
+        if self._is_draining():
+            return error_response(503, "draining", "this router is about to stop")
+        found = list(self._selector.by_model().values())
+        missing = [one for one in found if isinstance(one, Unavailable)]
+        if len(missing) == len(found):
+            after = {"Retry-After": str(missing[0].retry_after_s)}
+            return error_response(503, "service_unavailable", missing[0].message, headers=after)
+        return web.json_response({"status": "degraded" if self._selector.degraded() else "ok"})
+
+    async def _alive(self, request: web.Request) -> web.Response:
+        """This answer is the proof."""
+        return web.json_response({"status": "ok"})
+
+    async def _started(self, request: web.Request) -> web.Response:
+        """Whether each engine has been asked once how it is: what readiness says then is known."""
+        if all(self._prober.has_asked(instance) for instance in self._selector.registry):
+            self._has_started = True
+        if self._has_started:
+            return await self._alive(request)
+        message = "not every engine was asked yet how it is"
+        return error_response(503, "starting", message, headers={"Retry-After": "1"})
