@@ -131,6 +131,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """Longest wait for KV inside one step; the whole batch waits with it."""
     load_timeout_s: Positive = 30.0
     """Longest load of a parked request."""
+    max_freeze_s: Positive = 0.5
+    """A running request that moves to another engine stops for so long at most, before it stays."""
     arrival_timeout_s: Positive = 5.0
     """When both requests are sent at once: longest wait for the producer's one to arrive there."""
     prefill_timeout_s: Positive = 60.0

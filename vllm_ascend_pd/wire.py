@@ -26,7 +26,8 @@ from vllm_ascend_pd.types import Cause, Endpoint
 #          7 - TLS, in frames with a length; a worker's key travels with its address.
 #          8 - spans: an open names its end and each KV cache group's hashes, a fetch its group; how
 #              far something can be read is said in tokens.
-WIRE_VERSION = 8
+#          9 - a running request is handed over: open names it; extend, extended, ready, go.
+WIRE_VERSION = 9
 
 _MAX_PARAM_LENGTH = 256
 _MAX_ITEMS = 1 << 18
@@ -76,6 +77,9 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """Chosen by the client and echoed: several requests may ask for one transfer."""
     sampling_key: Digest = b""
     """How the first token is to be sampled; empty when the producer's is not wanted."""
+    running: Name = ""
+    """The running request, as its client knows it, that is to be handed over: its prompt is what
+    is compared, the lease begins with this message, and ``Extended`` is the answer."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +122,50 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """What the producer has sampled after the prompt, with the consumer's ``sampling_key``."""
     first_token_follows: bool = False
     """``FirstToken`` will be sent when the producer has sampled it."""
+
+
+class Extend(msgspec.Struct, frozen=True, tag="extend"):
+    """Consumer: how far is the running request, of which I know ``num_known`` output tokens?
+
+    With ``freeze`` it is to stop, and the answer follows when nothing of it is in flight.
+    """
+
+    transfer_id: Name
+    epoch: Name
+    num_known: int
+    freeze: bool = False
+    open_id: int = 0
+
+
+class Extended(msgspec.Struct, frozen=True, tag="extended"):
+    """Producer: these are the output tokens after the known ones, and [0, ``end``) can be read.
+
+    When it ``is_frozen``, all tokens are known and only the last one is not computed; else ``end``
+    is a boundary of blocks, as the last block is still written.
+    """
+
+    transfer_id: Name
+    epoch: Name
+    token_ids: Indices
+    end: int
+    workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=4096)]
+    is_frozen: bool
+    open_id: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Consumer: all of the frozen request is here."""
+
+    transfer_id: Name
+    epoch: Name
+    open_id: int = 0
+
+
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """Producer: it is yours, and never computed here again."""
+
+    transfer_id: Name
+    open_id: int = 0
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
@@ -259,7 +307,10 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     """Whether the pages went through the ring; then nothing of it is written any more."""
 
 
-ControlMessage = Open | Opened | FirstToken | Waiting | Refused | Heartbeat | Release
+Ask = Open | Extend | Ready
+"""What is answered, with the same ``open_id``."""
+Answer = Opened | Waiting | Refused | Extended | Go
+ControlMessage = Ask | Answer | FirstToken | Heartbeat | Release
 DataMessage = Watch | Progress | Fetch | Packing | Fetched
 
 _encoder = msgspec.msgpack.Encoder()

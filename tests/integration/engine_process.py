@@ -254,6 +254,14 @@ class EngineServer:
             }
         return seen
 
+    def source(self) -> dict[str, Any]:
+        """What a request is taken over from, as the router knows it."""
+        from vllm_ascend_pd.engine.scheduler.producer import Producer
+
+        producer = self._scheduler.pd.part(Producer)
+        at = producer._endpoint
+        return {"host": at.host, "port": at.port, "key": at.key, "epoch": producer._epoch}
+
     def block_ids(self, request_id: str) -> list[int]:
         """The block table of an unfinished request."""
         manager = self._scheduler.kv_cache_manager

@@ -288,6 +288,10 @@ class Engine:
             assert time.monotonic() < deadline, f"{key} of {request_id} is still {found}"
             time.sleep(0.005)
 
+    def source(self) -> dict[str, Any]:
+        """What requests are taken over from, as the router knows it."""
+        return self._call("source")
+
     def block_ids(self, request_id: str) -> list[int]:
         """The block table of an unfinished request."""
         return self._call("block_ids", request_id=request_id)

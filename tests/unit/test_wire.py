@@ -16,13 +16,17 @@ from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.wire import (
     ControlMessage,
     DataMessage,
+    Extend,
+    Extended,
     Fetch,
     Fetched,
+    Go,
     GroupHashes,
     Heartbeat,
     Open,
     Opened,
     Progress,
+    Ready,
     Refused,
     Release,
     RemotePrefill,
@@ -44,6 +48,10 @@ CONTROL = [
     Refused("t", "lease_expired", "no such lease"),
     Heartbeat(("t", "u"), "e"),
     Release("t", "e"),
+    Extend("t", "e", 7, True, 4),
+    Extended("t", "e", (5, 6), 35, (Worker("127.0.0.1", 5, TICKET, "key"),), True, 4),
+    Ready("t", "e", 5),
+    Go("t", 5),
 ]
 DATA = [
     Fetch(1, "t", "e", TICKET, 2, 0, 4, (0, 1, 5), {"shm": "a"}, 1 << 47, 4096, (1 << 63) - 1),

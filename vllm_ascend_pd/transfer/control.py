@@ -22,11 +22,17 @@ from vllm_ascend_pd.net.peers import Peers
 from vllm_ascend_pd.net.reactor import Reactor
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
+    Answer,
+    Ask,
     ControlMessage,
+    Extend,
+    Extended,
     FirstToken,
+    Go,
     Heartbeat,
     Open,
     Opened,
+    Ready,
     Refused,
     Release,
     Waiting,
@@ -48,7 +54,11 @@ _MAX_WAITING_HASHES = 1 << 20
 
 
 class ControlServer(Reactor):
-    """Answers consumers out of the lease book (producer, EngineCore process, own thread)."""
+    """Answers consumers out of the lease book (producer, EngineCore process, own thread).
+
+    What is asked of running requests goes to the scheduler thread, by ``of_running``, and comes
+    back with ``answer``.
+    """
 
     def __init__(
         self,
@@ -65,6 +75,8 @@ class ControlServer(Reactor):
         self._trust = trust
         self._arrival_timeout_s = arrival_timeout_s
         self._clock = clock
+        self.of_running: queue.SimpleQueue[tuple[bytes, Ask]] = queue.SimpleQueue()
+        """With the identity of the connection that it came by."""
         # Opens of prompts that no request has brought yet, and until when they wait.
         self._waiting: list[tuple[bytes, Open, float]] = []
 
@@ -84,7 +96,11 @@ class ControlServer(Reactor):
         except TransferError as e:
             logger.warning("dropped a frame of a peer: %s", e)
             return
-        if isinstance(message, Open):
+        if isinstance(message, Extend | Ready) or (isinstance(message, Open) and message.running):
+            if self.of_running.qsize() < _MAX_WAITING:
+                self.of_running.put((identity, message))
+                self._wake_scheduler()
+        elif isinstance(message, Open):
             self._on_open(identity, message)
         elif isinstance(message, Heartbeat):
             self._book.heartbeat(message.transfer_ids, message.epoch)
@@ -112,6 +128,10 @@ class ControlServer(Reactor):
             else:
                 answer = self._refuse(request, "too many others wait for theirs already")
         self._send(identity, request, answer)
+
+    def answer(self, identity: bytes, asked: Ask, answer: Answer) -> None:
+        """One of ``of_running``. Any thread."""
+        self.submit(lambda: self._send(identity, asked, answer))
 
     def tell_first_token(self, lease: Lease) -> None:
         """Its prompt is computed: tell the consumers that were promised the token. Any thread."""
@@ -146,7 +166,7 @@ class ControlServer(Reactor):
         logger.warning("refused transfer %s: %s", request.transfer_id, detail)
         return Refused(request.transfer_id, Cause.NOT_ARRIVED.value, detail)
 
-    def _send(self, identity: bytes, request: Open, answer: Opened | Waiting | Refused) -> None:
+    def _send(self, identity: bytes, request: Ask, answer: Answer) -> None:
         numbered = msgspec.structs.replace(answer, open_id=request.open_id)
         self.listener.send(identity, encode(numbered))
 
@@ -181,18 +201,19 @@ class _Pending:
     transfer_id: str
     epoch: str
     deadline: float
+    outcomes: queue.SimpleQueue[OpenOutcome]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenOutcome:
-    """What became of one ``open``; ``key`` is the caller's.
+    """What became of one ``open`` or ``ask``; ``key`` is the caller's.
 
     Where ``Opened`` says so, ``FirstToken`` follows, or ``None`` when before that the producer is
     lost or given the prompt back.
     """
 
     key: Any
-    answer: Opened | Refused | FirstToken | None
+    answer: Opened | Refused | Extended | Go | FirstToken | None
 
 
 class ControlClient(Reactor):
@@ -227,11 +248,21 @@ class ControlClient(Reactor):
 
     def open(self, key: Hashable, peer: Endpoint, request: Open) -> None:
         """Ask; the answer comes as an ``OpenOutcome``, and an opened lease is kept alive."""
+        self.ask(key, peer, request, self.outcomes)
+
+    def ask(
+        self,
+        key: Hashable,
+        peer: Endpoint,
+        request: Ask,
+        outcomes: queue.SimpleQueue[OpenOutcome],
+    ) -> None:
+        """The answer comes in ``outcomes``."""
         deadline = self._clock() + self._peer_timeout_s
 
         def send() -> None:
             numbered = msgspec.structs.replace(request, open_id=next(self._open_ids))
-            pending = _Pending(key, peer, request.transfer_id, request.epoch, deadline)
+            pending = _Pending(key, peer, request.transfer_id, request.epoch, deadline, outcomes)
             self._pending[numbered.open_id] = pending
             self._send(peer, numbered)
 
@@ -295,7 +326,7 @@ class ControlClient(Reactor):
                 del self._following[message.open_id]
                 self.outcomes.put(OpenOutcome(opened.key, message))
             return
-        if not isinstance(message, Opened | Waiting | Refused):
+        if not isinstance(message, Answer):
             return
         pending = self._pending.get(message.open_id)
         if pending is None or pending.peer != peer:
@@ -307,7 +338,7 @@ class ControlClient(Reactor):
         del self._pending[message.open_id]
         if isinstance(message, Opened) and message.first_token_follows:
             self._following[message.open_id] = pending
-        self.outcomes.put(OpenOutcome(pending.key, message))
+        pending.outcomes.put(OpenOutcome(pending.key, message))
 
     def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:
         for open_id in [i for i, pending in self._pending.items() if pending.peer == peer]:
@@ -318,4 +349,4 @@ class ControlClient(Reactor):
     def _refuse(self, open_id: int, cause: Cause, what: str) -> None:
         pending = self._pending.pop(open_id)
         refused = Refused(pending.transfer_id, cause.value, f"{pending.peer} {what}")
-        self.outcomes.put(OpenOutcome(pending.key, refused))
+        pending.outcomes.put(OpenOutcome(pending.key, refused))

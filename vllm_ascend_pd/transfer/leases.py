@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.kv.span import Span
     from vllm_ascend_pd.transfer.tickets import PageServer
-    from vllm_ascend_pd.wire import GroupHashes
+    from vllm_ascend_pd.wire import GroupHashes, Worker
 
 logger = limited_logger(__name__)
 
@@ -196,6 +196,10 @@ class LeaseBook:
     def revoke(self, lease: Lease) -> bool:
         return self._end(lease.transfer_id, ProducerEvent.REVOKED)
 
+    def admit(self, lease: Lease, end: int) -> tuple[Worker, ...]:
+        """What entitles who has opened it to its tokens [0, ``end``)."""
+        return tuple(server.admit(lease.ref, end) for server in self.page_servers)
+
     def make_way(self, max_blocks: int) -> int:
         """Leases that no consumer has opened hold no more blocks: the oldest ones end, but not the
         newest. Returns how many.
@@ -274,7 +278,7 @@ class LeaseBook:
         return Opened(
             request.transfer_id,
             end,
-            tuple(server.admit(lease.ref, end) for server in servers),
+            self.admit(lease, end),
             self._epoch,
             is_computed,
             first_token_id=first_token_id,

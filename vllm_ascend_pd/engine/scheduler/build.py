@@ -19,6 +19,8 @@ from vllm_ascend_pd.engine.scheduler.first_token import make_sampling_key
 from vllm_ascend_pd.engine.scheduler.gauges import EngineInfo, RouterContact
 from vllm_ascend_pd.engine.scheduler.identity import Identity
 from vllm_ascend_pd.engine.scheduler.loads import Loads
+from vllm_ascend_pd.engine.scheduler.moves_in import MovesIn
+from vllm_ascend_pd.engine.scheduler.moves_out import MovesOut
 from vllm_ascend_pd.engine.scheduler.parking import Parking
 from vllm_ascend_pd.engine.scheduler.parts import Common, Part
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
@@ -108,13 +110,14 @@ class _Builder:
 
     def _build(self) -> SchedulerSide:
         config, parts = self._config, list[Part]()
+        resumes = Resumes(self._common, self._resume_key)
         producer = consumer = endpoint = None
         if config.role.produces:
-            producer, endpoint = self._producer()
-            parts.append(producer)
+            producer, moves_out, endpoint = self._producer()
+            parts += [moves_out, producer]
         if config.role.consumes:
-            consumer = self._consumer()
-            parts.append(consumer)
+            consumer, resumes.moves = self._consumer(resumes)
+            parts += [consumer, resumes.moves]
         if config.pool is not None or config.transfer.load is PeerLoad.AUTO:
             parts.append(PrefillMeter(self._common.prefill))
         labels = (config.engine_id, config.role.value, self._epoch, str(endpoint or ""))
@@ -123,12 +126,11 @@ class _Builder:
         if config.router.url:
             parts.append(self._router_contact(endpoint))
         logger.debug("fingerprint: %s", self._fingerprint)
-        resumes = Resumes(self._common, self._resume_key)
         parts.append(resumes)
         arrivals = Arrivals(config.role, self._common.stats, resumes, producer, consumer)
         return SchedulerSide(self._common, parts, arrivals, self._complete)
 
-    def _producer(self) -> tuple[Producer, Endpoint]:
+    def _producer(self) -> tuple[Producer, MovesOut, Endpoint]:
         config, transfer = self._config, self._config.transfer
         book = LeaseBook(
             self._epoch, self._fingerprint, transfer.lease_s, time.monotonic, transfer.max_lease_s
@@ -137,11 +139,12 @@ class _Builder:
         self._opened.callback(server.stop)
         endpoint = server.listen(config.host, config.port)
         producer = Producer(self._common, book, server, self._epoch, endpoint, self._sampling_key)
+        moves_out = MovesOut(self._common, producer, book, server, self._epoch)
         server.start()
         logger.info("in-engine transfers: consumers reach this engine at %s", endpoint)
-        return producer, endpoint
+        return producer, moves_out, endpoint
 
-    def _consumer(self) -> Consumer:
+    def _consumer(self, resumes: Resumes) -> tuple[Consumer, MovesIn]:
         vllm_config, transfer = self._scheduler.vllm_config, self._config.transfer
         client = ControlClient(
             transfer.peer_timeout_s, transfer.lease_s / 3, self._trust, transfer.arrival_timeout_s
@@ -154,9 +157,10 @@ class _Builder:
             divides_pages=can_divide_pages(vllm_config, self._scheduler.kv_cache_config),
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
+        moves_in = MovesIn(self._common, consumer, client, resumes, self._fingerprint)
         self._opened.callback(client.stop)
         client.start()
-        return consumer
+        return consumer, moves_in
 
     def _router_contact(self, endpoint: Endpoint | None) -> RouterContact:
         """``endpoint`` is where consumers reach this engine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_ascend_pd.engine.scheduler.first_token import deliver
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
@@ -21,6 +21,7 @@ from vllm_ascend_pd.transfer.shares import Source
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
     WIRE_VERSION,
+    Extended,
     FirstToken,
     GroupHashes,
     Open,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = limited_logger(__name__)
 
+A = TypeVar("A", Opened, Extended)
 _FIRST_BYTES_PER_MS = 300_000.0
 _OVERDUE_S = 0.25
 """Who waits for memory too long is looked for so often."""
@@ -98,7 +100,7 @@ class Consumer(Part):
             remote = RemotePrefill.from_params(params)
         except TransferError as e:
             return Cause.BAD_PARAMS, str(e)
-        if not self._security.allows(remote.remote_host):
+        if not self.allows(remote.remote_host):
             return Cause.PEER_NOT_ALLOWED, (
                 f"kv_transfer_params.remote_host {remote.remote_host!r} is neither a loopback"
                 " address nor in security.allowed_peers"
@@ -151,8 +153,12 @@ class Consumer(Part):
                 continue
             if not session.pending:
                 continue
-            answer = self._check_workers(outcome.answer)
-            if isinstance(answer, Refused):
+            answer = outcome.answer
+            if isinstance(answer, Opened):
+                answer = self.check_workers(answer)
+            if not isinstance(answer, Opened):
+                if not isinstance(answer, Refused):
+                    answer = Refused("", Cause.BAD_PARAMS.value, f"answered {answer!r:.64}")
                 session.refused(answer.cause)
                 logger.warning(
                     "request %s: its prompt will be computed here: %s (%s)",
@@ -243,14 +249,16 @@ class Consumer(Part):
     def counts(self) -> dict[str, int]:
         return {"sessions": len(self.open)}
 
-    def _check_workers(self, answer: Opened | Refused) -> Opened | Refused:
+    def allows(self, host: str) -> bool:
+        """Whether this engine may connect to it."""
+        return self._security.allows(host)
+
+    def check_workers(self, answer: A) -> A | Refused:
         """Refuse a producer whose workers are where this engine must not connect to, or divide
         pages in a way that it cannot load.
         """
-        if isinstance(answer, Refused):
-            return answer
         for worker in answer.workers:
-            if not self._security.allows(worker.host):
+            if not self.allows(worker.host):
                 detail = f"its worker at {worker.host!r} is neither on a loopback address nor in"
                 detail += " security.allowed_peers"
                 return Refused(answer.transfer_id, Cause.PEER_NOT_ALLOWED.value, detail)

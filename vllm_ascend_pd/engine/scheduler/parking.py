@@ -47,16 +47,18 @@ class Parking:
         """Tail blocks that parked loads have filled; the requests' own from admission on."""
 
     def park(self, source: BlockSource, missing: list[int]) -> bool:
-        """Load the missing blocks, at least one, beside the steps, if memory allows."""
+        """Load the missing blocks, and the tail if all others are there then, beside the steps, if
+        memory allows.
+        """
         request = source.request
+        num_full = self._group.tail_index(request.num_tokens)
         kept = [
             block
-            for block_hash in request.block_hashes[: missing[-1]]
+            for block_hash in request.block_hashes[: missing[-1] if missing else num_full]
             if (block := cached_block(self._pool, block_hash, self._group)) is not None
         ]
         self._pool.touch(kept)
         margin = self._pool.num_gpu_blocks // _FREE_SHARE
-        num_full = self._group.tail_index(request.num_tokens)
         has_tail = source.has_tail(num_full)
         enough = self._pool.get_num_free_blocks() - len(missing) - has_tail >= margin
         if enough:

@@ -39,6 +39,8 @@ COUNTS = (
     "pool_saves",
     "pool_pins",
     "resumes",
+    "moves_out",
+    "moves_in",
 )
 """What parts count, see ``Part.counts``; 0 where an engine has not that part."""
 

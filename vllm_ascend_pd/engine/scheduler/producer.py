@@ -87,6 +87,8 @@ class Producer(Part):
         self._expected: dict[str, Request] = {}
         self._prompts: dict[str, _Prompt] = {}
         self._held: set[_Prompt] = set()
+        self._extended: dict[Lease, Grant] = {}
+        """Of running requests; the next step tells the worker."""
         self._page_servers: dict[int, PageServer] = {}
         self._revokes: list[LeaseRef] = []
 
@@ -124,14 +126,15 @@ class Producer(Part):
         computes.
         """
         if self.busy:
-            draft.grants = tuple(self.build_grants(output))
+            draft.grants = (*self.build_grants(output), *self._extended.values())
+            self._extended.clear()
             draft.revokes = self.take_revokes()
             self.busy = bool(self._expected or self._prompts)
 
     def settle(self) -> bool:
         """A step tells the worker what it may no longer serve, or what it may by now."""
         self.collect_closed()
-        return bool(self._revokes or self._held)
+        return bool(self._revokes or self._held or self._extended)
 
     def end_step(self) -> None:
         self._stats.add_errors(self._server.take_errors())
@@ -270,6 +273,30 @@ class Producer(Part):
             remote_num_tokens=lease.span.end,
         ).to_params()
 
+    # Of a running request.
+
+    def lend(self, request: Request, transfer_id: TransferId) -> Lease:
+        """A lease of what it has so far: nothing is pinned, so it ends before the blocks go."""
+        lease = self._make_lease(request, transfer_id, False)
+        self._keep(transfer_id, lease)
+        self._book.finish(lease)
+        self.busy = True
+        return lease
+
+    def extend(self, lease: Lease, request: Request, end: int) -> None:
+        """Its first ``end`` tokens are computed and not written any more."""
+        blocks = (
+            GroupBlocks(group.block_size, (), block_hashes(request, group, end))
+            for group in self._common.groups
+        )
+        lease.span = Span(0, end, tuple(blocks)).holding(block_tables(self._manager, request))
+        self._extended[lease] = self._grant(lease, end, end)
+
+    def take_back(self, lease: Lease) -> None:
+        """Nothing of it may be read from the next step on."""
+        self._book.revoke(lease)
+        self.collect_closed()
+
     def collect_closed(self) -> None:
         """Unpin what was released, expired or revoked."""
         for lease in self._book.take_closed():
@@ -278,6 +305,7 @@ class Producer(Part):
             key = next(k for k, prompt in self._prompts.items() if prompt.lease is lease)
             prompt = self._prompts.pop(key)
             self._held.discard(prompt)
+            self._extended.pop(lease, None)
             self._manager.block_pool.free_blocks(reversed(prompt.pinned))
 
     def take_revokes(self) -> tuple[LeaseRef, ...]:

@@ -8,6 +8,8 @@ on with the next one as if it had sampled them itself.
     admitted   on what the prefix cache or the pool has of prompt and output; the rest is computed.
                The grammar accepts the tokens, the worker draws for them what a seed would have
 
+One that still runs there waits before it is told, while it moves here: see ``moves_in``.
+
 A request that ends with one of them, or is refused, is held back until it has been told so. Kept
 are those that have not been told, and those whose grammar has not accepted the tokens yet.
 """
@@ -33,8 +35,10 @@ from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv, waits_for_grammar
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.resume import RESUME, Resume, prompt_digest
+from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.scheduler.moves_in import MovesIn
     from vllm_ascend_pd.engine.scheduler.parts import Common, StepDraft
     from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, SchedulerOutput
     from vllm_ascend_pd.resume import ResumeKey
@@ -84,6 +88,8 @@ class Resumes(Part):
         self._scheduler = common.scheduler
         self._stats = common.stats
         self._key = key
+        self.moves: MovesIn | None = None
+        """Of an engine that takes KV from others."""
         self._is_trusting = (
             common.config.security.secret_file is not None
             or ipaddress.ip_address(common.config.host).is_loopback
@@ -98,16 +104,27 @@ class Resumes(Part):
 
     def add(self, request: Request, params: dict[str, Any]) -> bool:
         """Whether it will be scheduled."""
-        found = self._check(request, params)
-        if isinstance(found, Refusal):
-            self._refuse(request, found)
-            wait_for_kv(request)
+        found: Resume | Refusal | None = self._check(request, params)
+        if isinstance(found, Resume) and found.source is not None and self.moves is not None:
+            found = self.moves.begin(request, found.request_id, found.source)
+        if found is None:
             return False
-        request_id = request.request_id
-        outcome = EXACT if self._is_exact(request.sampling_params) else SAMPLED
+        if isinstance(found, Refusal):
+            wait_for_kv(request)
+            self.refuse(request, found)
+            return False
         token_ids, ended = append_output(self._scheduler, request, found.output_token_ids)
+        self.tell(request, token_ids, ended)
+        return ended is None
+
+    def tell(self, request: Request, token_ids: list[int], ended: Any = None) -> None:
+        """Its output so far is given to its client with the step under way, and it goes on unless
+        it ``ended`` with it.
+        """
         # The engine that began it has counted its prompt.
         request.prefill_stats = None
+        request_id = request.request_id
+        outcome = EXACT if self._is_exact(request.sampling_params) else SAMPLED
         self._untold[request_id] = _Begun(request, token_ids, outcome, ended)
         self._outcomes[request_id] = outcome
         self._stats.add("resumes", label=outcome)
@@ -115,10 +132,11 @@ class Resumes(Part):
             wait_for_kv(request)
         elif waits_for_grammar(request):
             self._grammars[request_id] = request
-        return ended is None
 
     def holds(self, request: Request) -> bool:
-        """Whether it ends before it is scheduled."""
+        """Whether it ends before it is scheduled, or is not here yet."""
+        if self.moves is not None and self.moves.holds(request):
+            return True
         begun = self._untold.get(request.request_id)
         return begun is not None and (begun.is_refused or begun.ended is not None)
 
@@ -136,7 +154,10 @@ class Resumes(Part):
             return Refusal(feature, f"requests with {feature} cannot go on at another engine")
         if prompt_digest(request.prompt_token_ids or ()) != resume.prompt_digest:
             return Refusal("other_prompt", "resume.prompt_digest is not that of this prompt")
-        if max(resume.output_token_ids) >= self._vocab_size:
+        if resume.source is not None and self.moves is None:
+            detail = "resume.source: kv_role must be kv_consumer or kv_both"
+            return Refusal(f"move_{Cause.WRONG_ROLE.value}", detail)
+        if max(resume.output_token_ids, default=0) >= self._vocab_size:
             detail = f"resume.output_token_ids: one is not less than {self._vocab_size}"
             return Refusal("bad_tokens", detail)
         if (num_tokens := len(resume.output_token_ids)) > request.max_tokens:
@@ -167,7 +188,7 @@ class Resumes(Part):
         assert sampling is not None
         return is_greedy(sampling) or (is_seeded(sampling) and not self._has_drafts)
 
-    def _refuse(self, request: Request, refusal: Refusal) -> None:
+    def refuse(self, request: Request, refusal: Refusal) -> None:
         """It ends with an error: without its tokens it would begin anew."""
         request_id = request.request_id
         logger.warning("request %s is not resumed: %s (%s)", request_id, *refusal)
@@ -182,7 +203,7 @@ class Resumes(Part):
             request = self._grammars.pop(new.req_id, None)
             if request is not None and not accept_in_grammar(self._scheduler, request):
                 detail = "its grammar does not accept resume.output_token_ids"
-                self._refuse(request, Refusal("grammar", detail))
+                self.refuse(request, Refusal("grammar", detail))
 
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
         for begun in list(self._untold.values()):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +74,25 @@ def tell_error(scheduler: Scheduler, request: Request, params: dict[str, Any]) -
     """End it with an error, whether it waits or a step has been scheduled with it; what tells the
     client, with these ``kv_transfer_params``.
     """
-    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+    return _tell_end(scheduler, request, RequestStatus.FINISHED_ERROR, _NO_TOKEN, params)
+
+
+def tell_abort(scheduler: Scheduler, request: Request, params: dict[str, Any]) -> EngineCoreOutput:
+    """End it after the tokens that the client has; what tells the client."""
+    return _tell_end(scheduler, request, RequestStatus.FINISHED_ABORTED, [], params)
+
+
+def _tell_end(
+    scheduler: Scheduler,
+    request: Request,
+    status: Any,
+    token_ids: list[int],
+    params: dict[str, Any],
+) -> EngineCoreOutput:
+    scheduler.finish_requests(request.request_id, status)
     return EngineCoreOutput(
         request_id=request.request_id,
-        new_token_ids=_NO_TOKEN,
+        new_token_ids=token_ids,
         finish_reason=request.get_finished_reason(),
         events=request.take_events(),
         kv_transfer_params=params,
@@ -92,3 +108,19 @@ def accept_in_grammar(scheduler: Scheduler, request: Request) -> bool:
     """
     manager = scheduler.structured_output_manager
     return bool(manager.accept_tokens(request, list(request.output_token_ids)))
+
+
+def named(scheduler: Scheduler, name: str) -> list[Request]:
+    """The requests that a client knows by this name: vLLM appends the place of a prompt in a list
+    of prompts, and a random part.
+
+    Touches:
+        vllm/v1/engine/input_processor.py:InputProcessor.assign_request_id
+    """
+    ours = re.compile(re.escape(name) + r"(-0)?(-[0-9a-f]{8})?")
+    return [request for i, request in scheduler.requests.items() if ours.fullmatch(i)]
+
+
+def num_landed_tokens(request: Request) -> int:
+    """How many of its tokens are computed for certain, whatever steps in flight do."""
+    return request.num_computed_tokens - request.num_in_flight_tokens

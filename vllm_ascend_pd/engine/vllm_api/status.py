@@ -3,6 +3,7 @@
 
 Touches:
     vllm/v1/request.py:RequestStatus.WAITING
+    vllm/v1/request.py:RequestStatus.RUNNING
     vllm/v1/request.py:RequestStatus.WAITING_FOR_KV
     vllm/v1/request.py:RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     vllm/v1/request.py:RequestStatus.PREEMPTED
@@ -54,6 +55,11 @@ def is_queued(request: Request) -> bool:
 
 def is_preempted(request: Request) -> bool:
     return bool(request.status == RequestStatus.PREEMPTED)
+
+
+def is_running(request: Request) -> bool:
+    """Whether it has blocks and is computed, or was taken out of the running queue with them."""
+    return bool(request.status == RequestStatus.RUNNING)
 
 
 def preempt(scheduler: Scheduler, request: Request, now: float) -> None:

@@ -41,6 +41,7 @@ class Request(Protocol):
     max_tokens: int
     num_prompt_tokens: int
     num_computed_tokens: int
+    num_in_flight_tokens: int
     num_preemptions: int
     num_stale_output_tokens: int
     drop_stale_output: bool
@@ -112,6 +113,7 @@ class Scheduler(Protocol):
     block_size: int
     hash_block_size: int
     max_model_len: int
+    max_num_running_reqs: int
     is_encoder_decoder: bool
     log_stats: bool
     defer_block_free: bool

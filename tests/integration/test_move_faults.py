@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A message of a move is lost, late or comes twice: one engine computes, and nothing is left.
+
+In the real schedulers with real control threads between them; workers are simulated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.integration.test_scheduler_hooks import (  # noqa: F401
+    BLOCK_SIZE,
+    POLL_LIMIT_S,
+    Engines,
+    base_config,
+    engines,
+    prompt_of,
+    right_token,
+)
+from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.engine.vllm_api.status import preempt
+from vllm_ascend_pd.resume import ResumeKey, Source
+from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
+from vllm_ascend_pd.types import Cause
+from vllm_ascend_pd.wire import Extend, Extended, Go, Open, Ready, decode_control
+
+NUM_OUTPUT = 150
+PROMPT = prompt_of(5 * BLOCK_SIZE + 3)
+QUICK = {"peer_timeout_s": 0.4, "max_freeze_s": 0.3, "lease_s": 1.0}
+
+
+def kind_of(message: object) -> str:
+    if isinstance(message, Extend):
+        return "freeze" if message.freeze else "extend"
+    if isinstance(message, Extended):
+        return "frozen" if message.is_frozen else "extended"
+    return {Open: "open", Ready: "ready", Go: "go"}.get(type(message), "")
+
+
+class Wire:
+    """What becomes of the first message of one kind."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: str, fate: str) -> None:
+        self._kind, self._fate = kind, fate
+        self.has_met = False
+        self._late: Callable[[], None] | None = None
+        for reactor in ControlServer, ControlClient:
+            patch.setattr(reactor, "_on_frame", self._filtered(reactor._on_frame))
+
+    def _filtered(self, receive: Callable[..., None]) -> Callable[..., None]:
+        return lambda reactor, who, frame: self._meet(
+            reactor, partial(receive, reactor, who, frame), frame
+        )
+
+    def _meet(self, reactor: Any, deliver: Callable[[], None], frame: bytes) -> None:
+        if self.has_met or kind_of(decode_control(frame)) != self._kind:
+            deliver()
+            return
+        self.has_met = True
+        if self._fate == "late":
+            self._late = partial(reactor.submit, deliver)
+        elif self._fate != "lost":
+            deliver()
+        if self._fate == "twice":
+            deliver()
+
+    def deliver_late(self) -> None:
+        if self._late is not None:
+            self._late()
+
+
+class Move:
+    """Request ``r`` of the source becomes ``t`` of the target."""
+
+    def __init__(self, engines: Engines, **transfer: Any) -> None:  # noqa: F811
+        self.source = engines.make("kv_both", **transfer)
+        self.target = engines.make("kv_both", **transfer)
+        self.source.worker.peers.append(self.target.worker)
+        self.is_here = False
+        self._num_turns = 0
+
+    def begin(self, num_output: int = NUM_OUTPUT) -> None:
+        self.source.add("r", PROMPT, max_tokens=num_output, temperature=0)
+        self.source.run(lambda: len(self.source.tokens["r"]) >= 3)
+        producer = self.source.scheduler.pd.part(Producer)
+        at = Source(*_address(producer), producer._epoch)
+        resume = ResumeKey(None).sign("r", PROMPT, [], source=at).to_params()
+        params = {"resume": resume}
+        self.target.add("t", PROMPT, params, max_tokens=num_output, temperature=0)
+
+    def step(self) -> None:
+        """One of each engine; no step of both computes the request. The source computes slowly, so
+        that the move comes first.
+        """
+        self._num_turns += 1
+        for engine in self.source, self.target:
+            has_news = engine.scheduler.pd.has_pending_work()
+            if engine is self.source and not has_news and self._num_turns % 30:
+                continue
+            if not (engine.scheduler.has_requests() or engine.in_flight):
+                continue
+            step = engine.step()
+            if engine is self.source:
+                assert not (self.is_here and "r" in step.output.num_scheduled_tokens)
+            elif "t" in step.output.num_scheduled_tokens:
+                self.is_here = True
+            for load_id, load in list(engine.worker.parked.items()):
+                grant = engine.worker.grant_of(load)
+                if grant is None and not self.source.scheduler.requests:
+                    engine.worker.end_parked(load_id, Cause.LEASE_EXPIRED.value)
+                elif grant is not None and grant.num_ready >= (load.num_awaited or 0):
+                    engine.worker.end_parked(load_id)
+
+    def run(self, wire: Wire | None = None, act: Callable[[Move], None] | None = None) -> None:
+        """Until both have ended it; ``act`` once the message is on its way."""
+        deadline = time.monotonic() + POLL_LIMIT_S
+        while self.source.scheduler.requests or self.target.scheduler.requests:
+            self.step()
+            if wire is not None and wire.has_met and act is not None:
+                act(self)
+                act = None
+            engines = self.source, self.target
+            assert time.monotonic() < deadline, [(x.counts(), x.scheduler.requests) for x in engines]
+        self.step()
+
+    @property
+    def has_left(self) -> bool:
+        return self.source.params.get("r") == {"moved": True}
+
+    @property
+    def outcome(self) -> str:
+        """At the target; empty if its client has left."""
+        params = self.target.params.get("t")
+        if params is None:
+            return ""
+        resume = params["resume"]
+        return resume.get("refused") or resume["outcome"]
+
+    def expect_one_answer(self, num_output: int = NUM_OUTPUT) -> None:
+        right = [right_token(len(PROMPT) + i) for i in range(num_output)]
+        given = self.source.tokens["r"]
+        assert given == right[: len(given)]
+        if self.outcome == "exact":
+            assert self.target.tokens["t"] == right
+        else:
+            assert not self.is_here or not self.outcome
+        assert self.has_left or given == right or self.source.requests["r"].is_finished()
+
+
+def _address(producer: Producer) -> tuple[str, int, str]:
+    at = producer._endpoint
+    return at.host, at.port, at.key
+
+
+KINDS = ["open", "extended", "extend", "freeze", "frozen", "ready", "go"]
+
+
+@pytest.mark.parametrize("fate", ["lost", "twice", "late"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_becomes_of_a_message_one_engine_computes(
+    engines: Engines,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    fate: str,
+) -> None:
+    wire = Wire(monkeypatch, kind, fate)
+    move = Move(engines, **QUICK)
+    move.begin()
+    move.run()
+    assert wire.has_met
+    wire.deliver_late()
+    move.expect_one_answer()
+    if fate == "twice":
+        assert move.outcome == "exact"
+        assert move.has_left
+    else:
+        assert move.outcome.startswith("move_")
+        assert move.has_left is (kind == "go")
+        assert move.has_left or len(move.source.tokens["r"]) == NUM_OUTPUT
+
+
+def preempt_at_the_source(move: Move) -> None:
+    scheduler = move.source.scheduler
+    if (request := move.source.requests["r"]) in scheduler.running:
+        preempt(scheduler, request, time.monotonic())
+
+
+def reset_the_source(move: Move) -> None:
+    while move.source.in_flight:
+        move.source.finish_step()
+    move.source.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+ACTS: dict[str, Callable[[Move], object]] = {
+    "preempted": preempt_at_the_source,
+    "all are preempted": reset_the_source,
+    "reset at the target": lambda move: move.target.scheduler.reset_prefix_cache(),
+    "target's client leaves": lambda move: move.target.abort("t"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act", ACTS)
+def test_whatever_happens_meanwhile_one_engine_computes(
+    engines: Engines,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    act: str,
+    kind: str,
+) -> None:
+    """Until the source has given its word it goes on, from then on the target."""
+    wire = Wire(monkeypatch, kind, "")
+    move = Move(engines, **QUICK)
+    move.begin()
+    move.run(wire, ACTS[act])
+    assert wire.has_met
+    move.expect_one_answer()
+    if act == "target's client leaves":
+        assert not move.outcome
+    else:
+        assert move.has_left is (move.outcome == "exact")
+    assert move.has_left or len(move.source.tokens["r"]) == NUM_OUTPUT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_client_of_the_source_leaves(
+    engines: Engines,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    wire = Wire(monkeypatch, kind, "")
+    move = Move(engines, **QUICK)
+    move.begin()
+    move.run(wire, lambda move: move.source.abort("r"))
+    assert wire.has_met
+    move.expect_one_answer()
+    assert move.has_left <= (move.outcome == "exact")
+
+
+@pytest.mark.parametrize("num_output", range(4, 60, 5))
+def test_request_that_ends_meanwhile_is_not_needed(
+    engines: Engines,  # noqa: F811
+    num_output: int,
+) -> None:
+    """Wherever the answer ends: it is whole at one of them."""
+    move = Move(engines, **QUICK)
+    move.begin(num_output)
+    move.run()
+    move.expect_one_answer(num_output)
+    assert move.outcome in ("exact", "not_needed")

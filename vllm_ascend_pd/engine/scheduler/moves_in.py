@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that run at another engine and move here: see ``move_states``, of which this is T.
+
+The request waits, and is given the other engine's output tokens as they come. What they and the
+prompt fill is loaded beside the steps, round by round, and held:
+
+    |<------------- held ------------->|<- missing: this round ->|
+    [cached here][loaded by past rounds][ b ][ b ][ b ]          [still written there
+    when it has stopped                                  [ b ][tail]
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.engine.scheduler.consumer import group_hashes
+from vllm_ascend_pd.engine.scheduler.move_states import COMING, Coming, ComingEvent
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
+from vllm_ascend_pd.engine.scheduler.resume import Refusal
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
+from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
+from vllm_ascend_pd.engine.vllm_api.requests import append_output
+from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
+from vllm_ascend_pd.kv.span import LoadBlocks
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.metrics import Provenance
+from vllm_ascend_pd.transfer.load import LoadSpec
+from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+from vllm_ascend_pd.wire import WIRE_VERSION, Extend, Extended, Go, Open, Ready, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+    from vllm_ascend_pd.engine.scheduler.resume import Resumes
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
+    from vllm_ascend_pd.kv.cost import Plan
+    from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.resume import Source
+    from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
+    from vllm_ascend_pd.wire import Ask
+
+logger = limited_logger(__name__)
+
+_EXPECTED = {False: Coming.ASKED, True: Coming.FREEZING}
+"""In which state an answer is awaited, by whether it is frozen."""
+_MAX_ROUNDS = 8
+_MAX_MISSING = 2
+"""Blocks that are left for when it has stopped, beside the tail."""
+
+
+@dataclass(slots=True, eq=False)
+class _Move:
+    request: Request
+    status: Any
+    """What it goes back to once it is here."""
+    peer: Endpoint
+    epoch: str
+    transfer_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    state: Coming = Coming.ASKED
+    num_rounds: int = 0
+    round: Round | None = None
+    held: list[KVCacheBlock] = field(default_factory=list)
+    """The leading blocks that are here, so that none is evicted meanwhile."""
+    num_peer_tokens: int = 0
+
+
+class MovesIn(Part):
+    """Scheduler thread. Everything is decided between steps or when a load ends."""
+
+    has_blocks = True
+
+    def __init__(
+        self,
+        common: Common,
+        consumer: Consumer,
+        client: ControlClient,
+        resumes: Resumes,
+        fingerprint: str,
+    ) -> None:
+        self._common = common
+        self._pool = common.manager.block_pool
+        self._consumer = consumer
+        self._client = client
+        self._resumes = resumes
+        self._fingerprint = fingerprint
+        self._vocab_size = common.scheduler.vllm_config.model_config.get_vocab_size()
+        self._answers: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
+        self._moves: dict[str, _Move] = {}
+        self.open: dict[str, Round] = {}
+        """Both by request id: those that come, and the last round of those that are here."""
+
+    def begin(self, request: Request, name: str, source: Source) -> Refusal | None:
+        """Ask for it; ``name`` is the request's at ``source``. It waits then."""
+        if not self._consumer.allows(source.host):
+            detail = f"resume.source: {source.host!r} is neither a loopback address nor in"
+            detail += " security.allowed_peers"
+            return Refusal(_label(Cause.PEER_NOT_ALLOWED.value), detail)
+        peer = Endpoint(source.host, source.port, source.key)
+        move = _Move(request, request.status, peer, source.epoch)
+        self._moves[request.request_id] = move
+        wait_for_kv(request)
+        end = request.num_prompt_tokens
+        self._ask(
+            move,
+            Open(
+                version=WIRE_VERSION,
+                fingerprint=self._fingerprint,
+                transfer_id=move.transfer_id,
+                epoch=move.epoch,
+                end=end,
+                groups=tuple(group_hashes(request, g, end, end) for g in self._common.groups),
+                running=name,
+            ),
+        )
+        self._client.keep(peer, move.transfer_id, move.epoch)
+        return None
+
+    def holds(self, request: Request) -> bool:
+        """Whether it is not here yet."""
+        return request.request_id in self._moves
+
+    def settle(self) -> bool:
+        while not self._answers.empty():
+            outcome = self._answers.get_nowait()
+            move: _Move = outcome.key
+            answer = outcome.answer
+            if isinstance(answer, Extended):
+                answer = self._consumer.check_workers(answer)
+            if isinstance(answer, Refused):
+                self._fail(move, answer.cause, answer.detail)
+            elif isinstance(answer, Extended) and move.state is _EXPECTED[answer.is_frozen]:
+                self._extended(move, answer)
+            elif isinstance(answer, Go) and move.state is Coming.READY:
+                self._arrive(move)
+            else:
+                self._fail(move, Cause.BAD_PARAMS.value, f"{type(answer).__name__} is no answer")
+        return False
+
+    def _ask(self, move: _Move, message: Ask) -> None:
+        self._client.ask(move, move.peer, message, self._answers)
+
+    def _ask_more(self, move: _Move, freeze: bool) -> None:
+        num_known = move.request.num_output_tokens
+        self._ask(move, Extend(move.transfer_id, move.epoch, num_known, freeze))
+
+    def _advance(self, move: _Move, event: ComingEvent) -> None:
+        move.state = COMING.after(move.state, event)
+
+    def _extended(self, move: _Move, answer: Extended) -> None:
+        """More tokens of it are known, and more blocks can be read."""
+        request = move.request
+        if not all(0 <= token_id < self._vocab_size for token_id in answer.token_ids):
+            self._fail(move, Cause.INCOMPATIBLE.value, "it has tokens that are none here")
+            return
+        _, ended = append_output(self._common.scheduler, request, answer.token_ids)
+        if ended is not None or not 0 <= answer.end < request.num_tokens:
+            self._fail(move, Cause.INCOMPATIBLE.value, "what it says would have ended here")
+            return
+        self._advance(move, ComingEvent.FROZEN if answer.is_frozen else ComingEvent.EXTENDED)
+        self._leave_round(move)
+        move.round = Round(move, self, answer)
+        self._hold(move)
+        missing = self._common.phantoms.find_missing(request, move.round)
+        if answer.is_frozen and not missing and not move.round.num_tail_tokens:
+            self._ready(move)
+        elif not answer.is_frozen and len(missing) <= _MAX_MISSING:
+            self._advance(move, ComingEvent.FREEZE)
+            self._ask_more(move, freeze=True)
+        elif move.num_rounds == _MAX_ROUNDS:
+            self._fail(move, Cause.TOO_SLOW.value, f"{len(missing)} blocks are still missing")
+        else:
+            move.num_rounds += 1
+            if not self._common.parking.park(move.round, missing):
+                self._fail(move, Cause.NO_MEMORY.value, f"{len(missing)} blocks")
+
+    def round_ended(self, current: Round, result: LoadResult) -> None:
+        """A load has; what it has not brought is loaded in another round."""
+        self._consumer.load_ended(result)
+        move = current.move
+        if move.round is not current or move.state is Coming.OVER:
+            return
+        move.num_peer_tokens += current.num_parked_tokens
+        self._hold(move)
+        if move.state is Coming.COPYING:
+            self._advance(move, ComingEvent.LOAD_ENDED)
+            self._ask_more(move, freeze=False)
+        elif result.cause:
+            self._advance(move, ComingEvent.FREEZE)
+            self._ask_more(move, freeze=True)
+        else:
+            self._ready(move)
+
+    def _ready(self, move: _Move) -> None:
+        self._advance(move, ComingEvent.LOADED)
+        self._ask(move, Ready(move.transfer_id, move.epoch))
+
+    def _hold(self, move: _Move) -> None:
+        """The leading blocks that are here by now."""
+        hashes, group = move.request.block_hashes, self._common.group
+        for block_hash in hashes[len(move.held) : group.tail_index(move.request.num_tokens)]:
+            block = cached_block(self._pool, block_hash, group)
+            if block is None:
+                break
+            self._pool.touch([block])
+            move.held.append(block)
+
+    def _arrive(self, move: _Move) -> None:
+        """It is this engine's from here on, and queues as one that was preempted on its blocks."""
+        self._advance(move, ComingEvent.GO)
+        request, last = move.request, move.round
+        assert last is not None
+        request.status = move.status
+        last.arrive(move.num_peer_tokens)
+        self.open[request.request_id] = last
+        self._leave(move)
+        self._resumes.tell(request, list(request.output_token_ids))
+        logger.info("request %s: has moved here from %s", request.request_id, move.peer)
+
+    def _fail(self, move: _Move, cause: str, detail: str) -> None:
+        """It stays where it is, or has ended there."""
+        self._advance(move, ComingEvent.FAIL)
+        if move.state is Coming.OVER and move.request.request_id in self._moves:
+            self._leave_round(move)
+            self._leave(move)
+            self._resumes.refuse(move.request, Refusal(_label(cause), detail))
+
+    def _leave(self, move: _Move) -> None:
+        """Nothing more is wanted of the other engine."""
+        del self._moves[move.request.request_id]
+        self._release_blocks(move)
+        self._client.release(move.peer, move.transfer_id, move.epoch)
+
+    def _release_blocks(self, move: _Move) -> None:
+        self._pool.free_blocks(reversed(move.held))
+        move.held.clear()
+
+    def _leave_round(self, move: _Move) -> None:
+        """What a load of it still brings in is not wanted."""
+        if move.round is not None:
+            move.round.forsake()
+            self._common.parking.leave(move.round)
+
+    def finish(self, request: Request, ending: Ending) -> None:
+        if (move := self._moves.get(request.request_id)) is not None:
+            self._advance(move, ComingEvent.FAIL)
+            self._leave_round(move)
+            self._leave(move)
+        if (last := self.open.pop(request.request_id, None)) is not None:
+            last.advance(SourceEvent.ABORT)
+            ending.provenance = last.provenance
+
+    def forsake(self, request: Request) -> None:
+        if (move := self._moves.get(request.request_id)) is not None:
+            self._fail(move, Cause.INCOMPATIBLE.value, "the weights have changed")
+        if (last := self.open.get(request.request_id)) is not None:
+            last.forsake()
+
+    def identify(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def reset(self, reset_connector: bool) -> None:
+        for move in list(self._moves.values()):
+            if move.state is Coming.READY:  # it may be nobody else's any more: it is computed here
+                self._release_blocks(move)
+                self._leave_round(move)
+            else:
+                self._fail(move, Cause.CANCELLED.value, "the prefix cache is reset")
+
+    def counts(self) -> dict[str, int]:
+        return {"moves_in": len(self._moves) + len(self.open)}
+
+
+class Round(BlockSource):
+    """What can be read of the request at one time; the last one is what it is admitted on."""
+
+    parked_only = True
+
+    def __init__(self, move: _Move, moves: MovesIn, answer: Extended) -> None:
+        request = move.request
+        super().__init__(request, Provenance(request.num_tokens))
+        self.move = move
+        self._moves = moves
+        self._common = moves._common
+        self._answer = answer
+        self._group = self._common.group
+        self.end = answer.end
+        self.advance(SourceEvent.FOUND)
+
+    def arrive(self, num_peer_tokens: int) -> None:
+        """All of it is here, so many tokens by loads."""
+        self.num_parked_tokens = num_peer_tokens
+        self._status_at_arrival = self.request.status
+        if self.state is SourceState.READY:
+            self.advance(SourceEvent.PLACE)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.end // self._group.block_size
+
+    @property
+    def num_tail_tokens(self) -> int:
+        return self.end % self._group.block_size
+
+    def has_block(self, index: int) -> bool:
+        return index < self.num_blocks
+
+    def has_tail(self, index: int) -> bool:
+        return self.num_tail_tokens > 0 and index == self.num_blocks
+
+    def load_ms(self, index: int) -> float:
+        return 0.0
+
+    @property
+    def compute_ms(self) -> float:
+        return 0.0
+
+    def use(self, plan: Plan, num_offered: int) -> None:
+        """Never asked: nothing of it is loaded after it has arrived."""
+
+    def give_up(self, cause: Cause) -> None:
+        if not self.state.final:
+            self.advance(SourceEvent.GIVE_UP)
+
+    def make_load(
+        self,
+        load_id: LoadId,
+        block_indices: tuple[int, ...],
+        block_ids: tuple[int, ...],
+        has_tail: bool,
+        in_step: bool,
+    ) -> LoadSpec:
+        assert not in_step
+        return LoadSpec(
+            load_id=load_id,
+            peers=self._answer.workers,
+            transfer_id=self.move.transfer_id,
+            epoch=self.move.epoch,
+            blocks=(LoadBlocks(self._group.id, block_indices, block_ids, has_tail),),
+            in_step=False,
+            timeout_s=self._common.config.transfer.load_timeout_s,
+            num_awaited=self.end,
+        )
+
+    def load_ended(self, result: LoadResult, indices: Mapping[int, int], was_parked: bool) -> None:
+        super().load_ended(result, indices, was_parked)
+        self._moves.round_ended(self, result)
+
+    def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
+        origin = self.provenance
+        origin.num_local_tokens, origin.num_peer_tokens = num_local, num_external
+        origin.num_computed_tokens = origin.num_prompt_tokens - num_local - num_external
+        origin.outcome = "moved"
+
+
+def _label(cause: str) -> str:
+    """Of the metric of resumed requests."""
+    return cause if cause == Cause.NOT_NEEDED.value else f"move_{cause}"
