@@ -124,8 +124,7 @@ class Move:
             if wire is not None and wire.has_met and act is not None:
                 act(self)
                 act = None
-            engines = self.source, self.target
-            assert time.monotonic() < deadline, [(x.counts(), x.scheduler.requests) for x in engines]
+            assert time.monotonic() < deadline, (self.source.counts(), self.target.counts())
         self.step()
 
     @property

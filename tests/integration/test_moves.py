@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 Prompt = list[int]
 PromptOf = Callable[..., Prompt]
-NUM_OUTPUT = 120
+NUM_OUTPUT = 300
 PATIENT = {"max_freeze_s": 60, "peer_timeout_s": 60}
 """Engines of tests share few cores, and are stepped by hand."""
 
@@ -39,30 +39,36 @@ def outcome_of(answer: Answer) -> dict[str, str]:
 
 
 def move(
-    source: Engine, target: Engine, prompt: Prompt, num_output: int = NUM_OUTPUT, **sampling: Any
+    source: Engine, target: Engine, prompt: Prompt, num_output: int = NUM_OUTPUT, **more: Any
 ) -> tuple[Answer, Answer]:
     """A request that runs at ``source`` as ``r`` moves; the two ends of its answer."""
-    target.add("r", prompt, num_output, coming(prompt, source), **sampling)
-    source.start_run()
-    target.start_run()
-    return source.join_run()["r"], target.join_run()["r"]
+    target.add("r", prompt, num_output, coming(prompt, source), **more)
+    left, right = dict[str, Answer](), dict[str, Answer]()
+    while "r" not in left:  # it decodes slowly, so that it does not end before it has moved
+        left |= source.drive(1)
+        right |= target.drive(5)
+    while "r" not in right:
+        right |= target.run()
+    return left["r"], right["r"]
+
+
+def two(engines: Engines, **options: Any) -> tuple[Engine, Engine]:
+    """Equal ones, but for what tells them apart."""
+    first, second = (
+        engines.shared("kv_both", transfer={**PATIENT, "load_timeout_s": load_timeout_s}, **options)
+        for load_timeout_s in (60, 61)
+    )
+    return first, second
 
 
 @pytest.fixture
 def pair(engines: Engines) -> tuple[Engine, Engine]:
-    return tuple(
-        engines.shared("kv_both", transfer={**PATIENT, "load_timeout_s": t}) for t in (60, 61)
-    )
+    return two(engines)
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def either(request: pytest.FixtureRequest, engines: Engines) -> tuple[Engine, Engine]:
-    return tuple(
-        engines.shared(
-            "kv_both", transfer={**PATIENT, "load_timeout_s": t}, runs_ahead=request.param
-        )
-        for t in (60, 61)
-    )
+    return two(engines, runs_ahead=request.param)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 27, 28, 40])
@@ -89,3 +95,153 @@ def test_request_moves_while_it_runs(
     local, peer, computed = right.sources
     assert (local, computed) == (0, 1)
     assert peer == len(prompt) + len(left.token_ids) - 1
+
+
+LONG_REGEX = {"structured_outputs": {"regex": "(abc|abx){200}-[0-9]{4}"}, "ignore_eos": False}
+
+
+@pytest.mark.parametrize("name", ["seed", "penalties", "seed and penalties", "bad words and bias"])
+def test_tokens_are_those_of_one_engine(
+    either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf, name: str
+) -> None:
+    expect_the_same(either, single, prompt_of(2 * BLOCK_SIZE + 5), **SAMPLING[name])
+
+
+@pytest.mark.parametrize("more", [LONG_REGEX, {**SEED, **LONG_REGEX}], ids=["greedy", "seed"])
+def test_grammar_goes_on(
+    either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf, more: dict[str, Any]
+) -> None:
+    expect_the_same(either, single, prompt_of(40), **more)
+
+
+def test_stop_string_is_found_across_the_cut(
+    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    prompt = prompt_of(40)
+    text = single(prompt, NUM_OUTPUT).text
+    expect_the_same(pair, single, prompt, stop=[text[-8:], "never said"])
+
+
+def expect_the_same(
+    engines: tuple[Engine, Engine], single: SingleEngine, prompt: Prompt, **sampling: Any
+) -> None:
+    source, target = engines
+    expected = single(prompt, NUM_OUTPUT, **sampling)
+    source.add("r", prompt, NUM_OUTPUT, **sampling)
+    source.step_until("r", "num_output_tokens", 5)
+    left, right = move(source, target, prompt, **sampling)
+    assert left.finish_reason == "abort"
+    assert right.token_ids == expected.token_ids
+    assert (right.text, right.finish_reason) == (expected.text, expected.finish_reason)
+    assert 5 <= len(left.token_ids) < len(expected.token_ids)
+
+
+def test_request_moves_to_and_fro(
+    either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    """Back to where its blocks are in the prefix cache still."""
+    first, second = either
+    prompt = prompt_of(2 * BLOCK_SIZE + 5)
+    expected = single(prompt, NUM_OUTPUT, **SEED)
+    first.add("r0", prompt, NUM_OUTPUT, **SEED)
+    first.step_until("r0", "num_output_tokens", 5)
+    answers = dict[str, Answer]()
+    for turn in range(4):
+        source, target = (first, second) if turn % 2 == 0 else (second, first)
+        name = f"r{turn + 1}"
+        target.add(name, prompt, NUM_OUTPUT, coming(prompt, source, f"r{turn}"), **SEED)
+        while f"r{turn}" not in answers:
+            answers |= source.drive(1)
+            answers |= target.drive(5)
+        assert answers[f"r{turn}"].finish_reason == "abort"
+    answers |= first.run()
+    assert answers["r4"].token_ids == expected.token_ids
+    assert answers["r4"].sources[1] < answers["r4"].sources[0]
+
+
+def test_beside_others_of_both_engines(
+    either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    """Several move at once; others decode on."""
+    source, target = either
+    prompts = {f"m{i}": prompt_of(50 + 20 * i, f"m{i}") for i in range(3)}
+    others = {f"o{i}": prompt_of(40, f"o{i}") for i in range(2)}
+    for name, prompt in (prompts | others).items():
+        source.add(name, prompt, NUM_OUTPUT)
+    target.add("t", prompt_of(60, "t"), NUM_OUTPUT)
+    source.step_until("o1", "num_output_tokens", 3)
+    for name, prompt in prompts.items():
+        target.add(name, prompt, NUM_OUTPUT, coming(prompt, source, name))
+    left, right = dict[str, Answer](), dict[str, Answer]()
+    while not prompts.keys() <= left.keys():
+        left |= source.drive(1)
+        right |= target.drive(5)
+    left |= source.run()
+    right |= target.run()
+    for name, prompt in prompts.items():
+        assert left[name].finish_reason == "abort"
+        assert right[name].token_ids == single(prompt, NUM_OUTPUT).token_ids, name
+    for name, prompt in others.items():
+        assert left[name].token_ids == single(prompt, NUM_OUTPUT).token_ids, name
+    assert right["t"].token_ids == single(prompt_of(60, "t"), NUM_OUTPUT).token_ids
+
+
+@pytest.mark.parametrize(
+    ("cause", "name"), [("not_needed", "unknown"), ("move_not_running", "waits")]
+)
+def test_what_does_not_run_does_not_move(
+    pair: tuple[Engine, Engine],
+    single: SingleEngine,
+    prompt_of: PromptOf,
+    cause: str,
+    name: str,
+) -> None:
+    source, target = pair
+    prompt = prompt_of(40)
+    source.add("waits", prompt, 8)
+    target.add("r", prompt, 8, coming(prompt, source, name))
+    answers = dict[str, Answer]()
+    while "r" not in answers:
+        source.counts()  # the scheduler looks, and takes no step
+        answers |= target.drive(1)
+    assert outcome_of(answers["r"]) == {"refused": cause}
+    assert source.run()["waits"].token_ids == single(prompt, 8).token_ids
+
+
+def test_other_prompt_is_not_handed_over(
+    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    source, target = pair
+    prompt, other = prompt_of(40), prompt_of(40, "other")
+    source.add("r", prompt, 60)
+    source.step_until("r", "num_output_tokens", 3)
+    target.add("r", other, 60, coming(other, source))
+    answers = dict[str, Answer]()
+    while "r" not in answers:
+        source.counts()
+        answers |= target.drive(1)
+    assert outcome_of(answers["r"]) == {"refused": "move_hash_mismatch"}
+    assert source.run()["r"].token_ids == single(prompt, 60).token_ids
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 8])
+def test_source_that_dies_leaves_no_request_waiting(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, num_steps: int
+) -> None:
+    """It goes on if it was given the word, else it is refused, at once."""
+    target = engines.shared("kv_both", transfer={**PATIENT, "load_timeout_s": 61})
+    source = engines.own("kv_both", transfer={**PATIENT, "load_timeout_s": 60})
+    prompt = prompt_of(2 * BLOCK_SIZE + 5)
+    source.add("r", prompt, NUM_OUTPUT)
+    source.step_until("r", "num_output_tokens", 5)
+    target.add("r", prompt, NUM_OUTPUT, coming(prompt, source))
+    right = dict[str, Answer]()
+    for _ in range(num_steps):
+        source.drive(1)
+        right |= target.drive(5)
+    engines.kill(source)
+    right |= target.run()
+    if "refused" in outcome_of(right["r"]):
+        assert outcome_of(right["r"])["refused"].startswith("move_")
+    else:
+        assert right["r"].token_ids == single(prompt, NUM_OUTPUT).token_ids

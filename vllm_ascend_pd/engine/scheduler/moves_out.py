@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.move_states import LEAVING, Leaving, LeavingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
+from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, take_out
 from vllm_ascend_pd.engine.vllm_api.requests import (
     is_seeded,
     named,
@@ -173,10 +174,8 @@ class MovesOut(Part):
         )
 
     def _freeze(self, move: _Move, identity: bytes, message: Extend) -> Extended | None:
-        running = self._scheduler.running
         if move.state is Leaving.COPYING:
-            move.place = running.index(move.request)
-            running.remove(move.request)
+            move.place = take_out(self._scheduler, move.request)
             move.stopped_until = self._clock() + self._common.config.transfer.max_freeze_s
         self._advance(move, LeavingEvent.FREEZE)
         if move.state is Leaving.STOPPED:
@@ -209,12 +208,10 @@ class MovesOut(Part):
         self._producer.take_back(move.lease)
         self._common.stats.add("moves", label=cause.value)
         logger.info("request %s: does not move: %s", request.request_id, cause.value)
-        if was_stopped and is_running(request):
-            running = self._scheduler.running
-            has_room = len(running) < self._scheduler.max_num_running_reqs
-            running.insert(move.place, request)
-            if not has_room:  # another one has its row
-                preempt(self._scheduler, request, time.monotonic())
+        if was_stopped:
+            give_row_back(self._scheduler)
+            if is_running(request):
+                self._scheduler.running.insert(move.place, request)
 
     def _advance(self, move: _Move, event: LeavingEvent) -> None:
         move.state = LEAVING.after(move.state, event)
@@ -225,14 +222,15 @@ class MovesOut(Part):
                 self._stay(move, Cause.NOT_RUNNING)
 
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
-        gone, self._gone = self._gone, []
-        for request in gone:
+        for request in list(self._gone):
             outputs[request.client_index].append(
                 tell_abort(self._scheduler, request, {"moved": True})
             )
 
     def finish(self, request: Request, ending: Ending) -> None:
-        self._gone = [gone for gone in self._gone if gone is not request]
+        if request in self._gone:
+            self._gone.remove(request)
+            give_row_back(self._scheduler)
         for move in list(self._moves.values()):
             if move.request is request:
                 self._stay(move, Cause.NOT_NEEDED)

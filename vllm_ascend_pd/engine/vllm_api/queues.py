@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's waiting requests. Scheduler thread."""
+"""The scheduler's waiting and running requests. Scheduler thread."""
 
 from __future__ import annotations
 
@@ -60,3 +60,21 @@ def keep_order_of_arrival(scheduler: Scheduler) -> None:
             waiting.clear()
             skipped.clear()
             skipped.extend(ordered)
+
+
+def take_out(scheduler: Scheduler, request: Request) -> int:
+    """Schedule a running request no more, and keep its blocks and its row in the model runner; its
+    place in the queue.
+
+    Touches:
+        vllm/v1/core/sched/scheduler.py:Scheduler.num_waiting_for_streaming_input
+    """
+    place = scheduler.running.index(request)
+    del scheduler.running[place]
+    scheduler.num_waiting_for_streaming_input += 1  # these have a row and do not run
+    return place
+
+
+def give_row_back(scheduler: Scheduler) -> None:
+    """A request that was taken out has ended, or goes back into the queue."""
+    scheduler.num_waiting_for_streaming_input -= 1

@@ -113,7 +113,7 @@ class Scheduler(Protocol):
     block_size: int
     hash_block_size: int
     max_model_len: int
-    max_num_running_reqs: int
+    num_waiting_for_streaming_input: int
     is_encoder_decoder: bool
     log_stats: bool
     defer_block_free: bool
