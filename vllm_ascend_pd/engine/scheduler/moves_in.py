@@ -99,6 +99,8 @@ class MovesIn(Part):
             detail = f"resume.source: {source.host!r} is neither a loopback address nor in"
             detail += " security.allowed_peers"
             return Refusal(_label(Cause.PEER_NOT_ALLOWED.value), detail)
+        if not source.key and self._common.config.security.secret_file is None:
+            return Refusal("malformed", "resume.source: key is empty, and no security.secret_file")
         peer = Endpoint(source.host, source.port, source.key)
         move = _Move(request, request.status, peer, source.epoch)
         self._moves[request.request_id] = move
