@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_ascend_pd.router import stored
-from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, are_partners
+from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,7 +199,8 @@ class Selector:
 
 
 def _with_partner(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Sequence[Instance]:
-    """Those that can exchange KV with one of ``decodes``."""
-    if decodes and not any(p.spec.fingerprint for p in prefills):
-        return prefills
-    return [p for p in prefills if any(are_partners(p, d) for d in decodes)]
+    """Those that can exchange KV with one of ``decodes``, as ``are_partners`` says of two."""
+    theirs = {decode.spec.fingerprint for decode in decodes}
+    if None in theirs or not theirs:
+        return prefills if theirs else []
+    return [p for p in prefills if p.spec.fingerprint is None or p.spec.fingerprint in theirs]
