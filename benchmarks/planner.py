@@ -39,7 +39,7 @@ from vllm_ascend_pd.planner.report import needs
 from vllm_ascend_pd.planner.search import Objective, Row
 from vllm_ascend_pd.planner.simulate import Outcome, Split, simulate
 from vllm_ascend_pd.planner.speeds import Speeds
-from vllm_ascend_pd.planner.trace import Trace, TraceRequest
+from vllm_ascend_pd.planner.trace_file import Trace, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -133,6 +133,7 @@ def fit(options: argparse.Namespace) -> None:
         command += ["--tokens", "128,512,1024", "--batches", "1,2,4,8"]
         command += ["--contexts", "128,1024", "--rounds", str(options.rounds)]
         command += ["--max-num-batched-tokens", "2048", "--max-num-seqs", "128"]
+        command += ["--both-busy"] if options.both_busy else []
         subprocess.run(command, check=True, env=ENVIRONMENT)
         speeds = Speeds.of(load(folder / "profile.json"))
         print("| requests/s | | goodput | in time | TTFT p50 | p99 | ITL p50 | p99 |")
@@ -315,6 +316,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1.5, 3.0, 6.0])
     parser.add_argument("--seconds", type=float, default=15.0, help="of each replay")
     parser.add_argument("--rounds", type=int, default=3, help="of the profile")
+    parser.add_argument("--both-busy", action="store_true", help="as of vllm-pd profile")
     parser.add_argument("--requests", type=int, default=1_000_000, help="for --part speed")
     parser.add_argument("--instances", type=int, default=1000, help="for --part speed")
     parser.add_argument("--heartbeats", type=int, default=3000, help="for --part costs")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from traces import ideal_hits, make_trace, prompt_of, scale
 
-from vllm_ascend_pd.planner.trace import TraceRequest, read_trace
+from vllm_ascend_pd.planner.trace_file import TraceRequest, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

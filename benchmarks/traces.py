@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_ascend_pd.planner.trace import TOKENS_PER_ID, TraceRequest
+from vllm_ascend_pd.planner.trace_file import TOKENS_PER_ID, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--systems", type=int, default=4, help="different system prompts")
     parser.add_argument("--duration-s", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens-per-id", type=int, default=TOKENS_PER_ID, help="shorter requests")
     options = parser.parse_args()
     requests = make_trace(
         options.conversations,
@@ -134,10 +135,12 @@ def main() -> None:
         options.duration_s * 1000,
         options.seed,
     )
+    if options.tokens_per_id != TOKENS_PER_ID:
+        requests = scale(requests, options.tokens_per_id, options.duration_s * 1000)
     rounded = (_moved(request, round(request.timestamp_ms)) for request in requests)
     options.out.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in rounded))
     num_tokens = sum(request.input_length for request in requests)
-    hits = sum(ideal_hits(requests, TOKENS_PER_ID, math.inf))
+    hits = sum(ideal_hits(requests, options.tokens_per_id, math.inf))
     print(
         f"{options.out}: {len(requests)} requests of {num_tokens:,} tokens, of which"
         f" {100 * hits / num_tokens:.1f} % have come before"

@@ -42,6 +42,14 @@ def profile(
     rounds: Annotated[
         int, typer.Option(min=1, help="Measurements of each point; the median counts.")
     ] = 3,
+    both_busy: Annotated[
+        bool,
+        typer.Option(
+            "--both-busy",
+            help="Keep each engine busy while the other one is measured, where they share a host"
+            " that this slows down.",
+        ),
+    ] = False,
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="The option of `vllm serve`, as the P engines have it.")
     ] = 2048,
@@ -76,6 +84,7 @@ def profile(
         most_tokens=most_tokens,
         rounds=rounds,
         token_ids=(first, last),
+        both_busy=both_busy,
     )
     limits = Limits(max_num_batched_tokens, max_num_seqs)
     try:

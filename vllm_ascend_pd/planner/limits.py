@@ -10,17 +10,17 @@ from vllm_ascend_pd.registration import HEARTBEAT_S
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.planner.search import Row
-    from vllm_ascend_pd.planner.trace import Trace
+    from vllm_ascend_pd.planner.trace_file import Trace
 
 # Seconds of one core, as `benchmarks/planner.py --part costs` measured them; docs/planner.md.
 REQUEST_S = 114e-6
 """All of one request but its choice of engines and the tokens of its stream."""
-CHOICE_S = 1.2e-6
+CHOICE_S = 0.65e-6
 """For each instance that the policy least-loaded looks at."""
 TOKEN_S = 52e-6
 """One piece of a stream, if each comes by itself; 12 where many come together."""
-HEARTBEAT_COST_S = 210e-6
-BLOCK_EVENT_S = 12e-6
+HEARTBEAT_COST_S = 200e-6
+BLOCK_EVENT_S = 15e-6
 """One block in a KV event."""
 TOKENS_PER_BLOCK = 128
 

@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,10 @@ _TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10)
 NUM_STEPS = 24
 """Of D, for each point: enough that how requests begin and end does not count."""
 
+NUM_STREAMS, BUSY_TOKENS = 4, 256
+"""What keeps D busy while P is measured: streams, and the tokens of their prompts and answers. P is
+kept busy with such prompts, one after another."""
+
 Say = Callable[[str], None]
 
 
@@ -53,6 +58,9 @@ class Grid:
     """Of each point; what counts is the median."""
     token_ids: tuple[int, int]
     """Prompts are drawn from these."""
+    both_busy: bool = False
+    """Each engine is measured while the other one works, as it does in service: for engines that
+    take cores or memory bandwidth from each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +86,11 @@ class Measurement:
         await self._find_engines()
         for url in (self._prefill, self._decode):  # what is compiled or allocated at first
             await self._first_token_s(url, self._prompt(max(self._grid.num_tokens)))
-        prefill = [point async for point in self._prefills()]
-        decode = [point async for point in self._decodes()]
-        handover = [point async for point in self._handovers(prefill)]
+        async with self._busy(self._decode, NUM_STREAMS, BUSY_TOKENS):
+            prefill = [point async for point in self._prefills()]
+            handover = [point async for point in self._handovers(prefill)]
+        async with self._busy(self._prefill, 1, 1):
+            decode = [point async for point in self._decodes()]
         return Profile(
             format=FORMAT,
             model=self._model,
@@ -109,6 +119,22 @@ class Measurement:
         self._prefill, self._decode = found["prefill"].url, found["decode"].url
         self._model = next(iter(found["decode"].models), "")
         self._say(f"model {self._model}, P {self._prefill}, D {self._decode}")
+
+    @asynccontextmanager
+    async def _busy(self, url: str, num_clients: int, num_tokens: int) -> AsyncIterator[None]:
+        """Clients that ask one thing after another meanwhile, if it is wanted."""
+
+        async def ask() -> None:
+            while True:
+                await self._token_times(url, self._prompt(BUSY_TOKENS), num_tokens)
+
+        clients = [asyncio.ensure_future(ask()) for _ in range(num_clients * self._grid.both_busy)]
+        try:
+            yield
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
 
     async def _prefills(self) -> AsyncIterator[PrefillPoint]:
         for num_tokens in self._grid.num_tokens:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vllm_ascend_pd.planner.speeds import Speeds
-    from vllm_ascend_pd.planner.trace import Trace
+    from vllm_ascend_pd.planner.trace_file import Trace
 
 MIN_STEP_S = 1e-6
 """No step is shorter, whatever a profile says: else time would stand still."""

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import traces
 from benchmarks.traces import ideal_hits, make_trace, prompt_of, scale
-from vllm_ascend_pd.planner.trace import TOKENS_PER_ID, TraceRequest, read_trace
+from vllm_ascend_pd.planner.trace_file import TOKENS_PER_ID, TraceRequest, read_trace
 
 
 def test_trace_that_was_made_up_is_read_back(

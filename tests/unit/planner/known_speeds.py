@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_ascend_pd.planner.profile import FORMAT
 from vllm_ascend_pd.planner.speeds import Line, Speeds
-from vllm_ascend_pd.planner.trace import Trace, TraceRequest
+from vllm_ascend_pd.planner.trace_file import Trace, TraceRequest
 
 MAX_SEQS = 4
 # A prompt of n tokens takes P n ms, the hand-over 10 ms, a step of D 20 ms.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.planner.trace import Trace, TraceRequest, read_trace
+from vllm_ascend_pd.planner.trace_file import Trace, TraceRequest, read_trace
 
 
 def test_mooncake_s_format_with_and_without_prefixes(tmp_path: Path) -> None:
