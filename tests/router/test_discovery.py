@@ -162,7 +162,9 @@ def test_registration_token(tmp_path: Path) -> None:
     run(test)
 
 
-def test_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_file_is_read_again_when_it_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         path = tmp_path / "instances.json"
         path.write_text('{"instances": []}')
@@ -176,7 +178,7 @@ def test_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
             assert (await d.post())[0] == 200
             path.write_text('{"instances": [')
             os.utime(path, (1, 1))
-            await asyncio.sleep(1.1)
+            await until(lambda: "kept the instances read before" in caplog.text)
             assert d.router.registry.get("extra") is not None
             path.write_text(json.dumps({"instances": [entry | {"state": "draining"}]}))
             await until(lambda: d.router.registry.get("extra").spec.state == "draining")

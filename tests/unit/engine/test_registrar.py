@@ -217,11 +217,12 @@ def test_a_silent_router_does_not_hold_up_the_end() -> None:
             lambda: None,
         )
         registrar.start()
-        time.sleep(0.1)
+        asked, _ = deaf.accept()
         started = time.monotonic()
         registrar.stop()
         assert time.monotonic() - started < 5.5
         registrar.join(10)
+        asked.close()
 
 
 @pytest.mark.parametrize(
