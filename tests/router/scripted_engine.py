@@ -308,7 +308,7 @@ class ScriptedEngine:
         number: int,
     ) -> None:
         resume = request.params.get("resume") or {}
-        if (source := resume.get("source")) is not None:
+        if (source := resume.get("source")) is not None and fault != "dead":
             num_tokens = await self._take_over(source, resume["request_id"])
             if fault == "lost":
                 await _until_not_stale()

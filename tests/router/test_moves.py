@@ -379,3 +379,24 @@ def test_client_can_move_nothing(tmp_path: Path) -> None:
             assert not resumes(d)
 
     run(test)
+
+
+def test_streams_move_from_a_full_engine_to_an_empty_one() -> None:
+    async def test() -> None:
+        config = replace(PATIENT, rebalance="load")
+        async with deployed(1, 2, config, **SLOW) as d:
+            full, empty = d.decodes
+            full.metrics = "vllm:kv_cache_usage_perc{} 0.9\n"
+            empty.metrics = "vllm:kv_cache_usage_perc{} 0.1\n"
+            clients = [Client(d, f"r{i}", max_tokens=150) for i in range(6)]
+            for client in clients:
+                await client.has(2)
+            num_there = full.num_in_progress
+            await until(lambda: full.num_in_progress < num_there)
+            empty.metrics = full.metrics
+            for client in clients:
+                assert is_whole(await client.events(), full)
+            assert d.count("moves_total", reason="load", outcome="moved", cause="") >= 1
+            assert sum(i.num_failures for i in d.router.registry) == 0
+
+    run(test)

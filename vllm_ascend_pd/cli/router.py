@@ -127,6 +127,14 @@ def router(
             " their load, as many for prompts and as many for answers as have to do.",
         ),
     ] = "operator",
+    rebalance: Annotated[
+        str,
+        option(
+            ROUTING,
+            "off, or load: streams move from the engine whose KV cache is fullest to the emptiest"
+            " one, the shortest first.",
+        ),
+    ] = "off",
     prefill_model_labels: Annotated[
         str, option(ROUTING, "Only prefill instances with one of these 'model' labels (a,b).")
     ] = "",
@@ -258,6 +266,7 @@ def router(
             stats_window_s=request_stats_window,
             order=order,  # type: ignore[arg-type]
             roles=roles,  # type: ignore[arg-type]
+            rebalance=rebalance,  # type: ignore[arg-type]
             require_prefill=require_prefill or routing_logic is not None,
             api_keys_file=api_keys_file,
             tenants_file=tenants_file,

@@ -49,6 +49,7 @@ from vllm_ascend_pd.router.page import instances, page, status
 from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
+from vllm_ascend_pd.router.rebalance import Rebalancing
 from vllm_ascend_pd.router.relay import Relay
 from vllm_ascend_pd.router.releases import Releases
 from vllm_ascend_pd.router.resumption import Resumption
@@ -177,6 +178,7 @@ class Router:
         self.registered = RegisteredDiscovery(
             self.registry, config.registration_token_file, keeper or self._alone
         )
+        self._rebalancing = Rebalancing(self.registry, self.moves, self.metrics)
         self._roles: AutoRoles | None = None
         if config.roles == "auto":
             self._roles = AutoRoles(self.registry, self._alone.say, self.metrics)
@@ -381,6 +383,8 @@ class Router:
         await self._alone.expire(now)
         if self._roles is not None:
             await self._roles.look(now)
+        if self.config.rebalance == "load":
+            self._rebalancing.look(now)
 
 
 def _resume_key(config: RouterConfig) -> ResumeKey:

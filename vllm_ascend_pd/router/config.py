@@ -24,6 +24,8 @@ MAX_WORKERS = 256
 ORDERS = ("auto", "prefill-first", "concurrent")
 Roles = Literal["operator", "auto"]
 ROLES: tuple[Roles, ...] = get_args(Roles)
+Rebalance = Literal["off", "load"]
+REBALANCE: tuple[Rebalance, ...] = get_args(Rebalance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,8 @@ class RouterConfig:
     order: Order = "auto"
     roles: Roles = "operator"
     """Who says what engines of role ``both`` are used for; ``auto``: their load, too."""
+    rebalance: Rebalance = "off"
+    """``load``: answers move from the fullest engine to the emptiest one."""
     require_prefill: bool = False
     """No engine computes a prompt alone for lack of another one: without a pair there is 503."""
     api_keys_file: Path | None = None
@@ -238,6 +242,8 @@ class RouterConfig:
             raise ConfigError(f"order {self.order!r}: one of {', '.join(ORDERS)}")
         if self.roles not in ROLES:
             raise ConfigError(f"--roles {self.roles!r}: one of {', '.join(ROLES)}")
+        if self.rebalance not in REBALANCE:
+            raise ConfigError(f"--rebalance {self.rebalance!r}: one of {', '.join(REBALANCE)}")
         if self.roles == "auto" and self.num_workers > 1:
             raise ConfigError("--roles auto: one process decides, so give --workers 1")
         if self.access_log not in FORMATS:

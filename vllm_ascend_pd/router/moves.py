@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = limited_logger(__name__)
 
+BYTES_PER_TOKEN = 200
+"""Of a stream: a chunk."""
 _CUT = Failure(FailureKind.MOVED, "the router moves the request")
 
 
@@ -59,8 +61,14 @@ class Answering:
     transcript: Transcript | None = None
     move: Move | None = None
     """Under way."""
+    since: float = field(default_factory=time.monotonic)
     failed_at: float | None = None
     """When the last one failed, on the host's monotonic clock."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer, about: chunks are not read while they are relayed."""
+        return self.job.routed.num_prompt_tokens + self.job.trace.num_bytes // BYTES_PER_TOKEN
 
     def begin(self, response: Response, transcript: Transcript | None) -> None:
         """Its stream; ``transcript`` grows with what the client gets."""

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which request moves to even out engines: over all small deployments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from vllm_ascend_pd.router.rebalance import FULL, MIN_GAP, choose_pair, choose_request
+
+SHARES = (1 / 16, 1 / 8, 1 / 4, 7 / 16, 13 / 16)
+"""Of an engine, by request."""
+State = tuple[tuple[float, ...], ...]
+"""The requests of each engine."""
+
+
+def states() -> Iterator[State]:
+    lists = [
+        held for num in range(4) for held in itertools.combinations_with_replacement(SHARES, num)
+    ]
+    for num_engines in (1, 2):
+        yield from itertools.product(lists, repeat=num_engines)
+    yield from itertools.product(lists[::5], repeat=3)
+
+
+def step(state: State) -> State | None:
+    """After one move; ``None`` if nothing moves."""
+    fullness = [sum(held) for held in state]
+    pair = choose_pair(fullness)
+    if pair is None:
+        return None
+    at = choose_request(fullness[pair.source], fullness[pair.target], state[pair.source])
+    if at is None:
+        return None
+    moved = state[pair.source][at]
+    after = [list(held) for held in state]
+    after[pair.source].pop(at)
+    after[pair.target].append(moved)
+    return tuple(tuple(sorted(held)) for held in after)
+
+
+def test_moves_come_to_an_end_and_each_makes_the_fuller_engine_emptier() -> None:
+    for begun in states():
+        state, num_moves = begun, 0
+        while (after := step(state)) is not None:
+            (given,) = [i for i in range(len(state)) if sum(after[i]) < sum(state[i])]
+            (taken,) = [i for i in range(len(state)) if sum(after[i]) > sum(state[i])]
+            assert sum(state[given]) == max(map(sum, state))
+            assert max(sum(after[given]), sum(after[taken])) < sum(state[given])
+            state, num_moves = after, num_moves + 1
+            assert num_moves <= 12, begun
+
+
+def test_engines_that_have_room_or_are_much_alike_keep_what_they_have() -> None:
+    for state in states():
+        fullness = [sum(held) for held in state]
+        gap = max(fullness) - min(fullness)
+        if max(fullness) <= FULL or gap <= MIN_GAP:
+            assert step(state) is None
+
+
+def test_the_shortest_request_moves() -> None:
+    for state in states():
+        after = step(state)
+        if after is None:
+            continue
+        fullest = max(range(len(state)), key=lambda i: (sum(state[i]), -i))
+        left = list(state[fullest])
+        for share in after[fullest]:
+            left.remove(share)
+        assert left == [min(state[fullest])]
+
+
+def test_nobody_is_asked_without_an_engine() -> None:
+    assert choose_pair([]) is None
+    assert choose_request(1.0, 0.0, []) is None
