@@ -117,6 +117,7 @@ class WorkerHooks(Protocol):
     def loads_in_step(self) -> bool: ...
     def take_armed_step(self, wait_all: bool) -> AbstractContextManager[object] | None: ...
     def step_output(self) -> AbstractContextManager[KVConnectorOutput | None]: ...
+    def end_drafts(self) -> None: ...
     def no_forward(self) -> ModelRunnerOutput: ...
     def shutdown(self) -> None: ...
 
@@ -257,6 +258,12 @@ def step_output() -> AbstractContextManager[KVConnectorOutput | None]:
     """Wraps the forward; yields the object that carries the worker's report."""
     assert worker is not None
     return worker.step_output()
+
+
+def end_drafts() -> None:
+    """In a step of an engine that speculates: its drafter has run, unless it had nothing to do."""
+    if worker is not None:
+        worker.end_drafts()
 
 
 def no_forward() -> ModelRunnerOutput:

@@ -21,12 +21,16 @@ from vllm_ascend_pd.engine.scheduler.weights import (
 class Executor:
     """Workers that hold these models."""
 
-    def __init__(self, *models: torch.nn.Module) -> None:
+    def __init__(self, *models: torch.nn.Module, drafter: torch.nn.Module | None = None) -> None:
         self._models = models
+        self._drafter = SimpleNamespace(model=drafter) if drafter is not None else None
         self.sleeping_tags: set[str] = set()
 
     def collective_rpc(self, method: Any) -> list[Any]:
-        runners = [SimpleNamespace(get_model=lambda m=model: m) for model in self._models]
+        runners = [
+            SimpleNamespace(get_model=lambda m=model: m, drafter=self._drafter)
+            for model in self._models
+        ]
         return [method(SimpleNamespace(model_runner=runner)) for runner in runners]
 
 
@@ -48,6 +52,15 @@ def generation(*models: torch.nn.Module, method: object = "finish_weight_update"
 def test_equal_weights_in_memory_agree() -> None:
     assert generation(model()) == generation(model())
     assert generation(model(), model(1)) != generation(model(1), model())
+
+
+def test_weights_of_a_drafter_count() -> None:
+    drafts = [
+        settled_generation("finish_weight_update", (), {}, Executor(model(), drafter=drafter), "")
+        for drafter in (None, model(1), model(2), model(2))
+    ]
+    assert len(set(drafts)) == 3
+    assert drafts[2] == drafts[3]
 
 
 @pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.running_var"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,27 @@ def test_one_tensor_counts(
 ) -> None:
     other = copy_with_other_tensors(tiny, tmp_path / "other", r"layers\.2\.mlp\.up_proj")
     assert differences(identity(), identity(other)) == {"weights"}
+
+
+def drafting_with(drafter: Path, num_drafts: int = 2) -> dict[str, Any]:
+    drafts = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": num_drafts}
+    return {"speculative_config": drafts}
+
+
+def test_a_drafter_counts_and_not_where_it_lies_or_how_much_it_drafts(
+    identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path
+) -> None:
+    same = shutil.copytree(tiny, tmp_path / "same")
+    assert identity(**drafting_with(same)) == identity(**drafting_with(tiny, 3))
+    other = copy_with_other_tensors(tiny, tmp_path / "other", r"\.2\.mlp\.up_proj")
+    made = [identity(), *(identity(**drafting_with(model)) for model in (tiny, other))]
+    for one, two in itertools.combinations(made, 2):
+        assert differences(one, two) == {"draft"}
+
+
+def test_drafts_without_kv_do_not_count(identity: Callable[..., dict[str, str]]) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    assert identity(speculative_config=ngram) == identity()
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.gguf", "model.pt"])

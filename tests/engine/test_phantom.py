@@ -24,8 +24,9 @@ class Source:
 
     num_tail_tokens = 0
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, parked_only: bool = False) -> None:
         self.num_blocks = num_blocks
+        self.parked_only = parked_only
 
     def has_block(self, index: int) -> bool:
         return index < self.num_blocks
@@ -141,6 +142,21 @@ def test_last_block_with_the_last_token_is_not_published(
     publish(pool, phantoms, request, Source(6))
     assert len(phantoms) == 5
     assert cached(pool, request)[5] is None
+
+
+@pytest.mark.parametrize("parked_only", [False, True])
+def test_a_hit_that_was_given_up_for_a_drafter_counts_where_the_source_goes_on(
+    pool: BlockPool, phantoms: PhantomBlocks, parked_only: bool
+) -> None:
+    """Behind it is published what may be loaded in a step."""
+    request = make_request()
+    local = fill(pool, phantoms, request, 0, 1, 2)
+    hits = hits_of(pool, request)[:-1]
+    found = phantoms.publish(request, hits, Source(5, parked_only))
+    assert [block.block_id for block in found[:3]] == local
+    assert len(found) == (3 if parked_only else 5)
+    assert len(phantoms) == (0 if parked_only else 2)
+    assert pool.get_num_free_blocks() == 19
 
 
 def test_no_more_is_published_than_the_source_has(pool: BlockPool, phantoms: PhantomBlocks) -> None:

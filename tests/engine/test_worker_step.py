@@ -28,7 +28,7 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
-from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate
+from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate, run_order
 from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
@@ -73,7 +73,7 @@ def make_caches(layout: str = "LBHNC") -> tuple[KVCacheConfig, dict[str, torch.T
 class Side:
     """A worker side of both roles, and its pages as ``uint8 [layer, block, byte]``."""
 
-    def __init__(self, pooled: bool = False) -> None:
+    def __init__(self, pooled: bool = False, drafts: bool = False) -> None:
         config, self.caches = make_caches()
         self.located: KVCaches = locate(config, self.caches)
         self.engine = FakeTransferEngine()
@@ -107,6 +107,7 @@ class Side:
             self.server,
             self.loader,
             self.pool,
+            drafts=drafts,
         )
 
     def open_pool(self, copier: BlockCopier, pools: list[StagingPool]) -> PoolIO:
@@ -169,6 +170,15 @@ def pooled() -> Iterator[Side]:
     assert side.engine.num_regions() == 0
 
 
+@pytest.fixture
+def drafting() -> Iterator[Side]:
+    """The last layer is a drafter's."""
+    side = Side(drafts=True)
+    yield side
+    side.worker.shutdown()
+    assert side.engine.num_regions() == 0
+
+
 LEASE = LeaseRef("t", 1)
 
 
@@ -203,6 +213,22 @@ def test_layers_are_in_the_models_order_whatever_the_allocations(side: Side) -> 
     for name in NAMES:
         offset = int(side.located.layout.layer_offsets[index[name]])
         assert base + offset == side.caches[name].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        ["model.layers.11.attn"],
+        ["draft_model.model.layers.0.attn", "draft_model.model.layers.1.attn"],
+        ["mtp.layers.0.attn"],
+    ],
+    ids=["numbers that go on", "another model", "a module"],
+)
+def test_layers_of_a_drafter_are_behind_those_of_the_model(drafts: list[str]) -> None:
+    config = make_caches()[0]
+    config.kv_cache_groups = [KVCacheGroupSpec([*NAMES, *drafts], SPEC)]
+    names = [*reversed(drafts), *NAMES]
+    assert run_order(config, names) == [*reversed(NAMES), *drafts]
 
 
 def test_pages_of_groups_are_those_of_their_layers() -> None:
@@ -282,6 +308,37 @@ def test_grant_is_served_while_the_step_that_has_computed_it_samples(side: Side)
     with side.worker.step_output():
         pass
     assert side.load().cause == ""
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_grant_is_served_when_the_drafter_has_run(drafting: Side, runner: str) -> None:
+    """Model Runner V1 reports before it drafts, V2 behind it."""
+    drafting.worker.begin_step(output_of(GRANT))
+    armed = drafting.worker.take_armed_step(wait_all=False)
+    assert armed is not None
+    if runner == "v1":
+        with drafting.worker.step_output(), armed:
+            armed.save_layer(NAMES[1])
+    else:
+        with armed:
+            armed.save_layer(NAMES[1])
+        drafting.worker.end_forward()
+    assert drafting.grants.look(LEASE)[1] == 2
+    assert drafting.load().cause == Cause.NOT_COMPUTED.value
+    drafting.worker.end_drafts()
+    assert drafting.load().cause == ""
+
+
+def test_what_the_drafter_reads_has_landed_when_the_model_has_run(drafting: Side) -> None:
+    drafting.step(GRANT)
+    drafting.worker.end_drafts()
+    drafting.worker.begin_step(output_of(StepMeta(loads=(load_spec(drafting),))))
+    armed = drafting.worker.take_armed_step(wait_all=False)
+    assert armed is not None
+    with drafting.worker.step_output(), armed:
+        pass
+    for name in NAMES:
+        np.testing.assert_array_equal(drafting.pages(name)[6:8], drafting.pages(name)[1:3])
 
 
 def test_layer_is_served_when_it_is_computed(side: Side) -> None:

@@ -1689,6 +1689,11 @@ def check(engines: Engines, spec: Any = _SPEC, **changes: Any) -> None:
 @dataclass
 class _Speculative:
     method: str
+    parallel_drafting: bool = False
+    num_modules: int = 1
+
+    def use_multi_module_mtp(self) -> bool:
+        return self.num_modules > 1
 
 
 _WINDOW = SlidingWindowSpec(
@@ -1712,7 +1717,12 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engine
         ({"vllm_config__parallel_config__world_size": 2}, "pipeline and context parallel"),
         ({"vllm_config__parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"hash_block_size": 8}, "hash blocks smaller"),
-        ({"vllm_config__speculative_config": _Speculative("eagle")}, "with the method eagle"),
+        ({"vllm_config__speculative_config": _Speculative("medusa")}, "with the method medusa"),
+        ({"vllm_config__speculative_config": _Speculative("eagle3", True)}, "parallel drafting"),
+        (
+            {"vllm_config__speculative_config": _Speculative("mtp", num_modules=2)},
+            "MTP with several modules",
+        ),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"vllm_config__model_config__disable_cascade_attn": False}, "cascade attention"),
     ],
@@ -1727,7 +1737,8 @@ def test_unsupported_engine_is_refused_by_name(
 
 def test_supported_engine_is_accepted(engines: Engines) -> None:
     check(engines)
-    check(engines, vllm_config__speculative_config=_Speculative("ngram"))
+    for method in ("ngram", "eagle", "eagle3", "mtp", "draft_model"):
+        check(engines, vllm_config__speculative_config=_Speculative(method))
     assert engines.made == []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's verification of drafts, with the kernels that its CPU runner installs without Triton."""
+"""vLLM's drafts and their verification, with the kernels of its CPU runner without Triton."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from vllm.v1.sample.rejection_sampler import (
     apply_sampling_constraints,
     expand_batch_to_tokens,
     rejection_sample,
+)
+from vllm.v1.spec_decode.utils import (
+    PADDING_SLOT_ID,
+    eagle_step_update_slot_mapping_and_metadata,
 )
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -130,3 +134,22 @@ def test_what_is_sampled_instead_of_a_draft_follows_the_model(draft: int) -> Non
     expected = torch.tensor([0.25, 0.09, 0.04]) / 0.38
     assert shares.tolist() == pytest.approx(expected.tolist(), abs=0.03)
     assert sampled[:, 1].eq(BONUS).equal(sampled[:, 0].eq(draft))
+
+
+def test_drafter_moves_on_by_a_token() -> None:
+    """Into the next block, too; at the end of what the model may see it writes nothing."""
+    positions = torch.tensor([3, 15, 31])
+    seq_lens = torch.tensor([4, 16, 32], dtype=torch.int32)
+    slots, moved = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    eagle_step_update_slot_mapping_and_metadata(
+        positions_1d=positions,
+        block_table_tensor=torch.tensor([[5, 6], [7, 8], [1, 2]], dtype=torch.int32),
+        seq_lens=seq_lens,
+        block_size=16,
+        max_model_len=32,
+        out_clamped_positions=moved,
+        out_slot_mapping=slots,
+    )
+    assert moved.tolist() == [4, 16, 0]
+    assert slots.tolist() == [5 * 16 + 4, 8 * 16, PADDING_SLOT_ID]
+    assert seq_lens.tolist() == [5, 17, 1]

@@ -64,6 +64,9 @@ class ScriptedWorker:
     def end_forward(self) -> None:
         self.events.append("end forward")
 
+    def end_drafts(self) -> None:
+        self.events.append("drafted")
+
     @contextmanager
     def step_output(self) -> Iterator[KVConnectorOutput]:
         yield self.output
@@ -204,7 +207,7 @@ def test_forward_inside_a_context_runs_layer_hooks(
     connector.finish_forward()
     assert hooks.current_step is None
     assert connector.post_forward(set()) is worker.output
-    assert worker.events == ["begin", "enter", "exit", "end forward", "report"]
+    assert worker.events == ["begin", "enter", "exit", "end forward", "drafted", "report"]
 
 
 def test_full_graph_outside_of_any_context_waits_for_all(

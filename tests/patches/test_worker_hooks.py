@@ -73,6 +73,9 @@ class ScriptedWorker:
         yield self.output
         self.events.append("report")
 
+    def end_drafts(self) -> None:
+        self.events.append("drafted")
+
     def no_forward(self) -> ModelRunnerOutput:
         return ModelRunnerOutput.with_kv_conn_output_only(self.output)
 
@@ -182,6 +185,12 @@ def test_second_forward_of_a_step_gets_nothing(worker: ScriptedWorker, config: V
     with set_forward_context({"attn": object()}, config):
         attention(worker.events, LAYERS[0])
     assert worker.events == [f"attend {LAYERS[0]}"]
+
+
+def test_what_a_step_has_computed_is_complete_behind_the_drafter(worker: ScriptedWorker) -> None:
+    """The runner calls it in each step of an engine that speculates, when all drafts are made."""
+    KVConnectorModelRunnerMixin.finalize_kv_connector()
+    assert worker.events == ["drafted"]
 
 
 def test_forward_without_metadata_leaves_the_step_armed(

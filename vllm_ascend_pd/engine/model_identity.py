@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.config import PDConfig, WeightReading
-from vllm_ascend_pd.engine.vllm_api.config import uses_modelscope
+from vllm_ascend_pd.engine.vllm_api.config import has_drafter, uses_modelscope
 from vllm_ascend_pd.engine.weight_files import content_digest
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.config_types import ModelConfig, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import LoadConfig, ModelConfig, VllmConfig
 
 
 logger = logging.getLogger(__name__)
@@ -42,26 +42,27 @@ _LLAMA4_TUNING_LENGTH = 32768
 
 def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     """``config``, ``arch``, ``weights``, and where they are given ``load``, ``quant``, ``length``,
-    ``window``, ``code``.
+    ``window``, ``code``, ``draft``.
     """
     model = vllm_config.model_config
-    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOT_CONTENT}
+    config = _content(model.hf_config.to_dict())
     parts = {
         "config": _digest(config),
         "arch": model.architecture,
         "weights": "",
-        "load": _load_format(vllm_config),
+        "load": _load_format(vllm_config.load_config, model),
         "quant": str(model.quantization or ""),
         "length": _length(model, config),
         "window": "off" if model.disable_sliding_window else "",
         "code": "",
+        "draft": _drafter(vllm_config),
     }
     if model.quantization_config:
         parts["quant"] += f"-{_digest(model.quantization_config)}"
     if model.model_class_overrides:
         parts["arch"] += f"-{_digest(model.model_class_overrides)}"
-    folder = _model_folder(vllm_config)
-    parts["weights"] = _weights(vllm_config, folder)
+    folder = _model_folder(vllm_config.load_config, model)
+    parts["weights"] = _weights(vllm_config, vllm_config.load_config, model)
     if model.trust_remote_code and folder is not None:
         code = sorted(folder.glob("*.py")) if folder.is_dir() else []
         parts["code"] = _digest([(f.name, f.read_text(errors="replace")) for f in code])
@@ -79,10 +80,35 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _weights(vllm_config: VllmConfig, folder: Path | None) -> str:
-    model = vllm_config.model_config
-    if vllm_config.load_config.load_format == "dummy":
-        return _dummy_weights(vllm_config)
+def _drafter(vllm_config: VllmConfig) -> str:
+    """All that decides the KV of its layers, and the method; empty without one. How many tokens it
+    drafts does not count.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not has_drafter(vllm_config):
+        return ""
+    model = speculative.draft_model_config
+    load = speculative.draft_load_config or vllm_config.load_config
+    parts = (
+        *(model.architecture, str(model.dtype), str(model.quantization)),
+        *(speculative.kv_cache_dtype, _content(model.hf_config.to_dict())),
+        _weights(vllm_config, load, model),
+    )
+    return f"{speculative.method}-{_digest(parts)}"
+
+
+def _content(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _content(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _NOT_CONTENT
+    }
+
+
+def _weights(vllm_config: VllmConfig, load: LoadConfig, model: ModelConfig) -> str:
+    if load.load_format == "dummy":
+        return _dummy_weights(vllm_config, model)
+    folder = _model_folder(load, model)
     files = weight_files(folder) if folder is not None else []
     if files:
         kv_transfer_config = vllm_config.kv_transfer_config
@@ -99,36 +125,35 @@ def _weights(vllm_config: VllmConfig, folder: Path | None) -> str:
     return f"named-{_digest(name)}"
 
 
-def _dummy_weights(vllm_config: VllmConfig) -> str:
+def _dummy_weights(vllm_config: VllmConfig, model: ModelConfig) -> str:
     """vLLM fills each parameter from one seed by its size, so they depend on how it is divided.
     What is not floating point it leaves as memory was.
     """
-    if vllm_config.model_config.quantization:
+    if model.quantization:
         return f"dummy-{secrets.token_hex(8)}"
     size = vllm_config.parallel_config.tensor_parallel_size
     return f"dummy-{vllm_config.device_config.device_type}-tp{size}"
 
 
-def _load_format(vllm_config: VllmConfig) -> str:
+def _load_format(load: LoadConfig, model: ModelConfig) -> str:
     """Empty where the tensors of the checkpoint are read as they are."""
-    load_format = str(vllm_config.load_config.load_format)
+    load_format = str(load.load_format)
     if load_format == "auto":
-        folder = _model_folder(vllm_config)
+        folder = _model_folder(load, model)
         has_mistral = folder is not None and any(folder.glob("consolidated*.safetensors"))
         load_format = "mistral" if has_mistral else "hf"
     return "" if load_format in _CHECKPOINT_FORMATS else load_format
 
 
-def _model_folder(vllm_config: VllmConfig) -> Path | None:
+def _model_folder(load: LoadConfig, model: ModelConfig) -> Path | None:
     """Where the weights lie; of a hub name, the snapshot of the commit that was loaded."""
-    model = vllm_config.model_config
     if model.model_weights and model.model_weights != model.model:
         return None  # object storage; the folder holds the configuration only
     path = Path(model.model)
     if path.exists():
         return path
     try:
-        return _find_snapshot(model.model, model.revision, vllm_config.load_config.download_dir)
+        return _find_snapshot(model.model, model.revision, load.download_dir)
     except Exception as e:  # noqa: BLE001 - the hub's library: many kinds; it is said by the caller
         logger.debug("no snapshot of %s: %s", model.model, e)
         return None

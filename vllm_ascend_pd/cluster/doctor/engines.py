@@ -47,6 +47,7 @@ _FITTING: dict[str, dict[str, str]] = {
         "length": "the model computes with --max-model-len: give both sides the same",
         "window": "give --disable-sliding-window to both sides or to none",
         "code": "start both sides with the same code beside the model (--trust-remote-code)",
+        "draft": "give both sides the same drafter: method and model of --speculative-config",
     },
     "KV layout": {
         "dtype": "give both sides the same --dtype",

@@ -195,9 +195,7 @@ class Admission:
         source = self.source_of(request)
         if source is None or not source.offers:
             return hit
-        blocks = list(hit[0][self._group.id])
-        if not source.parked_only:
-            blocks = self._phantoms.publish(request, blocks, source)
+        blocks = self._phantoms.publish(request, hit[0][self._group.id], source)
         is_whole = len(blocks) == self._group.tail_index(request.num_tokens)
         num_tail = self._parking.num_tail_tokens(source) if is_whole else 0
         return (blocks,), len(blocks) * self._group.block_size + num_tail, hit[2]

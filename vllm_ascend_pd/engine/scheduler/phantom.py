@@ -86,8 +86,9 @@ class PhantomBlocks:
         """Publish what ``source`` has after ``hits`` and is not cached; the request's hits then.
 
         That is what a second lookup would return: with one full-attention group the hits are the
-        leading cached blocks. No reference is kept: if the request is not scheduled now, nothing
-        has to be undone.
+        leading cached blocks. An engine with an EAGLE or MTP drafter takes one less, to compute
+        the last one anew; behind it ``source`` goes on, so it counts here. No reference is kept:
+        if the request is not scheduled now, nothing has to be undone.
         """
         end = self._group.tail_index(request.num_tokens)
         last = min(source.num_blocks, end)
@@ -98,7 +99,7 @@ class PhantomBlocks:
         for index in range(len(hits), end):
             block = cached_block(self._pool, request.block_hashes[index], self._group)
             if block is None:
-                if index >= last or not source.has_block(index):
+                if index >= last or source.parked_only or not source.has_block(index):
                     break
                 missing.append(index)
             table.append(block)

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.vllm_api.config import returns_routed_experts, uses_cascade_attention
+from vllm_ascend_pd.engine.vllm_api.config import (
+    DRAFTERS,
+    returns_routed_experts,
+    uses_cascade_attention,
+)
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
     from vllm_ascend_pd.engine.vllm_api.types import Scheduler
+
+METHODS = ("ngram", *DRAFTERS)
+"""Of speculative decoding."""
 
 
 def check_config(config: VllmConfig) -> None:
@@ -45,7 +52,18 @@ def check_config(config: VllmConfig) -> None:
         ),
         (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
         (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
-        (method != "ngram", f"speculative decoding with the method {method} (ngram works)"),
+        (
+            method not in METHODS,
+            f"speculative decoding with the method {method} ({', '.join(METHODS)} work)",
+        ),
+        (
+            speculative is not None and speculative.parallel_drafting,
+            "parallel drafting (leave out parallel_drafting of --speculative-config)",
+        ),
+        (
+            speculative is not None and speculative.use_multi_module_mtp(),
+            "MTP with several modules (num_speculative_tokens 1 uses one)",
+        ),
         (
             uses_cascade_attention(config),
             "cascade attention, which counts block references (leave disable_cascade_attn on)",
@@ -73,7 +91,8 @@ def check_supported(scheduler: Scheduler) -> None:
             (
                 f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group"
                 " of full attention is supported (sliding windows beside full attention are, unless"
-                " --no-disable-hybrid-kv-cache-manager is given)"
+                " --no-disable-hybrid-kv-cache-manager is given; a drafter is, if its pages are as"
+                " large as the model's)"
             ),
         ),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch  # noqa: TID251 - tensors of the engine
 
 from vllm_ascend_pd.engine.model_identity import weight_files
-from vllm_ascend_pd.engine.vllm_api.process import loaded_model
+from vllm_ascend_pd.engine.vllm_api.process import loaded_models
 from vllm_ascend_pd.engine.weight_files import content_digest
 
 if TYPE_CHECKING:
@@ -95,16 +95,16 @@ def _files(path: Path) -> list[Path]:
 
 @torch.inference_mode()
 def digest_weights(worker: Any) -> str | None:
-    """Of every parameter and buffer of this worker's model, every byte; ``None`` where a kernel
-    keeps a parameter to itself, as on CPUs. Runs in the worker process.
+    """Of every parameter and buffer of this worker's model and drafter, every byte; ``None`` where
+    a kernel keeps a parameter to itself, as on CPUs. Runs in the worker process.
     """
     digest = hashlib.sha256()
-    model = loaded_model(worker)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.numel():
-            return None
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(str(_sum(tensor)).encode())
+    for model in loaded_models(worker):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if not tensor.numel():
+                return None
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(str(_sum(tensor)).encode())
     return digest.hexdigest()
 
 

@@ -9,6 +9,15 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
 
 
+DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
+"""Methods of speculative decoding that run a model with KV of its own behind the engine's."""
+
+
+def has_drafter(config: VllmConfig) -> bool:
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method in DRAFTERS
+
+
 def returns_step_data(config: VllmConfig) -> bool:
     """Whether outputs carry what only the step that has sampled a token knows."""
     return returns_routed_experts(config) or config.model_config.return_sampling_mask

@@ -110,6 +110,12 @@ class SpeculativeConfig(Protocol):
     """Touches: vllm/config/speculative.py:SpeculativeConfig"""
 
     method: str | None
+    parallel_drafting: bool
+    draft_model_config: Any
+    draft_load_config: Any
+    kv_cache_dtype: str | None
+
+    def use_multi_module_mtp(self) -> bool: ...
 
 
 class KVEventsConfig(Protocol):

@@ -43,7 +43,7 @@ class InEngineKVConnector(KVConnector):
             self._step.__enter__()
 
     def finish_forward(self) -> None:
-        """The model is launched; sampling comes before ``post_forward``."""
+        """The model is launched; sampling and drafts come before ``post_forward``."""
         if self._disabled:
             return
         if self._step is not None:
@@ -56,6 +56,7 @@ class InEngineKVConnector(KVConnector):
     ) -> KVConnectorOutput | None:
         if self._disabled:
             return None
+        self._worker.end_drafts()
         with self._worker.step_output() as output:
             pass
         return output

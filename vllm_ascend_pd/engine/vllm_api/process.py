@@ -38,11 +38,16 @@ def from_first_worker(value: Any) -> Any:
     return get_tp_group().broadcast_object(value)
 
 
-def loaded_model(worker: Any) -> Any:
-    """The ``torch.nn.Module`` of this worker.
+def loaded_models(worker: Any) -> list[Any]:
+    """The ``torch.nn.Module`` of this worker, and its drafter's if it has one.
 
     Touches:
         vllm/v1/worker/worker_base.py:WorkerBase.model_runner
         vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.get_model
+        vllm/v1/worker/gpu_model_runner.py:GPUModelRunner.drafter
+        vllm/v1/worker/gpu/model_runner.py:GPUModelRunner.speculator
     """
-    return worker.model_runner.get_model()
+    runner = worker.model_runner
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    drafts = getattr(drafter, "model", None)
+    return [runner.get_model()] if drafts is None else [runner.get_model(), drafts]

@@ -74,10 +74,10 @@ class DeviceWorkerSide(WorkerSide):
         assert self._fence is not None, "a step is armed by its message, which made a fence"
         return FencedStep(step, self._fence)
 
-    def end_forward(self) -> None:
-        # The forward is launched; what follows here lets peers fetch what it computed. Later steps
-        # do not concern these blocks until a message names them again.
+    def end_drafts(self) -> None:
+        # All is launched; what follows here lets peers fetch what it computed. Later steps do not
+        # concern these blocks until a message names them again.
         if self._fence is not None:
             self._fence.mark()
             self._fence = None
-        super().end_forward()
+        super().end_drafts()

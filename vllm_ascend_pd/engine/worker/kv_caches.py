@@ -15,7 +15,7 @@ from vllm_ascend_pd.engine.vllm_api.groups import page_bytes, unpadded_page_byte
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
     from vllm_ascend_pd.kv.span import KVGroup
@@ -84,8 +84,7 @@ def _locate_on_host(
             names.append(name)
             offsets.append(tensor.offset + index * tensor.layer_stride)
     assert len(strides) == 1, f"tensors of one group with block strides {strides}"
-    # In the order in which the model runs its layers, so that early pieces are early layers.
-    order = sorted(range(len(names)), key=lambda i: layer_number(names[i]))
+    order = [names.index(name) for name in run_order(kv_cache_config, names)]
     layout = PageLayout(
         region=Region(storage.data_ptr(), storage.nbytes()),
         layer_offsets=np.array([offsets[i] for i in order], dtype=np.int64),
@@ -99,9 +98,27 @@ def _locate_on_host(
     return KVCaches(layout, index_of, first.device)
 
 
-def layer_number(name: str) -> tuple[int, str]:
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return (numbers[0] if numbers else 0, name)
+def run_order(kv_cache_config: KVCacheConfig, names: Iterable[str]) -> list[str]:
+    """As the layers run in a step, so that early pieces are early layers: the model's by their
+    numbers, then a drafter's. vLLM registers these behind the model's, with names that begin
+    otherwise or with numbers that go on.
+    """
+    names = list(names)
+    known = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    beginnings = list(dict.fromkeys(_split(name)[0] for name in (*known, *names)))
+
+    def place(name: str) -> tuple[int, int, str]:
+        beginning, number = _split(name)
+        return beginnings.index(beginning), number, name
+
+    return sorted(names, key=place)
+
+
+def _split(name: str) -> tuple[str, int]:
+    """``draft_model.model.layers.3.self_attn.attn`` -> ``draft_model.model.layers``, 3."""
+    words = name.split(".")
+    index = next((i for i, word in enumerate(words) if word.isdigit()), None)
+    return (name, 0) if index is None else (".".join(words[:index]), int(words[index]))
 
 
 def parts(cache: Cache) -> tuple[torch.Tensor, ...]:
@@ -122,7 +139,7 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
     segments: list[tuple[Segment, ...]] = []
     index_of: dict[str, int] = {}
     by_address: dict[int, int] = {}
-    for name in sorted(kv_caches, key=layer_number):
+    for name in run_order(kv_cache_config, kv_caches):
         cache = kv_caches[name]
         if data_ptr(cache) in by_address:
             index_of[name] = by_address[data_ptr(cache)]

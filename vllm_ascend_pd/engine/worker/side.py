@@ -23,6 +23,7 @@ from vllm_ascend_pd.config import PDConfig, Placement, Transport, WireProtocol
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.engine.vllm_api.config import has_drafter
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
@@ -159,7 +160,7 @@ def _create(
     )
     parts = (
         *(caches.layer_index, transports, pools, grants, trust, server, loader, pool, own.rank),
-        live_regions,
+        *(live_regions, has_drafter(vllm_config)),
     )
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)

@@ -125,9 +125,13 @@ class WorkerSide:
         pool: PoolIO | None = None,
         rank: int = 0,
         live_regions: Sequence[tuple[int, int]] = (),
+        drafts: bool = False,
     ) -> None:
-        """``live_regions`` are the parts of the KV caches that ``transports`` know by address."""
+        """``live_regions`` are the parts of the KV caches that ``transports`` know by address.
+        ``drafts``: behind the model runs a drafter, some of the layers are its own.
+        """
         self._live_regions = live_regions
+        self._drafts = drafts
         self._layer_index = layer_index
         self.transports = transports
         self._pools = pools
@@ -200,12 +204,15 @@ class WorkerSide:
         return StepOutput(self)
 
     def end_forward(self) -> None:
-        """What follows in this step writes no KV: wait for what it loads, and peers may fetch what
-        it has computed.
-        """
+        """The model has run: wait for what the step loads, the drafter's layers included."""
         loader = self._busy_loader()
         if loader is not None:
             loader.wait_all()
+        if not self._drafts:
+            self.end_drafts()
+
+    def end_drafts(self) -> None:
+        """What follows in this step writes no KV: peers may fetch what it has computed."""
         self._end_grants()
 
     def end_step(self) -> StepReport | None:

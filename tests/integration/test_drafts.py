@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with a drafter: its KV is moved with the model's.
+
+At temperature 0 tokens are equal whatever is drafted, so it is the acceptance rate that tells
+whether a drafter has read the KV of its prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.conftest import SingleEngine
+from tests.integration.drafters import START, make_drafted
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
+from tests.integration.pool_steps import POOL, delta, provenance, store
+from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
+from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Engines
+
+pytestmark = pytest.mark.engine
+
+NUM_ANSWER = 300
+"""So many tokens that what vLLM counts as rejected in the first step of a request whose prompt is
+loaded, and is placeholders for drafts, makes less than a percent."""
+MLA = "deepseek"
+KINDS = ("draft_model", "eagle", "eagle3", "mimo", MLA)
+Prompt = list[int]
+
+
+@dataclass
+class Drafting:
+    """Engines of one model with one drafter, and what one engine of them answers."""
+
+    options: dict[str, Any]
+    single: SingleEngine
+    engine: Engine
+    """That one."""
+
+    @property
+    def block_size(self) -> int:
+        return int(self.options.get("block_size", BLOCK_SIZE))
+
+    def rates(self, *engines: Engine) -> Rates:
+        return Rates([self.engine, *engines])
+
+
+class Rates:
+    """Acceptance rates from here on."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self._engines = engines
+        self._before = [engine.metrics() for engine in engines]
+
+    def assert_like_one_engine(self) -> None:
+        expected, *rates = (
+            delta(before, (after := engine.metrics()), "accepted_tokens")
+            / delta(before, after, "draft_tokens")
+            for engine, before in zip(self._engines, self._before, strict=True)
+        )
+        assert expected > 0.5, "a drafter that does not agree shows nothing"
+        for rate in rates:
+            assert rate >= 0.98 * expected, (rates, expected)
+
+
+def make_options(
+    kind: str, folder: Path, base: EngineConfig, seed: int = 0, num_drafts: int = 2
+) -> dict[str, Any]:
+    if kind == "draft_model":
+        model = base.model
+        speculative: dict[str, Any] = {"method": kind, "model": model}
+    else:
+        drafted = make_drafted(kind, folder / kind, Path(base.model), seed)
+        model, speculative = drafted.model, drafted.speculative
+    speculative["num_speculative_tokens"] = num_drafts
+    options = {"model": model, "llm": json.dumps({"speculative_config": speculative})}
+    # On a CPU MLA has its own blocks, and one ordinary engine computes a prompt in one piece.
+    return options | ({"block_size": 16, "max_num_batched_tokens": 1024} if kind == MLA else {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafters")
+
+
+@pytest.fixture(scope="module")
+def drafting(
+    request: pytest.FixtureRequest, fleet: Fleet, base_config: EngineConfig, folder: Path
+) -> Iterator[Drafting]:
+    options = make_options(request.param, folder, base_config)
+    engine = fleet.keep(fleet.engine(replace(base_config, executor="uni", **options)))
+    yield Drafting(options, SingleEngine(engine), engine)
+    fleet.discard(engine)
+
+
+each_kind = pytest.mark.parametrize("drafting", KINDS, indirect=True)
+some_kinds = pytest.mark.parametrize("drafting", ["eagle", "draft_model"], indirect=True)
+
+
+@pytest.fixture
+def started(prompt_of: Callable[..., Prompt]) -> Callable[..., Prompt]:
+    """Prompts that all drafters of these tests see in full."""
+
+    def make(num_tokens: int, part: str = "") -> Prompt:
+        return START + prompt_of(num_tokens - len(START), part)
+
+    return make
+
+
+@each_kind
+def test_prefill_first_is_like_one_engine(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    producer = engines.shared("kv_producer", **drafting.options)
+    consumer = engines.shared("kv_consumer", transfer={"load_mode": "step"}, **drafting.options)
+    rates = drafting.rates(consumer)
+    for num_tokens in (3 * BLOCK_SIZE, CHUNKED):
+        prompt = started(num_tokens, str(num_tokens))
+        answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
+        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        assert answer.sources == (0, num_tokens, 0)
+        assert answer.provenance["first_token"] == "peer"
+        assert answer.outcome == "loaded"
+    rates.assert_like_one_engine()
+
+
+@each_kind
+def test_decode_first_is_like_one_engine(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    producer = engines.shared("kv_producer", **drafting.options)
+    consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, **drafting.options)
+    pair = Pair(producer, consumer, started(5, "where"))
+    rates = drafting.rates(consumer)
+    for num_tokens in (3 * BLOCK_SIZE + 5, CHUNKED):
+        prompt = started(num_tokens, str(num_tokens))
+        answer = pair.ask(prompt, max_tokens=NUM_ANSWER)
+        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        assert answer.sources == (0, num_tokens, 0)
+    rates.assert_like_one_engine()
+
+
+@each_kind
+def test_pool_hit_is_like_one_engine(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    options = {"pool": POOL, "transfer": {"load_mode": "park"}, **drafting.options}
+    engine = engines.shared("kv_both", **options)
+    prompts = [started(num_tokens, str(num_tokens)) for num_tokens in (3 * BLOCK_SIZE + 5, 400)]
+    for prompt in prompts:
+        store(engine, prompt)
+    rates = drafting.rates(engine)
+    for prompt in prompts:
+        answer = engine.ask(prompt, NUM_ANSWER, {"return_provenance": True})
+        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        num_full = len(prompt) // drafting.block_size * drafting.block_size
+        assert provenance(answer) == {"dram": num_full, "computed": len(prompt) - num_full}
+    rates.assert_like_one_engine()
+
+
+@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+def test_each_of_two_workers_has_its_heads_of_the_drafter(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    producer = engines.shared("kv_producer", **drafting.options)
+    llm = {**json.loads(drafting.options["llm"]), "tensor_parallel_size": 2}
+    options = {**drafting.options, "llm": json.dumps(llm)}
+    consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, **options)
+    rates = drafting.rates(consumer)
+    for num_tokens in (3 * BLOCK_SIZE + 5, CHUNKED):
+        prompt = started(num_tokens, str(num_tokens))
+        answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
+        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        assert answer.sources == (0, num_tokens, 0)
+    rates.assert_like_one_engine()
+
+
+@some_kinds
+def test_prompt_whose_begin_is_cached_here(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    """All of it counts, also the last block, which vLLM would compute anew for a drafter."""
+    producer = engines.shared("kv_producer", **drafting.options)
+    consumer = engines.shared("kv_consumer", **drafting.options)
+    begin = started(4 * BLOCK_SIZE)
+    consumer.ask(begin + START, 1)
+    rates = drafting.rates(consumer)
+    for n in range(2):
+        prompt = begin + started(CHUNKED, f"{n}")
+        answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
+        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        assert answer.sources == (len(begin), CHUNKED, 0)
+    rates.assert_like_one_engine()
+
+
+@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_load_that_fails_is_computed(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt], load_mode: str
+) -> None:
+    """By model and drafter; the drafts of another request are verified as ever."""
+    producer = engines.shared("kv_producer", faults="ok*", **drafting.options)
+    consumer = engines.shared("kv_consumer", transfer={"load_mode": load_mode}, **drafting.options)
+    prompts = {name: started(NUM_TOKENS, name) for name in ("first", "second")}
+    rates = drafting.rates(consumer)
+    consumer.add("first", prompts["first"], NUM_ANSWER, producer.prefill(prompts["first"]))
+    consumer.step_until("first", "status", "RUNNING")
+    for _ in range(5):
+        consumer.step()
+    producer.set_faults("corrupt,ok*")
+    consumer.add("second", prompts["second"], NUM_ANSWER, producer.prefill(prompts["second"]))
+    answers = consumer.run()
+    for name, prompt in prompts.items():
+        assert answers[name].token_ids == drafting.single(prompt, NUM_ANSWER).token_ids, name
+    assert answers["second"].sources == (0, 0, NUM_TOKENS)
+    rates.assert_like_one_engine()
+
+
+@some_kinds
+def test_preempted_requests_get_their_tokens(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    producer = engines.shared("kv_producer", **drafting.options)
+    consumer = engines.shared("kv_consumer", **SMALL, **drafting.options)
+    prompts = {name: started(NUM_TOKENS, name) for name in NAMES}
+    before = consumer.metrics()["preemptions"]
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, NUM_OUTPUT, producer.prefill(prompt))
+    answers = consumer.run(120)
+    assert consumer.metrics()["preemptions"] > before
+    for name, prompt in prompts.items():
+        expected = drafting.single(prompt, NUM_OUTPUT).token_ids
+        assert answers[name].token_ids == expected, name
+
+
+@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+@pytest.mark.parametrize("other", ["none", "other drafter"])
+def test_kv_of_an_engine_that_drafts_otherwise_is_refused_by_name(
+    engines: Engines,
+    drafting: Drafting,
+    started: Callable[..., Prompt],
+    base_config: EngineConfig,
+    folder: Path,
+    other: str,
+) -> None:
+    """The prompt is computed. How many tokens are drafted makes no difference."""
+    options = make_options("eagle", folder, base_config, seed=1)
+    if other == "none":
+        options = {"model": drafting.options["model"]}
+    producer = engines.shared("kv_producer", **options)
+    consumer = engines.shared("kv_consumer", **drafting.options)
+    prompt = started(NUM_TOKENS)
+    answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+    assert answer.token_ids == drafting.single(prompt, 20).token_ids
+    assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
+    consumer.wait_log("draft=eagle-")
+
+
+def test_producer_may_draft_less(
+    engines: Engines, started: Callable[..., Prompt], base_config: EngineConfig, folder: Path
+) -> None:
+    less, more = (make_options("eagle", folder, base_config, num_drafts=n) for n in (1, 3))
+    producer = engines.shared("kv_producer", **less)
+    consumer = engines.shared("kv_consumer", **more)
+    prompt = started(NUM_TOKENS)
+    answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+    assert answer.sources == (0, NUM_TOKENS, 0)
