@@ -241,10 +241,11 @@ class SecurityConfig(msgspec.Struct, frozen=True):
 
 
 class RouterLink(msgspec.Struct, frozen=True):
-    """``kv_connector_extra_config.router``: the router that this engine tells of itself."""
+    """``kv_connector_extra_config.router``: the routers that this engine tells of itself."""
 
     url: str | None = None
-    """``http[s]://HOST:PORT`` of the router; without it the engine registers nowhere."""
+    """``http[s]://HOST:PORT`` of the router, or of several with commas between them, each of which
+    is told; without it the engine registers nowhere."""
     http_url: str | None = None
     """This engine's OpenAI server as the router reaches it; ``kv_ip`` and ``--port`` without it."""
     instance_id: str | None = None
@@ -255,15 +256,22 @@ class RouterLink(msgspec.Struct, frozen=True):
     """Labels of the instance, for the router's ``--prefill-model-labels`` and the like."""
 
     def __post_init__(self) -> None:
-        for name in ("url", "http_url"):
-            value = getattr(self, name)
-            if value is None:
-                continue
+        named = [("url", url) for url in self.urls]
+        if self.http_url is not None:
+            named.append(("http_url", self.http_url))
+        for name, value in named:
             parts = urlsplit(value)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"router.{name}: {value!r} is not http://HOST:PORT")
         if not self.url and (self.http_url or self.instance_id or self.token_file or self.labels):
             raise ConfigError("router.url is missing: the router that the other options are for")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of each router once."""
+        if self.url is None:
+            return ()
+        return tuple(dict.fromkeys(part.strip().rstrip("/") for part in self.url.split(",")))
 
 
 class PoolLoad(str, Enum):

@@ -42,7 +42,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pool_saves_queued": ("Writes to the pool that have not ended", ()),
     "pool_load_bytes_per_s": ("Measured speed of loads, by tier", ("tier",)),
     "pool_prefill_tokens_per_s": ("Measured speed of prefill; 0 before any", ()),
-    "router_registered": ("1 while the router that this engine registers with knows it", ()),
+    "router_registered": ("1 while this router, of those it registers with, knows it", ("router",)),
     "engine_info": (
         "1: what this engine is; 0: what it was. Producers and consumers need equal fingerprints",
         ("engine_id", "role", "epoch", "kv_endpoint", "fingerprint", "pool_master"),

@@ -49,6 +49,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.unit.engine.test_registrar import Web
+from tests.unit.engine.test_registrar import until as wait_until
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
@@ -1699,6 +1701,20 @@ class _Speculative:
 _WINDOW = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
 )
+
+
+def test_an_engine_registers_with_each_of_its_routers(engines: Engines) -> None:
+    routers = [Web(), Web()]
+    try:
+        link = {"url": ",".join(web.url for web in routers), "http_url": routers[0].url}
+        engine = engines.make("kv_both", router=link)
+        for web in routers:
+            wait_until(lambda web=web: "ready" in web.states(), 20)
+        engine.scheduler.shutdown()
+        assert [web.states()[-1] for web in routers] == ["DELETE", "DELETE"]
+    finally:
+        for web in routers:
+            web.close()
 
 
 def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engines) -> None:

@@ -147,6 +147,7 @@ def test_config_is_frozen() -> None:
         ({"transfer": {"open_timeout": 1}}, "unknown keys .*; valid: .*'peer_timeout_s'"),
         ({"router": {"uri": "x"}}, r"router: unknown keys \['uri'\]; valid: .*'url'"),
         ({"router": {"url": "router:8000"}}, "router.url: 'router:8000' is not http://HOST:PORT"),
+        ({"router": {"url": "http://a:1,"}}, "router.url: '' is not http://HOST:PORT"),
         ({"router": {"instance_id": "p0"}}, "router.url is missing"),
         ({"router": {"url": 7}}, "router.url must be a string, not 7"),
         ({"router": {"labels": {"a": 1}}}, "router.labels.a must be a string, not 1"),

@@ -32,13 +32,13 @@ def test_taken_values_do_not_change_later() -> None:
 
 def test_gauges_keep_the_last_value_and_all_labels() -> None:
     stats = Stats()
-    stats.set("router_registered", 1)
-    stats.set("router_registered", 0)
+    stats.set("pool_pinned_blocks", 1)
+    stats.set("pool_pinned_blocks", 0)
     stats.set("engine_info", 1, "id", "", "a/b")
     taken = stats.take()
-    assert taken["router_registered"] == 0
+    assert taken["pool_pinned_blocks"] == 0
     assert [split_key(key) for key in taken] == [
-        ("router_registered", []),
+        ("pool_pinned_blocks", []),
         ("engine_info", ["id", "", "a/b"]),
     ]
 

@@ -258,7 +258,9 @@ def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) 
         security.setdefault("allowed_peers", peers)
         extra["security"] = security
     if shared.registers:
-        own = {"url": shared.router_url, "http_url": engine.url, "instance_id": engine.name}
+        others = extra.get("router", {}).get("url")
+        urls = f"{shared.router_url},{others}" if others else shared.router_url
+        own = {"url": urls, "http_url": engine.url, "instance_id": engine.name}
         extra["router"] = {**extra.get("router", {}), **own}
     if isinstance(extra.get("pool"), dict):
         extra["pool"] = _pool(extra["pool"], engine, shared)

@@ -114,8 +114,8 @@ class Registrar(threading.Thread):
         self.state = RegistrarState.NEW
         self.instance_id = config.instance_id or urlsplit(description.url).netloc.strip("[]")
         registration.check_instance_id(self.instance_id)
-        self._resource = f"{config.url.rstrip('/')}{registration.PATH}/{self.instance_id}"
-        self._router = config.url
+        self.router = config.url.rstrip("/")
+        self._resource = f"{self.router}{registration.PATH}/{self.instance_id}"
         path = config.token_file
         self._token = read_token("router.token_file", path) if path is not None else None
         self._description = description
@@ -189,9 +189,7 @@ class Registrar(threading.Thread):
         try:
             self._request("DELETE", None)
         except _UNREACHABLE as e:
-            logger.info(
-                "router %s was not told that %s ends: %s", self._router, self.instance_id, e
-            )
+            logger.info("router %s was not told that %s ends: %s", self.router, self.instance_id, e)
         self._change(RegistrarState.GONE, "")
 
     def _request(self, method: str, body: bytes | None) -> bytes:
@@ -213,7 +211,7 @@ class Registrar(threading.Thread):
             logging.WARNING if failed else logging.INFO,
             "registration of %s: router %s %s%s",
             self.instance_id,
-            self._router,
+            self.router,
             state.value,
             f" ({detail}); trying on" if detail else "",
         )

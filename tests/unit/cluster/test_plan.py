@@ -13,6 +13,7 @@ import pytest
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.plan import Command, Plan, make_plan
 from vllm_ascend_pd.cluster.topology import LOCAL, parse
+from vllm_ascend_pd.config import RouterLink
 from vllm_ascend_pd.errors import ConfigError
 
 GIB = 1 << 30
@@ -148,6 +149,12 @@ def test_extra_config_reaches_every_engine() -> None:
         extra = transfer_config(command)["kv_connector_extra_config"]
         assert extra["transfer"] == {"lease_s": 5}
         assert extra["router"]["labels"] == {"model": "x"}
+
+
+def test_engines_register_with_other_routers_too() -> None:
+    made = plan(extra_config={"router": {"url": "http://127.0.0.1:8001,http://127.0.0.1:8002"}})
+    section = transfer_config(made.commands[0])["kv_connector_extra_config"]["router"]
+    assert RouterLink(**section).urls == tuple(f"http://127.0.0.1:{8000 + i}" for i in range(3))
 
 
 def test_engines_on_several_hosts_register_with_a_token() -> None:

@@ -8,6 +8,8 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from vllm_ascend_pd.config import PDConfig, PeerLoad, WeightReading
 from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.fingerprint import fingerprint
@@ -123,8 +125,7 @@ class _Builder:
         labels = (config.engine_id, config.role.value, self._epoch, str(endpoint or ""))
         master = (config.pool.master or "its own") if config.pool is not None else ""
         parts.append(EngineInfo(self._common, self._trust, (*labels, self._fingerprint, master)))
-        if config.router.url:
-            parts.append(self._router_contact(endpoint))
+        parts += [self._router_contact(url, endpoint) for url in config.router.urls]
         logger.debug("fingerprint: %s", self._fingerprint)
         parts.append(resumes)
         arrivals = Arrivals(config.role, self._common.stats, resumes, producer, consumer)
@@ -162,10 +163,10 @@ class _Builder:
         client.start()
         return consumer, moves_in
 
-    def _router_contact(self, endpoint: Endpoint | None) -> RouterContact:
+    def _router_contact(self, url: str, endpoint: Endpoint | None) -> RouterContact:
         """``endpoint`` is where consumers reach this engine."""
         registrar = Registrar(
-            self._config.router,
+            msgspec.structs.replace(self._config.router, url=url),
             describe(self._scheduler, self._config, self._epoch, self._fingerprint, endpoint),
             self._is_draining,
             self._wake,

@@ -59,6 +59,8 @@ class EngineInfo(Part):
 
 
 class RouterContact(Part):
+    """Of one router."""
+
     def __init__(self, common: Common, registrar: Registrar) -> None:
         self._registrar = registrar
         self._stats = common.stats
@@ -71,7 +73,8 @@ class RouterContact(Part):
     def end_step(self) -> None:
         if self._registrar.state is not self._told_state:
             self._told_state = self._registrar.state
-            self._stats.set("router_registered", int(self._told_state.registered))
+            is_registered = int(self._told_state.registered)
+            self._stats.set("router_registered", is_registered, self._registrar.router)
 
     def identify(self, fingerprint: str) -> None:
         self._registrar.identify(fingerprint)
