@@ -196,7 +196,7 @@ def test_doctor_examines_all_that_the_topology_says(up: Up, model: Path, tmp_pat
 def test_a_profile_of_it_plans_how_a_trace_is_served(up: Up, tmp_path: Path) -> None:
     taken, trace = tmp_path / "profile.json", tmp_path / "trace.jsonl"
     words = ["profile", up.url, "--out", str(taken), "--tokens", "32,512", "--batches", "1,2"]
-    words += ["--contexts", "32,256", "--rounds", "1"]
+    words += ["--contexts", "32,256", "--rounds", "1", "--both-busy"]
     done = subprocess.run([VLLM_PD, *words], env=ENVIRONMENT, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     profile = planner_profile.load(taken)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd profile`` in front of scripted engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.router.harness import FAST, deployed, run
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.planner.measure import NUM_STEPS, Grid, Limits, take_profile
+from vllm_ascend_pd.router.config import Skipping
+
+CACHE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+GRID = Grid(
+    num_tokens=(8, 32),
+    batches=(1, 2, 8),
+    contexts=(8, 16),
+    most_tokens=64,
+    rounds=1,
+    token_ids=(300, 400),
+)
+NEVER_SKIPS = replace(FAST, skipping=Skipping("never"))
+
+
+async def taken(url: str, grid: Grid = GRID) -> Any:
+    said: list[str] = []
+    return await take_profile(url, None, grid, Limits(2048, 8), said.append), said
+
+
+@pytest.mark.parametrize("both_busy", [False, True])
+def test_every_point_that_fits_is_measured(both_busy: bool) -> None:
+    async def test() -> None:
+        engine = {"metrics": CACHE, "token_s": 0.002}
+        async with deployed(1, 1, NEVER_SKIPS, **engine) as d:
+            profile, said = await taken(d.url, replace(GRID, both_busy=both_busy))
+            assert {(p.num_tokens, p.batch) for p in profile.prefill} == set(
+                product((8, 32), (1, 2))
+            )
+            middle = NUM_STEPS // 2
+            assert {(p.context_tokens - middle, p.batch) for p in profile.decode} == {
+                *product((8, 16), (1, 2)),
+                (8, 8),  # 8 requests of 16 tokens are more than 64
+            }
+            assert [p.num_tokens for p in profile.handover] == [8, 32]
+            assert (profile.prefill_kv_tokens, profile.decode_kv_tokens) == (1600, 1600)
+            assert (profile.max_num_batched_tokens, profile.max_num_seqs) == (2048, 8)
+            assert min(p.seconds for p in profile.decode) > 0.001
+            assert len(said) == 1 + 4 + 2 + 5
+            prompts = [tuple(r.json["prompt"]) for r in d.prefills[0].received]
+            assert len(set(prompts)) == len(prompts)  # no cache can have any of them
+            assert all(300 <= token < 400 for prompt in prompts for token in prompt)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "engine", "message"),
+    [
+        (0, {"metrics": CACHE}, "has no decode engine that is ready"),
+        (1, {"metrics": "other 1.0\n", "token_s": 0.002}, "has no vllm:cache_config_info"),
+        (1, {"metrics": CACHE, "max_tokens": 16}, ": 400: "),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error_that_says_where(
+    num_decodes: int, engine: dict[str, Any], message: str
+) -> None:
+    async def test() -> None:
+        async with deployed(1, num_decodes, NEVER_SKIPS, **engine) as d:
+            with pytest.raises(ConfigError, match=message):
+                await taken(d.url, replace(GRID, num_tokens=(8, 32)))
+            with pytest.raises(ConfigError, match="is no vllm-pd router"):
+                await taken(d.prefills[0].url)
+
+    run(test)
