@@ -65,6 +65,7 @@ bench: venv ## measure on a machine that does nothing else; see docs/benchmarks.
 	$(BIN)/python benchmarks/handover.py --model $(BENCH_MODEL)
 	$(BIN)/python benchmarks/pool.py --model $(BENCH_MODEL)
 	$(BIN)/python benchmarks/trace.py --model $(BENCH_MODEL)
+	$(BIN)/python benchmarks/planner.py --model $(BENCH_MODEL) --both-busy --folder .cache/planner
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --out $(MODEL)
 	$(BIN)/python benchmarks/soak.py --model $(MODEL)
 
