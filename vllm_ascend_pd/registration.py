@@ -143,9 +143,9 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     role: Role
     """What it can do."""
-    used_for: Role
+    used_for: Role = "both"
     """What it is used for, as an operator said."""
-    num_decoding: int
+    num_decoding: int = 0
     """Answers that it gives now; as long as there are any, it computes no prompts for others if it
     is to do nothing else."""
     state: State

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from tests.router.broken_streams import text
@@ -28,6 +27,7 @@ from vllm_ascend_pd.cluster.control import (
     socket_path,
 )
 from vllm_ascend_pd.cluster.machine import answers
+from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.processes.child import ChildSpec, Patience
@@ -89,10 +89,9 @@ async def cluster(folder: Path, *names: str) -> AsyncIterator[Cluster]:
         patience = Patience(startup_s=30, probe_s=0.05)
         supervisor = Supervisor(specs, folder, lambda child: None, ready.set, patience)
         running = asyncio.create_task(supervisor.run())
-        timeout = aiohttp.ClientTimeout(total=5)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with RouterOperator(d.url) as router:
             children = {child.spec.name: child for child in supervisor.children}
-            control = Control(folder / "up", children, RollingRestart(supervisor, d.url, session))
+            control = Control(folder / "up", children, RollingRestart(supervisor, router))
             await control.start()
             await asyncio.wait_for(ready.wait(), 30)
             for name in names:

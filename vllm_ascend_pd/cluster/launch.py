@@ -30,6 +30,7 @@ from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner
+from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.errors import BackendError, ConfigError
@@ -204,9 +205,8 @@ async def _obey(path: Path, plan: Plan, supervisor: Supervisor, token_file: Path
     token = read_token("router.token_file", str(token_file)) if token_file else None
     engines = {c.name for c in plan.commands if c.role in ("prefill", "decode")}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
-        restart = RollingRestart(supervisor, plan.router_url, session, token)
-        control = Control(path, children, restart)
+    async with RouterOperator(plan.router_url, token) as router:
+        control = Control(path, children, RollingRestart(supervisor, router))
         try:
             await control.start()
             await asyncio.Event().wait()

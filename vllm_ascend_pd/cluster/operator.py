@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 T = TypeVar("T")
+CONNECT_TIMEOUT_S = 10.0
+
+
+class RouterAway(ConfigError):
+    """It does not answer."""
 
 
 @dataclass(slots=True)
@@ -32,7 +37,8 @@ class RouterOperator:
 
     async def __aenter__(self) -> RouterOperator:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)  # a move takes its time
+        # A move takes its time.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
         return self
 
@@ -78,9 +84,8 @@ class RouterOperator:
             async with self._session.request(method, url, data=data) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError) as e:
-            raise ConfigError(
-                f"no router answers at {self.url} ({e}): give it with --router"
-            ) from e
+            message = f"no router answers at {self.url} ({e}): give it with --router"
+            raise RouterAway(message) from e
         if response.status >= 400:
             raise ConfigError(f"{method} {url}: {response.status}: {_message(body)}")
         return msgspec.json.decode(body or b"null", type=kind)

@@ -13,17 +13,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import aiohttp
-import msgspec
-
-from vllm_ascend_pd import registration
-from vllm_ascend_pd.errors import PDError
+from vllm_ascend_pd.cluster.operator import RouterAway
+from vllm_ascend_pd.errors import ConfigError, PDError
 from vllm_ascend_pd.processes.child import Child, State
-from vllm_ascend_pd.registration import InstanceStatus
+from vllm_ascend_pd.registration import DrainOrder, InstanceStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.processes.supervisor import Supervisor
 
 POLL_S = 0.25
@@ -40,10 +38,7 @@ class RollingRestart:
     """Runs on the supervisor's loop."""
 
     supervisor: Supervisor
-    router_url: str
-    session: aiohttp.ClientSession
-    token: str | None = None
-    """What the engines register with."""
+    router: RouterOperator
 
     async def run(self, engines: Sequence[Child], drain_s: float) -> AsyncIterator[str]:
         """What happens, line by line. With a ``drain_s`` of 0 nobody waits for requests.
@@ -65,12 +60,15 @@ class RollingRestart:
             yield f"{name}: ready again after {time.monotonic() - started:.0f} s"
 
     async def _drain(self, name: str, drain_s: float) -> None:
-        """Until no request is left on it. The router forgets it when we do not ask again."""
+        """Until no request is left on it."""
 
         def is_idle(status: InstanceStatus) -> bool:
             return status.state == "draining" and not status.num_active
 
-        status = await self._poll(name, drain_s, is_idle, self._ask_to_drain)
+        order = DrainOrder()  # the router forgets it when we do not ask again
+        status = await self._poll(
+            name, drain_s, is_idle, lambda name: self.router.drain(name, order)
+        )
         if status is None or not is_idle(status):
             left = f"{status.num_active} requests are left" if status else "the router is silent"
             raise RestartError(
@@ -95,7 +93,7 @@ class RollingRestart:
             state = status.state if status else "silent"
             raise RestartError(
                 f"{name} is up, but the router sends it no requests after {RETURN_S:g} s ({state});"
-                f" see {self.router_url}/instances"
+                f" see {self.router.url}/instances"
             )
 
     async def _poll(
@@ -112,25 +110,12 @@ class RollingRestart:
             try:
                 if ask is not None:
                     await ask(name)
-                status = await self._status(name)
-            except (aiohttp.ClientConnectionError, asyncio.TimeoutError, msgspec.MsgspecError):
+                listed = await self.router.instances()
+                status = next((one for one in listed if one.instance_id == name), None)
+            except RouterAway:
                 status = None
+            except ConfigError as e:
+                raise RestartError(str(e)) from e
             if (status is not None and enough(status)) or time.monotonic() >= end:
                 return status
             await asyncio.sleep(POLL_S)
-
-    async def _status(self, name: str) -> InstanceStatus | None:
-        async with self.session.get(f"{self.router_url}/instances") as response:
-            body = await response.read()
-        if response.status != 200:
-            raise RestartError(f"{self.router_url}/instances: {response.status}, not 200")
-        listed = msgspec.json.decode(body, type=list[InstanceStatus])
-        return next((status for status in listed if status.instance_id == name), None)
-
-    async def _ask_to_drain(self, name: str) -> None:
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        url = f"{self.router_url}{registration.PATH}/{name}/drain"
-        async with self.session.put(url, headers=headers) as response:
-            if response.status != 204:
-                reason = (await response.text())[:500]
-                raise RestartError(f"the router does not drain {name}: {response.status} {reason}")
