@@ -76,7 +76,9 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     open_id: int = 0
     """Chosen by the client and echoed: several requests may ask for one transfer."""
     sampling_key: Digest = b""
-    """How the first token is to be sampled; empty when the producer's is not wanted."""
+    """How the first token is to be sampled, empty when the producer's is not wanted; with
+    ``running`` the digest of all sampling parameters.
+    """
     running: Name = ""
     """The running request, as its client knows it, that is to be handed over: its prompt is what
     is compared, the lease begins with this message, and ``Extended`` is the answer."""

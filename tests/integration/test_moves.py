@@ -224,6 +224,24 @@ def test_other_prompt_is_not_handed_over(
     assert source.run()["r"].token_ids == single(prompt, 60).token_ids
 
 
+def test_other_request_of_one_name_is_not_handed_over(
+    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    """Clients choose names. This one's successor has the same prompt, and asks for other tokens."""
+    source, target = pair
+    prompt = prompt_of(40)
+    successor = {"temperature": 1.0, "seed": 8}
+    source.add("r", prompt, 60, **successor)
+    source.step_until("r", "num_output_tokens", 3)
+    target.add("r", prompt, 60, coming(prompt, source), temperature=1.0, seed=7)
+    answers = dict[str, Answer]()
+    while "r" not in answers:
+        source.counts()
+        answers |= target.drive(1)
+    assert outcome_of(answers["r"]) == {"refused": "not_needed"}
+    assert source.run()["r"].token_ids == single(prompt, 60, **successor).token_ids
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 8])
 def test_source_that_dies_leaves_no_request_waiting(
     engines: Engines, single: SingleEngine, prompt_of: PromptOf, num_steps: int

@@ -22,7 +22,7 @@ from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.scheduler.resume import Refusal
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
-from vllm_ascend_pd.engine.vllm_api.requests import append_output
+from vllm_ascend_pd.engine.vllm_api.requests import append_output, params_digest
 from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.log_limit import limited_logger
@@ -105,6 +105,7 @@ class MovesIn(Part):
         move = _Move(request, request.status, peer, source.epoch)
         self._moves[request.request_id] = move
         wait_for_kv(request)
+        assert request.sampling_params is not None
         end = request.num_prompt_tokens
         self._ask(
             move,
@@ -115,6 +116,7 @@ class MovesIn(Part):
                 epoch=move.epoch,
                 end=end,
                 groups=tuple(group_hashes(request, g, end, end) for g in self._common.groups),
+                sampling_key=params_digest(request.sampling_params),
                 running=name,
             ),
         )

@@ -15,6 +15,7 @@ from vllm_ascend_pd.engine.vllm_api.requests import (
     is_seeded,
     named,
     num_landed_tokens,
+    params_digest,
     tell_abort,
 )
 from vllm_ascend_pd.engine.vllm_api.status import is_running, preempt
@@ -128,6 +129,9 @@ class MovesOut(Part):
         is_moving = any(move.request is request for move in self._moves.values())
         if len(found) > 1 or is_moving or message.transfer_id in self._book:
             return _refused(message, Cause.BUSY, "it moves already, or others have its name")
+        params = request.sampling_params
+        if params is not None and params_digest(params) != message.sampling_key:
+            return _refused(message, Cause.NOT_NEEDED, "another request has its name now")
         if cause := self._why_it_stays(request):
             return _refused(message, cause, "it cannot be copied")
         lease = self._producer.lend(request, TransferId(message.transfer_id))

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 from vllm.sampling_params import SamplingType
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
 from vllm.v1.request import RequestStatus
@@ -30,6 +32,16 @@ def is_greedy(params: SamplingParams) -> bool:
 def is_seeded(params: SamplingParams) -> bool:
     """Whether its random numbers are its own."""
     return bool(params.sampling_type == SamplingType.RANDOM_SEED)
+
+
+def params_digest(params: SamplingParams) -> bytes:
+    """Equal where the same is asked for, but for transfers."""
+    asked = msgspec.structs.asdict(cast("msgspec.Struct", params))
+    asked["extra_args"] = {
+        k: v for k, v in (params.extra_args or {}).items() if k != "kv_transfer_params"
+    }
+    encoded = msgspec.json.encode(asked, order="deterministic", enc_hook=repr)
+    return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
 def append_output(
