@@ -153,7 +153,7 @@ def test_pool_hit_is_like_one_engine(
 ) -> None:
     options = {"pool": POOL, "transfer": {"load_mode": "park"}, **drafting.options}
     engine = engines.shared("kv_both", **options)
-    prompts = [started(num_tokens, str(num_tokens)) for num_tokens in (3 * BLOCK_SIZE + 5, 400)]
+    prompts = [started(num_tokens, str(num_tokens)) for num_tokens in (3 * BLOCK_SIZE + 5, 405)]
     for prompt in prompts:
         store(engine, prompt)
     rates = drafting.rates(engine)
