@@ -144,6 +144,11 @@ class ControlServer(Reactor):
             message = FirstToken(lease.transfer_id, token_id, request.open_id)
             self.listener.send(identity, encode(message))
 
+    @property
+    def num_waiting(self) -> int:
+        """Opens that came before their prompt; any thread."""
+        return len(self._waiting)
+
     def answer_waiting(self) -> None:
         """Leases were announced: look again at the opens that came too early. Any thread."""
         if self._waiting:
@@ -287,6 +292,10 @@ class ControlClient(Reactor):
     def keep(self, peer: Endpoint, transfer_id: str, epoch: str) -> None:
         """Renew this lease until it is released."""
         self.submit(lambda: self._kept.setdefault((peer, epoch), set()).add(transfer_id))
+
+    def counts(self) -> dict[str, int]:
+        """What is under way; any thread."""
+        return {"opens": len(self._pending), "kept": sum(map(len, list(self._kept.values())))}
 
     def on_tick(self) -> float | None:
         now = self._clock()

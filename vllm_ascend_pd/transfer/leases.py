@@ -173,6 +173,11 @@ class LeaseBook:
         with self._lock:
             return transfer_id in self._leases
 
+    @property
+    def num_released_early(self) -> int:
+        with self._lock:
+            return len(self._released_early)
+
     # Scheduler thread.
 
     def grant(self, lease: Lease) -> None:

@@ -156,8 +156,9 @@ def test_long_names_are_not_kept(producer: Producer, name: str) -> None:
     with connected(producer.endpoint) as peer:
         peer.send(encode(long), encode(make_open()))
         peer.receive()
-    assert not producer.book._released_early
-    assert producer.book._leases == {"t": lease}
+    assert producer.book.num_released_early == 0
+    assert len(producer.book) == 1
+    assert lease.transfer_id in producer.book
 
 
 def test_number_of_releases_before_their_prompt_is_bounded(
@@ -166,7 +167,8 @@ def test_number_of_releases_before_their_prompt_is_bounded(
     monkeypatch.setattr(leases, "_MAX_RELEASED_EARLY", 3)
     for number in range(10):
         producer.book.release(f"t{number}", "")
-    assert list(producer.book._released_early) == ["t7", "t8", "t9"]
+    assert producer.book.num_released_early == 3
+    producer.lease("t6")  # is no longer among them
 
 
 def test_number_of_hashes_that_wait_for_their_prompt_is_bounded(

@@ -247,7 +247,8 @@ class Consumer(Part):
         self._client.stop()
 
     def counts(self) -> dict[str, int]:
-        return {"sessions": len(self.open)}
+        used = self._users.keys() | self._kept_epochs.keys()
+        return {"sessions": len(self.open), "used_leases": len(used)}
 
     def allows(self, host: str) -> bool:
         """Whether this engine may connect to it."""

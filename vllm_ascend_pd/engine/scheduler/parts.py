@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 COUNTS = (
     "sessions",
+    "used_leases",
+    "prompts",
     "leases",
     "pinned_blocks",
     "pool_prompts",

@@ -158,7 +158,11 @@ class Producer(Part):
         self._server.stop()
 
     def counts(self) -> dict[str, int]:
-        return {"leases": len(self._book), "pinned_blocks": self.num_pinned_blocks}
+        return {
+            "prompts": len(self._expected) + len(self._prompts) + len(self._held),
+            "leases": len(self._book),
+            "pinned_blocks": self.num_pinned_blocks,
+        }
 
     def build_grants(self, output: SchedulerOutput) -> list[Grant]:
         """Grants of the prompts that this step computes."""
