@@ -248,7 +248,7 @@ def test_token_may_be_delivered_before_memory_for_the_prompt_is_found(
     both = Concurrent(producer, consumer, num_tokens, max_tokens=4)
     consumer.wait_for_answer()
     both.compute_prompt()
-    consumer.poll(lambda: consumer.scheduler.pd.part(Consumer)._client.outcomes.qsize() == 2)
+    consumer.poll(lambda: consumer.scheduler.pd.part(Consumer).client.outcomes.qsize() == 2)
     consumer.finish_step()
     consumer.expect_tokens("c", 1)
     both.park()
@@ -266,7 +266,7 @@ def test_token_may_be_delivered_before_memory_for_the_prompt_is_found(
 @pytest.fixture
 def silent(producer: Engine) -> Iterator[None]:
     """A producer that tells nobody what it has sampled."""
-    server = producer.scheduler.pd.part(Producer)._server
+    server = producer.scheduler.pd.part(Producer).server
     told, server.tell_first_token = server.tell_first_token, lambda lease: None
     yield
     server.tell_first_token = told
@@ -292,9 +292,9 @@ def test_token_of_a_producer_that_is_gone_is_not_waited_for(
     monkeypatch.setattr(remote_prompt, "_FIRST_TOKEN_S", 3600.0)
     both = Concurrent(producer, consumer, 100, max_tokens=4)
     both.wait_for_token()
-    producer.scheduler.pd.part(Producer)._server.stop()
+    producer.scheduler.pd.part(Producer).server.stop()
     both.compute_token()
-    producer.scheduler.pd.part(Producer)._book.revoke_all()
+    producer.scheduler.pd.part(Producer).book.revoke_all()
 
 
 @pytest.mark.usefixtures("silent")
@@ -378,7 +378,7 @@ def test_token_that_is_none_is_ignored(
     producer: Engine, consumer: Engine, token_id: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     params = producer.prefill("p", prompt_of(100))
-    (lease,) = producer.scheduler.pd.part(Producer)._book._leases.values()
+    (lease,) = producer.scheduler.pd.part(Producer).book._leases.values()
     lease.first_token_id = token_id
     consumer.add("c", prompt_of(100), params, max_tokens=4)
     consumer.run_to_end()

@@ -373,7 +373,7 @@ class Engine:
 
     def wait_for_answer(self) -> None:
         """A producer has answered; the scheduler has not looked yet."""
-        self.poll(lambda: not self.scheduler.pd.part(Consumer)._client.outcomes.empty())
+        self.poll(lambda: not self.scheduler.pd.part(Consumer).client.outcomes.empty())
 
     def prefill(self, request_id: str, prompt: list[int], **sampling: Any) -> dict[str, Any]:
         """Compute a prompt for a consumer; the response's ``kv_transfer_params``."""
@@ -1300,7 +1300,7 @@ def test_tails_of_loads_that_wait_are_not_held_against_what_runs(
         prompt = prompt_of(20, start=3000 + 100 * number)
         consumer.add(name, prompt, producer.prefill(f"p{number}", prompt), max_tokens=2)
     consumer.poll(
-        lambda: consumer.scheduler.pd.part(Consumer)._client.outcomes.qsize() == len(names)
+        lambda: consumer.scheduler.pd.part(Consumer).client.outcomes.qsize() == len(names)
     )
     consumer.run(lambda: len(consumer.worker.parked) == len(names))
     scheduler = consumer.scheduler

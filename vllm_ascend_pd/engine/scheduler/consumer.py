@@ -73,7 +73,7 @@ class Consumer(Part):
         self._common = common
         self._stats = common.stats
         self._security = common.config.security
-        self._client = client
+        self.client = client
         self._fingerprint = fingerprint
         self._sampling_key = sampling_key
         self._divides_pages = divides_pages
@@ -120,7 +120,7 @@ class Consumer(Part):
             return None
         sampling_key = self._sampling_key(request)
         end = session.end - (not sampling_key)
-        self._client.open(
+        self.client.open(
             session.key,
             session.control,
             Open(
@@ -139,8 +139,8 @@ class Consumer(Part):
         return None
 
     def collect(self) -> None:
-        while not self._client.outcomes.empty():
-            outcome = self._client.outcomes.get_nowait()
+        while not self.client.outcomes.empty():
+            outcome = self.client.outcomes.get_nowait()
             request_id = outcome.key[0]
             session = self.open.get(request_id)
             if session is None or session.key != outcome.key:
@@ -169,7 +169,7 @@ class Consumer(Part):
                 continue
             session.opened(answer)
             self._kept_epochs[session.lease] = session.epoch
-            self._client.keep(session.control, session.remote.transfer_id, session.epoch)
+            self.client.keep(session.control, session.remote.transfer_id, session.epoch)
             if answer.first_token_id is not None:
                 self._note_first_token(session, answer.first_token_id)
 
@@ -234,7 +234,7 @@ class Consumer(Part):
             session.give_up(Cause.DEADLINE)
 
     def end_step(self) -> None:
-        self._stats.add_errors(self._client.take_errors())
+        self._stats.add_errors(self.client.take_errors())
 
     def forsake(self, request: Request) -> None:
         if (session := self.find(request)) is not None:
@@ -244,7 +244,7 @@ class Consumer(Part):
         self._fingerprint = fingerprint
 
     def stop(self) -> None:
-        self._client.stop()
+        self.client.stop()
 
     def counts(self) -> dict[str, int]:
         used = self._users.keys() | self._kept_epochs.keys()
@@ -296,7 +296,7 @@ class Consumer(Part):
         if not users:
             del self._users[prompt.lease]
             epoch = self._kept_epochs.pop(prompt.lease, prompt.epoch)
-            self._client.release(prompt.control, prompt.remote.transfer_id, epoch)
+            self.client.release(prompt.control, prompt.remote.transfer_id, epoch)
 
     def finish(self, request: Request, ending: Ending) -> None:
         session = self.open.pop(request.request_id, None)

@@ -77,8 +77,8 @@ class Producer(Part):
         self._manager = common.manager
         unopened_share = common.config.transfer.unopened_share
         self._max_unopened_blocks = int(unopened_share * self._manager.block_pool.num_gpu_blocks)
-        self._server = server
-        self._book = book
+        self.server = server
+        self.book = book
         self._epoch = epoch
         self._endpoint = endpoint
         self._sampling_key = sampling_key
@@ -105,10 +105,10 @@ class Producer(Part):
             except TransferError as e:
                 return Cause.BAD_PARAMS, str(e)
             if key not in self._prompts:
-                if transfer_id in self._book:
+                if transfer_id in self.book:
                     return Cause.BAD_PARAMS, "kv_transfer_params.transfer_id is in use already"
                 self._keep(key, self._make_lease(request, TransferId(transfer_id), True))
-                self._server.answer_waiting()
+                self.server.answer_waiting()
         self._expected[request.request_id] = request
         self.busy = True
         return None
@@ -116,7 +116,7 @@ class Producer(Part):
     def release(self, transfer_id: object) -> None:
         """Who knows this id says that no consumer comes; the prompt itself may come later still."""
         try:
-            self._book.release(check_name("release_transfer_id", transfer_id), "")
+            self.book.release(check_name("release_transfer_id", transfer_id), "")
         except TransferError as e:
             logger.warning("%s", e)
         self.collect_closed()
@@ -137,30 +137,30 @@ class Producer(Part):
         return bool(self._revokes or self._held or self._extended)
 
     def end_step(self) -> None:
-        self._stats.add_errors(self._server.take_errors())
+        self._stats.add_errors(self.server.take_errors())
 
     def take_report(self, report: StepReport) -> None:
         """Prompts can be opened once it is known where each worker, by rank, serves its pages."""
         self._page_servers |= report.page_servers
         ranks = range(self._common.sharding.num_workers)
         if report.page_servers and len(self._page_servers) == len(ranks):
-            self._book.page_servers = tuple(self._page_servers[rank] for rank in ranks)
-            self._server.answer_waiting()
+            self.book.page_servers = tuple(self._page_servers[rank] for rank in ranks)
+            self.server.answer_waiting()
 
     def identify(self, fingerprint: str) -> None:
         self.revoke_all()
-        self._book.identify(fingerprint)
+        self.book.identify(fingerprint)
 
     def reset(self, reset_connector: bool) -> None:
         self.revoke_all()
 
     def stop(self) -> None:
-        self._server.stop()
+        self.server.stop()
 
     def counts(self) -> dict[str, int]:
         return {
             "prompts": len(self._expected) + len(self._prompts) + len(self._held),
-            "leases": len(self._book),
+            "leases": len(self.book),
             "pinned_blocks": self.num_pinned_blocks,
         }
 
@@ -221,13 +221,13 @@ class Producer(Part):
 
     def _keep(self, key: str, lease: Lease) -> _Prompt:
         prompt = self._prompts[key] = _Prompt(lease)
-        self._book.grant(lease)
+        self.book.grant(lease)
         self._stats.add("leases_granted")
         return prompt
 
     def _make_way(self) -> None:
         """Prompts for consumers that may never come leave blocks for others."""
-        if num_displaced := self._book.make_way(self._max_unopened_blocks):
+        if num_displaced := self.book.make_way(self._max_unopened_blocks):
             self.collect_closed()
             logger.warning(
                 "%d prompts that no consumer has asked for give way: such prompts may hold %d"
@@ -254,8 +254,8 @@ class Producer(Part):
             prompt.lease.span = prompt.lease.span.holding(tables)
         lease = prompt.lease
         is_owner = prompt.owner is request
-        if is_owner and self._book.finish(lease, _first_token(request, lease)):
-            self._server.tell_first_token(lease)
+        if is_owner and self.book.finish(lease, _first_token(request, lease)):
+            self.server.tell_first_token(lease)
             prompt.pinned = [
                 block
                 for group in self._common.groups
@@ -283,7 +283,7 @@ class Producer(Part):
         """A lease of what it has so far: nothing is pinned, so it ends before the blocks go."""
         lease = self._make_lease(request, transfer_id, False)
         self._keep(transfer_id, lease)
-        self._book.finish(lease)
+        self.book.finish(lease)
         self.busy = True
         return lease
 
@@ -298,12 +298,12 @@ class Producer(Part):
 
     def take_back(self, lease: Lease) -> None:
         """Nothing of it may be read from the next step on."""
-        self._book.revoke(lease)
+        self.book.revoke(lease)
         self.collect_closed()
 
     def collect_closed(self) -> None:
         """Unpin what was released, expired or revoked."""
-        for lease in self._book.take_closed():
+        for lease in self.book.take_closed():
             self._revokes.append(lease.ref)
             self._stats.add("leases_closed", label=lease.cause)
             key = next(k for k, prompt in self._prompts.items() if prompt.lease is lease)
@@ -323,18 +323,18 @@ class Producer(Part):
         """Give up every lease that holds one of these blocks."""
         for prompt in self._prompts.values():
             if bad_block_ids.intersection(prompt.lease.span.block_ids):
-                self._book.revoke(prompt.lease)
+                self.book.revoke(prompt.lease)
         self.collect_closed()
 
     def revoke_all(self) -> None:
-        self._book.revoke_all()
+        self.book.revoke_all()
         self.collect_closed()
 
     def forsake(self, request: Request) -> None:
         """What was promised of the prompt that it is still to compute, or computes."""
         prompt = self._prompts.get(_prompt_key(request.request_id))
         if prompt is not None and prompt.lease.state is ProducerState.OPEN:
-            self._book.revoke(prompt.lease)
+            self.book.revoke(prompt.lease)
             self.collect_closed()
 
     def _give_up(self, request: Request) -> None:
@@ -345,7 +345,7 @@ class Producer(Part):
             return
         is_last = not any(_prompt_key(request_id) == key for request_id in self._expected)
         if prompt.owner is request or (prompt.owner is None and is_last):
-            self._book.revoke(prompt.lease)
+            self.book.revoke(prompt.lease)
             self.collect_closed()
 
     def _make_lease(self, request: Request, transfer_id: TransferId, announced: bool) -> Lease:
