@@ -37,31 +37,14 @@ def test_short_secret_is_refused() -> None:
         Secret(b"s" * 31)
 
 
-def write(path: Path, content: bytes, mode: int = 0o600) -> str:
+def write(path: Path, content: bytes) -> str:
     path.write_bytes(content)
-    path.chmod(mode)
+    path.chmod(0o600)
     return str(path)
 
 
 def test_line_end_of_the_file_does_not_count(tmp_path: Path) -> None:
     assert Trust.load(write(tmp_path / "secret", b"s" * 32 + b"\r\n")).key == Trust(SECRET).key
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
-def test_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
-    path = write(tmp_path / "secret", b"s" * 32, mode)
-    with pytest.raises(ConfigError, match=rf"secret_file .*{mode:04o}.*; run: chmod 600 {path}"):
-        Trust.load(path)
-
-
-def test_file_of_a_mounted_volume_is_only_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Kubernetes mounts a secret as a link to a file of mode 0644."""
-    write(tmp_path / "data", b"s" * 32, 0o644)
-    (tmp_path / "secret").symlink_to("data")
-    assert Trust.load(str(tmp_path / "secret")).key == Trust(SECRET).key
-    assert "open to its group or to others (mode 0644); in a Kubernetes volume set" in caplog.text
 
 
 @pytest.mark.parametrize(
