@@ -123,9 +123,11 @@ def cluster(launched: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @contextlib.contextmanager
-def routing(folder: Path, instances: list[dict[str, Any]], *options: str) -> Iterator[str]:
-    """A router process in front of these; its URL."""
-    port = free_port()
+def routing(
+    folder: Path, instances: list[dict[str, Any]], *options: str, port: int = 0
+) -> Iterator[str]:
+    """A router process in front of these, and those that register; its URL."""
+    port = port or free_port()
     listed, log = folder / f"{port}.json", folder / f"router-{port}.log"
     listed.write_text(json.dumps({"instances": instances}))
     command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", str(port)]
@@ -140,7 +142,8 @@ def routing(folder: Path, instances: list[dict[str, Any]], *options: str) -> Ite
                 if requests.get(f"{url}/health", timeout=5).status_code == 200:
                     break
             except requests.RequestException:
-                time.sleep(0.1)
+                pass
+            time.sleep(0.1)
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
