@@ -87,7 +87,8 @@ class RouterOperator:
             message = f"no router answers at {self.url} ({e}): give it with --router"
             raise RouterAway(message) from e
         if response.status >= 400:
-            raise ConfigError(f"{method} {url}: {response.status}: {_message(body)}")
+            hint = " (--token-file)" if response.status == 403 else ""
+            raise ConfigError(f"{method} {url}: {response.status}: {_message(body)}{hint}")
         return msgspec.json.decode(body or b"null", type=kind)
 
 
