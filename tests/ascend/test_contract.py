@@ -285,6 +285,13 @@ def test_forward_runs_inside_context_and_report(sources: Sources) -> None:
     assert ast.unparse(context.args[0]) == "attn_metadata"
 
 
+def test_what_a_drafter_writes_is_granted_behind_it(sources: Sources) -> None:
+    sample = ast.unparse(sources.method(RUNNER_V1, "NPUModelRunner", "sample_tokens"))
+    drafted, ended = "propose_draft_token_ids(", "self.finalize_kv_connector()"
+    assert 0 <= sample.rindex(drafted) < sample.index(ended)
+    assert "finalize_kv_connector" not in {m.node.name for m in sources.methods(RUNNER_V1)}
+
+
 def test_forward_context_is_vllms(sources: Sources) -> None:
     path = "vllm_ascend/ascend_forward_context.py"
     context = sources.function(path, "set_ascend_forward_context")

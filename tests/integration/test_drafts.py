@@ -20,6 +20,7 @@ from tests.integration.drafters import START, make_drafted
 from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
 from tests.integration.pool_steps import POOL, delta, provenance, store
 from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
+from tests.integration.test_moves import move, two
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
 
 if TYPE_CHECKING:
@@ -238,6 +239,23 @@ def test_preempted_requests_get_their_tokens(
     for name, prompt in prompts.items():
         expected = drafting.single(prompt, NUM_OUTPUT).token_ids
         assert answers[name].token_ids == expected, name
+
+
+@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+def test_running_request_moves_with_the_kv_of_its_drafter(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    source, target = two(engines, **drafting.options)
+    prompt = started(CHUNKED)
+    rates = drafting.rates(target)
+    expected = drafting.single(prompt, 2 * NUM_ANSWER)
+    source.add("r", prompt, 2 * NUM_ANSWER)
+    for _ in range(10):
+        source.step()
+    left, right = move(source, target, prompt, 2 * NUM_ANSWER)
+    assert right.token_ids == expected.token_ids
+    assert right.sources == (0, len(prompt) + len(left.token_ids) - 1, 1)
+    rates.assert_like_one_engine()
 
 
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
