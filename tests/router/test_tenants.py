@@ -15,6 +15,7 @@ from tests.router.harness import FAST, Deployment, deployed, run
 from tests.router.test_admission import busy, end, limited, queued
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.config import RouterConfig
+from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.tenants import Tenants
 
 
@@ -58,6 +59,52 @@ def test_who_has_used_its_tokens_gets_429_and_others_do_not(tmp_path: Path) -> N
             assert d.count("tenant_requests_total", tenant="others", outcome="ok") == 1
             assert d.count("tenant_tokens_total", tenant="a", part="prompt") == 20
             assert d.count("tenant_tokens_total", tenant="a", part="answer") == 20
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_answers_are_counted(tmp_path: Path, stream: bool) -> None:
+    config = sharing(tmp_path, tenants={"a": {}})
+
+    async def test() -> None:
+        async with deployed(1, 1, config) as d:
+            ask = {"prompt": [1] * 10, "max_tokens": 20, "stream": stream}
+            assert (await d.post(**of("a"), **ask))[0] == 200
+            assert d.count("tenant_tokens_total", tenant="a", part="prompt") == 10
+            assert d.count("tenant_tokens_total", tenant="a", part="answer") == 20
+
+    run(test)
+
+
+def test_what_an_answer_did_not_use_comes_back(tmp_path: Path) -> None:
+    path = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 100}}).tenants_file
+    assert path is not None
+    tenants = Tenants(path, Counted(), clock=Clock())  # type: ignore[arg-type]
+    tenant = tenants.get("a")
+    assert tenant is not None
+    routed = Routed(10, 60, tenant=tenant)
+    assert tenant.take(70) is None
+    tenants.settle(routed, 20)
+    assert tenant.take(71) is not None
+    assert tenant.take(70) is None
+    tenants.settle(routed, 0)  # nobody answered
+    assert tenant.take(71) is not None
+    assert tenant.take(70) is None
+    tenants.settle(routed, 90)  # more than it asked for
+    refused = tenant.take(1)
+    assert refused is not None
+    assert refused.retry_after_s == 19  # 31 tokens
+
+
+def test_a_request_that_nobody_answers_costs_nothing(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 100}})
+
+    async def test() -> None:
+        async with deployed(0, 0, config, ready=False) as d:
+            for _ in range(3):
+                assert (await d.post(**of("a"), prompt=[1] * 10, max_tokens=80))[0] == 503
+            assert d.count("tenant_tokens_total", tenant="a", part="prompt") == 0
 
     run(test)
 

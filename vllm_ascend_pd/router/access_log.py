@@ -37,6 +37,7 @@ def describe(trace: Trace) -> dict[str, Any]:
         "num_moves": trace.num_moves or None,
         "remote": request.remote,
         "tenant": trace.tenant.name if trace.tenant else None,
+        "num_answer_tokens": trace.num_answer_tokens or None,
         "order": trace.order or None,
         "prefill": trace.prefill or None,
         "decode": trace.decode or None,
@@ -59,7 +60,7 @@ def as_text(line: dict[str, Any]) -> str:
     if line["num_moves"]:
         text += " moves={num_moves}".format(**line)
     if line["tenant"]:
-        text += " tenant={tenant}".format(**line)
+        text += " tenant={tenant} tokens={num_answer_tokens}".format(**told)
     if line["error"]:
         text += f" error={line['error']!r}"
     if text.isprintable():

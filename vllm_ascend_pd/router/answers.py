@@ -97,7 +97,8 @@ def answer_headers(
 
 def whole_answer(answer: Answer, trace: Trace) -> web.Response:
     """What an engine answered, for the client."""
-    trace.status, trace.num_bytes = answer.status, len(answer.body)
+    trace.status = answer.status
+    trace.answered(answer.body)
     trace.outcome = "ok" if answer.status < 400 else "client_error"
     headers = CIMultiDict(answer_headers(answer.headers, trace.request_id))
     return web.Response(status=answer.status, body=answer.body, headers=headers)
@@ -218,7 +219,7 @@ class EventStream:
     async def write(self, data: bytes) -> None:
         assert self._answer is not None
         answer = self._answer
-        self._trace.num_bytes += len(data)
+        self._trace.answered(data)
         if self._find_usage is not None:
             self.usage = self._find_usage(data) or self.usage
         transport = self._request.transport

@@ -74,7 +74,11 @@ class Generation:
         if self.selector.policy.needs_token_ids:
             await self._find_token_ids(body, routed, trace.headers)
         trace.model = body.model or ""
-        return await self.relay.serve(Job(body, routed, trace))
+        try:
+            return await self.relay.serve(Job(body, routed, trace))
+        finally:
+            if self.tenants is not None:
+                self.tenants.settle(routed, trace.num_answer_tokens)
 
     async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
         routed.is_salted = "cache_salt" in body.fields
@@ -141,6 +145,7 @@ def _fold(traces: list[Trace], trace: Trace, status: int) -> None:
         setattr(trace, name, ",".join(filter(None, told)))
     trace.status = status
     trace.num_attempts = sum(one.num_attempts for one in traces)
+    trace.num_answer_tokens = sum(one.num_answer_tokens for one in traces)
     trace.stages = [stage for one in traces for stage in one.stages]
     trace.error = next((one.error for one in traces if one.error), "")
     ended = {one.outcome for one in traces if one.status == status} or {"failed"}

@@ -127,6 +127,15 @@ _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
 _PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,12})')
 
 
+_ANSWER = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
+
+
+def find_answer_tokens(data: bytes) -> int | None:
+    """Tokens of the answer so far, if an answer or an event says how many."""
+    told = _ANSWER.search(data)
+    return int(told[1]) if told else None
+
+
 def find_prompt_usage(data: bytes) -> tuple[int, int] | None:
     """Tokens of the prompt, and of them those that the engine had already, in an answer or an
     event; ``None`` if it does not say. Within a JSON string these names would be escaped."""

@@ -47,10 +47,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("reason",),
     ),
     "tenant_requests": ("Requests of a tenant, by how they ended", ("tenant", "outcome")),
-    "tenant_tokens": (
-        "Tokens that a tenant asked for: of prompts, and of the longest answers",
-        ("tenant", "part"),
-    ),
+    "tenant_tokens": ("Tokens of a tenant: of prompts and of answers", ("tenant", "part")),
     "resumes": (
         "Attempts to go on with a broken stream from another engine, by how they ended",
         ("kind", "outcome"),

@@ -54,7 +54,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[str, ...] = ()
     """API keys by which it is known."""
     tokens_per_minute: Positive | None = None
-    """Of prompts, and of the longest answers that were asked for."""
+    """Of prompts and answers; until a request ends, the longest answer that it asks for."""
     max_requests: Positive | None = None
     """In progress, and in line."""
     weight: Weight = 1.0
@@ -123,6 +123,10 @@ class Tenant:
         self._level -= num_tokens
         return None
 
+    def give_back(self, num_tokens: int) -> None:
+        """What was taken and not used; below 0, what was used and not taken."""
+        self._level = min(self._capacity, self._level + num_tokens)
+
 
 class Tenants:
     """All of them. The file is read again when it changes."""
@@ -172,13 +176,22 @@ class Tenants:
         refused = tenant.take(routed.num_prompt_tokens + routed.num_max_tokens)
         if refused is not None:
             return refused
-        self._metrics.add("tenant_tokens", tenant.name, "prompt", by=routed.num_prompt_tokens)
-        self._metrics.add("tenant_tokens", tenant.name, "answer", by=routed.num_max_tokens)
         if self._file.cache_salts:
             # No name has a slash, so no salt of a client's own makes it another tenant's.
             salt = f"{tenant.name}/{body.string('cache_salt') or ''}"
             body.add("cache_salt", msgspec.Raw(msgspec.json.encode(salt)))
         return None
+
+    def settle(self, routed: Routed, num_answer_tokens: int) -> None:
+        """A request that was charged has ended, with so long an answer."""
+        tenant = routed.tenant
+        assert tenant is not None
+        if not num_answer_tokens:  # nobody has computed anything
+            tenant.give_back(routed.num_prompt_tokens + routed.num_max_tokens)
+            return
+        tenant.give_back(routed.num_max_tokens - num_answer_tokens)
+        self._metrics.add("tenant_tokens", tenant.name, "prompt", by=routed.num_prompt_tokens)
+        self._metrics.add("tenant_tokens", tenant.name, "answer", by=num_answer_tokens)
 
     def _stat(self) -> tuple[int, int]:
         try:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_ascend_pd.router.prefilled import find_answer_tokens
+
 if TYPE_CHECKING:
     from aiohttp import web
 
@@ -87,7 +89,10 @@ class Trace:
     num_resumes: int = 0
     num_moves: int = 0
     tenant: Tenant | None = None
-    """Whose request it is, if the router tells tenants apart."""
+    """Whose request it is, if the router tells tenants apart. Of others ``num_answer_tokens`` is
+    not known."""
+    num_answer_tokens: int = 0
+    """As the engine said; of a stream that does not say, its pieces."""
     status: int = 0
     num_bytes: int = 0
     ttft_s: float | None = None
@@ -102,6 +107,14 @@ class Trace:
         stage = Stage(name, instance)
         self.stages.append(stage)
         return stage
+
+    def answered(self, data: bytes) -> None:
+        """A whole answer, or whole events of one, for the client."""
+        self.num_bytes += len(data)
+        if self.tenant is not None:
+            told = find_answer_tokens(data)
+            pieces = data.count(b"data: {")
+            self.num_answer_tokens = self.num_answer_tokens + pieces if told is None else told
 
     def timeline(self) -> Timeline:
         """Of a request that ends now."""
