@@ -152,6 +152,24 @@ def test_few_requests_move_at_a_time() -> None:
     run(test)
 
 
+def test_request_that_others_refuse_is_offered_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("vllm_ascend_pd.router.drains.RETRY_S", 0.05)
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d, max_tokens=200)
+            await client.has(1)
+            leaving = next(e for e in d.decodes if e.num_in_progress)
+            other = next(e for e in d.decodes if e is not leaving)
+            other.script(", ".join(["status(400)"] * 100))
+            assert await told(d, name(leaving)) == 204
+            assert is_whole(await client.events(), leaving)
+            assert 2 <= len(other.received) <= 10
+
+    run(test)
+
+
 def test_only_engine_that_drains_keeps_its_streams() -> None:
     """New requests find none; those that it has end there."""
 

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 REASON = "drain"
 AT_ONCE = 8
 """Moves away from one engine at a time: others compute what they do not have of a prompt."""
-RETRY_S = 2.0
-"""After a move that failed."""
+RETRY_S = 1.0
+"""Doubled with each move of a request that fails."""
 LOOK_S = 0.1
 _FOR_NOW = ("moving", "no_token")
 """Obstacles that pass."""
@@ -40,7 +40,7 @@ def to_move(running: Iterable[Answering], now: float) -> list[Answering]:
     moving = Counter(one.instance for one in leaving if one.move is not None)
     chosen = []
     for one in leaving:
-        is_due = one.failed_at is None or now >= one.failed_at + RETRY_S
+        is_due = one.failed_at is None or now >= one.failed_at + RETRY_S * 2**one.num_failed
         if is_due and one.obstacle() is None and moving[one.instance] < AT_ONCE:
             moving[one.instance] += 1
             chosen.append(one)

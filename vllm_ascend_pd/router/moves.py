@@ -64,6 +64,7 @@ class Answering:
     since: float = field(default_factory=time.monotonic)
     failed_at: float | None = None
     """When the last one failed, on the host's monotonic clock."""
+    num_failed: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -258,6 +259,7 @@ class Moves:
             if move.source.move is move:
                 move.source.move = None  # there may be another one
                 move.source.failed_at = time.monotonic()
+                move.source.num_failed += 1
             move.held.close()
             return
         move.found = found
