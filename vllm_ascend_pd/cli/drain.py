@@ -13,9 +13,11 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(
-    help="""Empty an engine: it gets no new requests, and those that it has go on at others, with
-the same tokens. What cannot move (n > 1, logprobs, an answer that is not streamed, ...) is waited
-for. Then the engine may be stopped:
+    help="""Empty an engine; no client notices.
+
+It gets no new requests, and those that it has go on at others, with the same tokens. What cannot
+move (n > 1, logprobs, an answer that is not streamed, ...) is waited for. Then the engine may be
+stopped:
 
     vllm-pd drain decode-0
 

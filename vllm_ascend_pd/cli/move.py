@@ -25,8 +25,9 @@ ROUTER_URL = "http://127.0.0.1:8000"
 
 
 @app.command(
-    help="""Have running requests go on at another engine. Their clients notice nothing: each gets
-the rest of its stream, no token twice and none lost.
+    help="""Have running requests go on at another engine.
+
+Their clients notice nothing: each gets the rest of its stream, no token twice and none lost.
 
 What runs where, and what cannot move and why:
 

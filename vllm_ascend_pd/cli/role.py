@@ -13,7 +13,9 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(
-    help="""Use a kv_both engine for prompts only, for answers only, or for both, without a restart:
+    help="""Use a kv_both engine for prompts, for answers, or for both.
+
+Without a restart, while it works:
 
     vllm-pd role engine-2 prefill
 
