@@ -48,11 +48,16 @@ def add(llm: Any, prompt: Any, sampling: dict[str, Any], kv: dict[str, Any] | No
     llm.llm_engine.add_request("request", prompt, params)
 
 
-def finish(llm: Any) -> Any:
-    while True:
-        for output in llm.llm_engine.step():
-            if output.finished:
-                return output
+def finish(*llms: Any) -> list[Any]:
+    """The ends of the requests of these engines."""
+    ends: dict[int, Any] = {}
+    while len(ends) < len(llms):
+        for number, llm in enumerate(llms):
+            if number not in ends:
+                for output in llm.llm_engine.step():
+                    if output.finished:
+                        ends[number] = output
+    return [ends[number] for number in range(len(llms))]
 
 
 def source_of(llm: Any) -> Any:
@@ -60,15 +65,13 @@ def source_of(llm: Any) -> Any:
     from vllm_ascend_pd.resume import Source
 
     add(llm, "where?", {"max_tokens": 1}, {"do_remote_decode": True})
-    at = finish(llm).kv_transfer_params
+    at = finish(llm)[0].kv_transfer_params
     add(llm, "there", {"max_tokens": 1}, {"release_transfer_id": at["transfer_id"]})
     finish(llm)
     return Source(at["remote_host"], at["remote_port"], at["remote_key"], at["remote_epoch"])
 
 
-def move(
-    source: Any, target: Any, at: Any, prompt: str, sampling: dict[str, Any]
-) -> tuple[Any, Any]:
+def move(source: Any, target: Any, at: Any, prompt: str, sampling: dict[str, Any]) -> list[Any]:
     """The ends of an answer at both engines."""
     from vllm_ascend_pd.resume import ResumeKey
 
@@ -77,13 +80,13 @@ def move(
         pass
     resume = ResumeKey(None).sign("request", outputs[0].prompt_token_ids, [], source=at)
     add(target, prompt, sampling, {"resume": resume.to_params()})
-    return finish(source), finish(target)
+    return finish(source, target)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="model folder or name")
-    parser.add_argument("--max-tokens", type=int, default=600, help="of an answer (default: 600)")
+    parser.add_argument("--max-tokens", type=int, default=300, help="of an answer (default: 300)")
     parser.add_argument("--kv-cache-mb", type=int, default=256, help="KV cache of each engine")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -95,7 +98,7 @@ def main() -> None:
         for prompt in PROMPTS:
             left, right = move(first, second, at, prompt, sampling)
             add(first, prompt, sampling)
-            expected = list(finish(first).outputs[0].token_ids)
+            expected = list(finish(first)[0].outputs[0].token_ids)
             num_there = len(left.outputs[0].token_ids)
             tokens = list(right.outputs[0].token_ids)
             has_moved = (left.kv_transfer_params or {}).get("moved", False)

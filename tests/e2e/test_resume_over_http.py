@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,10 @@ class Stream:
     error: dict[str, Any] = field(default_factory=dict)
 
 
-def read(url: str, body: dict[str, Any]) -> Stream:
+def read(
+    url: str, body: dict[str, Any], began: Callable[[str, Stream], None] | None = None
+) -> Stream:
+    """All of it; ``began`` is told the id of the answer once it has tokens."""
     path = "chat/completions" if "messages" in body else "completions"
     sent = {
         "model": "tiny",
@@ -70,6 +74,9 @@ def read(url: str, body: dict[str, Any]) -> Stream:
                 stream.token_ids += token_ids
                 stream.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
                 stream.finish_reason = choice["finish_reason"] or stream.finish_reason
+                if began is not None and stream.token_ids:
+                    began(chunk["id"], stream)
+                    began = None
     return stream
 
 

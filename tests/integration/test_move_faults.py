@@ -16,6 +16,7 @@ import pytest
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     BLOCK_SIZE,
     POLL_LIMIT_S,
+    Engine,
     Engines,
     base_config,
     engines,
@@ -26,6 +27,7 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.vllm_api.status import preempt
 from vllm_ascend_pd.resume import ResumeKey, Source
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
+from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import Extend, Extended, Go, Open, Ready, decode_control
 
@@ -82,6 +84,8 @@ class Move:
         self.target = engines.make("kv_both", **transfer)
         self.source.worker.peers.append(self.target.worker)
         self.is_here = False
+        self.grants: list[Grant] = []
+        """Of the source."""
         self._num_turns = 0
 
     def begin(self, num_output: int = NUM_OUTPUT) -> None:
@@ -89,8 +93,8 @@ class Move:
         self.source.run(lambda: len(self.source.tokens["r"]) >= 3)
         producer = self.source.scheduler.pd.part(Producer)
         at = Source(*_address(producer), producer._epoch)
-        resume = ResumeKey(None).sign("r", PROMPT, [], source=at).to_params()
-        params = {"resume": resume}
+        self.resume = ResumeKey(None).sign("r", PROMPT, [], source=at).to_params()
+        params = {"resume": self.resume}
         self.target.add("t", PROMPT, params, max_tokens=num_output, temperature=0)
 
     def step(self) -> None:
@@ -106,15 +110,20 @@ class Move:
                 continue
             step = engine.step()
             if engine is self.source:
+                self.grants += step.meta.grants if step.output.pd_metadata is not None else ()
                 assert not (self.is_here and "r" in step.output.num_scheduled_tokens)
             elif "t" in step.output.num_scheduled_tokens:
                 self.is_here = True
-            for load_id, load in list(engine.worker.parked.items()):
-                grant = engine.worker.grant_of(load)
-                if grant is None and not self.source.scheduler.requests:
-                    engine.worker.end_parked(load_id, Cause.LEASE_EXPIRED.value)
-                elif grant is not None and grant.num_ready >= (load.num_awaited or 0):
-                    engine.worker.end_parked(load_id)
+            self.end_loads(engine)
+
+    def end_loads(self, engine: Engine) -> None:
+        """As the loader does: what can be read has been, what never can be has failed."""
+        for load_id, load in list(engine.worker.parked.items()):
+            grant = engine.worker.grant_of(load)
+            if grant is None and not self.source.scheduler.requests:
+                engine.worker.end_parked(load_id, Cause.LEASE_EXPIRED.value)
+            elif grant is not None and grant.num_ready >= (load.num_awaited or 0):
+                engine.worker.end_parked(load_id)
 
     def run(self, wire: Wire | None = None, act: Callable[[Move], None] | None = None) -> None:
         """Until both have ended it; ``act`` once the message is on its way."""
@@ -157,6 +166,20 @@ def _address(producer: Producer) -> tuple[str, int, str]:
 
 
 KINDS = ["open", "extended", "extend", "freeze", "frozen", "ready", "go"]
+
+
+def test_lease_grows_by_what_is_not_written_any_more(engines: Engines) -> None:  # noqa: F811
+    """By full blocks while the request runs; by the tail, too, when it has stopped."""
+    move = Move(engines, **QUICK)
+    move.begin()
+    move.run()
+    move.expect_one_answer()
+    ends = [grant.num_coming for grant in move.grants]
+    assert len(ends) > 2
+    assert ends == sorted(ends)
+    assert not any(end % BLOCK_SIZE for end in ends[:-1])
+    assert ends[-1] == len(PROMPT) + len(move.source.tokens["r"]) - 1
+    assert [grant.num_ready for grant in move.grants] == ends
 
 
 @pytest.mark.parametrize("fate", ["lost", "twice", "late"])

@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine
-from tests.integration.pool_steps import delta
+from tests.integration.conftest import SingleEngine
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet
+from tests.integration.pool_steps import POOL, delta, settle
+from tests.integration.test_identity import LORA
 from tests.integration.test_resume import SAMPLING, SEED
+from tests.integration.test_speculation import LLM as DRAFTS
 from vllm_ascend_pd.resume import ResumeKey, Source
+from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
 if TYPE_CHECKING:
-    from tests.integration.conftest import Engines, SingleEngine
+    from tests.integration.conftest import Engines
 
 pytestmark = pytest.mark.engine
 
@@ -134,6 +141,36 @@ def expect_the_same(
     assert right.token_ids == expected.token_ids
     assert (right.text, right.finish_reason) == (expected.text, expected.finish_reason)
     assert 5 <= len(left.token_ids) < len(expected.token_ids)
+
+
+def test_drafts_go_on_from_the_known_tokens(
+    fleet: Fleet, engines: Engines, base_config: EngineConfig, prompt_of: PromptOf
+) -> None:
+    single = SingleEngine(fleet.engine(replace(base_config, executor="uni", llm=DRAFTS)))
+    source, target = two(engines, llm=DRAFTS)
+    prompt = (prompt_of(7) * 30)[:70]
+    before = target.metrics()
+    expect_the_same((source, target), single, prompt)
+    assert delta(before, target.metrics(), "accepted_tokens")
+    # Nobody knows how often the source drew from the seed.
+    source.add("s", prompt, 20, **SEED)
+    target.add("s", prompt, 20, coming(prompt, source, "s"), **SEED)
+    assert outcome_of(target.run()["s"]) == {"refused": "not_exact"}
+    source.run()
+
+
+def test_adapter_and_salt_go_on(engines: Engines, prompt_of: PromptOf, tmp_path: Path) -> None:
+    pair = two(engines, llm=json.dumps(LORA))
+    adapter = str(make_tiny_lora(tmp_path / "adapter", Path(pair[0].config.model), 3))
+    more = {"lora": adapter, "cache_salt": "salt"}
+    expect_the_same(pair, SingleEngine(pair[0]), prompt_of(70), **more)
+
+
+def test_engines_with_a_pool(engines: Engines, single: SingleEngine, prompt_of: PromptOf) -> None:
+    pair = two(engines, pool=POOL)
+    expect_the_same(pair, single, prompt_of(2 * BLOCK_SIZE + 5), **SEED)
+    for engine in pair:
+        settle(engine)
 
 
 def test_request_moves_to_and_fro(
