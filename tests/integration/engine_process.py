@@ -259,8 +259,8 @@ class EngineServer:
         from vllm_ascend_pd.engine.scheduler.producer import Producer
 
         producer = self._scheduler.pd.part(Producer)
-        at = producer._endpoint
-        return {"host": at.host, "port": at.port, "key": at.key, "epoch": producer._epoch}
+        at = producer.endpoint
+        return {"host": at.host, "port": at.port, "key": at.key, "epoch": producer.epoch}
 
     def block_ids(self, request_id: str) -> list[int]:
         """The block table of an unfinished request."""

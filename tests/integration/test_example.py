@@ -95,8 +95,7 @@ def test_answers_that_were_interrupted_go_on_at_another_engine(tmp_path: Path) -
 @pytest.mark.engine
 @pytest.mark.timeout(1600)
 def test_answers_move_to_another_engine_while_they_run(tmp_path: Path) -> None:
-    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = run_example(EXAMPLES / "move.py", tmp_path, "--max-tokens", "150", **here)
+    done = run_example(EXAMPLES / "move.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count(": equal") == 9
     assert "verified: 9 answers are those of one engine" in done.stdout

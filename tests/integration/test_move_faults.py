@@ -92,7 +92,7 @@ class Move:
         self.source.add("r", PROMPT, max_tokens=num_output, temperature=0)
         self.source.run(lambda: len(self.source.tokens["r"]) >= 3)
         producer = self.source.scheduler.pd.part(Producer)
-        at = Source(*_address(producer), producer._epoch)
+        at = Source(*_address(producer), producer.epoch)
         self.resume = ResumeKey(None).sign("r", PROMPT, [], source=at).to_params()
         params = {"resume": self.resume}
         self.target.add("t", PROMPT, params, max_tokens=num_output, temperature=0)
@@ -161,7 +161,7 @@ class Move:
 
 
 def _address(producer: Producer) -> tuple[str, int, str]:
-    at = producer._endpoint
+    at = producer.endpoint
     return at.host, at.port, at.key
 
 
@@ -274,3 +274,27 @@ def test_request_that_ends_meanwhile_is_not_needed(
     move.run()
     move.expect_one_answer(num_output)
     assert move.outcome in ("exact", "not_needed")
+
+
+def test_two_engines_ask_for_one_request(engines: Engines) -> None:  # noqa: F811
+    """One of them has it."""
+    move = Move(engines, **QUICK)
+    third = engines.make("kv_both", **QUICK)
+    move.begin()
+    params = {"resume": move.resume}
+    third.add("u", PROMPT, params, max_tokens=NUM_OUTPUT, temperature=0)
+    third.schedule()
+    third.finish_step()
+    move.run()
+    while third.scheduler.has_requests():
+        third.step()
+        move.end_loads(third)
+        move.source.counts()  # it answers
+    move.expect_one_answer()
+    assert third.params["u"] is not None
+    outcomes = move.outcome, third.params["u"]["resume"]["refused"]
+    assert outcomes in [
+        ("exact", "move_busy"),
+        ("exact", "not_needed"),
+        ("move_busy", "not_needed"),
+    ]

@@ -140,7 +140,7 @@ class _Builder:
         self._opened.callback(server.stop)
         endpoint = server.listen(config.host, config.port)
         producer = Producer(self._common, book, server, self._epoch, endpoint, self._sampling_key)
-        moves_out = MovesOut(self._common, producer, book, server, self._epoch)
+        moves_out = MovesOut(self._common, producer, book, server)
         server.start()
         logger.info("in-engine transfers: consumers reach this engine at %s", endpoint)
         return producer, moves_out, endpoint

@@ -81,7 +81,7 @@ class MovesIn(Part):
         resumes: Resumes,
         fingerprint: str,
     ) -> None:
-        self._common = common
+        self.common = common
         self._pool = common.manager.block_pool
         self._consumer = consumer
         self._client = client
@@ -99,7 +99,7 @@ class MovesIn(Part):
             detail = f"resume.source: {source.host!r} is neither a loopback address nor in"
             detail += " security.allowed_peers"
             return Refusal(_label(Cause.PEER_NOT_ALLOWED.value), detail)
-        if not source.key and self._common.config.security.secret_file is None:
+        if not source.key and self.common.config.security.secret_file is None:
             return Refusal("malformed", "resume.source: key is empty, and no security.secret_file")
         peer = Endpoint(source.host, source.port, source.key)
         move = _Move(request, request.status, peer, source.epoch)
@@ -115,7 +115,7 @@ class MovesIn(Part):
                 transfer_id=move.transfer_id,
                 epoch=move.epoch,
                 end=end,
-                groups=tuple(group_hashes(request, g, end, end) for g in self._common.groups),
+                groups=tuple(group_hashes(request, g, end, end) for g in self.common.groups),
                 sampling_key=params_digest(request.sampling_params),
                 running=name,
             ),
@@ -160,7 +160,7 @@ class MovesIn(Part):
         if not all(0 <= token_id < self._vocab_size for token_id in answer.token_ids):
             self._fail(move, Cause.INCOMPATIBLE.value, "it has tokens that are none here")
             return
-        _, ended = append_output(self._common.scheduler, request, answer.token_ids)
+        _, ended = append_output(self.common.scheduler, request, answer.token_ids)
         if ended is not None or not 0 <= answer.end < request.num_tokens:
             self._fail(move, Cause.INCOMPATIBLE.value, "what it says would have ended here")
             return
@@ -168,7 +168,7 @@ class MovesIn(Part):
         self._leave_round(move)
         move.round = Round(move, self, answer)
         self._hold(move)
-        missing = self._common.phantoms.find_missing(request, move.round)
+        missing = self.common.phantoms.find_missing(request, move.round)
         if answer.is_frozen and not missing and not move.round.num_tail_tokens:
             self._ready(move)
         elif not answer.is_frozen and len(missing) <= _MAX_MISSING:
@@ -178,7 +178,7 @@ class MovesIn(Part):
             self._fail(move, Cause.TOO_SLOW.value, f"{len(missing)} blocks are still missing")
         else:
             move.num_rounds += 1
-            if not self._common.parking.park(move.round, missing):
+            if not self.common.parking.park(move.round, missing):
                 self._fail(move, Cause.NO_MEMORY.value, f"{len(missing)} blocks")
 
     def round_ended(self, current: Round, result: LoadResult) -> None:
@@ -204,7 +204,7 @@ class MovesIn(Part):
 
     def _hold(self, move: _Move) -> None:
         """The leading blocks that are here by now."""
-        hashes, group = move.request.block_hashes, self._common.group
+        hashes, group = move.request.block_hashes, self.common.group
         for block_hash in hashes[len(move.held) : group.tail_index(move.request.num_tokens)]:
             block = cached_block(self._pool, block_hash, group)
             if block is None:
@@ -246,7 +246,7 @@ class MovesIn(Part):
         """What a load of it still brings in is not wanted."""
         if move.round is not None:
             move.round.forsake()
-            self._common.parking.leave(move.round)
+            self.common.parking.leave(move.round)
 
     def finish(self, request: Request, ending: Ending) -> None:
         if (move := self._moves.get(request.request_id)) is not None:
@@ -288,7 +288,7 @@ class Round(BlockSource):
         super().__init__(request, Provenance(request.num_tokens))
         self.move = move
         self._moves = moves
-        self._common = moves._common
+        self._common = moves.common
         self._answer = answer
         self._group = self._common.group
         self.end = answer.end

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
     from vllm_ascend_pd.transfer.control import ControlServer
     from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
-    from vllm_ascend_pd.types import Epoch
     from vllm_ascend_pd.wire import Answer, Ask
 
 logger = limited_logger(__name__)
@@ -64,7 +63,6 @@ class MovesOut(Part):
         producer: Producer,
         book: LeaseBook,
         server: ControlServer,
-        epoch: Epoch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._common = common
@@ -72,7 +70,6 @@ class MovesOut(Part):
         self._producer = producer
         self._book = book
         self._server = server
-        self._epoch = epoch
         self._clock = clock
         self._moves: dict[str, _Move] = {}
         """By transfer id."""
@@ -170,7 +167,7 @@ class MovesOut(Part):
         self._producer.extend(lease, request, end)
         return Extended(
             lease.transfer_id,
-            self._epoch,
+            self._producer.epoch,
             tuple(request.output_token_ids[num_known:]),
             end,
             self._book.admit(lease, end),

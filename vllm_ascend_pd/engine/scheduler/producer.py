@@ -79,8 +79,8 @@ class Producer(Part):
         self._max_unopened_blocks = int(unopened_share * self._manager.block_pool.num_gpu_blocks)
         self.server = server
         self.book = book
-        self._epoch = epoch
-        self._endpoint = endpoint
+        self.epoch = epoch
+        self.endpoint = endpoint
         self._sampling_key = sampling_key
         self.busy = False
         """Whether there may be something to tell the worker with a step."""
@@ -217,7 +217,7 @@ class Producer(Part):
 
     def _grant(self, lease: Lease, num_ready: int, num_coming: int) -> Grant:
         block_ids = tuple(group.block_ids for group in lease.span.groups)
-        return Grant(lease.ref, self._epoch, block_ids, num_ready, num_coming)
+        return Grant(lease.ref, self.epoch, block_ids, num_ready, num_coming)
 
     def _keep(self, key: str, lease: Lease) -> _Prompt:
         prompt = self._prompts[key] = _Prompt(lease)
@@ -267,13 +267,13 @@ class Producer(Part):
             self._make_way()
         return RemotePrefill(
             remote_engine_id=self._common.config.engine_id,
-            remote_host=self._endpoint.host,
-            remote_port=self._endpoint.port,
-            remote_key=self._endpoint.key,
+            remote_host=self.endpoint.host,
+            remote_port=self.endpoint.port,
+            remote_key=self.endpoint.key,
             remote_block_ids=lease.span.block_ids,
             tp_size=self._common.sharding.num_workers,
             transfer_id=lease.transfer_id,
-            remote_epoch=self._epoch,
+            remote_epoch=self.epoch,
             remote_num_tokens=lease.span.end,
         ).to_params()
 
