@@ -18,6 +18,8 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples/offline_inference"
 EXAMPLE = EXAMPLES / "disaggregated_prefill.py"
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Each process of an engine would import vLLM again."""
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +76,7 @@ def run_example(
 @pytest.mark.timeout(1600)
 def test_leases_that_run_out_fail_the_example_although_all_tokens_are_right(tmp_path: Path) -> None:
     options = ["--transfer", json.dumps({"lease_s": 1e-6}), "--verify"]
-    # Each process would import vLLM again.
-    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = run_example(EXAMPLE, tmp_path, "--max-tokens", "2", *options, **here)
+    done = run_example(EXAMPLE, tmp_path, "--max-tokens", "2", *options, **IN_PROCESS)
     assert done.returncode == 1, done.stdout + done.stderr[-3000:]
     assert "error: 4 of 4 prompts were not handed over" in done.stderr
     assert "lease_expired" in done.stderr
@@ -86,7 +86,7 @@ def test_leases_that_run_out_fail_the_example_although_all_tokens_are_right(tmp_
 @pytest.mark.engine
 @pytest.mark.timeout(1600)
 def test_answers_that_were_interrupted_go_on_at_another_engine(tmp_path: Path) -> None:
-    done = run_example(EXAMPLES / "resume.py", tmp_path, "--max-tokens", "16")
+    done = run_example(EXAMPLES / "resume.py", tmp_path, "--max-tokens", "16", **IN_PROCESS)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count(": equal") == 9
     assert "verified: 9 answers are those of one engine" in done.stdout
