@@ -155,9 +155,11 @@ class EngineServer:
         sampling: dict[str, Any],
         lora: str | None = None,
         priority: int = 0,
+        embeds: list[list[float]] | None = None,
     ) -> None:
+        import torch
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs import EmbedsPrompt, TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         if sampling.get("n", 1) > 1:
@@ -165,7 +167,9 @@ class EngineServer:
         if structured := sampling.get("structured_outputs"):
             sampling = {**sampling, "structured_outputs": StructuredOutputsParams(**structured)}
         lora_request = None if lora is None else self._lora_request(lora)
-        inputs = TokensPrompt(prompt_token_ids=prompt)
+        inputs: Any = TokensPrompt(prompt_token_ids=prompt)
+        if embeds is not None:
+            inputs = EmbedsPrompt(prompt_embeds=torch.tensor(embeds))
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         self._engine.add_request(

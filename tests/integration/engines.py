@@ -205,11 +205,12 @@ class Engine:
         cache_salt: str | None = None,
         lora: str | None = None,
         priority: int = 0,
+        embeds: list[list[float]] | None = None,
         **sampling: Any,
     ) -> None:
         """Queue a request; ``kv`` is its ``kv_transfer_params``, greedy unless said otherwise.
 
-        ``lora`` is the folder of an adapter.
+        ``lora`` is the folder of an adapter. ``embeds`` take the place of the prompt's tokens.
         """
         options = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **sampling}
         if kv is not None:
@@ -222,6 +223,7 @@ class Engine:
             sampling=options,
             lora=lora,
             priority=priority,
+            embeds=embeds,
         )
 
     def abort(self, request_id: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.integration.engines import Answer, EngineConfig
@@ -38,6 +39,33 @@ def ask(engines: Three, order: str, prompt: Prompt, lora: str | None = None, **m
 def loaded(prompt: Prompt, num_computed: int = 0) -> tuple[int, int, int]:
     """``num_computed`` is 1 where the consumer must sample the first token itself."""
     return (0, len(prompt) - num_computed, num_computed)
+
+
+# Prompts that are no tokens.
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_prompt_embeddings(three: Callable[..., Three], order: str) -> None:  # noqa: F811
+    """Their token ids are all equal, so it is their content that tells two prompts apart."""
+    engines = three({"enable_prompt_embeds": True})
+    numbers = np.random.default_rng(ORDERS.index(order)).normal(size=(NUM_TOKENS + 1, 128))
+    *embeds, other = numbers.tolist()
+    expected = engines.single.ask([], 24, embeds=embeds)
+    if order == "prefill first":
+        known = engines.producer.prefill([], embeds=embeds)
+        answer = engines.consumer.ask([], 24, known, embeds=embeds)
+    else:
+        pair, transfer_id = engines.pair, engines.pair.new_id()
+        pair.add_decode("both", [], transfer_id, 24, embeds=embeds)
+        pair.add_prefill("both", [], transfer_id, embeds=embeds)
+        answer = pair.run()["both"]
+    assert answer.token_ids == expected.token_ids
+    assert answer.sources == (0, NUM_TOKENS - 1, 1)
+    for similar in ([other, *embeds[1:]], [*embeds[:-2], other, embeds[-1]]):
+        expected = engines.single.ask([], 24, embeds=similar)
+        known = engines.producer.prefill([], embeds=embeds)
+        answer = engines.consumer.ask([], 24, known, embeds=similar)
+        assert answer.token_ids == expected.token_ids
 
 
 # LoRA.
