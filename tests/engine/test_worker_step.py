@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,6 +255,15 @@ def test_layer_that_shares_a_cache_waits_for_the_same_pages(side: Side) -> None:
 def test_layout_without_whole_pages_is_refused_by_name() -> None:
     config, caches = make_caches("LHBNC")
     with pytest.raises(ConfigError, match=r"VLLM_KV_CACHE_LAYOUT=LHBNC.*LBHNC"):
+        locate(config, caches)
+
+
+def test_layers_with_pages_of_different_sizes_are_refused_by_name() -> None:
+    config, caches = make_caches()
+    (tensor,) = config.kv_cache_tensors
+    larger = replace(tensor, layers=NAMES[1:], block_stride=2 * tensor.block_stride)
+    config.kv_cache_tensors = [replace(tensor, layers=NAMES[:1]), larger]
+    with pytest.raises(ConfigError, match=r"pages of one size, not of \[1024, 2048\] bytes"):
         locate(config, caches)
 
 

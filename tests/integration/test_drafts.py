@@ -17,7 +17,7 @@ import pytest
 
 from tests.integration.conftest import SingleEngine
 from tests.integration.drafters import START, make_drafted
-from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, EngineError, Fleet
 from tests.integration.pool_steps import POOL, delta, provenance, store
 from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.test_moves import move, two
@@ -279,6 +279,15 @@ def test_kv_of_an_engine_that_drafts_otherwise_is_refused_by_name(
     assert answer.token_ids == drafting.single(prompt, 20).token_ids
     assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
     consumer.wait_log("draft=eagle-")
+
+
+def test_drafter_with_pages_of_another_size_is_refused_by_name(
+    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
+) -> None:
+    drafts = {"method": "draft_model", "model": models("mqa"), "num_speculative_tokens": 1}
+    llm = json.dumps({"speculative_config": drafts})
+    with pytest.raises(EngineError, match=r"pages of one size, not of .*: a drafter must have"):
+        fleet.start(replace(base_config, executor="uni", role="kv_both", llm=llm))
 
 
 def test_producer_may_draft_less(

@@ -91,8 +91,7 @@ def check_supported(scheduler: Scheduler) -> None:
             (
                 f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group"
                 " of full attention is supported (sliding windows beside full attention are, unless"
-                " --no-disable-hybrid-kv-cache-manager is given; a drafter is, if its pages are as"
-                " large as the model's)"
+                " --no-disable-hybrid-kv-cache-manager is given)"
             ),
         ),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),

@@ -83,7 +83,11 @@ def _locate_on_host(
         for index, name in enumerate(tensor.layers):
             names.append(name)
             offsets.append(tensor.offset + index * tensor.layer_stride)
-    assert len(strides) == 1, f"tensors of one group with block strides {strides}"
+    if len(strides) > 1:
+        raise ConfigError(
+            f"InEngine needs layers with pages of one size, not of {sorted(strides)} bytes: a"
+            " drafter must have as many KV heads as its model, and as large ones"
+        )
     order = [names.index(name) for name in run_order(kv_cache_config, names)]
     layout = PageLayout(
         region=Region(storage.data_ptr(), storage.nbytes()),
