@@ -86,7 +86,7 @@ def move(source: Any, target: Any, at: Any, prompt: str, sampling: dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="model folder or name")
-    parser.add_argument("--max-tokens", type=int, default=300, help="of an answer (default: 300)")
+    parser.add_argument("--max-tokens", type=int, default=120, help="of an answer (default: 120)")
     parser.add_argument("--kv-cache-mb", type=int, default=256, help="KV cache of each engine")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
