@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 from enum import Enum
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -254,6 +254,9 @@ class RouterLink(msgspec.Struct, frozen=True):
     """File with the token that the router asks of engines."""
     labels: dict[str, str] = {}
     """Labels of the instance, for the router's ``--prefill-model-labels`` and the like."""
+    role: Literal["prefill", "decode", "both"] | None = None
+    """What a ``kv_both`` engine is for the router. As ``decode`` it gets no prompts of others, and
+    its running requests can be copied all the same. By ``kv_role`` without it."""
 
     def __post_init__(self) -> None:
         named = [("url", url) for url in self.urls]
@@ -263,7 +266,8 @@ class RouterLink(msgspec.Struct, frozen=True):
             parts = urlsplit(value)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"router.{name}: {value!r} is not http://HOST:PORT")
-        if not self.url and (self.http_url or self.instance_id or self.token_file or self.labels):
+        named_anyway = (self.http_url, self.instance_id, self.token_file, self.labels, self.role)
+        if not self.url and any(named_anyway):
             raise ConfigError("router.url is missing: the router that the other options are for")
 
     @property
@@ -467,8 +471,14 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
             )
         if not 0 <= config.kv_port <= 65535:
             raise ConfigError(f"kv_port must be within 0..65535, not {config.kv_port}")
+        role = Role(config.kv_role)
+        if extra.router.role is not None and role is not Role.BOTH:
+            raise ConfigError(
+                f"router.role: leave it out, for kv_role {role.value} decides, or set kv_role to"
+                " kv_both"
+            )
         return cls(
-            role=Role(config.kv_role),
+            role=role,
             engine_id=config.engine_id or "",
             host=host,
             port=config.kv_port,

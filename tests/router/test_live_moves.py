@@ -31,7 +31,7 @@ async def movable(
         for one in d.decodes:
             endpoint = KVEndpoint(engine_id=one.name, host="127.0.0.1", port=one.port, key="k")
             spec = registry.get(name(one)).spec
-            registry.put(msgspec.structs.replace(spec, role="both", kv=endpoint, epoch="e"))
+            registry.put(msgspec.structs.replace(spec, kv=endpoint, epoch="e"))
         await until(lambda: all(i.models for i in registry))
         yield d
 

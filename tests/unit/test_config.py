@@ -40,6 +40,13 @@ def parse_extra(**extra: Any) -> PDConfig:
     return parse(kv_connector_extra_config=extra)
 
 
+def test_only_an_engine_of_both_roles_says_which_the_router_may_use() -> None:
+    extra = {"router": {"url": "http://127.0.0.1:1", "role": "decode"}}
+    assert parse(kv_connector_extra_config=extra).router.role == "decode"
+    with pytest.raises(ConfigError, match="router.role: leave it out, for kv_role kv_consumer"):
+        parse(kv_role="kv_consumer", kv_connector_extra_config=extra)
+
+
 def test_nothing_set_works_on_one_machine() -> None:
     config = parse()
     assert config.host == "127.0.0.1"
@@ -151,6 +158,7 @@ def test_config_is_frozen() -> None:
         ({"router": {"instance_id": "p0"}}, "router.url is missing"),
         ({"router": {"url": 7}}, "router.url must be a string, not 7"),
         ({"router": {"labels": {"a": 1}}}, "router.labels.a must be a string, not 1"),
+        ({"router": {"role": "decode"}}, "router.url is missing"),
         ({"security": {"peers": []}}, r"security: unknown keys \['peers'\]; valid"),
         ({"transfer": 5}, "transfer must be a mapping, not int"),
         ({"transfer": None}, "transfer must be a mapping, not NoneType"),

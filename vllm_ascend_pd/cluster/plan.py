@@ -249,7 +249,7 @@ def _tool_call_parser(engine: PlacedEngine) -> str:
 
 def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) -> dict[str, Any]:
     extra = dict(topology.extra_config)
-    address = engine.address
+    address, kv_role = engine.address, _KV_ROLES[engine.role]
     if not ipaddress.ip_address(address).is_loopback:
         peers = sorted({host.address for host in topology.hosts.values()})
         security = dict(extra.get("security", {}))
@@ -261,12 +261,14 @@ def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) 
         others = extra.get("router", {}).get("url")
         urls = f"{shared.router_url},{others}" if others else shared.router_url
         own = {"url": urls, "http_url": engine.url, "instance_id": engine.name}
+        if engine.role == "decode":
+            kv_role, own["role"] = "kv_both", "decode"  # its running requests can be copied
         extra["router"] = {**extra.get("router", {}), **own}
     if isinstance(extra.get("pool"), dict):
         extra["pool"] = _pool(extra["pool"], engine, shared)
     config = {
         "kv_connector": "InEngine",
-        "kv_role": _KV_ROLES[engine.role],
+        "kv_role": kv_role,
         "engine_id": engine.name,
         "kv_ip": address,
         "kv_port": engine.kv_port if engine.role == "prefill" else 0,

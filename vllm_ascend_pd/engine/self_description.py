@@ -44,7 +44,7 @@ def describe(
         )
     return Registration(
         url=find_http_url(config.router, config.host),
-        role=_ROLES[config.role],
+        role=config.router.role or _ROLES[config.role],
         epoch=epoch,
         models=(names,) if isinstance(names, str) else tuple(names or ()),
         labels=config.router.labels,

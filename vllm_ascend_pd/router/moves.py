@@ -201,8 +201,7 @@ class Handover:
 
 def live_source(source: InstanceSpec, target: InstanceSpec) -> Source | None:
     """Where the target can copy a running request from, if it can."""
-    can_give = source.role in ("prefill", "both") and target.role in ("decode", "both")
-    if source.kv is None or not source.epoch or not can_give:
+    if source.kv is None or not source.epoch or target.role == "prefill":
         return None
     return Source(source.kv.host, source.kv.port, source.kv.key, source.epoch)
 

@@ -60,7 +60,9 @@ def test_one_machine() -> None:
             }
         },
     }
-    assert transfer_config(decode)["kv_role"] == "kv_consumer"
+    # Its running requests can be copied, and it gets no prompts of others.
+    assert transfer_config(decode)["kv_role"] == "kv_both"
+    assert transfer_config(decode)["kv_connector_extra_config"]["router"]["role"] == "decode"
     assert transfer_config(decode)["kv_port"] == 0
     assert router.argv == ("vllm-pd", "router", "--host", "127.0.0.1", "--port", "8000")
     assert router.url == "http://127.0.0.1:8000"
