@@ -41,6 +41,7 @@ def drain(
     import asyncio
     import sys
 
+    from vllm_ascend_pd.cluster.control import find_token_file
     from vllm_ascend_pd.cluster.emptying import drain as draining
     from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.errors import ConfigError
@@ -59,7 +60,8 @@ def drain(
                 typer.echo(line)
 
     async def ask() -> None:
-        token = read_token("--token-file", token_file) if token_file else None
+        token_path = token_file or find_token_file(router)
+        token = read_token("--token-file", str(token_path)) if token_path else None
         async with RouterOperator(router, token) as operator:
             await asyncio.wait_for(
                 asyncio.gather(*(one(operator, name) for name in instances)), wait or None

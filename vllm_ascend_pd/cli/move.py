@@ -17,8 +17,8 @@ Router = Annotated[str, typer.Option("--router", help="URL of the router.")]
 TokenFile = Annotated[
     str | None,
     typer.Option(
-        help="The router's --registration-token-file. Without: only on the router's own host, and"
-        " if it has none."
+        help="The router's --registration-token-file. Not needed for a router of this host that has"
+        " none, or that a `vllm-pd up` of yours has started."
     ),
 ]
 ROUTER_URL = "http://127.0.0.1:8000"
@@ -65,6 +65,7 @@ def move(
     import asyncio
     import sys
 
+    from vllm_ascend_pd.cluster.control import find_token_file
     from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.private_file import read_token
@@ -73,7 +74,8 @@ def move(
         raise typer.BadParameter("name requests, or give --from or --list", param_hint="REQUEST")
 
     async def ask() -> int:
-        token = read_token("--token-file", token_file) if token_file else None
+        token_path = token_file or find_token_file(router)
+        token = read_token("--token-file", str(token_path)) if token_path else None
         async with RouterOperator(router, token) as operator:
             if listing:
                 typer.echo(_table(await operator.requests()))

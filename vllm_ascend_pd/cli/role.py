@@ -38,6 +38,7 @@ def role(
 
     import msgspec
 
+    from vllm_ascend_pd.cluster.control import find_token_file
     from vllm_ascend_pd.cluster.emptying import switch
     from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.errors import ConfigError
@@ -50,7 +51,8 @@ def role(
         raise typer.BadParameter("prefill, decode or both", param_hint="ROLE") from e
 
     async def ask() -> None:
-        token = read_token("--token-file", token_file) if token_file else None
+        token_path = token_file or find_token_file(router)
+        token = read_token("--token-file", str(token_path)) if token_path else None
         async with RouterOperator(router, token) as operator:
             async for line in switch(operator, instance, wanted):
                 typer.echo(line)

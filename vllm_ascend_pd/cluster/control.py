@@ -2,6 +2,8 @@
 """How another command reaches a running ``vllm-pd up``: a Unix socket of its user alone.
 
 POST /restart    body ``RestartOrder``; answered by JSON lines, ``RestartProgress`` as it happens
+
+Beside the socket is a link to the file with the token of its router.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import stat
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -58,11 +61,33 @@ def socket_path(router_port: int) -> Path:
     return folder / f"up-{router_port}.sock"
 
 
+def token_path(socket: Path) -> Path:
+    """The link beside it."""
+    return socket.with_suffix(".token")
+
+
+def find_token_file(router_url: str) -> Path | None:
+    """That of a router of this host, if a ``vllm-pd up`` of this user has started it."""
+    parts = urlsplit(router_url)
+    if parts.hostname not in ("127.0.0.1", "localhost", "::1") or parts.port is None:
+        return None
+    path = token_path(socket_path(parts.port))
+    return path if path.exists() else None
+
+
 class Control:
     """The listening side, in the process of ``vllm-pd up``. Event loop thread."""
 
-    def __init__(self, path: Path, engines: dict[str, Child], restart: RollingRestart) -> None:
+    def __init__(
+        self,
+        path: Path,
+        engines: dict[str, Child],
+        restart: RollingRestart,
+        token_file: Path | None = None,
+    ) -> None:
+        """``token_file``: of the router, which whoever may ask here may ask, too."""
         self._path = path
+        self._token_file = token_file
         self._engines = engines
         self._restart = restart
         self._busy = asyncio.Lock()
@@ -72,12 +97,17 @@ class Control:
 
     async def start(self) -> None:
         await self._runner.setup()
-        self._path.unlink(missing_ok=True)  # of one that was killed
+        token = token_path(self._path)
+        for path in (self._path, token):
+            path.unlink(missing_ok=True)  # of one that was killed
+        if self._token_file is not None:
+            token.symlink_to(self._token_file.absolute())
         await web.UnixSite(self._runner, str(self._path)).start()
 
     async def close(self) -> None:
         await self._runner.cleanup()
-        self._path.unlink(missing_ok=True)
+        for path in (self._path, token_path(self._path)):
+            path.unlink(missing_ok=True)
 
     async def _on_restart(self, request: web.Request) -> web.StreamResponse:
         order = msgspec.json.decode(await request.read(), type=RestartOrder)

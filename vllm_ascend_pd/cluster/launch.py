@@ -206,7 +206,7 @@ async def _obey(path: Path, plan: Plan, supervisor: Supervisor, token_file: Path
     engines = {c.name for c in plan.commands if c.role in ("prefill", "decode")}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
     async with RouterOperator(plan.router_url, token) as router:
-        control = Control(path, children, RollingRestart(supervisor, router))
+        control = Control(path, children, RollingRestart(supervisor, router), token_file)
         try:
             await control.start()
             await asyncio.Event().wait()

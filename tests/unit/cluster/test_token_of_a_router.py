@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands find the token of the router that a ``vllm-pd up`` of their user has started."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from vllm_ascend_pd.cluster.control import Control, find_token_file, socket_path
+from vllm_ascend_pd.cluster.restart import RollingRestart
+
+NO_RESTART = cast("RollingRestart", None)
+ROUTER = "http://127.0.0.1:8123"
+
+
+def test_token_is_found_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    token_file = tmp_path / ".token"
+    token_file.write_text("x")
+
+    async def test() -> None:
+        controls = [Control(socket_path(8123), {}, NO_RESTART, token_file) for _ in range(2)]
+        for control in controls:  # the second one finds what one that was killed has left
+            await control.start()
+        found = find_token_file(ROUTER)
+        assert found is not None
+        assert found.resolve() == token_file
+        assert find_token_file("http://localhost:8123/") == found
+        for other in ("http://127.0.0.1:8124", "http://127.0.0.1", "http://10.0.0.1:8123"):
+            assert find_token_file(other) is None
+        for control in controls:
+            await control.close()
+        assert find_token_file(ROUTER) is None
+
+    asyncio.run(test())
+
+
+def test_token_of_a_router_that_has_gone_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    async def test() -> None:
+        control = Control(socket_path(8123), {}, NO_RESTART, tmp_path / "gone")
+        await control.start()
+        assert find_token_file(ROUTER) is None
+        await control.close()
+
+    asyncio.run(test())
