@@ -70,7 +70,11 @@ def divide(
         cores = machine.cores if machine is not None else ()
     each = len(cores) // len(engines) if engines else 0
     for index, engine in enumerate(engines):
-        engine.cores = cores[index * each : (index + 1) * each]
+        if each:
+            engine.cores = cores[index * each : (index + 1) * each]
+        elif cores and num_devices(engine.name, engine.words) == 1:
+            # vLLM would bind them all to the same core, on which they starve each other.
+            engine.cores = (cores[index % len(cores)],)
 
 
 def _divide_devices(

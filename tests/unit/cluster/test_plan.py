@@ -105,9 +105,13 @@ def test_memory_that_the_user_chose_stays(chosen: dict[str, Any]) -> None:
     assert str(4 * GIB) not in made.commands[0].argv
 
 
-def test_fewer_cores_than_engines_are_shared() -> None:
-    made = plan(Machine("cpu", (0,), (), GIB))
-    assert made.commands[0].argv[0] == "vllm"
+def test_fewer_cores_than_engines_are_shared_in_turns() -> None:
+    """vLLM would bind all of them to one, on which a worker that waits keeps the others off."""
+    made = plan(Machine("cpu", (0, 5), (), GIB), decode=[{"count": 2}])
+    pinned = [c.argv[:3] for c in made.commands if c.role != "router"]
+    assert pinned == [("taskset", "-c", core) for core in ("0", "5", "0")]
+    wide = plan(Machine("cpu", (0,), (), GIB), decode=[{"args": {"tensor-parallel-size": 2}}])
+    assert wide.commands[1].argv[0] == "vllm"
 
 
 def test_devices_are_divided_by_parallel_size() -> None:
