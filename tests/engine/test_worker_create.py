@@ -97,7 +97,7 @@ class Host:
         config = KVTransferConfig(
             kv_connector="InEngine", kv_role=role, kv_connector_extra_config=extra
         )
-        vllm_config: Any = SimpleNamespace(kv_transfer_config=config)
+        vllm_config: Any = SimpleNamespace(kv_transfer_config=config, speculative_config=None)
         PDConfig.from_kv_transfer_config(config)
         for part in (part for cache in caches.values() for part in parts(cache)):
             memory = part.untyped_storage()

@@ -140,6 +140,11 @@ class Answer:
     ) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
         writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
+        if fault == "role":
+            begun = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            writer.write(_chunk(_event({"model": self.model, "choices": [begun]})))
+            await writer.drain()
+            await asyncio.sleep(token_s)
         num_left = number
         for at, event in enumerate(self.events()):
             if fault in ("break", "truncate") and at == number:

@@ -23,6 +23,7 @@ left, the request is answered well:
     end(n)       of a stream: n events, then its regular end, without [DONE]
     dead(n)      of a stream: n events, then vLLM's error of an engine that died, and [DONE]
     abort(n)     of a stream: n events, then one that says abort, and [DONE]
+    role         of a chat's stream: first an event without tokens, in a packet of its own
     lost         of a request that moves here: it was handed over, and then closed
     no_params    a prefill answer without kv_transfer_params
     stopped      a prefill answer without them, because the first token ended the request

@@ -73,6 +73,19 @@ def test_request_is_handed_over_and_each_token_is_computed_once(kind: str) -> No
     run(test)
 
 
+def test_chat_is_handed_over_though_it_begins_with_an_event_without_tokens() -> None:
+    async def test() -> None:
+        async with movable(2, copy_s=0.1) as d:
+            client, source, target = await running(d, path="/v1/chat/completions")
+            target.script("role")
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            assert is_whole(await client.events(), source)
+            assert sources(d) == [True]
+
+    run(test)
+
+
 def test_target_that_copies_nothing_gets_the_tokens() -> None:
     async def test() -> None:
         async with movable(2) as d:

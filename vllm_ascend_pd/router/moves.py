@@ -353,8 +353,11 @@ async def _until_new(stream: Stream, client: Transcript, num_told: int) -> bytes
     begun, response = stream.first, stream.response
     try:
         while True:
-            events, failure = until_failure(begun[: begun.rfind(b"\n\n") + 2])
+            end = begun.rfind(b"\n\n")
+            events, failure = until_failure(begun[: end + 2] if end >= 0 else b"")
             ids = told_token_ids(events)
+            if ids is None:
+                return failure or Failure(FailureKind.PROTOCOL, "the engine tells no token ids")
             if len(ids) > num_told or events.endswith(DONE):
                 has = client.so_far().token_ids.tolist()
                 if ids[: len(has)] == has[: len(ids)]:
@@ -362,8 +365,6 @@ async def _until_new(stream: Stream, client: Transcript, num_told: int) -> bytes
                 return Failure(FailureKind.DIFFERS, "the engine began with other tokens")
             if failure is not None:
                 return failure
-            if not ids:
-                return Failure(FailureKind.PROTOCOL, "the engine tells no token ids")
             piece = await response.next()
             if not isinstance(piece, bytes):
                 return piece or Failure(FailureKind.TRUNCATED, "the stream ended without [DONE]")

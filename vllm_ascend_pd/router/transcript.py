@@ -175,12 +175,21 @@ class Transcript:
         self.texts[field].write(value)
 
 
-def told_token_ids(events: bytes) -> list[int]:
-    """By whole events; none if they are not understood."""
+def told_token_ids(events: bytes) -> list[int] | None:
+    """By whole events; ``None`` if they are not understood, or have text and tell none. A chat
+    begins with an event that has neither."""
     try:
-        return [i for one in _decode(events) for c in one.choices for i in c.token_ids or ()]
+        choices = [choice for one in _decode(events) for choice in one.choices]
     except msgspec.MsgspecError:
-        return []
+        return None
+    ids = [i for choice in choices for i in choice.token_ids or ()]
+    return ids if ids or not any(map(_has_text, choices)) else None
+
+
+def _has_text(choice: _Choice) -> bool:
+    delta = choice.delta or _Delta()
+    texts = (choice.text, delta.content, delta.reasoning, delta.reasoning_content)
+    return any(texts) or bool(delta.tool_calls)
 
 
 def _decode(events: bytes) -> list[_Chunk]:

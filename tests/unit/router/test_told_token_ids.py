@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first events of an engine tell of its tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.router.transcript import DONE, told_token_ids
+
+
+def event(**choice: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
+
+
+ROLE = event(delta={"role": "assistant", "content": ""})
+"""With which chats of vLLM begin, sometimes in a packet of its own."""
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        (b"", []),
+        (ROLE, []),
+        (ROLE + event(delta={"content": "a"}, token_ids=[1, 2]), [1, 2]),
+        (event(text="", token_ids=[3]) + DONE, [3]),
+        (event(delta={}, token_ids=[4]) + event(text="a", token_ids=[5]), [4, 5]),
+        (event(text="a"), None),
+        (ROLE + event(delta={"content": "a"}), None),
+        (ROLE + event(delta={"reasoning": "a"}), None),
+        (event(delta={"tool_calls": [{"index": 0}]}), None),
+        (b"data: nothing\n\n", None),
+    ],
+)
+def test_text_without_ids_and_what_is_not_understood_tell_none(
+    events: bytes, told: list[int] | None
+) -> None:
+    assert told_token_ids(events) == told
