@@ -40,6 +40,7 @@ def params_digest(params: SamplingParams) -> bytes:
     asked["extra_args"] = {
         k: v for k, v in (params.extra_args or {}).items() if k != "kv_transfer_params"
     }
+    asked["logit_bias"] = sorted((params.logit_bias or {}).items())
     encoded = msgspec.json.encode(asked, order="deterministic", enc_hook=repr)
     return hashlib.blake2b(encoded, digest_size=16).digest()
 
