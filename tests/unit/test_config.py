@@ -43,7 +43,7 @@ def parse_extra(**extra: Any) -> PDConfig:
 def test_only_an_engine_of_both_roles_says_which_the_router_may_use() -> None:
     extra = {"router": {"url": "http://127.0.0.1:1", "role": "decode"}}
     assert parse(kv_connector_extra_config=extra).router.role == "decode"
-    with pytest.raises(ConfigError, match="router.role: leave it out, for kv_role kv_consumer"):
+    with pytest.raises(ConfigError, match=r"router\.role: leave it out, for kv_role kv_consumer"):
         parse(kv_role="kv_consumer", kv_connector_extra_config=extra)
 
 
