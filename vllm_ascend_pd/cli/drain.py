@@ -41,11 +41,10 @@ def drain(
     import asyncio
     import sys
 
-    from vllm_ascend_pd.cluster.control import find_token_file
+    from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.emptying import drain as draining
     from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.errors import ConfigError
-    from vllm_ascend_pd.private_file import read_token
     from vllm_ascend_pd.registration import DrainOrder
 
     async def one(operator: RouterOperator, name: str) -> None:
@@ -60,8 +59,7 @@ def drain(
                 typer.echo(line)
 
     async def ask() -> None:
-        token_path = token_file or find_token_file(router)
-        token = read_token("--token-file", str(token_path)) if token_path else None
+        token = operator_token(router, token_file)
         async with RouterOperator(router, token) as operator:
             await asyncio.wait_for(
                 asyncio.gather(*(one(operator, name) for name in instances)), wait or None

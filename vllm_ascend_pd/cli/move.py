@@ -65,17 +65,15 @@ def move(
     import asyncio
     import sys
 
-    from vllm_ascend_pd.cluster.control import find_token_file
+    from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.errors import ConfigError
-    from vllm_ascend_pd.private_file import read_token
 
     if [bool(requests), source is not None, listing].count(True) != 1:
         raise typer.BadParameter("name requests, or give --from or --list", param_hint="REQUEST")
 
     async def ask() -> int:
-        token_path = token_file or find_token_file(router)
-        token = read_token("--token-file", str(token_path)) if token_path else None
+        token = operator_token(router, token_file)
         async with RouterOperator(router, token) as operator:
             if listing:
                 typer.echo(_table(await operator.requests()))

@@ -38,11 +38,10 @@ def role(
 
     import msgspec
 
-    from vllm_ascend_pd.cluster.control import find_token_file
+    from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.emptying import switch
     from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.errors import ConfigError
-    from vllm_ascend_pd.private_file import read_token
     from vllm_ascend_pd.registration import Role
 
     try:
@@ -51,8 +50,7 @@ def role(
         raise typer.BadParameter("prefill, decode or both", param_hint="ROLE") from e
 
     async def ask() -> None:
-        token_path = token_file or find_token_file(router)
-        token = read_token("--token-file", str(token_path)) if token_path else None
+        token = operator_token(router, token_file)
         async with RouterOperator(router, token) as operator:
             async for line in switch(operator, instance, wanted):
                 typer.echo(line)

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from vllm_ascend_pd.cluster.restart import RestartError
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.private_file import read_token
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -73,6 +74,12 @@ def find_token_file(router_url: str) -> Path | None:
         return None
     path = token_path(socket_path(parts.port))
     return path if path.exists() else None
+
+
+def operator_token(router_url: str, token_file: str | None) -> str | None:
+    """What an operator's command shows that router: of ``--token-file``, or what is found."""
+    path = token_file or find_token_file(router_url)
+    return read_token("--token-file", str(path)) if path else None
 
 
 class Control:
