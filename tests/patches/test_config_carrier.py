@@ -194,14 +194,14 @@ def test_gauges_appear_in_the_metrics_page(config: VllmConfig) -> None:
     try:
         for registered in (1, 0):
             stats = Stats()
-            stats.set("router_registered", registered)
+            stats.set("router_registered", registered, "r1")
             info = ("p0", "kv_producer", "e1", "127.0.0.1:1", "a=b c=d/e", "127.0.0.1:2")
             stats.set("engine_info", 1, *info)
             prom.observe(stats.take())
         page = generate_latest(REGISTRY).decode()
     finally:
         unregister(prom)
-    assert 'vllm:pd_router_registered{engine="0",model_name="tiny"} 0.0' in page
+    assert 'vllm:pd_router_registered{engine="0",model_name="tiny",router="r1"} 0.0' in page
     assert (
         'vllm:pd_engine_info{engine="0",engine_id="p0",epoch="e1",fingerprint="a=b c=d/e",'
         'kv_endpoint="127.0.0.1:1",model_name="tiny",pool_master="127.0.0.1:2",'
