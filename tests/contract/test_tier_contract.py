@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.disk import wait_on_disk
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.backends.mooncake_store import MooncakeStore, StoreOptions
 from vllm_ascend_pd.config import PoolConfig, SsdConfig
 from vllm_ascend_pd.pool.composite_tier import CompositeTier
@@ -65,7 +66,7 @@ class InBoth(InMemory):
 
 
 class OnSsd(InMooncake):
-    """Values that memory has evicted; a stock of them, because that takes seconds."""
+    """Values that memory has evicted; a stock of them, because that takes a while."""
 
     place = Place.SSD
 
@@ -74,16 +75,12 @@ class OnSsd(InMooncake):
         self._stock = super().store(16)
         wait_on_disk(folder, len(self._stock))
         deadline = time.monotonic() + 60
-        while True:
-            # No lookups meanwhile: they protect what they find from eviction, for 5 s, as the put
-            # did, and bring it back to memory.
-            for _ in range(20):
+        while set(tier.lookup(list(self._stock))) != {Place.SSD}:
+            assert time.monotonic() < deadline, "memory does not evict"
+            for _ in range(20):  # for longer than the lookup protects what is still in memory
                 keys = [f"filler/{next(numbers)}" for _ in range(4)]
                 tier.put([Value(key, buffers.addr + 2 * MIB, MIB) for key in keys])
-                time.sleep(0.5)
-            if set(tier.lookup(list(self._stock))) == {Place.SSD}:
-                break
-            assert time.monotonic() < deadline, "memory does not evict"
+                time.sleep(0.1)
 
     def store(self, num_values: int = 1) -> dict[str, bytes]:
         return dict(self._stock.popitem() for _ in range(num_values))
@@ -121,9 +118,12 @@ def dram() -> Iterator[Subject]:
 
 @pytest.fixture(scope="module")
 def ssd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """Of a master with which a lookup brings no value back to memory."""
+    master = EmbeddedMaster(["--enable_offload=true", "--default_kv_lease_ttl=1000"])
     folder: Path = tmp_path_factory.mktemp("ssd")
     config = SsdConfig(str(folder), 256 * MIB)
-    yield from _open(PoolConfig(dram_size=16 * MIB, ssd=config))
+    yield from _open(PoolConfig(master=master.address, dram_size=16 * MIB, ssd=config))
+    master.stop()
 
 
 @pytest.fixture(scope="module")
