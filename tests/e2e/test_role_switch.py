@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import requests
 from tests.e2e.forked_engines import ForkedEngine, Launcher
 from tests.e2e.router_cluster import routing, scraped, until
 from tests.e2e.servers import free_port
-from tests.e2e.test_broken_streams import PARSER, REQUESTS, Stream, follow, read
+from tests.e2e.streams import PARSER, REQUESTS, assert_whole, begun, read
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -67,41 +65,25 @@ def test_streams_move_to_and_fro_and_their_engine_gets_another_role(
         name: body if "structured_outputs" in body or "tools" in body else {**body, **LONG}
         for name, body in REQUESTS.items()
     }
-    with (
-        routing(tmp_path, [], *PARSER, port=router_port) as url,
-        ThreadPoolExecutor(len(sent)) as pool,
-    ):
+    with routing(tmp_path, [], *PARSER, port=router_port) as url:
         until(lambda: len(requests.get(f"{url}/instances", timeout=10).json()) == 3)
         for name, role in (("e0", "prefill"), ("e1", "decode"), ("e2", "decode")):
             assert f"{name} is used for {role}" in run(url, "role", name, role)
         expected = {name: read(engines["e0"].url, body) for name, body in sent.items()}
-        began = {name: threading.Event() for name in sent}
-        streams = {
-            name: pool.submit(follow, url, body, Stream(), began[name])
-            for name, body in sent.items()
-        }
-        for event in began.values():
-            assert event.wait(240)
-        for target in ("e2", "e1"):
-            for one in requests.get(f"{url}/requests", timeout=10).json():
-                if one["instance"] != target:
-                    move = f"{url}/requests/{one['request_id']}/move"
-                    requests.post(move, json={"to": target}, timeout=120)
-        assert run(url, "role", "e2", "prefill").endswith("e2 is used for prefill\n")
-        got = {name: stream.result() for name, stream in streams.items()}
+        with begun(url, sent) as ended:
+            for target in ("e2", "e1"):
+                for one in requests.get(f"{url}/requests", timeout=10).json():
+                    if one["instance"] != target:
+                        move = f"{url}/requests/{one['request_id']}/move"
+                        requests.post(move, json={"to": target}, timeout=120)
+            assert run(url, "role", "e2", "prefill").endswith("e2 is used for prefill\n")
+            got = ended()
         moved = sum(scraped(url, MOVED.format(reason)) for reason in ("operator", "drain"))
         failed = scraped(url, 'pd_router_requests_total{outcome="ok"}') - len(sent)
         resumed = scraped(url, "pd_router_resumes_total")
     assert (failed, resumed) == (0, 0)
     assert moved >= 4
     assert sum(scraped(engine.url, COPIED) for engine in engines.values()) > 0
-    for name, stream in got.items():
-        one = expected[name]
-        assert stream.ends == ["[DONE]"], name
-        assert len(stream.ids) == 1, name
-        assert (stream.text, stream.calls) == (one.text, one.calls), name
-        assert stream.token_ids == one.token_ids, name
-        assert stream.finish_reasons == one.finish_reasons, name
-        assert stream.num_tokens == one.num_tokens, name
+    assert_whole(got, expected)
     for engine in engines.values():
         assert scraped(engine.url, "num_requests_running") == 0

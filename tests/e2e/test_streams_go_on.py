@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of real engines, one of which is drained or killed within all of them: they go on at
+another one, and each client gets what one engine gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from tests.e2e.forked_engines import ForkedEngine, Launcher
+from tests.e2e.router_cluster import ROLES, routing, scraped, until
+from tests.e2e.servers import free_port
+from tests.e2e.streams import CHAT, GREEDY, PARSER, REQUESTS, TEXT, assert_whole, begun, read
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.engine
+
+NUM_STREAMS = 32
+VLLM_PD = str(Path(sys.executable).with_name("vllm-pd"))
+
+
+@pytest.fixture(scope="module")
+def started(
+    launched: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, ForkedEngine]:
+    folder = tmp_path_factory.mktemp("streams")
+    make_tiny_model(folder / "model")
+    made = {}
+    for name in ("p0", "d0", "d1"):
+        config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
+        options = ["--kv-transfer-config", json.dumps(config), "--max-num-seqs", "64"]
+        options += ["--enable-auto-tool-choice", *PARSER]
+        made[name] = launched.engine(name, folder / "model", folder, free_port(), *options)
+        made[name].start()
+    return made
+
+
+@pytest.fixture
+def engines(started: dict[str, ForkedEngine]) -> dict[str, ForkedEngine]:
+    """A test may kill d0."""
+    if not psutil.pid_exists(started["d0"].pid):
+        started["d0"].start()
+    for engine in started.values():
+        engine.wait_ready()
+    return started
+
+
+@pytest.fixture
+def instances(engines: dict[str, ForkedEngine]) -> list[dict[str, Any]]:
+    return [
+        {"id": name, "url": engine.url, "role": "prefill" if name == "p0" else "decode"}
+        for name, engine in engines.items()
+    ]
+
+
+def bodies() -> dict[str, dict[str, Any]]:
+    """32 requests of all kinds that move, with prompts of their own where they are text."""
+    kinds = list(REQUESTS.items())
+    made = {}
+    for number in range(NUM_STREAMS):
+        kind, body = kinds[number % len(kinds)]
+        prompt = {"prompt": f"{number}. {body['prompt']}"} if "prompt" in body else {}
+        made[f"{number} {kind}"] = {**body, **prompt}
+    return made
+
+
+def run_drain(url: str, *options: str) -> str:
+    command = [VLLM_PD, "drain", "d0", "--router", url, *options]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert told.returncode == 0, told.stderr
+    return told.stdout
+
+
+def test_drained_engine_is_empty_and_no_client_notices(
+    engines: dict[str, ForkedEngine], instances: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    sent = bodies()
+    with routing(tmp_path, instances, *PARSER) as url:
+        # All of them run on one engine before it is drained.
+        requests.put(f"{url}/registry/instances/d1/drain", json={"seconds": None}, timeout=10)
+        with begun(url, sent) as ended:
+            assert scraped(engines["d0"].url, "num_requests_running") > 0
+            requests.delete(f"{url}/registry/instances/d1/drain", timeout=10)
+            told = run_drain(url)
+            assert told.endswith("d0 is empty: it may be stopped\n"), told
+            until(lambda: scraped(engines["d0"].url, "num_requests_running") == 0)
+            assert run_drain(url) == "d0 is empty: it may be stopped\n"
+            got = ended()
+        moved = scraped(url, 'pd_router_moves_total{cause="",outcome="moved",reason="drain"}')
+        failed = scraped(url, 'pd_router_requests_total{outcome="ok"}') - len(sent)
+        assert "gets requests again" in run_drain(url, "--undo")
+    assert failed == 0
+    assert moved > NUM_STREAMS / 4  # others may have ended before
+    assert_whole(got, {name: read(engines["p0"].url, body) for name, body in sent.items()})
+    for engine in engines.values():
+        assert scraped(engine.url, "num_requests_running") == 0
+
+
+def core_of(engine: ForkedEngine) -> int:
+    """Process id of the engine's core, which its API server outlives for a moment."""
+    children = psutil.Process(engine.pid).children(recursive=True)
+    return next(c.pid for c in children if "EngineCore" in "".join(c.cmdline()))
+
+
+@pytest.mark.parametrize("victim", ["engine", "core"])
+def test_streams_of_an_engine_that_is_killed_go_on(
+    engines: dict[str, ForkedEngine],
+    instances: list[dict[str, Any]],
+    tmp_path: Path,
+    victim: str,
+) -> None:
+    dying, other = engines["d0"], engines["d1"]
+    expected = {name: read(other.url, body) for name, body in REQUESTS.items()}
+    plain = expected["chat"].text
+    stop = plain[len(plain) // 2 :][:6]
+    bodies = {**REQUESTS, "stop string": {**CHAT, **GREEDY, "stop": [stop]}}
+    expected["stop string"] = read(other.url, bodies["stop string"])
+    bodies["logprobs"] = {**TEXT, **GREEDY, "logprobs": 1}
+    taken_on = scraped(other.url, "pd_resumes_total")
+    with routing(tmp_path, instances[:2], *PARSER) as url, begun(url, bodies) as ended:
+        os.killpg(dying.pid, signal.SIGSTOP)
+        (listed,) = tmp_path.glob("*.json")
+        listed.write_text(json.dumps({"instances": instances}))
+        until(lambda: other.url in requests.get(f"{url}/instances", timeout=10).text)
+        if victim == "engine":
+            dying.kill()
+        else:
+            os.kill(core_of(dying), signal.SIGKILL)
+            os.killpg(dying.pid, signal.SIGCONT)
+        got = ended()
+        resumed = scraped(url, 'pd_router_resumes_total{kind="exact",outcome="ok"}')
+        not_resumed = scraped(url, 'pd_router_not_resumed_total{cause="logprobs"}')
+    dying.kill()
+    until(lambda: not psutil.pid_exists(dying.pid))
+    refused = got.pop("logprobs")
+    assert "message" in refused.ends[0]
+    assert not_resumed == (victim == "engine")  # the core's death the API server tells itself
+    assert resumed >= len(got) - 1  # one may have ended before
+    assert_whole(got, expected)
+    assert scraped(other.url, "pd_resumes_total") == taken_on + resumed
+    assert got["tool"].calls.startswith("look_up{")
+    assert scraped(other.url, "num_requests_running") == 0
