@@ -223,6 +223,31 @@ def test_staged_placement_inside_one_host_is_refused_without_a_way_to_its_memory
         make_host().start("kv_both", GQA, {NAMES[0]: combined()}, placement="staged")
 
 
+def test_staged_placement_inside_a_super_node_is_refused_without_a_way_to_its_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On A3 other hosts may be as near; on A2 the link between hosts reaches their memory."""
+    extra = {
+        "transfer": {"protocol": "ascend", "placement": "staged"},
+        "security": {"allow_non_loopback": True, "allowed_peers": ["10.0.0.2"]},
+    }
+    config = PDConfig.from_kv_transfer_config(
+        KVTransferConfig(
+            kv_connector="InEngine",
+            kv_role="kv_both",
+            kv_ip="10.0.0.1",
+            kv_connector_extra_config=extra,
+        )
+    )
+    monkeypatch.setattr(side, "in_super_node", lambda: False)
+    side._check_host_memory(config)
+    monkeypatch.setattr(side, "in_super_node", lambda: True)
+    with pytest.raises(ConfigError, match=r"placement staged .*HCCL_INTRA_ROCE_ENABLE=1"):
+        side._check_host_memory(config)
+    monkeypatch.setenv("HCCL_INTRA_ROCE_ENABLE", "1")
+    side._check_host_memory(config)
+
+
 def test_cache_that_is_not_aligned_is_refused_at_start(make_host: Callable[[], Host]) -> None:
     k, v = apart(SIZE, SIZE, HEADS)
     moved = v.new_empty(v.numel() + ALIGNMENT)

@@ -78,6 +78,13 @@ def ascend_facts(vllm_config: VllmConfig) -> AscendFacts:
     )
 
 
+def in_super_node() -> bool:
+    """Whether HCCS joins the NPUs of several hosts, as on A3."""
+    from vllm_ascend.device.device_config import get_ascend_device_type
+
+    return bool(get_ascend_device_type().name == "A3")
+
+
 def page_format(facts: AscendFacts) -> str:
     """``nz`` or ``nd``: bytes of a page in one format make no sense in the other."""
     return "nz" if facts.enable_kv_nz else "nd"

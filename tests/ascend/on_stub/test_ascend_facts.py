@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from vllm_ascend import ascend_config
 from vllm_ascend.attention.utils import MLAPO_MAX_SUPPORTED_TOKENS
+from vllm_ascend.device import device_config
+from vllm_ascend.device.hardware import AscendDeviceType
 from vllm_ascend.quantization.utils import enable_fa_quant
 
-from vllm_ascend_pd.engine.ascend import MLAPO_MAX_TOKENS, AscendFacts, ascend_facts
+from vllm_ascend_pd.engine.ascend import MLAPO_MAX_TOKENS, AscendFacts, ascend_facts, in_super_node
 
 
 def fields(owner: type) -> set[str]:
@@ -89,3 +91,11 @@ def test_quantized_mla_is_what_a_consumer_quantizes(
 
 def test_limit_of_mlapo_is_that_of_vllm_ascend() -> None:
     assert MLAPO_MAX_TOKENS == MLAPO_MAX_SUPPORTED_TOKENS
+
+
+@pytest.mark.parametrize("kind", AscendDeviceType)
+def test_hosts_are_joined_on_a3_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: AscendDeviceType
+) -> None:
+    monkeypatch.setattr(device_config, "get_ascend_device_type", lambda: kind)
+    assert in_super_node() is (kind is AscendDeviceType.A3)

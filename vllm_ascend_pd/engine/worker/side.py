@@ -20,6 +20,7 @@ from vllm_ascend_pd.backends.staging import MakeStaging, StagingPool, Unregister
 from vllm_ascend_pd.backends.torch_device import make_copier
 from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
 from vllm_ascend_pd.config import PDConfig, Placement, Transport, WireProtocol
+from vllm_ascend_pd.engine.ascend import in_super_node
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns, sleep_where_cores_are_few
@@ -171,13 +172,14 @@ def _check_host_memory(config: PDConfig) -> None:
     """Before Mooncake is asked to reach memory of the host over the links of NPUs.
 
     Raises:
-        ConfigError: all peers are on this host, and its NPUs' link reaches none.
+        ConfigError: all peers are on this host, or may be in its super node, and the link of its
+            NPUs reaches none.
     """
     staged = config.transfer.placement is Placement.STAGED
     what = "transfer.placement staged" if staged else "pool"
     if (route := host_memory_route()) is not None:
         logger.info("%s reaches memory of hosts by %s", what, route)
-    elif staged and ipaddress.ip_address(config.host).is_loopback:
+    elif staged and (ipaddress.ip_address(config.host).is_loopback or in_super_node()):
         raise ConfigError(f"{what} with transfer.protocol ascend: {HOST_MEMORY_HELP}")
     else:
         logger.warning("%s: %s, unless no other engine is as near as that", what, HOST_MEMORY_HELP)
