@@ -75,6 +75,7 @@ def serve(
         kv_cache_memory_bytes=options.kv_cache_mb << 20,
         kv_transfer_config=kv_transfer_config,
         disable_log_stats=False,
+        **({"gpu_memory_utilization": 0.3} if options.one_device else {}),
     )
     pipe.send("ready")
     while (job := pipe.recv()) is not None:
@@ -223,6 +224,7 @@ def main() -> None:
         default="cpu",
         help="cuda, npu: the producer has device 0, the consumer device 1 (default: cpu)",
     )
+    parser.add_argument("--one-device", action="store_true", help="both engines have device 0")
     parser.add_argument("--dtype", default="float32", help="float32 makes equality exact")
     parser.add_argument(
         "--max-tokens", type=int, default=32, help="tokens to generate, 2 at least (default: 32)"
@@ -250,8 +252,10 @@ def main() -> None:
 def run(options: argparse.Namespace, prompts: list[str]) -> None:
     started = time.monotonic()
     print("starting the producer and the consumer (two processes) ...", flush=True)
-    engines = [Engine("producer", options, PRODUCER, 0), Engine("consumer", options, CONSUMER, 1)]
-    producer, consumer = engines
+    second = 0 if options.one_device else 1
+    producer = Engine("producer", options, PRODUCER)
+    consumer = Engine("consumer", options, CONSUMER, second)
+    engines = [producer, consumer]
     try:
         for engine in engines:
             engine.wait_ready(started)
