@@ -306,3 +306,32 @@ def test_two_engines_ask_for_one_request(engines: Engines) -> None:  # noqa: F81
         ("exact", "not_needed"),
         ("move_busy", "not_needed"),
     ]
+
+
+def test_request_that_cannot_be_described_is_not_half_begun(
+    engines: Engines,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What raises is a bug, and leaves nothing that waits."""
+
+    def raise_it(*_: object) -> bytes:
+        raise TypeError("a parameter that cannot be encoded")
+
+    move = Move(engines, **QUICK)
+    monkeypatch.setattr("vllm_ascend_pd.engine.scheduler.moves_in.params_digest", raise_it)
+    with pytest.raises(TypeError, match="cannot be encoded"):
+        move.begin()
+    assert move.target.counts() == move.target.counts_at_start
+    move.source.run_to_end()
+    move.expect_one_answer()
+
+
+def test_engine_that_others_reach_believes_no_unsigned_tokens(
+    engines: Engines,  # noqa: F811
+) -> None:
+    """Without a secret, anybody could have said them."""
+    engine = engines.make("kv_consumer", at="192.0.2.1")
+    params = {"resume": ResumeKey(None).sign("r", PROMPT, [7, 8]).to_params()}
+    engine.add("t", PROMPT, params, max_tokens=8, temperature=0)
+    engine.run_to_end()
+    assert engine.params["t"] == {"resume": {"refused": "no_secret"}}

@@ -505,10 +505,14 @@ class Engines:
         scheduler_fields: dict[str, Any] | None = None,
         pool: dict[str, Any] | None = None,
         router: dict[str, Any] | None = None,
+        at: str = "127.0.0.1",
         **transfer: Any,
     ) -> Engine:
         transfer = {"load_mode": "step", "first_token": "compute", **transfer}
         config = self.config(role, transfer, **(scheduler_fields or {}))
+        config.kv_transfer_config.kv_ip = at
+        security = {"allow_non_loopback": True}
+        config.kv_transfer_config.kv_connector_extra_config["security"] = security
         for name, section in ("pool", pool), ("router", router):
             if section is not None:
                 config.kv_transfer_config.kv_connector_extra_config[name] = section

@@ -103,23 +103,21 @@ class MovesIn(Part):
             return Refusal("malformed", "resume.source: key is empty, and no security.secret_file")
         peer = Endpoint(source.host, source.port, source.key)
         move = _Move(request, request.status, peer, source.epoch)
-        self._moves[request.request_id] = move
-        wait_for_kv(request)
         assert request.sampling_params is not None
         end = request.num_prompt_tokens
-        self._ask(
-            move,
-            Open(
-                version=WIRE_VERSION,
-                fingerprint=self._fingerprint,
-                transfer_id=move.transfer_id,
-                epoch=move.epoch,
-                end=end,
-                groups=tuple(group_hashes(request, g, end, end) for g in self.common.groups),
-                sampling_key=params_digest(request.sampling_params),
-                running=name,
-            ),
+        message = Open(
+            version=WIRE_VERSION,
+            fingerprint=self._fingerprint,
+            transfer_id=move.transfer_id,
+            epoch=move.epoch,
+            end=end,
+            groups=tuple(group_hashes(request, g, end, end) for g in self.common.groups),
+            sampling_key=params_digest(request.sampling_params),
+            running=name,
         )
+        self._moves[request.request_id] = move
+        wait_for_kv(request)
+        self._ask(move, message)
         self._client.keep(peer, move.transfer_id, move.epoch)
         return None
 
