@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -152,6 +153,18 @@ def create_scheduler_hooks(scheduler: Scheduler) -> SchedulerHooks | None:
         return None
     hooks: SchedulerHooks = import_module("vllm_ascend_pd.engine.scheduler.build").create(scheduler)
     return hooks
+
+
+def check_answer(output: RequestOutput) -> None:
+    """Of a request that has ended, in the front end: raises what its client is told where another
+    engine has it, or this one cannot go on with it.
+
+    Touches:
+        vllm/outputs.py:RequestOutput.kv_transfer_params
+    """
+    if output.kv_transfer_params:
+        answers = import_module("vllm_ascend_pd.engine.vllm_api.answers")
+        answers.check(output.kv_transfer_params)
 
 
 def install_worker(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 RESUME = "resume"
 """The field of ``kv_transfer_params``."""
+MOVED = "moved"
+"""In those of an answer, where it has ended because another engine goes on."""
 _MAX_TOKENS = 1 << 24
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 

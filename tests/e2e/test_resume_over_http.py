@@ -130,6 +130,12 @@ def test_stop_string_across_the_cut(url: str) -> None:
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
 def test_stream_that_is_refused_says_so_and_begins_nothing(url: str, body: dict[str, Any]) -> None:
     whole = read(url, {"prompt": "Tell me another story.", "ignore_eos": True})
-    refused = read(url, {**body, **cut(whole, 3)})
-    assert refused.error["code"] == 500
+    sent = {**body, **cut(whole, 3)}
+    refused = read(url, sent)
+    assert refused.error["code"] == 409
+    assert refused.error["message"] == "kv_transfer_params.resume is refused: other_prompt"
     assert (refused.token_ids, refused.text) == ([], "")
+    path = "chat/completions" if "messages" in body else "completions"
+    whole_answer = requests.post(f"{url}/v1/{path}", json={"model": "tiny", **sent}, timeout=60)
+    assert whole_answer.status_code == 409
+    assert whole_answer.json()["error"]["message"] == refused.error["message"]

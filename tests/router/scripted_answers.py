@@ -20,9 +20,10 @@ _DONE = b"data: [DONE]\n\n"
 LAST_WORDS = {
     "end": (),
     "dead": (b'data: {"error":{"message":"EngineCore died","code":500}}\n\n', _DONE),
+    "elsewhere": (b'data: {"error":{"message":"it has moved","code":409}}\n\n', _DONE),
     "abort": (b'data: {"choices":[{"index":0,"finish_reason":"abort"}]}\n\n', _DONE),
 }
-"""What an engine's server says when the engine fails within a stream."""
+"""What an engine's server says when the engine does not go on with a stream."""
 
 
 class NotFound(Exception):
@@ -162,7 +163,7 @@ class Answer:
             if token_s:
                 await asyncio.sleep(token_s)
             if running.is_gone:
-                writer.writelines(map(_chunk, LAST_WORDS["abort"]))
+                writer.writelines(map(_chunk, LAST_WORDS["elsewhere"]))
                 break
             running.num_tokens = min(max(self.num_resumed, 1) + at, len(self.tokens))
             size = 1 if fault == "slow_body" else len(event)

@@ -314,7 +314,7 @@ class ScriptedEngine:
             if fault == "lost":
                 await _until_not_stale()
                 return
-            fault, number = ("dead", 0) if num_tokens is None else (fault, number)
+            fault, number = ("elsewhere", 0) if num_tokens is None else (fault, number)
             answer.num_resumed = num_tokens or 0
         running = self.running[CHUNK_ID] = Running()
         try:

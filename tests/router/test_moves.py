@@ -69,6 +69,7 @@ def test_stream_moves_and_its_client_gets_each_token_once(path: str, num_events:
         ("dead(0)", "refused"),
         ("dead(1)", "refused"),
         ("abort(1)", "refused"),
+        ("elsewhere(0)", "refused"),
         ("break(1)", "truncated"),
         ("end(1)", "truncated"),
         ("hang", "timeout"),

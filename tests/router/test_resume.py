@@ -31,7 +31,17 @@ BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions
 
 @BOTH
 @pytest.mark.parametrize(
-    "fault", ["break(1)", "break(3)", "stall(3)", "end(2)", "dead(4)", "abort(2)", "break(5)"]
+    "fault",
+    [
+        "break(1)",
+        "break(3)",
+        "stall(3)",
+        "end(2)",
+        "dead(4)",
+        "abort(2)",
+        "break(5)",
+        "elsewhere(3)",
+    ],
 )
 def test_broken_stream_goes_on_from_another_engine(path: str, fault: str) -> None:
     async def test() -> None:

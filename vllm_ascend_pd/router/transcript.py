@@ -13,6 +13,7 @@ import re
 import zlib
 from array import array
 from collections import defaultdict
+from http import HTTPStatus
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -229,8 +230,8 @@ def hide_token_ids(events: bytes) -> bytes:
 
 
 def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
-    """What an engine's server sent before it said, within the stream, that its engine has failed;
-    and what it said."""
+    """What an engine's server sent before it said, within the stream, that its engine has failed,
+    or another one has the request; and what it said."""
     at = events.find(_ERROR)
     aborts = [found for it in (_ABORT, _ABORTED_CALL) if (found := events.find(it)) >= 0]
     if aborts and (at < 0 or min(aborts) < at):
@@ -242,7 +243,7 @@ def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
     told = events[at + len(DATA) : events.find(b"\n\n", at)]
     try:
         error = _decoder.decode(told)["error"]
-        if error["code"] < 500:
+        if error["code"] < 500 and error["code"] != HTTPStatus.CONFLICT:
             return events, None
         failure = Failure(FailureKind.STATUS, f"status {error['code']}: {error['message']}")
     except (msgspec.MsgspecError, LookupError, TypeError):

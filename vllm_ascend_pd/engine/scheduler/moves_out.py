@@ -20,6 +20,7 @@ from vllm_ascend_pd.engine.vllm_api.requests import (
 )
 from vllm_ascend_pd.engine.vllm_api.status import is_running, preempt
 from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.resume import MOVED
 from vllm_ascend_pd.transfer.lease_states import ProducerState
 from vllm_ascend_pd.types import Cause, TransferId
 from vllm_ascend_pd.wire import Extend, Extended, Go, Open, Opened, Ready, Refused
@@ -225,7 +226,7 @@ class MovesOut(Part):
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
         for request in list(self._gone):
             outputs[request.client_index].append(
-                tell_abort(self._scheduler, request, {"moved": True})
+                tell_abort(self._scheduler, request, {MOVED: True})
             )
 
     def finish(self, request: Request, ending: Ending) -> None:

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, Scheduler
 
-_NO_TOKEN = [0]
-"""Of a request that is refused. Nobody is shown it, but without any a stream of completions ends as
-if all were well: vLLM takes that for a chunk of the prompt."""
-
 
 def is_greedy(params: SamplingParams) -> bool:
     return bool(params.sampling_type == SamplingType.GREEDY)
@@ -87,25 +83,21 @@ def tell_error(scheduler: Scheduler, request: Request, params: dict[str, Any]) -
     """End it with an error, whether it waits or a step has been scheduled with it; what tells the
     client, with these ``kv_transfer_params``.
     """
-    return _tell_end(scheduler, request, RequestStatus.FINISHED_ERROR, _NO_TOKEN, params)
+    return _tell_end(scheduler, request, RequestStatus.FINISHED_ERROR, params)
 
 
 def tell_abort(scheduler: Scheduler, request: Request, params: dict[str, Any]) -> EngineCoreOutput:
     """End it after the tokens that the client has; what tells the client."""
-    return _tell_end(scheduler, request, RequestStatus.FINISHED_ABORTED, [], params)
+    return _tell_end(scheduler, request, RequestStatus.FINISHED_ABORTED, params)
 
 
 def _tell_end(
-    scheduler: Scheduler,
-    request: Request,
-    status: Any,
-    token_ids: list[int],
-    params: dict[str, Any],
+    scheduler: Scheduler, request: Request, status: Any, params: dict[str, Any]
 ) -> EngineCoreOutput:
     scheduler.finish_requests(request.request_id, status)
     return EngineCoreOutput(
         request_id=request.request_id,
-        new_token_ids=token_ids,
+        new_token_ids=[],
         finish_reason=request.get_finished_reason(),
         events=request.take_events(),
         kv_transfer_params=params,
