@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     BLOCK_SIZE,
@@ -86,6 +87,8 @@ class Move:
         self.target = engines.make("kv_both", **transfer)
         self.source.worker.peers.append(self.target.worker)
         self.is_here = False
+        self.num_in_flight: int | None = None
+        """Steps of the source, after each of them; as many as it likes with ``None``."""
         self.grants: list[Grant] = []
         """Of the source."""
         self._num_turns = 0
@@ -93,9 +96,7 @@ class Move:
     def begin(self, num_output: int = NUM_OUTPUT) -> None:
         self.source.add("r", PROMPT, max_tokens=num_output, temperature=0)
         self.source.run(lambda: len(self.source.tokens["r"]) >= 3)
-        producer = self.source.scheduler.pd.part(Producer)
-        at = Source(*_address(producer), producer.epoch)
-        self.resume = ResumeKey(None).sign("r", PROMPT, [], source=at).to_params()
+        self.resume = coming("r", self.source)
         params = {"resume": self.resume}
         self.target.add("t", PROMPT, params, max_tokens=num_output, temperature=0)
 
@@ -114,9 +115,18 @@ class Move:
             if engine is self.source:
                 self.grants += step.meta.grants if step.output.pd_metadata is not None else ()
                 assert not (self.is_here and "r" in step.output.num_scheduled_tokens)
+                self._keep_in_flight()
             elif "t" in step.output.num_scheduled_tokens:
                 self.is_here = True
             self.end_loads(engine)
+
+    def _keep_in_flight(self) -> None:
+        if self.num_in_flight is None or not self.source.scheduler.running:
+            return
+        while len(self.source.in_flight) > self.num_in_flight:
+            self.source.finish_step()
+        while len(self.source.in_flight) < self.num_in_flight:
+            self.source.schedule()
 
     def end_loads(self, engine: Engine) -> None:
         """As the loader does: what can be read has been, what never can be has failed."""
@@ -177,9 +187,12 @@ def move_that_meets(
     raise AssertionError("the message was never sent")
 
 
-def _address(producer: Producer) -> tuple[str, int, str]:
+def coming(name: str, source: Engine, prompt: list[int] = PROMPT) -> dict[str, Any]:
+    """The ``resume`` of a request that runs there."""
+    producer = source.scheduler.pd.part(Producer)
     at = producer.endpoint
-    return at.host, at.port, at.key
+    said = Source(at.host, at.port, at.key, producer.epoch)
+    return ResumeKey(None).sign(name, prompt, [], source=said).to_params()
 
 
 KINDS = ["open", "extended", "extend", "freeze", "frozen", "ready", "go"]
@@ -335,3 +348,50 @@ def test_engine_that_others_reach_believes_no_unsigned_tokens(
     engine.add("t", PROMPT, params, max_tokens=8, temperature=0)
     engine.run_to_end()
     assert engine.params["t"] == {"resume": {"refused": "no_secret"}}
+
+
+ASYNC = pytest.mark.parametrize("engines", [AsyncScheduler], ids=["async"], indirect=True)
+
+
+@ASYNC
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_steps_in_flight_are_waited_for(
+    engines: Engines,  # noqa: F811
+    num_steps: int,
+) -> None:
+    move = Move(engines, **{name: 5 * value for name, value in QUICK.items()})
+    move.num_in_flight = num_steps
+    move.begin()
+    move.run()
+    move.expect_one_answer()
+    assert (move.outcome, move.has_left) == ("exact", True)
+
+
+@ASYNC
+def test_request_moves_to_and_fro_and_nothing_is_left_of_a_turn(
+    engines: Engines,  # noqa: F811
+) -> None:
+    move = Move(engines, num_blocks=512, peer_timeout_s=60, max_freeze_s=60)
+    here, there = move.source, move.target
+    for engine in here, there:
+        engine.scheduler.max_model_len = 512 * BLOCK_SIZE
+    here.add("r0", PROMPT, max_tokens=8000, temperature=0)
+    here.run(lambda: len(here.tokens["r0"]) > 0)
+    for turn in range(1000):
+        name, new = f"r{turn}", f"r{turn + 1}"
+        params = {"resume": coming(name, here)}
+        there.add(new, PROMPT, params, max_tokens=8000, temperature=0)
+        while here.scheduler.requests:
+            if here.scheduler.pd.has_pending_work():
+                here.step()
+            elif here.in_flight:
+                here.finish_step()
+            there.step()
+            move.end_loads(there)
+        there.run(lambda: len(there.tokens[new]) > len(here.tokens[name]))  # noqa: B023
+        given = there.tokens[new]
+        assert given == [right_token(len(PROMPT) + i) for i in range(len(given))]
+        assert here.params[name] == {"moved": True}
+        assert here.counts() == here.counts_at_start
+        here, there = there, here
+    here.abort(new)

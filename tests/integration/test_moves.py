@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,6 +105,12 @@ def test_request_moves_while_it_runs(
     assert peer == len(prompt) + len(left.token_ids) - 1
 
 
+LONG_JSON = {
+    "type": "array",
+    "items": {"enum": ["x", "yes"]},
+    "minItems": 60,
+    "maxItems": 60,
+}
 LONG_REGEX = {"structured_outputs": {"regex": "(abc|abx){200}-[0-9]{4}"}, "ignore_eos": False}
 
 
@@ -114,7 +121,15 @@ def test_tokens_are_those_of_one_engine(
     expect_the_same(either, single, prompt_of(2 * BLOCK_SIZE + 5), **SAMPLING[name])
 
 
-@pytest.mark.parametrize("more", [LONG_REGEX, {**SEED, **LONG_REGEX}], ids=["greedy", "seed"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        LONG_REGEX,
+        {**SEED, **LONG_REGEX},
+        {"structured_outputs": {"json": LONG_JSON}, "ignore_eos": False},
+    ],
+    ids=["greedy", "seed", "json"],
+)
 def test_grammar_goes_on(
     either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf, more: dict[str, Any]
 ) -> None:
@@ -173,27 +188,51 @@ def test_engines_with_a_pool(engines: Engines, single: SingleEngine, prompt_of: 
         settle(engine)
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=lambda s: f"{s[0]} to {s[1]}")
+def test_engines_of_several_workers(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, sizes: tuple[int, int]
+) -> None:
+    """As many as the other one has, or not."""
+    pairs = [
+        two(engines, **({"llm": json.dumps({"tensor_parallel_size": size})} if size > 1 else {}))
+        for size in sizes
+    ]
+    source, target = pairs[0][0], pairs[1][1]
+    prompt = prompt_of(2 * BLOCK_SIZE + 5)
+    expect_the_same((source, target), single, prompt, **SEED)
+
+
+NUM_TURNS = 20
+
+
 def test_request_moves_to_and_fro(
     either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
 ) -> None:
-    """Back to where its blocks are in the prefix cache still."""
+    """Back to where its blocks are in the prefix cache still; and however often, nothing is left of
+    a turn.
+    """
     first, second = either
     prompt = prompt_of(2 * BLOCK_SIZE + 5)
-    expected = single(prompt, NUM_OUTPUT, **SEED)
-    first.add("r0", prompt, NUM_OUTPUT, **SEED)
+    num_output = 45 * NUM_TURNS
+    expected = single(prompt, num_output, **SEED)
+    first.add("r0", prompt, num_output, **SEED)
     first.step_until("r0", "num_output_tokens", 5)
     answers = dict[str, Answer]()
-    for turn in range(4):
+    for turn in range(NUM_TURNS):
         source, target = (first, second) if turn % 2 == 0 else (second, first)
         name = f"r{turn + 1}"
-        target.add(name, prompt, NUM_OUTPUT, coming(prompt, source, f"r{turn}"), **SEED)
-        while f"r{turn}" not in answers:
-            answers |= source.drive(1)
+        target.add(name, prompt, num_output, coming(prompt, source, f"r{turn}"), **SEED)
+        for look in itertools.count():
+            answers |= source.drive(1) if look % 4 == 0 else {}
+            source.counts()  # it answers, and computes nothing
             answers |= target.drive(5)
+            if f"r{turn}" in answers:
+                break
         assert answers[f"r{turn}"].finish_reason == "abort"
     answers |= first.run()
-    assert answers["r4"].token_ids == expected.token_ids
-    assert answers["r4"].sources[1] < answers["r4"].sources[0]
+    last = answers[f"r{NUM_TURNS}"]
+    assert last.token_ids == expected.token_ids
+    assert last.sources[1] < last.sources[0]
 
 
 def test_beside_others_of_both_engines(

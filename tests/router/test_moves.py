@@ -401,3 +401,25 @@ def test_streams_move_from_a_full_engine_to_an_empty_one() -> None:
             assert sum(i.num_failures for i in d.router.registry) == 0
 
     run(test)
+
+
+def test_stream_that_stands_still_goes_on_elsewhere() -> None:
+    """Its engine has preempted it, and goes on with others."""
+
+    async def test() -> None:
+        timeouts = replace(PATIENT.timeouts, idle_s=20)
+        config = replace(PATIENT, rebalance="load", timeouts=timeouts)
+        async with deployed(1, 2, config, **SLOW) as d:
+            full, empty = d.decodes
+            full.metrics = "vllm:kv_cache_usage_perc{} 0.9\nvllm:num_requests_waiting{} 1\n"
+            empty.metrics = full.metrics
+            full.script("stall(4)")
+            clients = [Client(d, f"r{i}", max_tokens=350) for i in range(12)]
+            await until(lambda: sum(c.body.count(b"\n\n") > 200 for c in clients) == 11)
+            empty.metrics = "vllm:kv_cache_usage_perc{} 0.1\n"
+            for client in clients:
+                assert is_whole(await client.events(), full)
+            assert d.count("moves_total", reason="preempted", outcome="moved", cause="") == 1
+            assert sum(i.num_failures for i in d.router.registry) == 0
+
+    run(test)

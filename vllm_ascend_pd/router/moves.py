@@ -71,6 +71,13 @@ class Answering:
         """Of prompt and answer, about: chunks are not read while they are relayed."""
         return self.job.routed.num_prompt_tokens + self.job.trace.num_bytes // BYTES_PER_TOKEN
 
+    @property
+    def importance(self) -> tuple[int, int]:
+        """Larger is more: its tenant's, then its own, which vLLM counts the other way."""
+        tenant, own = self.job.trace.tenant, bytes(self.job.body.fields.get("priority", b"0"))
+        ranks = 0 if tenant is None else tenant.quota.priority
+        return ranks, -int(own) if own.lstrip(b"-").isdigit() else 0
+
     def begin(self, response: Response, transcript: Transcript | None) -> None:
         """Its stream; ``transcript`` grows with what the client gets."""
         self.response, self.transcript = response, transcript

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--rebalance load``: answers move from the fullest engine to the emptiest one.
 
-One look chooses a pair of engines and the shortest request, whose move must leave the fuller of the
-two less full than it was. So for the same requests the moves come to an end. An engine takes part
-in one move at a time, and in the next one when it has told how full it is since.
+One look chooses a pair of engines and a request, whose move must leave the fuller of the two less
+full than it was. So for the same requests the moves come to an end. An engine takes part in one
+move at a time, and in the next one when it has told how full it is since.
+
+A request that its engine has preempted waits there, without memory, until others end. Its stream
+stands still while others of the engine go on, and so it moves first: the other engine is told its
+tokens, and has their KV from a pool or computes it.
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.moves import Answering, Moves
 
 REASON = "load"
+PREEMPTED = "preempted"
 FULL = 0.7
 """An engine with more room than that keeps what it has."""
 MIN_GAP = 0.3
 """Between the two engines."""
 REST_S = 30.0
 """Between two moves of one request."""
+STALLED_S = 2.0
+"""A stream gives nothing, and others of an engine at which requests wait do: it was preempted."""
 MAX_GAP_S = 1.0
 """Mean wait of a moved request's client, as measured, above which no more move."""
 
@@ -50,11 +57,38 @@ def choose_pair(fullness: Sequence[float]) -> Pair | None:
     return Pair(source, target) if fullness[source] - fullness[target] > MIN_GAP else None
 
 
-def choose_request(source: float, target: float, shares: Sequence[float]) -> int | None:
-    """``shares``: of an engine's fullness, by request of the source. The shortest one, unless it
-    would make the target as full as the source is."""
-    at = min(range(len(shares)), key=lambda i: (shares[i], i), default=None)
-    return None if at is None or target + shares[at] >= source else at
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request that may move."""
+
+    share: float
+    """Of its engine's fullness."""
+    importance: tuple[int, int] = (0, 0)
+    is_stalled: bool = False
+
+
+def choose_request(
+    source: float, target: float, candidates: Sequence[Candidate], needed: float = 0.0
+) -> int | None:
+    """Of the source's; none that would make the target as full as the source is. First those that
+    stand still; then the least important ones, and of these the shortest that makes the room that
+    is ``needed``, or else the shortest."""
+    fitting = [i for i, one in enumerate(candidates) if target + one.share < source]
+
+    def order(i: int) -> tuple[object, ...]:
+        one = candidates[i]
+        return not one.is_stalled, one.importance, one.share < needed, one.share, i
+
+    return min(fitting, key=order, default=None)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of a stream, by looks."""
+
+    num_bytes: int
+    since: float
+    """When it had no more than that."""
 
 
 @dataclass(slots=True)
@@ -66,9 +100,11 @@ class Rebalancing:
     metrics: Metrics
     _moved_at: dict[Instance, float] = field(default_factory=dict)
     """When a move from or to it was last seen; what it told before counts no more."""
+    _seen: dict[Answering, _Seen] = field(default_factory=dict)
 
     def look(self, now: float) -> None:
         """Called every second or so: begins one move for each model at most."""
+        self._watch(now)
         moving = [one.move for one in self.moves.running if one.move is not None]
         ends = {one for move in moving for one in (move.source.instance, move.target)}
         before = self._moved_at
@@ -86,6 +122,14 @@ class Rebalancing:
         for engines in groups.values():
             self._balance(engines, now)
 
+    def _watch(self, now: float) -> None:
+        before = self._seen
+        self._seen = {}
+        for one in self.moves.running:
+            num_bytes, seen = one.job.trace.num_bytes, before.get(one)
+            is_new = seen is None or seen.num_bytes != num_bytes
+            self._seen[one] = _Seen(num_bytes, now) if is_new else before[one]
+
     def _balance(self, engines: list[Instance], now: float) -> None:
         engines = [one for one in engines if are_partners(engines[0], one)]
         fullness = [EngineWork.of(one).fullness for one in engines]
@@ -96,10 +140,24 @@ class Rebalancing:
         there = [one for one in self.moves.running if one.instance is source]
         movable = [one for one in there if _may_move(one, now)]
         per_token = fullness[pair.source] / (sum(one.num_tokens for one in there) or 1)
-        shares = [one.num_tokens * per_token for one in movable]
-        at = choose_request(fullness[pair.source], fullness[pair.target], shares)
+        candidates = [
+            Candidate(one.num_tokens * per_token, one.importance, self._is_stalled(one, there))
+            for one in movable
+        ]
+        needed = _num_waiting_tokens(there) * per_token - (1 - source.load.kv_usage)
+        at = choose_request(fullness[pair.source], fullness[pair.target], candidates, needed)
         if at is not None:
-            self.moves.start(movable[at], target, REASON)
+            reason = PREEMPTED if candidates[at].is_stalled else REASON
+            self.moves.start(movable[at], target, reason)
+
+    def _is_stalled(self, one: Answering, there: Sequence[Answering]) -> bool:
+        latest = max(self._seen[other].since for other in there)
+        return one.instance.load.num_waiting > 0 and self._seen[one].since + STALLED_S <= latest
+
+
+def _num_waiting_tokens(there: Sequence[Answering]) -> int:
+    """Of the first request that its engine has not begun with."""
+    return next((one.num_tokens for one in there if one.response is None), 0)
 
 
 def _may_move(one: Answering, now: float) -> bool:

@@ -6,7 +6,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from vllm_ascend_pd.router.rebalance import FULL, MIN_GAP, choose_pair, choose_request
+from vllm_ascend_pd.router.rebalance import (
+    FULL,
+    MIN_GAP,
+    Candidate,
+    choose_pair,
+    choose_request,
+)
 
 SHARES = (1 / 16, 1 / 8, 1 / 4, 7 / 16, 13 / 16)
 """Of an engine, by request."""
@@ -29,7 +35,8 @@ def step(state: State) -> State | None:
     pair = choose_pair(fullness)
     if pair is None:
         return None
-    at = choose_request(fullness[pair.source], fullness[pair.target], state[pair.source])
+    candidates = [Candidate(share) for share in state[pair.source]]
+    at = choose_request(fullness[pair.source], fullness[pair.target], candidates)
     if at is None:
         return None
     moved = state[pair.source][at]
@@ -74,3 +81,23 @@ def test_the_shortest_request_moves() -> None:
 def test_nobody_is_asked_without_an_engine() -> None:
     assert choose_pair([]) is None
     assert choose_request(1.0, 0.0, []) is None
+
+
+def test_the_least_important_request_moves_and_one_that_stands_still_before_all() -> None:
+    high, low = Candidate(0.1, (0, 0)), Candidate(0.3, (0, -5))
+    still = Candidate(0.4, (1, 0), is_stalled=True)
+    tenants = Candidate(0.2, (1, -9))
+    assert choose_request(1.0, 0.0, [high, low, tenants]) == 1
+    assert choose_request(1.0, 0.0, [high, low, tenants, still]) == 3
+    assert choose_request(1.0, 0.65, [high, low, still]) == 1  # there is no room for more
+    assert choose_request(1.0, 0.75, [high, low, still]) == 0
+    assert choose_request(1.0, 0.95, [high, low, still]) is None
+
+
+def test_one_that_makes_room_for_what_waits_moves() -> None:
+    """The shortest that does; or else the shortest of all, which is a beginning."""
+    shares = [Candidate(share) for share in (0.3, 0.1, 0.2, 0.4)]
+    assert choose_request(1.2, 0.0, shares, needed=0.15) == 2
+    assert choose_request(1.2, 0.0, shares, needed=0.25) == 0
+    assert choose_request(1.2, 0.0, shares, needed=0.5) == 1
+    assert choose_request(1.2, 0.0, shares, needed=-0.2) == 1

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines, one of which has no memory for all that it answers: what it preempts goes on at the
+other one, and each client gets what one engine gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.e2e.forked_engines import Launcher
+from tests.e2e.router_cluster import routing, scraped, until
+from tests.e2e.servers import free_port
+from tests.e2e.streams import GREEDY, USAGE, assert_whole, begun, read
+from vllm_ascend_pd.testing.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.engine
+
+BODIES = {
+    f"{i}": {
+        **GREEDY,
+        **USAGE,
+        "prompt": f"{i}. Tell me a long story.",
+        "max_tokens": 900,
+        "return_token_ids": True,
+    }
+    for i in range(6)
+}
+MEMORY = ["--max-model-len", "1024", "--block-size", "16", "--num-gpu-blocks-override", "100"]
+"""Of each engine: for less than two of these answers at their ends."""
+
+
+def test_request_that_an_engine_preempts_goes_on_at_another_one(
+    launched: Launcher, tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path / "model")
+    config = {"kv_connector": "InEngine", "kv_role": "kv_both", "kv_port": 0}
+    options = ["--kv-transfer-config", json.dumps(config), *MEMORY]
+    full, other = (
+        launched.engine(name, tmp_path / "model", tmp_path, free_port(), *options)
+        for name in ("full", "other")
+    )
+    for engine in full, other:
+        engine.start()
+    for engine in full, other:
+        engine.wait_ready()
+    instances = [
+        {"id": engine.name, "url": engine.url, "role": "decode"} for engine in (full, other)
+    ]
+    preempted = 'pd_router_moves_total{cause="",outcome="moved",reason="preempted"}'
+    with routing(tmp_path, instances, "--rebalance", "load") as url:
+        requests.put(f"{url}/registry/instances/other/drain", json={"seconds": None}, timeout=10)
+        with begun(url, BODIES) as ended:
+            until(lambda: scraped(full.url, "num_preemptions_total") > 0)
+            requests.delete(f"{url}/registry/instances/other/drain", timeout=10)
+            got = ended()
+        assert scraped(url, preempted) > 0
+        assert scraped(url, 'pd_router_requests_total{outcome="ok"}') == len(BODIES)
+    assert_whole(got, {name: read(other.url, body) for name, body in BODIES.items()})
+    for engine in full, other:
+        assert scraped(engine.url, "num_requests_running") == 0
