@@ -17,7 +17,7 @@ from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, w
 from vllm_ascend_pd.registration import InstanceStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -114,6 +114,29 @@ class Web:
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"{response.status}: {text[:300]}")
             return msgspec.json.decode(text)
+
+    async def order(self, url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+        """The JSON answer of a router; an ``aiohttp.ClientResponseError`` has its status."""
+        timeout = aiohttp.ClientTimeout(timeout_s)
+        async with self._session.post(url, json=body, timeout=timeout) as response:
+            response.raise_for_status()
+            return msgspec.json.decode(await response.read())
+
+    async def stream(
+        self, url: str, body: Mapping[str, Any], request_id: str, timeout_s: float
+    ) -> AsyncIterator[Any]:
+        """The chunks of an answer; an error within it is an ``aiohttp.ClientError``, too."""
+        timeout, headers = aiohttp.ClientTimeout(timeout_s), {"x-request-id": request_id}
+        async with self._session.post(url, json=body, timeout=timeout, headers=headers) as response:
+            if response.status != 200:
+                raise aiohttp.ClientPayloadError(f"{response.status}: {await response.text()}")
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = msgspec.json.decode(line.removeprefix(b"data: "))
+                if "error" in chunk:
+                    raise aiohttp.ClientPayloadError(chunk["error"]["message"])
+                yield chunk
 
     async def date(self, url: str) -> tuple[float, float, float] | None:
         """Time before, ``Date`` of the answer (whole seconds), time after."""

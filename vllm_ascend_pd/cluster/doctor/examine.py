@@ -12,7 +12,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.cluster.doctor import deployment, engines, host, transfers
+from vllm_ascend_pd.cluster.doctor import deployment, engines, host, moves, transfers
 from vllm_ascend_pd.cluster.doctor.bandwidth import Bandwidth
 from vllm_ascend_pd.cluster.doctor.bring_up import BringUp
 from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code, fail, ok
@@ -131,6 +131,7 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
     ]
     if subject.router:
         checks.append(transfers.ThroughRouter(web, subject.router, known))
+        checks.append(moves.MoveThroughRouter(web, subject.router, listed))
     checks.append(engines.Pool(web, known))
     for check in checks:
         for finding in await _guarded(check):

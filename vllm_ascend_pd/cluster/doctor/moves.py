@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real stream that the router moves while it runs."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+
+from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from vllm_ascend_pd.cluster.doctor.transfers import make_body, make_prompt
+from vllm_ascend_pd.operating import REQUESTS, MoveReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NUM_ANSWER_TOKENS = 600
+_TIMEOUT_S = 120.0
+_FIXES = {
+    "off": "start the router with --resume-streams exact",
+    "not_streamed": "see the router's log",
+    "unavailable": "see whether the other engine has room, and is neither drained nor down",
+    "refused": "give the router and all engines the same secret; the target's log names the cause",
+    "timeout": "look at the load of the engines and the network",
+    "differs": "in float32 the tokens must be equal: report it with both logs",
+}
+"""What to do about each cause for which a request has stayed."""
+
+
+class MoveThroughRouter:
+    """Has the router move a stream to another engine, and compares its text with one engine's."""
+
+    name = "move"
+
+    def __init__(self, web: Web, router: str, engines: Sequence[Engine]) -> None:
+        self._web = web
+        self._router = router.rstrip("/")
+        self._decoders = [one for one in engines if not one.error and one.role != "prefill"]
+
+    async def run(self) -> Sequence[Finding]:
+        if len({engine.model for engine in self._decoders}) != 1 or len(self._decoders) < 2:
+            return [skipped(self.name, "there are no two engines of one model that answer")]
+        try:
+            report, is_equal = await self._try(self._decoders[0])
+        except aiohttp.ClientResponseError as e:
+            return [skipped(self.name, f"the router did not take the order: {e.status}")]
+        except (*ERRORS, LookupError, TypeError) as e:
+            reason = str(e) or type(e).__name__
+            return [fail(self.name, reason, "see the router's log")]
+        return [self.judge(report, is_equal)]
+
+    async def _try(self, engine: Engine) -> tuple[MoveReport, bool]:
+        """What became of it, and whether its client has noticed nothing."""
+        num_tokens = min(NUM_ANSWER_TOKENS, engine.max_model_len // 2)
+        body = make_body(engine.model, make_prompt(engine, 50), num_tokens)
+        url = f"{self._router}/v1/completions"
+        whole = (await self._web.post(url, body, _TIMEOUT_S))["choices"][0]["text"]
+        name = f"doctor-{secrets.token_hex(8)}"
+        text, report = "", None
+        stream = self._web.stream(url, {**body, "stream": True}, name, _TIMEOUT_S)
+        async for chunk in stream:
+            text += chunk["choices"][0]["text"]
+            if report is None:
+                order = f"{self._router}{REQUESTS}/{name}/move"
+                report = await self._web.order(order, {}, _TIMEOUT_S)
+        [told] = msgspec.convert(report, list[MoveReport])
+        return told, text == whole
+
+    def judge(self, report: MoveReport, is_equal: bool) -> Finding:
+        """By what the router says of it."""
+        values = msgspec.structs.asdict(report)
+        if report.outcome == "not_needed":
+            return skipped(self.name, "the answer was complete before it could move")
+        if report.outcome != "moved":
+            fix = _FIXES.get(report.cause, "see the logs of the router and of both engines")
+            return fail(self.name, f"{report.outcome}: {report.cause}", fix, **values)
+        found = f"{report.source} to {report.target} in {report.seconds * 1e3:.0f} ms"
+        if not is_equal:
+            fix = "in float32 the answers must be equal: report it with all logs"
+            return warn(self.name, f"{found}; the answer is not that of one engine", fix, **values)
+        return ok(self.name, f"{found}, and its client has noticed nothing", **values)
