@@ -8,6 +8,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,8 +20,9 @@ from vllm_ascend_pd import registration
 from vllm_ascend_pd.cluster.emptying import switch
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.planner import profile
 from vllm_ascend_pd.registration import Role
-from vllm_ascend_pd.router.config import RouterConfig
+from vllm_ascend_pd.router.config import Planning, RouterConfig
 
 STRICT = replace(PATIENT, require_prefill=True)
 
@@ -222,3 +224,46 @@ def test_roles_follow_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
             assert d.count("role_switches_total", role="decode") >= 4
 
     run(test)
+
+
+SLOW_PREFILL = {
+    "format": profile.FORMAT,
+    "model": "tiny",
+    "prefill": [{"num_tokens": 10, "batch": 1, "seconds": 5.0}],
+    "decode": [{"batch": 1, "context_tokens": 10, "seconds": 0.001}],
+    "handover": [{"num_tokens": 10, "seconds": 0.001}],
+    "max_num_batched_tokens": 1000,
+    "max_num_seqs": 100,
+    "prefill_kv_tokens": 10_000,
+    "decode_kv_tokens": 10_000,
+}
+
+
+def test_roles_follow_the_plan_for_what_was_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No engine has much to do; by the profile one P would be too slow for as many prompts."""
+    path = tmp_path / "profile.json"
+    profile.save(profile.check(SLOW_PREFILL), path)
+    for name_, value in (("HOLD_S", 0.0), ("REST_S", 0.0), ("PLAN_S", 0.0)):
+        monkeypatch.setattr(f"vllm_ascend_pd.router.roles.{name_}", value)
+
+    async def test() -> None:
+        async with of_both_kinds(
+            4, replace(STRICT, roles="auto", planning=Planning(path, 60.0))
+        ) as d:
+            await until(lambda: "both" not in [i.used_for for i in d.router.registry])
+            for _ in range(30):
+                assert (await d.post())[0] == 200
+            await until(lambda: [i.used_for for i in d.router.registry].count("prefill") == 3)
+            assert d.count("role_switches_total", role="prefill") == 3
+            assert (await d.post(stream=True))[0] == 200
+
+    run(test)
+
+
+def test_profile_is_refused_where_nobody_goes_by_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--profile is for --roles auto"):
+        RouterConfig(planning=Planning(tmp_path))
+    with pytest.raises(ConfigError, match="must be positive"):
+        Planning(tmp_path, slo_ttft_s=0)

@@ -127,6 +127,20 @@ def router(
             " their load, as many for prompts and as many for answers as have to do.",
         ),
     ] = "operator",
+    profile: Annotated[
+        Path | None,
+        option(
+            ROUTING,
+            "What `vllm-pd profile` wrote. --roles auto goes by it and by what is asked, not by"
+            " load.",
+        ),
+    ] = None,
+    slo_ttft: Annotated[
+        float, option(ROUTING, "With --profile: first token in time, seconds.")
+    ] = 2.0,
+    slo_itl: Annotated[
+        float, option(ROUTING, "With --profile: next token in time, seconds.")
+    ] = 0.1,
     rebalance: Annotated[
         str,
         option(
@@ -266,6 +280,7 @@ def router(
             stats_window_s=request_stats_window,
             order=order,  # type: ignore[arg-type]
             roles=roles,  # type: ignore[arg-type]
+            planning=router_config.Planning(profile, slo_ttft, slo_itl) if profile else None,
             rebalance=rebalance,  # type: ignore[arg-type]
             require_prefill=require_prefill or routing_logic is not None,
             api_keys_file=api_keys_file,

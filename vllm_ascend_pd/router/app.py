@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.instances import Words
+    from vllm_ascend_pd.router.planned_roles import PlannedRoles
     from vllm_ascend_pd.router.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -161,8 +162,10 @@ class Router:
             if config.tenants_file
             else None
         )
+        plan = _make_plan(config)
+        self._counts_tokens = self.tenants is not None or plan is not None
         self.generation = Generation(
-            self.relay, self.selector, self.passthrough, lengths, config, self.tenants
+            self.relay, self.selector, self.passthrough, lengths, config, self.tenants, plan
         )
         auth = self._engine_authorization
         self.cross_origin = CrossOrigin(config.cors)
@@ -181,7 +184,7 @@ class Router:
         self._rebalancing = Rebalancing(self.registry, self.moves, self.metrics)
         self._roles: AutoRoles | None = None
         if config.roles == "auto":
-            self._roles = AutoRoles(self.registry, self._alone.say, self.metrics)
+            self._roles = AutoRoles(self.registry, self._alone.say, self.metrics, plan)
         self.requests = OwnRequests(self.registry, self.moves)
         self.operator = OperatorRoutes(
             self.registry, keeper or self.requests, self.registered.refuse
@@ -259,6 +262,7 @@ class Router:
                 return self._refuse(trace, 401, "unauthorized", "a valid API key is needed")
             trace.headers = forwarded_headers(request, trace.request_id, self._engine_authorization)
             trace.tenant = self.tenants.of(request) if self.tenants else None
+            trace.counts_tokens = self._counts_tokens
             with self.tracing.request(trace), in_progress(trace.tenant) as refused:
                 return not_admitted(trace, refused) if refused else await handle(trace)
         except BadRequest as e:
@@ -385,6 +389,14 @@ class Router:
             await self._roles.look(now)
         if self.config.rebalance == "load":
             self._rebalancing.look(now)
+
+
+def _make_plan(config: RouterConfig) -> PlannedRoles | None:
+    if config.planning is None:
+        return None
+    from vllm_ascend_pd.router.planned_roles import PlannedRoles  # it needs NumPy
+
+    return PlannedRoles.of(config.planning)
 
 
 def _resume_key(config: RouterConfig) -> ResumeKey:

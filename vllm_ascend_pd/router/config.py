@@ -191,6 +191,19 @@ class Skipping:
 
 
 @dataclass(frozen=True, slots=True)
+class Planning:
+    """By what ``--roles auto`` decides: ``--profile``, ``--slo-ttft`` and ``--slo-itl``."""
+
+    profile: Path
+    slo_ttft_s: float = 2.0
+    slo_itl_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (self.slo_ttft_s > 0 and self.slo_itl_s > 0):
+            raise ConfigError("--slo-ttft and --slo-itl must be positive")
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """All settings of one router."""
 
@@ -210,6 +223,8 @@ class RouterConfig:
     order: Order = "auto"
     roles: Roles = "operator"
     """Who says what engines of role ``both`` are used for; ``auto``: their load, too."""
+    planning: Planning | None = None
+    """With ``auto``: by the planner's model, and not by load."""
     rebalance: Rebalance = "off"
     """``load``: answers move from the fullest engine to the emptiest one."""
     require_prefill: bool = False
@@ -244,6 +259,8 @@ class RouterConfig:
             raise ConfigError(f"--roles {self.roles!r}: one of {', '.join(ROLES)}")
         if self.rebalance not in REBALANCE:
             raise ConfigError(f"--rebalance {self.rebalance!r}: one of {', '.join(REBALANCE)}")
+        if self.planning is not None and self.roles != "auto":
+            raise ConfigError("--profile is for --roles auto")
         if self.roles == "auto" and self.num_workers > 1:
             raise ConfigError("--roles auto: one process decides, so give --workers 1")
         if self.access_log not in FORMATS:

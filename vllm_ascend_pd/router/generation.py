@@ -24,6 +24,7 @@ from vllm_ascend_pd.router.trace import Trace
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.passthrough import Passthrough
+    from vllm_ascend_pd.router.planned_roles import PlannedRoles
     from vllm_ascend_pd.router.relay import Relay
     from vllm_ascend_pd.router.selection import Selector
     from vllm_ascend_pd.router.tenants import Tenants
@@ -45,6 +46,7 @@ class Generation:
     lengths: PromptLengths
     config: RouterConfig
     tenants: Tenants | None
+    plan: PlannedRoles | None = None
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
 
     async def serve(self, trace: Trace) -> web.StreamResponse:
@@ -79,6 +81,13 @@ class Generation:
         finally:
             if self.tenants is not None:
                 self.tenants.settle(routed, trace.num_answer_tokens)
+            if self.plan is not None:
+                self._plan_for(self.plan, routed, trace)
+
+    def _plan_for(self, plan: PlannedRoles, routed: Routed, trace: Trace) -> None:
+        answering = self.selector.registry.get(trace.decode)
+        if trace.status == 200 and answering is not None and plan.model in answering.models:
+            plan.saw(trace.started, routed.num_prompt_tokens, trace.num_answer_tokens)
 
     async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
         routed.is_salted = "cache_salt" in body.fields
@@ -93,7 +102,12 @@ class Generation:
         turns = asyncio.Semaphore(BATCH_AT_ONCE)
         others = [(name, value) for name, value in trace.headers if name != REQUEST_ID]
         traces = [
-            Trace(trace.request, f"{trace.request_id}-{i}", tenant=trace.tenant)
+            Trace(
+                trace.request,
+                f"{trace.request_id}-{i}",
+                tenant=trace.tenant,
+                counts_tokens=trace.counts_tokens,
+            )
             for i in range(len(chats))
         ]
 

@@ -3,12 +3,14 @@
 
 ``decide`` says what one look at the engines asks for, and ``Patience`` when to do it: what is asked
 for steadily, and not soon after the last change. For the same work ``decide`` never asks for a
-switch and later for the way back: it takes an engine only from a kind that is below ``LOW`` with
-one engine less, and gives it only to one that is above ``HIGH``.
+switch and later for the way back: by load it takes an engine only from a kind that is below ``LOW``
+with one engine less, and gives it only to one that is above ``HIGH``. With a profile the planner's
+model says which kind needs one more (``planned_roles``).
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,13 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.registration import Role
     from vllm_ascend_pd.router.instances import Instance, Kind, Registry, Word
     from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.planned_roles import PlannedRoles
 
+    Needs = Callable[[Kind, float, float], bool]
+    """Whether a kind with this load needs an engine more; the third: the other one's load with one
+    less."""
+
+KINDS: tuple[Kind, Kind] = ("prefill", "decode")
 PROMPTS_AT_ONCE = 4
 """In progress on one engine: more of them wait for each other."""
 HIGH = 1.0
@@ -29,6 +37,8 @@ HOLD_S = 10.0
 """So long the same is asked for, before it is done."""
 REST_S = 30.0
 """After a switch; what moves must move, and show in what engines tell of themselves."""
+PLAN_S = 5.0
+"""Between two looks of the planner's model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +82,13 @@ class Switch:
     """It was used for both until now, so nothing is taken from anybody."""
 
 
-def decide(engines: Sequence[EngineWork]) -> Switch | None:
+def by_load(kind: Kind, load: float, left: float) -> bool:
+    return load > HIGH and left < LOW
+
+
+def decide(engines: Sequence[EngineWork], needs: Needs = by_load) -> Switch | None:
     """One change that would help, of engines of one model."""
-    kinds: tuple[Kind, Kind] = ("prefill", "decode")
-    for kind, other in (kinds, kinds[::-1]):
+    for kind, other in (KINDS, KINDS[::-1]):
         spare = [one for one in engines if one.can == "both" and one.used_for == other]
         doing = [one for one in engines if one.does(kind)]
         giving = [one for one in engines if one.does(other)]
@@ -86,7 +99,7 @@ def decide(engines: Sequence[EngineWork]) -> Switch | None:
             return Switch(least.instance_id, kind)
         load = sum(one.load(kind) for one in doing) / len(doing)
         left = sum(one.load(other) for one in giving) / (len(giving) - 1)
-        if load > HIGH and left < LOW:
+        if needs(kind, load, left):
             return Switch(least.instance_id, kind)
     undecided = sorted(one.instance_id for one in engines if one.used_for == "both")
     if len(engines) < 2 or not undecided:
@@ -140,6 +153,9 @@ class AutoRoles:
     say: Callable[[str, Word], Awaitable[None]]
     """What an operator would say of an instance."""
     metrics: Metrics
+    plan: PlannedRoles | None = None
+    _planned: dict[tuple[str, ...], Needs] = field(default_factory=dict)
+    _plans_at: float = 0.0
     _patience: dict[tuple[str, ...], Patience] = field(default_factory=dict)
     """By the models that engines serve."""
 
@@ -149,10 +165,33 @@ class AutoRoles:
         for instance in self.registry:
             if instance.is_available:
                 engines.setdefault(instance.models, []).append(EngineWork.of(instance))
+        if self.plan is not None and now >= self._plans_at:
+            self._planned = await self._look_ahead(self.plan, engines, now)
+            self._plans_at = now + PLAN_S
         self._patience = {models: self._patience.get(models, Patience()) for models in engines}
         for models, patience in self._patience.items():
-            switch = patience.take(decide(engines[models]), now)
+            switch = patience.take(decide(engines[models], self._planned.get(models, by_load)), now)
             if switch is not None:
                 word = self.registry.word(switch.instance_id)
                 await self.say(switch.instance_id, replace(word, role=switch.role))
                 self.metrics.add("role_switches", switch.role)
+
+    async def _look_ahead(
+        self,
+        plan: PlannedRoles,
+        engines: dict[tuple[str, ...], list[EngineWork]],
+        now: float,
+    ) -> dict[tuple[str, ...], Needs]:
+        """For engines of the profile's model, if enough was asked of them lately."""
+        asked = plan.requests(now)
+        planned: dict[tuple[str, ...], Needs] = {}
+        for models, works in engines.items():
+            if asked is None or plan.model not in models:
+                continue
+            doing = {kind: [one for one in works if one.does(kind)] for kind in KINDS}
+            does = {kind: len(doing[kind]) for kind in KINDS}
+            movable = {kind: any(one.can == "both" for one in doing[kind]) for kind in KINDS}
+            if min(does.values()) and sum(does.values()) == len(works):
+                wanted = await asyncio.to_thread(plan.wanted, asked, does, movable)
+                planned[models] = lambda kind, *_, wanted=wanted: kind == wanted
+        return planned

@@ -89,8 +89,9 @@ class Trace:
     num_resumes: int = 0
     num_moves: int = 0
     tenant: Tenant | None = None
-    """Whose request it is, if the router tells tenants apart. Of others ``num_answer_tokens`` is
-    not known."""
+    """Whose request it is, if the router tells tenants apart."""
+    counts_tokens: bool = False
+    """Somebody wants to know ``num_answer_tokens``."""
     num_answer_tokens: int = 0
     """As the engine said; of a stream that does not say, its pieces."""
     status: int = 0
@@ -111,7 +112,7 @@ class Trace:
     def answered(self, data: bytes) -> None:
         """A whole answer, or whole events of one, for the client."""
         self.num_bytes += len(data)
-        if self.tenant is not None:
+        if self.counts_tokens:
             told = find_answer_tokens(data)
             pieces = data.count(b"data: {")
             self.num_answer_tokens = self.num_answer_tokens + pieces if told is None else told

@@ -135,3 +135,21 @@ def test_engines_that_were_used_for_both_are_told_apart_at_once() -> None:
     patience, first = Patience(), Switch("e0", "prefill", is_first=True)
     assert patience.take(first, 0.0) == first
     assert patience.take(Switch("e1", "decode", is_first=True), 0.0) is not None
+
+
+def test_with_a_plan_the_wanted_kind_gets_the_engine_that_has_least_to_do() -> None:
+    for roles, prompts, answers in deployments():
+        engines = deployment(roles, prompts, answers)
+        if "both" in roles or len(set(roles)) < 2:
+            continue
+        for kind, other in itertools.permutations(("prefill", "decode")):
+            switch = decide(engines, lambda needs, *_, kind=kind: needs == kind)
+            givers = [one for one in engines if one.used_for == other]
+            if len(givers) < 2:
+                assert switch is None
+            else:
+                assert switch is not None
+                assert switch.role == kind
+                least = min(givers, key=lambda one: one.load(other))
+                assert switch.instance_id == least.instance_id
+        assert decide(engines, lambda *_: False) is None
