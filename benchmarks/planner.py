@@ -39,7 +39,7 @@ from vllm_ascend_pd.planner.report import needs
 from vllm_ascend_pd.planner.search import Objective, Row
 from vllm_ascend_pd.planner.simulate import Outcome, Split, simulate
 from vllm_ascend_pd.planner.speeds import Speeds
-from vllm_ascend_pd.planner.trace_file import Trace, TraceRequest
+from vllm_ascend_pd.planner.trace_file import RequestTrace, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -141,7 +141,7 @@ def fit(options: argparse.Namespace) -> None:
         for number, per_second in enumerate(options.rates):
             requests = _requests(per_second, options.seconds, number)
             measured = Row.of(asyncio.run(replay(url, requests)), objective)
-            trace = Trace(requests, tokens_per_id=BLOCK_SIZE)
+            trace = RequestTrace(requests, tokens_per_id=BLOCK_SIZE)
             predicted = Row.of(simulate(trace, speeds, ONE_EACH), objective)
             (folder / f"trace-{per_second:g}.json").write_bytes(msgspec.json.encode(requests))
             for name, row in (("measured", measured), ("predicted", predicted)):
@@ -180,7 +180,7 @@ def speed(options: argparse.Namespace) -> None:
     busiest = float(speeds.prefill_s(prompts).mean()) / split.num_prefill
     arrivals = np.cumsum(rng.exponential(busiest / 0.7, num_requests)) * 1000
     began = time.perf_counter()
-    trace = Trace(
+    trace = RequestTrace(
         TraceRequest(*values)
         for values in zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
     )

@@ -71,7 +71,7 @@ class LoadMode(str, Enum):
     PARK = "park"
 
 
-class PeerLoad(str, Enum):
+class LoadFromPeer(str, Enum):
     """Which of the blocks that a peer has are loaded."""
 
     ALL = "all"
@@ -145,7 +145,7 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """``step``, ``park``, or ``auto``: by expected load time, see ``max_step_load_ms``."""
     max_step_load_ms: NotNegative = 50.0
     """With ``auto``, a load expected to take longer parks its request."""
-    load: PeerLoad = PeerLoad.ALL
+    load: LoadFromPeer = LoadFromPeer.ALL
     """``all``, or ``auto``: a consumer computes what that brings sooner than loading it, by what it
     has measured of both."""
     first_token: FirstTokenMode = FirstTokenMode.AUTO
@@ -278,7 +278,7 @@ class RouterLink(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(part.strip().rstrip("/") for part in self.url.split(",")))
 
 
-class PoolLoad(str, Enum):
+class LoadFromPool(str, Enum):
     """Which of the blocks that the pool has are loaded."""
 
     AUTO = "auto"
@@ -331,7 +331,7 @@ class PoolConfig(msgspec.Struct, frozen=True):
     """``write_through``: as they become full; ``eviction``: before the prefix cache evicts them."""
     put_decoded: bool = True
     """Store blocks with generated tokens too, for the next turn of a conversation."""
-    load: PoolLoad = PoolLoad.AUTO
+    load: LoadFromPool = LoadFromPool.AUTO
     """``all``, ``none``, or ``auto``: as many as is faster than computing them."""
     lookup_timeout_ms: Positive = 100.0
     """A request waits so long for its lookup, then goes on without the pool."""

@@ -32,7 +32,7 @@ from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.loader import PoolLoader
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.messages import PoolLoadSpec
-from vllm_ascend_pd.pool.packing import Packing
+from vllm_ascend_pd.pool.packed_slot import PackedSlot
 from vllm_ascend_pd.pool.tier import Status, Value
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.types import Cause, LoadId
@@ -206,7 +206,7 @@ class FromPool(Subject):
         theirs = BlockValues(inner, one_group(self.theirs.layout)[0], space)
         slot = slots.acquire()
         assert slot is not None
-        packing = Packing(theirs, slot, range(NUM_THEIRS))
+        packing = PackedSlot(theirs, slot, range(NUM_THEIRS))
         packing.pack_all()
         for index, block_hash in enumerate(self.hashes):
             addr = packing.seal(index, block_hash)

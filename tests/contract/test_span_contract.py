@@ -20,7 +20,7 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.kv.span import GroupBlocks, Span
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
-from vllm_ascend_pd.pool.packing import Packing
+from vllm_ascend_pd.pool.packed_slot import PackedSlot
 from vllm_ascend_pd.pool.tier import Status, Value
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, Tail, tail_digest
@@ -103,7 +103,7 @@ def test_groups_have_values_of_their_own_under_the_same_hash(slots: StagingPool)
     for each, key in zip(values, keys, strict=True):
         slot = slots.acquire()
         assert slot is not None
-        packing = Packing(each, slot, [3])
+        packing = PackedSlot(each, slot, [3])
         packing.pack_all()
         value = Value(key, packing.seal(3, block_hash), each.num_bytes)
         assert tier.put([value]) == [Status.OK]

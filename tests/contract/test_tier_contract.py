@@ -19,7 +19,14 @@ from vllm_ascend_pd.pool.fake_tier import FaultyTier
 from vllm_ascend_pd.pool.fs_tier import FileTier
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.tier import Opening, Status, SupportsView, Tier, Value
-from vllm_ascend_pd.testing.tier_contract import MIB, SIZE, Buffers, Subject, TierContract, numbers
+from vllm_ascend_pd.testing.tier_contract import (
+    MIB,
+    SIZE,
+    Buffers,
+    TierContract,
+    TierSubject,
+    numbers,
+)
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -31,20 +38,20 @@ SSD = pytest.param("ssd", marks=pytest.mark.slow)
 """Mooncake's own."""
 
 
-class InMemory(Subject):
+class InMemory(TierSubject):
     def held(self, key: str) -> bytes | None:
         tier = getattr(self.tier, "inner", self.tier)
         found = tier._values.get(key)
         return None if found is None else bytes(found)
 
 
-class InMooncake(Subject):
+class InMooncake(TierSubject):
     def held(self, key: str) -> bytes | None:
         """By Mooncake's own call."""
         return self.tier.store._store.get(key) or None  # type: ignore[attr-defined]
 
 
-class OnDisk(Subject):
+class OnDisk(TierSubject):
     place = Place.SSD
 
     def __init__(self, tier: Tier, buffers: Buffers, folder: Path) -> None:
@@ -96,7 +103,7 @@ class Remote(InMooncake):
         self.owner = owner
 
 
-def _open(config: PoolConfig) -> Iterator[Subject]:
+def _open(config: PoolConfig) -> Iterator[TierSubject]:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
@@ -112,12 +119,12 @@ def _open(config: PoolConfig) -> Iterator[Subject]:
 
 
 @pytest.fixture(scope="module")
-def dram() -> Iterator[Subject]:
+def dram() -> Iterator[TierSubject]:
     yield from _open(PoolConfig(dram_size=64 * MIB))
 
 
 @pytest.fixture(scope="module")
-def ssd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def ssd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierSubject]:
     """Of a master with which a lookup brings no value back to memory."""
     master = EmbeddedMaster(["--enable_offload=true", "--default_kv_lease_ttl=1000"])
     folder: Path = tmp_path_factory.mktemp("ssd")
@@ -127,7 +134,7 @@ def ssd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 
 @pytest.fixture(scope="module")
-def remote(dram: Subject) -> Iterator[Subject]:
+def remote(dram: TierSubject) -> Iterator[TierSubject]:
     """A client without memory of its own, beside the one that has it."""
     from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
@@ -142,17 +149,17 @@ def remote(dram: Subject) -> Iterator[Subject]:
 
 
 @pytest.fixture(scope="module")
-def memory() -> Subject:
+def memory() -> TierSubject:
     return InMemory(MemoryTier(64 * MIB), Buffers())
 
 
 @pytest.fixture(scope="module")
-def faulty() -> Subject:
+def faulty() -> TierSubject:
     return InMemory(FaultyTier(MemoryTier(64 * MIB)), Buffers())
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierSubject]:
     folder = tmp_path_factory.mktemp("fs")
     tier = FileTier(folder, 64 * MIB)
     yield OnDisk(tier, Buffers(), folder)
@@ -160,7 +167,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 
 @pytest.fixture(scope="module")
-def composite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def composite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierSubject]:
     """A value is in both, and found in memory."""
     folder = tmp_path_factory.mktemp("composite")
     tier = CompositeTier([MemoryTier(64 * MIB), FileTier(folder, 64 * MIB)])
@@ -170,12 +177,12 @@ def composite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 class TestTiers(TierContract):
     @pytest.fixture(params=["memory", "faulty", "files", "composite", "dram", "remote", SSD])
-    def subject(self, request: pytest.FixtureRequest) -> Subject:
-        found: Subject = request.getfixturevalue(request.param)
+    def subject(self, request: pytest.FixtureRequest) -> TierSubject:
+        found: TierSubject = request.getfixturevalue(request.param)
         return found
 
 
-def test_value_in_this_process_is_seen_in_place(dram: Subject) -> None:
+def test_value_in_this_process_is_seen_in_place(dram: TierSubject) -> None:
     assert isinstance(dram.tier, SupportsView)
     data = dram.store(2)
     first, second = data
@@ -192,7 +199,7 @@ def test_value_in_this_process_is_seen_in_place(dram: Subject) -> None:
 def test_value_that_lies_elsewhere_is_not_seen_in_place(
     elsewhere: str, request: pytest.FixtureRequest
 ) -> None:
-    subject: Subject = request.getfixturevalue(elsewhere)
+    subject: TierSubject = request.getfixturevalue(elsewhere)
     assert isinstance(subject.tier, SupportsView)
     with subject.tier.view(list(subject.store()), SIZE) as addrs:
         assert addrs == [0]

@@ -39,7 +39,7 @@ from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.messages import AheadSpec, DropAhead, Save
-from vllm_ascend_pd.pool.packing import Packing
+from vllm_ascend_pd.pool.packed_slot import PackedSlot
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.load import LoadSpec
@@ -445,7 +445,7 @@ def test_tail_is_in_place_when_the_forward_begins(side: Side) -> None:
             np.testing.assert_array_equal(side.pages(name)[7], side.pages(name)[2])
 
 
-def pack_in_step(side: Side, full_graph: bool) -> Packing:
+def pack_in_step(side: Side, full_graph: bool) -> PackedSlot:
     meta = StepMeta(ahead=(AheadSpec(7, (1, 2)),))
     side.worker.begin_step(output_of(meta))
     armed = side.worker.take_armed_step(wait_all=full_graph)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.router.harness import FAST, deployed, run
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.planner.measure import NUM_STEPS, Grid, Limits, take_profile
+from vllm_ascend_pd.planner.measure import NUM_STEPS, EngineLimits, Grid, take_profile
 from vllm_ascend_pd.router.config import Skipping
 
 CACHE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
@@ -28,7 +28,7 @@ NEVER_SKIPS = replace(FAST, skipping=Skipping("never"))
 
 async def taken(url: str, grid: Grid = GRID) -> Any:
     said: list[str] = []
-    return await take_profile(url, None, grid, Limits(2048, 8), said.append), said
+    return await take_profile(url, None, grid, EngineLimits(2048, 8), said.append), said
 
 
 @pytest.mark.parametrize("both_busy", [False, True])

@@ -67,7 +67,7 @@ def plan(
     from vllm_ascend_pd.planner.search import Objective, Search
     from vllm_ascend_pd.planner.simulate import simulate
     from vllm_ascend_pd.planner.speeds import Speeds
-    from vllm_ascend_pd.planner.trace_file import Trace, read_trace
+    from vllm_ascend_pd.planner.trace_file import RequestTrace, read_trace
 
     for name, value in (("--slo-ttft", slo_ttft), ("--slo-itl", slo_itl), ("--speed", speed)):
         if not value > 0:
@@ -84,7 +84,7 @@ def plan(
     objective = Objective(slo_ttft, slo_itl, attained)
     try:
         speeds = Speeds.of(load(profile))
-        asked = Trace(
+        asked = RequestTrace(
             read_trace(trace, max_requests, tokens_per_id=tokens_per_id),
             speed=speed,
             tokens_per_id=tokens_per_id,

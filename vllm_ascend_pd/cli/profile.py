@@ -68,7 +68,7 @@ def profile(
     import sys
 
     from vllm_ascend_pd.errors import ConfigError
-    from vllm_ascend_pd.planner.measure import Grid, Limits, take_profile
+    from vllm_ascend_pd.planner.measure import EngineLimits, Grid, take_profile
     from vllm_ascend_pd.planner.profile import save
     from vllm_ascend_pd.private_file import read_token
 
@@ -86,7 +86,7 @@ def profile(
         token_ids=(first, last),
         both_busy=both_busy,
     )
-    limits = Limits(max_num_batched_tokens, max_num_seqs)
+    limits = EngineLimits(max_num_batched_tokens, max_num_seqs)
     try:
         key = read_token("--api-key-file", str(api_key_file)) if api_key_file else None
         taken = asyncio.run(take_profile(router, key, grid, limits, typer.echo))

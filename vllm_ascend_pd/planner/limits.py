@@ -10,7 +10,7 @@ from vllm_ascend_pd.registration import HEARTBEAT_S
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.planner.search import Row
-    from vllm_ascend_pd.planner.trace_file import Trace
+    from vllm_ascend_pd.planner.trace_file import RequestTrace
 
 # Seconds of one core, as `benchmarks/planner.py --part costs` measured them; docs/planner.md.
 REQUEST_S = 114e-6
@@ -35,7 +35,7 @@ class Need:
     """Share of one core."""
 
 
-def router_needs(trace: Trace, row: Row) -> tuple[Need, ...]:
+def router_needs(trace: RequestTrace, row: Row) -> tuple[Need, ...]:
     """At the trace's mean rate, with as many instances as ``row`` has."""
     seconds = max(float(trace.arrival_s[-1]), 1e-9)
     num_instances = sum(row.split)

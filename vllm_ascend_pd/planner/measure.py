@@ -64,7 +64,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the engines were started with and do not tell."""
 
     max_num_batched_tokens: int
@@ -81,7 +81,7 @@ class Measurement:
         self._random = random.Random(f"{seed} {time.time_ns()}")
         self._model = self._prefill = self._decode = ""
 
-    async def take(self, limits: Limits) -> Profile:
+    async def take(self, limits: EngineLimits) -> Profile:
         """All of it; ``ConfigError`` says which server did not answer, and how."""
         await self._find_engines()
         for url in (self._prefill, self._decode):  # what is compiled or allocated at first
@@ -240,7 +240,7 @@ class Measurement:
 
 
 async def take_profile(
-    router: str, key: str | None, grid: Grid, limits: Limits, say: Say
+    router: str, key: str | None, grid: Grid, limits: EngineLimits, say: Say
 ) -> Profile:
     """``key``: of the API, if router and engines want one."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}

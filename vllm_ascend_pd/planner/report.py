@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm_ascend_pd.planner.limits import Need
-    from vllm_ascend_pd.planner.search import Found, Objective, Row
+    from vllm_ascend_pd.planner.search import Objective, Row, Splits
 
 _HEAD = ("split", "goodput", "in time", "TTFT p50", "p99", "ITL p50", "p99", "P busy", "D busy")
 
 
-def table(found: Found, objective: Objective, num_per_instance: int) -> str:
+def table(found: Splits, objective: Objective, num_per_instance: int) -> str:
     """One line a split, then the best and the least."""
     rows = [_HEAD, *(_cells(row) for row in found.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -62,12 +62,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def to_json(found: Found) -> str:
-    """``Found``, with splits as ``[P, D]``."""
+def to_json(found: Splits) -> str:
+    """``Splits``, with splits as ``[P, D]``."""
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
 
 
-def draw(found: Found, objective: Objective, path: Path) -> None:
+def draw(found: Splits, objective: Objective, path: Path) -> None:
     """Goodput, both times and how busy the engines are, by split. The suffix names the format."""
     try:
         import matplotlib as mpl

@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Splits:
     """``rows`` are of splits of all instances, in order of their P engines."""
 
     rows: tuple[Row, ...]
@@ -93,10 +93,10 @@ class Search:
             self._rows[split] = Row.of(self._simulate(split), self._objective)
         return self._rows[split]
 
-    def find(self, num_instances: int) -> Found:
+    def find(self, num_instances: int) -> Splits:
         """The best split of ``num_instances``, at least 2, and the least that would do."""
         rows = self._all_splits(num_instances)
-        return Found(rows, max(rows, key=_merit), self._least(num_instances))
+        return Splits(rows, max(rows, key=_merit), self._least(num_instances))
 
     def _all_splits(self, num_instances: int) -> tuple[Row, ...]:
         """Each one, or where they are many, those on an ever finer grid around the best."""

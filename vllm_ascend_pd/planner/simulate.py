@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vllm_ascend_pd.planner.speeds import Speeds
-    from vllm_ascend_pd.planner.trace_file import Trace
+    from vllm_ascend_pd.planner.trace_file import RequestTrace
 
 MIN_STEP_S = 1e-6
 """No step is shorter, whatever a profile says: else time would stand still."""
@@ -146,7 +146,7 @@ _PREFILL, _PREFILLED, _HANDED_OVER, _DECODE, _STEPPED = range(5)
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, speeds: Speeds, split: Split) -> None:
+    def __init__(self, trace: RequestTrace, speeds: Speeds, split: Split) -> None:
         self._trace, self._speeds, self._split = trace, speeds, split
         self._prompts: list[int] = trace.num_prompt_tokens.tolist()
         self._outputs: list[int] = trace.num_output_tokens.tolist()
@@ -347,6 +347,6 @@ class _Simulation:
         )
 
 
-def simulate(trace: Trace, speeds: Speeds, split: Split) -> Outcome:
+def simulate(trace: RequestTrace, speeds: Speeds, split: Split) -> Outcome:
     """What so many engines make of the trace."""
     return _Simulation(trace, speeds, split).run()

@@ -103,7 +103,7 @@ def _read_azure(path: Path) -> Iterator[TraceRequest]:
             yield request
 
 
-class Trace:
+class RequestTrace:
     """Requests as columns, in order of arrival; the first one comes at 0 s."""
 
     def __init__(

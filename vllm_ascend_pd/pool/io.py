@@ -3,7 +3,7 @@
 
 link thread ──lookups──► lookup thread ──► tier
             ──saves────► `pool.saver`
-main thread ──layers───► `pool.packing`
+main thread ──layers───► `pool.packed_slot`
             ──loads────► `pool.loader`
 """
 

@@ -2,7 +2,7 @@
 """Saves: blocks into a tier, as values.
 
 save thread:   pages ──pack──► staging ──put──► tier
-pack thread:   the same packing, while a step computes (`pool.packing`)
+pack thread:   the same packing, while a step computes (`pool.packed_slot`)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.kv.load import QUARANTINE_S
 from vllm_ascend_pd.pool.loader import wait_slot
 from vllm_ascend_pd.pool.messages import DROPPED, Message, Packed, Save, Saved
-from vllm_ascend_pd.pool.packing import PackAhead, Packing
+from vllm_ascend_pd.pool.packed_slot import PackAhead, PackedSlot
 from vllm_ascend_pd.pool.tier import Status, Tier, Value
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class _Queued:
     """A save, and what has been packed ahead of it; ``is_packed`` once that has been said."""
 
     save: Save
-    packing: Packing | None
+    packing: PackedSlot | None
     is_packed: bool
 
 
@@ -181,11 +181,11 @@ class Saver:
             every[i] = status.value
         return every
 
-    def _begin_packing(self, save: Save) -> Packing | None:
+    def _begin_packing(self, save: Save) -> PackedSlot | None:
         slot = wait_slot(self._slots, lambda: save.save_id <= self._dropped_saves or self._stopping)
         if slot is None:
             return None
-        return Packing(self._values[save.group], slot, list(filter(self._owns, save.block_ids)))
+        return PackedSlot(self._values[save.group], slot, list(filter(self._owns, save.block_ids)))
 
     def _put(self, values: list[Value]) -> list[Status]:
         """What finds memory full is tried again for a moment, since room is made in the background;

@@ -28,7 +28,7 @@ class State(str, Enum):
     STOPPED = "stopped"
 
 
-class Event(Enum):
+class ChildEvent(Enum):
     """What happens to one child."""
 
     START = "start"
@@ -42,15 +42,15 @@ class Event(Enum):
 
 TRANSITIONS = Transitions(
     {
-        State.WAITING: {Event.START: State.STARTING, Event.OVER: State.STOPPED},
+        State.WAITING: {ChildEvent.START: State.STARTING, ChildEvent.OVER: State.STOPPED},
         State.STARTING: {
-            Event.UP: State.READY,
-            Event.CRASH: State.BACKOFF,
-            Event.END: State.STOPPING,
+            ChildEvent.UP: State.READY,
+            ChildEvent.CRASH: State.BACKOFF,
+            ChildEvent.END: State.STOPPING,
         },
-        State.READY: {Event.CRASH: State.BACKOFF, Event.END: State.STOPPING},
-        State.BACKOFF: {Event.START: State.STARTING, Event.OVER: State.STOPPED},
-        State.STOPPING: {Event.START: State.STARTING, Event.OVER: State.STOPPED},
+        State.READY: {ChildEvent.CRASH: State.BACKOFF, ChildEvent.END: State.STOPPING},
+        State.BACKOFF: {ChildEvent.START: State.STARTING, ChildEvent.OVER: State.STOPPED},
+        State.STOPPING: {ChildEvent.START: State.STARTING, ChildEvent.OVER: State.STOPPED},
         State.STOPPED: {},
     }
 )

@@ -22,8 +22,8 @@ from vllm_ascend_pd.processes import guard
 from vllm_ascend_pd.processes.child import (
     TRANSITIONS,
     Child,
+    ChildEvent,
     ChildSpec,
-    Event,
     Patience,
     StartError,
     State,
@@ -112,19 +112,19 @@ class Supervisor:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), self._next_backoff(child))
         if child.state in (State.WAITING, State.BACKOFF):
-            self._advance(child, Event.OVER, child.note)
+            self._advance(child, ChildEvent.OVER, child.note)
 
     async def _run_once(self, child: Child) -> None:
         child.restart.clear()
         try:
             process = await self._spawn(child)
         except OSError as e:
-            self._advance(child, Event.START, "")
+            self._advance(child, ChildEvent.START, "")
             self._crashed(child, f"cannot be started: {e}")
             return
         child.pid = process.pid
         self._guard.tell("+", process.pid)
-        self._advance(child, Event.START, "")
+        self._advance(child, ChildEvent.START, "")
         exited = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
         restart = asyncio.create_task(child.restart.wait())
@@ -142,7 +142,7 @@ class Supervisor:
                 was_up = child.state is State.READY
                 late = not was_up and not stop.done()
                 if not late:
-                    self._advance(child, Event.END, "")
+                    self._advance(child, ChildEvent.END, "")
                 await self._terminate(process, exited, was_up)
                 if late:
                     self._crashed(child, f"not up after {self._patience.startup_s:g} s")
@@ -160,8 +160,8 @@ class Supervisor:
             child.pid = None
             if self._stop.is_set() and child.state is not State.BACKOFF:
                 if child.state is not State.STOPPING:
-                    self._advance(child, Event.END, "")
-                self._advance(child, Event.OVER, "")
+                    self._advance(child, ChildEvent.END, "")
+                self._advance(child, ChildEvent.OVER, "")
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
         if child.log is not None:
@@ -181,7 +181,7 @@ class Supervisor:
             await asyncio.sleep(self._patience.probe_s)
 
     def _ready(self, child: Child) -> None:
-        self._advance(child, Event.UP, "")
+        self._advance(child, ChildEvent.UP, "")
         if not self._announced and all(c.state is State.READY for c in self.children):
             self._announced = True
             self._on_ready()
@@ -194,7 +194,7 @@ class Supervisor:
         if self._announced:
             child.num_backoffs += 1
             note += f"; starts again in {self._next_backoff(child):g} s"
-        self._advance(child, Event.CRASH, note)
+        self._advance(child, ChildEvent.CRASH, note)
 
     def _next_backoff(self, child: Child) -> float:
         doublings = min(child.num_backoffs - 1, 64)  # 2.0**1024 overflows
@@ -219,7 +219,7 @@ class Supervisor:
         _signal_group(process.pid, signal.SIGKILL)
         await asyncio.wait({exited})
 
-    def _advance(self, child: Child, event: Event, note: str) -> None:
+    def _advance(self, child: Child, event: ChildEvent, note: str) -> None:
         child.state = TRANSITIONS.after(child.state, event)
         child.since, child.note = time.monotonic(), note
         self._on_change(child)

@@ -16,7 +16,7 @@ from vllm_ascend_pd.planner.profile import load
 from vllm_ascend_pd.planner.search import Objective, Row
 from vllm_ascend_pd.planner.simulate import Split, simulate
 from vllm_ascend_pd.planner.speeds import Speeds
-from vllm_ascend_pd.planner.trace_file import Trace, TraceRequest
+from vllm_ascend_pd.planner.trace_file import RequestTrace, TraceRequest
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.config import Planning
@@ -51,17 +51,19 @@ class PlannedRoles:
         if num_answer_tokens > 0:
             self._seen.append((at_s, num_prompt_tokens, num_answer_tokens))
 
-    def requests(self, now: float) -> Trace | None:
+    def requests(self, now: float) -> RequestTrace | None:
         """Those of the window, or ``None`` where they are too few to tell anything."""
         recent = sorted(one for one in self._seen if one[0] >= now - WINDOW_S)
         if len(recent) < MIN_REQUESTS:
             return None
-        return Trace(
+        return RequestTrace(
             TraceRequest(timestamp_ms=at * 1000, input_length=prompt, output_length=answer)
             for at, prompt, answer in recent
         )
 
-    def wanted(self, asked: Trace, does: dict[Kind, int], movable: dict[Kind, bool]) -> Kind | None:
+    def wanted(
+        self, asked: RequestTrace, does: dict[Kind, int], movable: dict[Kind, bool]
+    ) -> Kind | None:
         """Which kind should get an engine of the other one. Pure, and slow.
 
         ``does``: how many engines do this now; ``movable``: one of them could do the other thing.
@@ -81,5 +83,5 @@ class PlannedRoles:
                     best, gain = kind, gained
         return best
 
-    def _attained(self, asked: Trace, split: Split) -> float:
+    def _attained(self, asked: RequestTrace, split: Split) -> float:
         return Row.of(simulate(asked, self.speeds, split), self.objective).attained

@@ -40,21 +40,21 @@ MAX_GAP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Choice:
     """Indices of the engines that are chosen."""
 
     source: int
     target: int
 
 
-def choose_pair(fullness: Sequence[float]) -> Pair | None:
+def choose_pair(fullness: Sequence[float]) -> Choice | None:
     """Of engines that can take requests of each other: how full each is, 0 to 1 and more where
     requests wait."""
     source = max(range(len(fullness)), key=lambda i: (fullness[i], -i), default=0)
     target = min(range(len(fullness)), key=lambda i: (fullness[i], i), default=0)
     if source == target or fullness[source] <= FULL:
         return None
-    return Pair(source, target) if fullness[source] - fullness[target] > MIN_GAP else None
+    return Choice(source, target) if fullness[source] - fullness[target] > MIN_GAP else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engines compute prompts and which answer, where they can do both.
 
-``decide`` says what one look at the engines asks for, and ``Patience`` when to do it: what is asked
+``decide`` says what one look at the engines asks for, and ``RolePatience`` when: what is asked
 for steadily, and not soon after the last change. For the same work ``decide`` never asks for a
 switch and later for the way back: by load it takes an engine only from a kind that is below ``LOW``
 with one engine less, and gives it only to one that is above ``HIGH``. With a profile the planner's
@@ -110,7 +110,7 @@ def decide(engines: Sequence[EngineWork], needs: Needs = by_load) -> Switch | No
 
 
 @dataclass(slots=True)
-class Patience:
+class RolePatience:
     """Times are seconds of one clock."""
 
     asked: Switch | None = None
@@ -156,7 +156,7 @@ class AutoRoles:
     plan: PlannedRoles | None = None
     _planned: dict[tuple[str, ...], Needs] = field(default_factory=dict)
     _plans_at: float = 0.0
-    _patience: dict[tuple[str, ...], Patience] = field(default_factory=dict)
+    _patience: dict[tuple[str, ...], RolePatience] = field(default_factory=dict)
     """By the models that engines serve."""
 
     async def look(self, now: float) -> None:
@@ -168,7 +168,7 @@ class AutoRoles:
         if self.plan is not None and now >= self._plans_at:
             self._planned = await self._look_ahead(self.plan, engines, now)
             self._plans_at = now + PLAN_S
-        self._patience = {models: self._patience.get(models, Patience()) for models in engines}
+        self._patience = {models: self._patience.get(models, RolePatience()) for models in engines}
         for models, patience in self._patience.items():
             switch = patience.take(decide(engines[models], self._planned.get(models, by_load)), now)
             if switch is not None:

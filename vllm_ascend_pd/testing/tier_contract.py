@@ -37,7 +37,7 @@ class Buffers:
         return self.memory[slot * SIZE : slot * SIZE + size]
 
 
-class Subject(ABC):
+class TierSubject(ABC):
     """A tier with values that lie where the suite says, and another way to look at its store."""
 
     place = Place.DRAM
@@ -75,12 +75,12 @@ class Subject(ABC):
 class TierContract:
     """Of every tier, wherever its values lie."""
 
-    def test_value_comes_back_as_it_was_put(self, subject: Subject) -> None:
+    def test_value_comes_back_as_it_was_put(self, subject: TierSubject) -> None:
         data = subject.store(3)
         assert [subject.held(key) for key in data] == list(data.values())
         assert subject.get(*data) == [(Status.OK, value) for value in data.values()]
 
-    def test_lookup_says_where_each_value_is(self, subject: Subject) -> None:
+    def test_lookup_says_where_each_value_is(self, subject: TierSubject) -> None:
         data = subject.store(2)
         unknown = f"contract/{next(numbers)}"
         first, second = data
@@ -90,25 +90,25 @@ class TierContract:
             subject.place,
         ]
 
-    def test_unknown_key_is_missing_and_spoils_no_other(self, subject: Subject) -> None:
+    def test_unknown_key_is_missing_and_spoils_no_other(self, subject: TierSubject) -> None:
         ((key, value),) = subject.store().items()
         got = subject.get(f"contract/{next(numbers)}", key)
         assert got[0][0] is Status.MISSING
         assert got[1] == (Status.OK, value)
 
-    def test_first_value_of_a_key_stays(self, subject: Subject) -> None:
+    def test_first_value_of_a_key_stays(self, subject: TierSubject) -> None:
         ((key, value),) = subject.store().items()
         second = subject.buffers.value(key, 0, random.randbytes(SIZE))
         assert subject.put(second) is Status.OK
         assert subject.held(key) == value
         assert subject.get(key) == [(Status.OK, value)]
 
-    def test_value_of_another_size_is_damaged(self, subject: Subject) -> None:
+    def test_value_of_another_size_is_damaged(self, subject: TierSubject) -> None:
         ((key, _),) = subject.store().items()
         assert subject.get(key, size=SIZE // 2)[0][0] is Status.DAMAGED
         assert subject.get(key, size=2 * SIZE)[0][0] is Status.DAMAGED
 
-    def test_removed_value_is_gone_and_can_be_put_again(self, subject: Subject) -> None:
+    def test_removed_value_is_gone_and_can_be_put_again(self, subject: TierSubject) -> None:
         ((key, _),) = subject.store().items()
         subject.tier.remove([key, f"contract/{next(numbers)}"])
         assert subject.held(key) is None
@@ -118,11 +118,11 @@ class TierContract:
         assert subject.put(subject.buffers.value(key, 0, data)) is Status.OK
         assert subject.get(key) == [(Status.OK, data)]
 
-    def test_nothing_is_asked_with_no_keys(self, subject: Subject) -> None:
+    def test_nothing_is_asked_with_no_keys(self, subject: TierSubject) -> None:
         assert subject.tier.lookup([]) == []
         assert subject.tier.put([]) == []
         assert subject.tier.get([]) == []
         subject.tier.remove([])
 
-    def test_open_tier_is_healthy(self, subject: Subject) -> None:
+    def test_open_tier_is_healthy(self, subject: TierSubject) -> None:
         assert subject.tier.is_healthy()

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_ascend_pd.planner.profile import FORMAT
 from vllm_ascend_pd.planner.speeds import Line, Speeds
-from vllm_ascend_pd.planner.trace_file import Trace, TraceRequest
+from vllm_ascend_pd.planner.trace_file import RequestTrace, TraceRequest
 
 MAX_SEQS = 4
 # A prompt of n tokens takes P n ms, the hand-over 10 ms, a step of D 20 ms.
@@ -25,14 +25,18 @@ SPEEDS = Speeds(
 )
 
 
-def trace(*requests: tuple[float, int, int], prefixes: tuple[tuple[int, ...], ...] = ()) -> Trace:
+def trace(
+    *requests: tuple[float, int, int], prefixes: tuple[tuple[int, ...], ...] = ()
+) -> RequestTrace:
     """Arrival in seconds, prompt, answer."""
     ids = prefixes or ((),) * len(requests)
     rows = [TraceRequest(1000 * r[0], r[1], r[2], i) for r, i in zip(requests, ids, strict=True)]
-    return Trace(rows, tokens_per_id=10)
+    return RequestTrace(rows, tokens_per_id=10)
 
 
-def poisson(num_requests: int, per_second: float, prompt: int, answer: int, seed: int) -> Trace:
+def poisson(
+    num_requests: int, per_second: float, prompt: int, answer: int, seed: int
+) -> RequestTrace:
     rng, now, rows = random.Random(seed), 0.0, []
     for _ in range(num_requests):
         rows.append((now, prompt, answer))

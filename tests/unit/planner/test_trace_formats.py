@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.planner.trace_file import Trace, TraceRequest, read_trace
+from vllm_ascend_pd.planner.trace_file import RequestTrace, TraceRequest, read_trace
 
 
 def test_mooncake_s_format_with_and_without_prefixes(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_mooncake_s_format_with_and_without_prefixes(tmp_path: Path) -> None:
     )
     late, early = TraceRequest(27482, 600, 52, (46, 47)), TraceRequest(27000.5, 7, 2)
     assert read_trace(path) == [early, late]
-    asked = Trace(read_trace(path), speed=2)
+    asked = RequestTrace(read_trace(path), speed=2)
     assert asked.arrival_s == pytest.approx([0, 0.24075])
     assert asked.prefixes == [(), (46, 47)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.config import PDConfig, PoolConfig, PoolLoad, PoolSave, SsdConfig
+from vllm_ascend_pd.config import LoadFromPool, PDConfig, PoolConfig, PoolSave, SsdConfig
 from vllm_ascend_pd.errors import ConfigError
 
 
@@ -87,7 +87,7 @@ def test_every_option_is_read() -> None:
         put=False,
         put_decoded=False,
         save=PoolSave.WRITE_THROUGH,
-        load=PoolLoad.ALL,
+        load=LoadFromPool.ALL,
         lookup_timeout_ms=5.0,
         io_threads=3,
         staging_slot_bytes=1 << 20,

@@ -15,7 +15,7 @@ from vllm_ascend_pd.router.roles import (
     PROMPTS_AT_ONCE,
     REST_S,
     EngineWork,
-    Patience,
+    RolePatience,
     Switch,
     decide,
 )
@@ -117,7 +117,7 @@ def test_a_kind_that_is_gone_is_given_to_one_of_the_others() -> None:
 
 
 def test_a_switch_waits_until_it_is_asked_for_steadily_and_rests_then() -> None:
-    patience, wanted, back = Patience(), Switch("e0", "prefill"), Switch("e1", "decode")
+    patience, wanted, back = RolePatience(), Switch("e0", "prefill"), Switch("e1", "decode")
     assert patience.take(wanted, 0.0) is None
     assert patience.take(wanted, HOLD_S - 1) is None
     assert patience.take(None, HOLD_S) is None  # it was a moment
@@ -132,7 +132,7 @@ def test_a_switch_waits_until_it_is_asked_for_steadily_and_rests_then() -> None:
 
 
 def test_engines_that_were_used_for_both_are_told_apart_at_once() -> None:
-    patience, first = Patience(), Switch("e0", "prefill", is_first=True)
+    patience, first = RolePatience(), Switch("e0", "prefill", is_first=True)
     assert patience.take(first, 0.0) == first
     assert patience.take(Switch("e1", "decode", is_first=True), 0.0) is not None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_ascend_pd.config import PDConfig, PeerLoad, WeightReading
+from vllm_ascend_pd.config import LoadFromPeer, PDConfig, WeightReading
 from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
@@ -120,7 +120,7 @@ class _Builder:
         if config.role.consumes:
             consumer, resumes.moves = self._consumer(resumes)
             parts += [consumer, resumes.moves]
-        if config.pool is not None or config.transfer.load is PeerLoad.AUTO:
+        if config.pool is not None or config.transfer.load is LoadFromPeer.AUTO:
             parts.append(PrefillMeter(self._common.prefill))
         labels = (config.engine_id, config.role.value, self._epoch, str(endpoint or ""))
         master = (config.pool.master or "its own") if config.pool is not None else ""

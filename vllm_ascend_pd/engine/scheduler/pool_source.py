@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.config import PoolLoad
+from vllm_ascend_pd.config import LoadFromPool
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
@@ -234,7 +234,7 @@ class PoolSource:
             return
         self._count_lookup("hit")
         prompt.found(bytes(places))
-        if self._config.load is PoolLoad.NONE:
+        if self._config.load is LoadFromPool.NONE:
             prompt.give_up(Cause.NOT_NEEDED)
             self._stats.add("pool_decisions", label="none")
         self.queued.append(prompt)
@@ -323,7 +323,7 @@ class PoolSource:
 
     @property
     def compute_ms(self) -> float:
-        if self._config.load is not PoolLoad.AUTO:
+        if self._config.load is not LoadFromPool.AUTO:
             return 0.0
         return self._common.prefill.ms(self.group.block_size)
 

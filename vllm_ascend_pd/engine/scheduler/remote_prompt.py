@@ -8,7 +8,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.config import PeerLoad
+from vllm_ascend_pd.config import LoadFromPeer
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.status import is_aborted
 from vllm_ascend_pd.kv.span import LoadBlocks
@@ -169,7 +169,7 @@ class RemotePrompt(BlockSource):
 
     @property
     def compute_ms(self) -> float:
-        if self._transfer.load is PeerLoad.ALL or not self.is_complete:
+        if self._transfer.load is LoadFromPeer.ALL or not self.is_complete:
             return 0.0
         return self._peers.prefill.ms(self._group.block_size)
 

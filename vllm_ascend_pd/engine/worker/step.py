@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.kv.loader import Loader
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.pool.io import PoolIO
-    from vllm_ascend_pd.pool.packing import PackAhead
+    from vllm_ascend_pd.pool.packed_slot import PackAhead
     from vllm_ascend_pd.transfer.grants import Grants
     from vllm_ascend_pd.transfer.receive import PeerLoader
     from vllm_ascend_pd.transfer.send import DataServer

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Packing:
+class PackedSlot:
     """Values of some blocks side by side in one staging slot, which it leaves at its ``close``.
 
     Any thread; one at a time copies.
@@ -94,10 +94,10 @@ class PackAhead:
         self._values = values
         self._owns = owns
         self._slots = slots
-        self._in_step: list[Packing] = []  # main thread only
+        self._in_step: list[PackedSlot] = []  # main thread only
         self._lock = threading.Lock()
-        self._packings: dict[int, Packing] = {}  # by ahead_id; under the lock
-        self._work: queue.SimpleQueue[tuple[list[Packing], int | None] | None]
+        self._packings: dict[int, PackedSlot] = {}  # by ahead_id; under the lock
+        self._work: queue.SimpleQueue[tuple[list[PackedSlot], int | None] | None]
         self._work = queue.SimpleQueue()
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class PackAhead:
             if slot is None:
                 break
             own = list(filter(self._owns, spec.block_ids))
-            packing = Packing(self._values[spec.group], slot, own)
+            packing = PackedSlot(self._values[spec.group], slot, own)
             with self._lock:
                 self._packings[spec.ahead_id] = packing
             self._in_step.append(packing)
@@ -145,7 +145,7 @@ class PackAhead:
 
     # Any thread.
 
-    def take(self, ahead_id: int) -> Packing | None:
+    def take(self, ahead_id: int) -> PackedSlot | None:
         """It is the caller's from here on. ``None`` if nothing was packed ahead."""
         with self._lock:
             return self._packings.pop(ahead_id, None)
