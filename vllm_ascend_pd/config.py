@@ -25,6 +25,8 @@ Positive = Annotated[float, Meta(gt=0, le=_FINITE, description="must be positive
 NotNegative = Annotated[float, Meta(ge=0, le=_FINITE, description="must not be negative")]
 Share = Annotated[float, Meta(gt=0, le=1, description="must be positive and at most 1")]
 
+ETCD = "etcd://"
+"""Before the addresses of an etcd, in ``pool.master``."""
 DEFAULT_KV_PORT = 14579
 """vLLM's default ``kv_port``. With it, any free port is taken when it is in use."""
 
@@ -316,7 +318,9 @@ class PoolConfig(msgspec.Struct, frozen=True):
     """``kv_connector_extra_config.pool``; the pool is on when the section is there."""
 
     master: str | None = None
-    """``host:port`` of a running mooncake_master; without it the engine starts its own."""
+    """``host:port`` of a running mooncake_master, or where an etcd tells which of several leads:
+    ``etcd://host:port``, more of them behind ``;``. Without it the engine starts its own.
+    """
     dram_size: Size | None = None
     """Bytes of memory to contribute; without it 25 % of what is available at start."""
     ssd: SsdConfig | None = None
@@ -347,10 +351,12 @@ class PoolConfig(msgspec.Struct, frozen=True):
     """How often a bypassed pool is tried."""
 
     def __post_init__(self) -> None:
-        if self.master is not None:
-            host, _, port = self.master.rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 65536:
-                raise ConfigError(f"pool.master must be host:port, not {self.master!r}")
+        for host, port in map(_host_and_port, self.master_addresses):
+            if not host or "//" in host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ConfigError(
+                    "pool.master must be host:port, or etcd://host:port;host:port…,"
+                    f" not {self.master!r}"
+                )
         if self.dram_size is not None and 0 < self.dram_size < _MIN_DRAM_BYTES:
             raise ConfigError(
                 f"pool.dram_size must be 0 or at least {_MIN_DRAM_BYTES >> 20} MiB,"
@@ -391,8 +397,18 @@ class PoolConfig(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, dram_size=dram_size, ssd=ssd)
 
     @property
-    def master_host(self) -> str | None:
-        return self.master.rpartition(":")[0] if self.master is not None else None
+    def master_addresses(self) -> list[str]:
+        """Of the master, or of the etcd that knows it, each ``host:port``."""
+        return [] if self.master is None else self.master.removeprefix(ETCD).split(";")
+
+    @property
+    def master_hosts(self) -> list[str]:
+        return [_host_and_port(address)[0] for address in self.master_addresses]
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
 
 
 _MIN_DRAM_BYTES = 16 << 20
@@ -464,7 +480,7 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
                 " security.secret_file on all engines (or security.allow_non_loopback: true on a"
                 " trusted network), and security.allowed_peers to the peers' addresses"
             )
-        if pool is not None and (master := pool.master_host) and not security.allows(master):
+        if pool is not None and not all(map(security.allows, pool.master_hosts)):
             raise ConfigError(
                 f"pool.master {pool.master!r} is neither a loopback address nor in"
                 " security.allowed_peers; the pool has no authentication"

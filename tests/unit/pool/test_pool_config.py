@@ -103,6 +103,10 @@ def test_every_option_is_read() -> None:
         ([], "pool must be a mapping"),
         ({"size": 1}, r"pool: unknown keys \['size'\]"),
         ({"master": "host"}, "pool.master must be host:port"),
+        ({"master": "etcd://"}, "pool.master must be host:port, or etcd://host:port;host:port"),
+        ({"master": "etcd://a:1;b"}, "pool.master must be host:port, or etcd://"),
+        ({"master": "redis://127.0.0.1:1"}, "pool.master must be host:port, or etcd://"),
+        ({"master": "etcd://127.0.0.1:1;192.0.2.1:5"}, "nor in security.allowed_peers"),
         ({"master": 5}, "pool.master must be a string, not 5"),
         ({"dram_size": "much"}, "pool.dram_size must be bytes or a text"),
         ({"dram_size": 1}, "pool.dram_size must be 0 or at least 16 MiB"),
@@ -140,3 +144,9 @@ def test_master_on_another_host_needs_to_be_allowed() -> None:
     config = parse({"master": "192.0.2.1:5"}, security=security)
     assert config is not None
     assert config.master == "192.0.2.1:5"
+
+
+def test_an_etcd_may_tell_which_master_leads() -> None:
+    config = parse({"master": "etcd://127.0.0.1:2379;[::1]:2379"})
+    assert config is not None
+    assert config.master_hosts == ["127.0.0.1", "::1"]

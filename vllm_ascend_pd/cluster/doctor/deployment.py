@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 from vllm_ascend_pd.cluster.placement import http_url
 from vllm_ascend_pd.cluster.plan import MASTER_PORTS, place, wants_master
+from vllm_ascend_pd.config import ETCD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,13 +114,18 @@ class Master:
             return f"{self._topology.host(self._topology.router.host).address}:{MASTER_PORTS[0]}"
         return None
 
-    async def _ask(self, address: str) -> Finding:
-        host, _, port = address.rpartition(":")
-        try:
-            opening = asyncio.open_connection(host.strip("[]"), int(port))
-            _, writer = await asyncio.wait_for(opening, _CONNECT_TIMEOUT_S)
-        except (OSError, asyncio.TimeoutError, ValueError) as e:
-            fix = "see its log on that host; without it engines serve, but share no pool"
-            return fail(self.name, f"{address}: {str(e) or type(e).__name__}", fix)
-        writer.close()
-        return ok(self.name, f"{address} answers")
+    async def _ask(self, master: str) -> Finding:
+        """Of several that tell who leads, whether one answers."""
+        wrong = ""
+        for address in master.removeprefix(ETCD).split(";"):
+            host, _, port = address.rpartition(":")
+            try:
+                opening = asyncio.open_connection(host.strip("[]"), int(port))
+                _, writer = await asyncio.wait_for(opening, _CONNECT_TIMEOUT_S)
+            except (OSError, asyncio.TimeoutError, ValueError) as e:
+                wrong = f"{address}: {str(e) or type(e).__name__}"
+                continue
+            writer.close()
+            return ok(self.name, f"{address} answers")
+        fix = "see its log on that host; without it engines serve, but share no pool"
+        return fail(self.name, wrong, fix)

@@ -96,6 +96,14 @@ def test_master_that_all_engines_use() -> None:
         assert "both-1 uses none" in other.found
 
 
+def test_etcd_that_knows_the_master_and_is_partly_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        etcd = f"etcd://127.0.0.1:1;{address}"
+        [finding] = master(topology(**POOL), ScriptedEngine(pool_master=etcd))
+    assert (finding.verdict, finding.found) == (Verdict.OK, f"{address} answers")
+
+
 def test_master_that_is_gone() -> None:
     [finding] = master(topology(**POOL), ScriptedEngine(pool_master="127.0.0.1:1"))
     assert finding.verdict is Verdict.FAIL
