@@ -383,6 +383,13 @@ class PoolConfig(msgspec.Struct, frozen=True):
         if self.master is not None and not has_mooncake:
             raise ConfigError("pool.master is for the tier mooncake: name it in pool.tiers")
 
+    def for_rank(self, rank: int | None) -> PoolConfig:
+        """That of a data parallel rank, which has what is configured, and a folder of its own."""
+        if rank is None or self.ssd is None:
+            return self
+        ssd = SsdConfig(f"{self.ssd.path}/dp{rank}", self.ssd.size)
+        return msgspec.structs.replace(self, ssd=ssd)
+
     def for_worker(self, rank: int, num_workers: int) -> PoolConfig:
         """One worker's part of the memory and of the disk, with a folder of its own."""
         if num_workers == 1:
@@ -451,6 +458,11 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
     engine_id: str
     host: str
     port: int
+
+    def port_of(self, rank: int) -> int:
+        """Where a data parallel rank answers consumers: a port that was chosen is the first one's,
+        and the next ranks take the next numbers."""
+        return self.port + rank if self.port not in (0, DEFAULT_KV_PORT) else self.port
 
     @classmethod
     def from_kv_transfer_config(cls, config: KVTransferConfigLike) -> PDConfig:

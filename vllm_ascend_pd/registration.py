@@ -62,6 +62,9 @@ Url = Annotated[str, Meta(extra_json_schema=_URL)]
 """See ``check_url``."""
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
+Rank = Annotated[int, Meta(ge=0)]
+RANK_HEADER = "X-data-parallel-rank"
+"""With it vLLM's front end leaves the choice among its engine cores to the client."""
 ZmqAddress = Annotated[str, Meta(pattern="^tcp://")]
 
 
@@ -93,6 +96,9 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     url: Url
     """Of the engine's OpenAI server, as the router reaches it."""
     role: Role
+    data_parallel_rank: Rank | None = None
+    """Of one of several engine cores at that URL; it is an instance of its own, and requests name
+    it in ``RANK_HEADER``."""
     state: State = "ready"
     models: tuple[str, ...] = ()
     """Names that it serves; empty: the router asks ``/v1/models``."""
@@ -143,6 +149,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     role: Role
     """What it can do."""
+    data_parallel_rank: int | None = None
     used_for: Role = "both"
     """What it is used for, as an operator said."""
     num_decoding: int = 0
@@ -169,6 +176,11 @@ def decode(body: bytes) -> Registration:
         raise ConfigError(f"not a registration: {e}") from e
     check_url(registration.url)
     return registration
+
+
+def name_of_rank(name: str, rank: int | None) -> str:
+    """The instance id of a data parallel rank of the engine of that name."""
+    return name if rank is None else f"{name}-dp{rank}"
 
 
 def check_instance_id(instance_id: str) -> None:

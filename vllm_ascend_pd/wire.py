@@ -374,6 +374,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     remote_num_tokens: int = 0
     supports_concurrent: bool = True
     """Said by a producer: a router may choose the transfer id and send both requests at once."""
+    remote_data_parallel_rank: int | None = None
+    """Of the producer, if its front end has several: a prompt sent at once must go there."""
 
     def to_params(self) -> dict[str, Any]:
         """As plain JSON values."""

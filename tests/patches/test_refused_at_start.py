@@ -22,7 +22,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 IN_ENGINE = {"kv_connector": "InEngine", "kv_role": "kv_both"}
-DATA_PARALLEL = "InEngine does not support: data parallel sizes above 1"
+ON_SEVERAL_HOSTS = "InEngine does not support: data parallel ranks on several hosts"
 
 
 @pytest.fixture(scope="module")
@@ -50,39 +50,81 @@ def configure(model: str, *options: str) -> Any:
     return parsed.create_engine_config(headless="--data-parallel-start-rank" in options)
 
 
-FORMS = {
-    "ranks behind one front end": ["--data-parallel-size=2"],
-    "a rank of its own": ["--data-parallel-size=2", "--data-parallel-rank=0"],
-    "ranks of a node": [
-        "--data-parallel-size=4",
-        "--data-parallel-size-local=2",
-        "--data-parallel-hybrid-lb",
-    ],
-    "ranks of another node": [
-        "--data-parallel-size=4",
-        "--data-parallel-size-local=2",
-        "--data-parallel-start-rank=2",
-    ],
+REFUSED = {
+    "a rank of its own": (["--data-parallel-rank=0"], "front ends of their own"),
+    "ranks of a node": (
+        ["--data-parallel-size-local=1", "--data-parallel-hybrid-lb"],
+        "front ends of their own",
+    ),
+    "ranks of another node": (
+        ["--data-parallel-size-local=1", "--data-parallel-start-rank=1"],
+        "on several hosts",
+    ),
+    "micro-batches": (
+        ["--ubatch-size=2", "--all2all-backend=deepep_low_latency"],
+        "leave out --enable-dbo",
+    ),
 }
 
 
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_every_form_of_data_parallel_is_refused(
-    request: pytest.FixtureRequest, kind: str, options: list[str]
+def test_data_parallel_ranks_behind_one_front_end_are_not_refused(model: str) -> None:
+    assert configure(model, "--data-parallel-size=2").parallel_config.data_parallel_size == 2
+
+
+def test_ranks_in_lock_step_are_refused(moe: str) -> None:
+    with pytest.raises(ValueError, match="ranks of a model with experts"):
+        configure(moe, "--data-parallel-size=2")
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_other_forms_of_data_parallel_are_named(moe: str, options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(moe, "--data-parallel-size=2", *options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("data_parallel_backend", "ray", "the data parallel backend ray"),
+        ("enable_elastic_ep", True, "leave out --enable-elastic-ep"),
+    ],
+)
+def test_data_parallel_that_needs_other_packages_is_named(
+    model: str, field: str, value: object, message: str
 ) -> None:
-    model = request.getfixturevalue("model" if kind == "dense" else "moe")
-    # A rank of its own of a dense model is refused by vLLM itself, for its "MoE models" only.
-    with pytest.raises(ValueError, match=f"{DATA_PARALLEL}|MoE models"):
-        configure(model, *options)
+    """vLLM's own checks, which come first, ask for Ray and NIXL."""
+    config = configure(model, "--data-parallel-size=2")
+    setattr(config.parallel_config, field, value)
+    with pytest.raises(ConfigError, match=message):
+        hooks.check_config(config)
 
 
 def test_offline_ranks_are_refused(moe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
     monkeypatch.setenv("VLLM_DP_RANK", "1")
     transfer = KVTransferConfig(**IN_ENGINE)
-    with pytest.raises(ValueError, match=DATA_PARALLEL):
+    with pytest.raises(ValueError, match="several front ends"):
         EngineArgs(model=moe, max_model_len=512, kv_transfer_config=transfer).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_port": 65535}, r"kv_port 65535 and up to 65536"),
+        ({"kv_connector_extra_config": {"pool": {"dram_size": "1GiB"}}}, r"pool\.master"),
+        (
+            {"kv_connector_extra_config": {"pool": {"master": "127.0.0.1:5"}}},
+            r"pool\.dram_size how much each gives",
+        ),
+    ],
+    ids=["port", "master", "memory"],
+)
+def test_what_data_parallel_ranks_share_must_be_said(
+    model: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setitem(globals(), "IN_ENGINE", IN_ENGINE | fields)
+    with pytest.raises(ValueError, match=message):
+        configure(model, "--data-parallel-size=2")
 
 
 @pytest.mark.parametrize(
@@ -119,12 +161,13 @@ def test_one_rank_is_not_refused(model: str, options: list[str]) -> None:
 
 def test_serve_ends_with_the_reason(model: str) -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    command += ["--max-model-len=512", "--data-parallel-size=2", "--port=0"]
+    command += ["--max-model-len=512", "--data-parallel-size=2"]
+    command += ["--data-parallel-size-local=1", "--port=0"]
     command += ["--kv-transfer-config", json.dumps(IN_ENGINE)]
     ended = subprocess.run(
         command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, timeout=300
     )
     said = (ended.stdout + ended.stderr).decode()
     assert ended.returncode != 0
-    assert DATA_PARALLEL in said
+    assert ON_SEVERAL_HOSTS in said
     assert "EngineCore" not in said, "no process of the engine was started"

@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.registration import RANK_HEADER
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -203,6 +205,10 @@ def _params(engine: ScriptedEngine, request: Received) -> dict[str, Any] | None:
         "remote_block_ids": [0, 1],
         "transfer_id": chosen or f"t{len(engine.received)}",
     }
+    named = request.headers.get(RANK_HEADER.lower())
+    rank = engine.rank if named is None else int(named)
+    if rank is not None:
+        params["remote_data_parallel_rank"] = rank
     return params | {"supports_concurrent": True} if engine.supports_concurrent else params
 
 

@@ -92,6 +92,8 @@ class ScriptedEngine:
 
     name: str = "engine"
     supports_concurrent: bool = False
+    rank: int | None = None
+    """The data parallel rank that its front end chooses for a request that names none."""
     token_s: float = 0.0
     """Seconds per token of an answer."""
     compute_token_s: float = 0.0

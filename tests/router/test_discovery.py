@@ -17,6 +17,8 @@ from tests.router.harness import FAST, STRICT, Deployment, deployed, run, until
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import RANK_HEADER
+from vllm_ascend_pd.router.config import Order
 from vllm_ascend_pd.router.discovery import registered
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery, decode_instances
 
@@ -211,6 +213,71 @@ def test_operators_file_may_name_a_socket_for_events() -> None:
     assert (found.endpoint, found.replay_endpoint) == tuple(events.values())
     with pytest.raises(ConfigError, match=r"'\^tcp://' - at `\$\.kv_events\.endpoint`"):
         registration.decode(json.dumps({**entry, "epoch": "e"}).encode())
+
+
+def ranks(engine: ScriptedEngine, role: str) -> list[dict[str, Any]]:
+    return [{"url": engine.url, "role": role, "data_parallel_rank": rank} for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("order", ["auto", "prefill-first"])
+def test_ranks_of_one_server_are_instances_and_requests_name_them(
+    tmp_path: Path, order: Order
+) -> None:
+    async def test() -> None:
+        path = tmp_path / "instances.json"
+        p, d = ScriptedEngine("p", supports_concurrent=True), ScriptedEngine("d")
+        await p.start()
+        await d.start()
+        listed = [*ranks(p, "prefill"), *ranks(d, "decode")]
+        path.write_text(json.dumps({"instances": listed}))
+        async with deployed(0, 0, replace(STRICT, instances_file=path, order=order)) as made:
+            names = {i.instance_id for i in made.router.registry}
+            assert names == {f"{e.url[7:]}-dp{rank}" for e in (p, d) for rank in (0, 1)}
+            for _ in range(4):
+                assert (await made.post(headers={RANK_HEADER: "7"}))[0] == 200
+            for engine in (p, d):
+                sent = [r.headers[RANK_HEADER.lower()] for r in engine.received]
+                assert sorted(sent) == ["0", "0", "1", "1"]
+        await p.stop()
+        await d.stop()
+
+    run(test)
+
+
+def test_engine_cores_behind_a_url_without_ranks_are_asked_prefill_first() -> None:
+    """The front end chooses one, so nothing says where the prompt of a second request would go."""
+
+    async def test() -> None:
+        async with deployed(1, 1) as d:
+            d.prefills[0].supports_concurrent, d.prefills[0].rank = True, 1
+            for _ in range(3):
+                assert (await d.post(headers={RANK_HEADER: "0"}))[0] == 200
+            assert d.count("orders_total", order="prefill-first") == 3
+            assert not any(RANK_HEADER.lower() in r.headers for r in d.prefills[0].received)
+
+    run(test)
+
+
+def test_responses_of_a_rank_are_asked_prefill_first(tmp_path: Path) -> None:
+    """Engines give these to any of their ranks, whatever the header says."""
+
+    async def test() -> None:
+        path = tmp_path / "instances.json"
+        p, d = ScriptedEngine("p", supports_concurrent=True), ScriptedEngine("d")
+        await p.start()
+        await d.start()
+        listed = [*ranks(p, "prefill")[:1], *ranks(d, "decode")[:1]]
+        path.write_text(json.dumps({"instances": listed}))
+        async with deployed(0, 0, replace(STRICT, instances_file=path)) as made:
+            for _ in range(2):
+                assert (await made.post())[0] == 200
+            assert (await made.post("/v1/responses", input="Hello", prompt=None))[0] == 200
+            assert made.count("orders_total", order="concurrent") == 1
+            assert made.count("orders_total", order="prefill-first") == 2
+        await p.stop()
+        await d.stop()
+
+    run(test)
 
 
 def test_instance_given_twice_is_an_error() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.config import (
+    DEFAULT_KV_PORT,
     LoadMode,
     PDConfig,
     PushMode,
@@ -225,6 +226,24 @@ def test_number_that_is_no_number_is_refused(option: str, value: float) -> None:
 def test_wrong_field_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(**fields)
+
+
+@pytest.mark.parametrize(
+    ("port", "of_second"), [(14601, 14602), (DEFAULT_KV_PORT, DEFAULT_KV_PORT), (0, 0)]
+)
+def test_chosen_port_is_that_of_the_first_data_parallel_rank(port: int, of_second: int) -> None:
+    config = parse(kv_port=port)
+    assert [config.port_of(rank) for rank in (0, 1)] == [port, of_second]
+
+
+def test_data_parallel_rank_has_a_folder_of_its_own() -> None:
+    pool = parse_extra(pool={"ssd": {"path": "/pool", "size": "1GiB"}, "dram_size": "1GiB"}).pool
+    assert pool is not None
+    assert pool.for_rank(None) == pool
+    second = pool.for_rank(1)
+    assert second.ssd is not None
+    assert (second.ssd.path, second.dram_size) == ("/pool/dp1", 1 << 30)
+    assert second.for_worker(1, 2).ssd.path == "/pool/dp1/worker-1"  # type: ignore[union-attr]
 
 
 def test_errors_can_be_caught_as_ours_and_as_value_errors() -> None:

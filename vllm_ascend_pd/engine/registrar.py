@@ -112,7 +112,8 @@ class Registrar(threading.Thread):
         assert config.url is not None
         registration.decode(msgspec.json.encode(description))
         self.state = RegistrarState.NEW
-        self.instance_id = config.instance_id or urlsplit(description.url).netloc.strip("[]")
+        name = config.instance_id or urlsplit(description.url).netloc.strip("[]")
+        self.instance_id = registration.name_of_rank(name, description.data_parallel_rank)
         registration.check_instance_id(self.instance_id)
         self.router = config.url.rstrip("/")
         self._resource = f"{self.router}{registration.PATH}/{self.instance_id}"

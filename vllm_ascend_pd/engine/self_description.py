@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import Role
 from vllm_ascend_pd.engine.registrar import find_http_url
+from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
+from vllm_ascend_pd.engine.vllm_api.events import endpoint_of_rank
 from vllm_ascend_pd.registration import KVEndpoint, KVEvents, Registration
 from vllm_ascend_pd.registration import Role as RouterRole
 
@@ -45,6 +47,7 @@ def describe(
     return Registration(
         url=find_http_url(config.router, config.host),
         role=config.router.role or _ROLES[config.role],
+        data_parallel_rank=data_parallel_rank(scheduler.vllm_config),
         epoch=epoch,
         models=(names,) if isinstance(names, str) else tuple(names or ()),
         labels=config.router.labels,
@@ -60,14 +63,14 @@ def _kv_events(vllm_config: VllmConfig, host: str) -> KVEvents | None:
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         return None
-    replay = events.replay_endpoint
+    replay, rank = events.replay_endpoint, vllm_config.parallel_config.data_parallel_index
 
     def reachable(endpoint: str) -> str:
         """A publisher that binds to every address is reached at the one of this engine."""
         address = f"[{host}]" if ":" in host else host
-        return endpoint.replace("tcp://*:", f"tcp://{address}:").replace(
-            "tcp://0.0.0.0:", f"tcp://{address}:"
-        )
+        endpoint = endpoint.replace("tcp://*:", f"tcp://{address}:")
+        endpoint = endpoint.replace("tcp://0.0.0.0:", f"tcp://{address}:")
+        return endpoint_of_rank(endpoint, rank)
 
     if not endpoint_is_tcp(events.endpoint):
         return None

@@ -354,14 +354,20 @@ class Router:
         return error_response(status, kind, message, param=param, headers=headers)
 
     def _make_instance(self, spec: InstanceSpec) -> Instance:
-        client = self._connect(spec.url, self.config.timeouts.connect_s)
+        client = self._connect(spec, self.config.timeouts.connect_s)
         return Instance(spec, client, self.config.probes.failure_threshold)
 
-    def _connect_prober(self, url: str) -> EngineClient:
-        return self._connect(url, self.config.probes.timeout_s)
+    def _connect_prober(self, spec: InstanceSpec) -> EngineClient:
+        return self._connect(spec, self.config.probes.timeout_s)
 
-    def _connect(self, url: str, timeout_s: float) -> EngineClient:
-        return EngineClient(url, connect_timeout_s=timeout_s, tls=self._engine_tls, lag=self.lag)
+    def _connect(self, spec: InstanceSpec, timeout_s: float) -> EngineClient:
+        return EngineClient(
+            spec.url,
+            rank=spec.data_parallel_rank,
+            connect_timeout_s=timeout_s,
+            tls=self._engine_tls,
+            lag=self.lag,
+        )
 
     def _added(self, instance: Instance) -> None:
         self.prober.watch(instance)

@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.instances import EngineLoad, Instance
+from vllm_ascend_pd.router.instances import EngineLoad, Instance, InstanceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ SILENT = (FailureKind.TIMEOUT, FailureKind.CONNECT_TIMEOUT)
 
 _SAMPLE = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc"
-    rb"|prefix_cache_queries_total|prefix_cache_hits_total)(?:\{[^\n]*\})? ([-+.0-9eE]+)$",
+    rb"|prefix_cache_queries_total|prefix_cache_hits_total)(\{[^\n]*\})? ([-+.0-9eE]+)$",
     re.MULTILINE,
 )
 
@@ -46,9 +46,12 @@ class Prober:
     """One task per instance, from ``watch`` to ``forget``. Event loop thread."""
 
     def __init__(
-        self, probes: Probes, engine_headers: Headers, connect: Callable[[str], EngineClient]
+        self,
+        probes: Probes,
+        engine_headers: Headers,
+        connect: Callable[[InstanceSpec], EngineClient],
     ) -> None:
-        """``connect``: to an engine's url, apart from requests, whose number delays no probe."""
+        """``connect``: to an engine, apart from requests, whose number delays no probe."""
         self._probes = probes
         self._connect = connect
         self._clients: dict[Instance, EngineClient] = {}
@@ -63,7 +66,7 @@ class Prober:
         return instance in self._asked
 
     def watch(self, instance: Instance) -> None:
-        self._clients[instance] = self._connect(instance.spec.url)
+        self._clients[instance] = self._connect(instance.spec)
         self._tasks[instance] = asyncio.ensure_future(self._watch(instance))
 
     def forget(self, instance: Instance) -> None:
@@ -150,7 +153,7 @@ class Prober:
             return
         result = await self._get(instance, b"/metrics")
         if not isinstance(result, Failure) and result[0] == 200:
-            instance.load = parse_load(result[1])
+            instance.load = parse_load(result[1], instance.spec.data_parallel_rank)
 
     async def _get(self, instance: Instance, target: bytes) -> tuple[int, bytes] | Failure:
         response = await self._clients[instance].request(
@@ -178,11 +181,14 @@ def _tells_nothing(failure: Failure | None, began: float, instance: Instance) ->
     return failure.kind is FailureKind.ROUTER or (is_late and instance.client.heard_at > began)
 
 
-def parse_load(text: bytes) -> EngineLoad:
-    """Of vLLM's ``/metrics``; several engines behind one server are added up."""
+def parse_load(text: bytes, rank: int | None = None) -> EngineLoad:
+    """Of vLLM's ``/metrics``; without ``rank``, several engines behind one server are added up."""
+    wanted = b"" if rank is None else b'engine="%d"' % rank
     sums: dict[bytes, float] = {}
     counts: dict[bytes, int] = {}
-    for name, value in _SAMPLE.findall(text):
+    for name, labels, value in _SAMPLE.findall(text):
+        if wanted not in labels:
+            continue
         sums[name] = sums.get(name, 0.0) + float(value)
         counts[name] = counts.get(name, 0) + 1
     usage = sums.get(b"kv_cache_usage_perc", 0.0) / max(counts.get(b"kv_cache_usage_perc", 1), 1)

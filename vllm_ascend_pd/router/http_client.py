@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.router.deadlines import Deadline, LoopLag
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.http_exchange import EngineConnection, Response
@@ -41,10 +42,12 @@ class EngineClient:
         self,
         url: str,
         *,
+        rank: int | None = None,
         connect_timeout_s: float,
         tls: ssl.SSLContext | None = None,
         lag: LoopLag | None = None,
     ) -> None:
+        """``rank``: of the data parallel rank behind ``url`` that all requests are for."""
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None
@@ -54,7 +57,9 @@ class EngineClient:
         if parts.scheme == "https" and tls is None:
             tls = ssl.create_default_context()
         self._tls = tls if parts.scheme == "https" else None
-        self._host_header = b"host: " + parts.netloc.encode() + b"\r\n"
+        self._own_headers = b"host: " + parts.netloc.encode() + b"\r\n"
+        if rank is not None:
+            self._own_headers += f"{RANK_HEADER.lower()}: {rank}\r\n".encode()
         self._idle: deque[EngineConnection] = deque()
         self._open: set[EngineConnection] = set()
         self._num_connecting = 0
@@ -86,7 +91,7 @@ class EngineClient:
     ) -> Response | Failure:
         """Send, and wait for the head of the answer. The deadline goes on over the body until
         the caller sets another one. A cancelled caller closes the connection."""
-        lines = [method, b" ", target, b" HTTP/1.1\r\n", self._host_header]
+        lines = [method, b" ", target, b" HTTP/1.1\r\n", self._own_headers]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         lines.append(b"content-length: %d\r\n\r\n" % len(body))

@@ -8,6 +8,7 @@ import secrets
 
 from aiohttp import web
 
+from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.router.answers import HOP_BY_HOP
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 
@@ -23,6 +24,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"expect",
     b"host",
     b"origin",  # the router answers other origins itself
+    RANK_HEADER.lower().encode(),  # the router chooses
     REQUEST_ID,
 }
 

@@ -35,6 +35,11 @@ class InstanceSpec(EngineDescription, frozen=True, kw_only=True):
     source: str
     epoch: str = ""
 
+    @property
+    def engine(self) -> tuple[str, int | None, str]:
+        """With another one it is another engine."""
+        return self.url, self.data_parallel_rank, self.epoch
+
     @classmethod
     def of(
         cls, engine: EngineDescription, instance_id: str, source: str, epoch: str = ""
@@ -197,18 +202,18 @@ class Registry:
             instance.used_for = role
 
     def put(self, spec: InstanceSpec) -> None:
-        """Add an instance, or change what is known of it. A new url or epoch is a new engine."""
+        """Add an instance, or change what is known of it; it may be another engine now."""
         self._told[spec.instance_id] = spec
         spec = self.word(spec.instance_id).applied_to(spec)
         known = self._instances.get(spec.instance_id)
         if known is not None:
             if known.spec == spec:
                 return
-            if (known.spec.url, known.spec.epoch) == (spec.url, spec.epoch):
+            if known.spec.engine == spec.engine:
                 self._update(known, spec)
                 return
             told = self._told[spec.instance_id]
-            self.remove(spec.instance_id, "its url or epoch changed")
+            self.remove(spec.instance_id, "its url, rank or epoch changed")
             self._told[spec.instance_id] = told
         instance = self._instances[spec.instance_id] = self.make(spec)
         instance.used_for = self.word(spec.instance_id).role

@@ -119,7 +119,7 @@ class Legs:
                 response.close()
             if isinstance(answer, LegFailed) or answer.status >= 400:
                 return answer
-            prefilled = parse_prefill_answer(answer.body)
+            prefilled = parse_prefill_answer(answer.body, instance.spec.data_parallel_rank)
             if isinstance(prefilled, Failure):
                 return leg.failed(prefilled)
             self._metrics.prefill_leg.observe(time.monotonic() - leg.started)

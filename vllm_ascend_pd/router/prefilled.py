@@ -63,6 +63,7 @@ class _Learned(msgspec.Struct):
     remote_key: str = ""
     supports_concurrent: bool = False
     transfer_id: str | None = None
+    remote_data_parallel_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,10 @@ _prefill_decoder: msgspec.json.Decoder[_PrefillAnswer] = msgspec.json.Decoder(_P
 _learned_decoder: msgspec.json.Decoder[_Learned] = msgspec.json.Decoder(_Learned)
 
 
-def parse_prefill_answer(raw: bytes) -> Prefilled | Failure:
-    """What a producer answered to ``for_prefill``."""
+def parse_prefill_answer(raw: bytes, rank: int | None = None) -> Prefilled | Failure:
+    """What a producer answered to ``for_prefill``, sent to its data parallel ``rank``. Where its
+    front end has chosen one, nothing else can be sent there.
+    """
     try:
         answer = _prefill_decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
@@ -105,12 +108,14 @@ def parse_prefill_answer(raw: bytes) -> Prefilled | Failure:
         learned = _learned_decoder.decode(params)
     except msgspec.MsgspecError as e:
         return Failure(FailureKind.PROTOCOL, f"kv_transfer_params is not understood: {e}")
-    kept_as = learned.transfer_id if learned.supports_concurrent else None
-    return Prefilled(params, _kv_endpoint(learned), num_tokens, num_cached, kept_as)
+    is_reachable = learned.supports_concurrent and learned.remote_data_parallel_rank == rank
+    if not is_reachable:
+        return Prefilled(params, None, num_tokens, num_cached)
+    return Prefilled(params, _kv_endpoint(learned), num_tokens, num_cached, learned.transfer_id)
 
 
 def _kv_endpoint(learned: _Learned) -> KVEndpoint | None:
-    if not (learned.supports_concurrent and learned.remote_engine_id and learned.remote_host):
+    if not (learned.remote_engine_id and learned.remote_host):
         return None
     if learned.remote_port is None:
         return None

@@ -24,6 +24,7 @@ from vllm_ascend_pd.router.answers import (
     not_admitted,
     whole_answer,
 )
+from vllm_ascend_pd.router.apis import APIS
 from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Legs, Stream
@@ -183,6 +184,8 @@ class Relay:
         trace.prefill = pair.prefill.instance_id
         kv = pair.prefill.kv
         concurrent = kv is not None and kv.supports_concurrent
+        if pair.prefill.spec.data_parallel_rank is not None:
+            concurrent &= APIS[job.body.path].takes_rank
         # D answers a background request at once, and that would end the prefill leg.
         if concurrent and not job.body.is_background and self.config.order != "prefill-first":
             self._begin(job, "concurrent")

@@ -129,6 +129,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
 
     instance_id: str
     url: str
+    data_parallel_rank: int | None
     role: Role
     used_for: Role
     num_decoding: int
@@ -166,6 +167,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
         return cls(
             instance_id=instance.instance_id,
             url=instance.spec.url,
+            data_parallel_rank=instance.spec.data_parallel_rank,
             role=instance.spec.role,
             used_for=instance.used_for if instance.spec.role == "both" else instance.spec.role,
             num_decoding=instance.num_decoding,

@@ -124,6 +124,17 @@ def test_registers_beats_and_leaves(web: Web, engine: Engine) -> None:
     assert engine.changes == [RegistrarState.READY, RegistrarState.GONE]
 
 
+def test_data_parallel_rank_is_an_instance_of_its_own(web: Web) -> None:
+    link = RouterLink(url=web.url, http_url=web.url, instance_id="p")
+    described = Registration(url=web.url, role="prefill", epoch="e1", data_parallel_rank=1)
+    registrar = Registrar(link, described, lambda: False, lambda: None)
+    registrar.start()
+    until(lambda: len(web.requests) > 0)
+    registrar.stop()
+    _, path, body, _ = web.requests[0]
+    assert (path, body["data_parallel_rank"]) == ("/registry/instances/p-dp1", 1)
+
+
 def test_is_starting_until_its_front_end_answers(web: Web) -> None:
     web.front_end_is_up = False
     engine = Engine(web)

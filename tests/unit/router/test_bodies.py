@@ -154,6 +154,18 @@ def test_prefill_answers() -> None:
     assert found.kv == expected
 
 
+@pytest.mark.parametrize(("sent_to", "is_reachable"), [(None, False), (0, False), (1, True)])
+def test_what_a_rank_keeps_is_reached_only_where_that_rank_was_asked(
+    sent_to: int | None, is_reachable: bool
+) -> None:
+    params = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 7, "transfer_id": "t"}
+    params |= {"supports_concurrent": True, "remote_data_parallel_rank": 1}
+    found = parse_prefill_answer(json.dumps({"kv_transfer_params": params}).encode(), sent_to)
+    assert isinstance(found, Prefilled)
+    assert found.params is not None
+    assert (found.kv is not None) == (found.transfer_id == "t") == is_reachable
+
+
 @pytest.mark.parametrize(
     ("raw", "kind"),
     [
@@ -198,6 +210,8 @@ vllm:num_requests_waiting_by_reason{reason="x"} 9.0
     assert load.kv_usage == pytest.approx(0.6)
     assert (load.prefix_queries, load.prefix_hits) == (1000, 250)
     assert parse_load(b"\x00garbage").num_running == 0
+    second = parse_load(text, rank=1)
+    assert (second.num_running, second.num_waiting, second.kv_usage) == (3, 0, 0.7)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def instance(name: str, **changes: Any) -> InstanceSnapshot:
     fields: dict[str, Any] = {
         "instance_id": name,
         "url": "http://127.0.0.1:1",
+        "data_parallel_rank": None,
         "role": "decode",
         "used_for": "decode",
         "num_decoding": 1,

@@ -138,7 +138,8 @@ class _Builder:
         )
         server = ControlServer(book, self._wake, self._trust, transfer.arrival_timeout_s)
         self._opened.callback(server.stop)
-        endpoint = server.listen(config.host, config.port)
+        parallel = self._scheduler.vllm_config.parallel_config
+        endpoint = server.listen(config.host, config.port_of(parallel.data_parallel_index))
         producer = Producer(self._common, book, server, self._epoch, endpoint, self._sampling_key)
         moves_out = MovesOut(self._common, producer, book, server)
         server.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
     returns_routed_experts,
@@ -29,15 +30,9 @@ def check_config(config: VllmConfig) -> None:
     parallel = config.parallel_config
     speculative = config.speculative_config
     method = "ngram" if speculative is None else speculative.method
+    if parallel.data_parallel_size > 1:
+        _check_data_parallel(config)
     _refuse(
-        (
-            parallel.data_parallel_size > 1,
-            (
-                "data parallel sizes above 1 (without --data-parallel-size and the like, start one"
-                " engine for each rank, each with a port of its own, and name them all to the"
-                " router)"
-            ),
-        ),
         (parallel.enable_elastic_ep, "elastic expert parallel (leave out --enable-elastic-ep)"),
         (
             parallel.use_ubatching,
@@ -73,6 +68,53 @@ def check_config(config: VllmConfig) -> None:
             (
                 "routed experts in outputs (leave out --enable-return-routed-experts): a token"
                 " whose KV is loaded is routed here by no layer"
+            ),
+        ),
+    )
+
+
+def _check_data_parallel(config: VllmConfig) -> None:
+    """All ranks are engine cores of one front end, on its host."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    assert transfer is not None
+    own = PDConfig.from_kv_transfer_config(transfer)
+    pool, last_port = own.pool, own.port_of(parallel.data_parallel_size - 1)
+    _refuse(
+        (last_port > 65535, f"kv_port {own.port} and up to {last_port} (a port for each rank)"),
+        (
+            config.model_config.is_moe,
+            "data parallel ranks of a model with experts, which compute in lock-step",
+        ),
+        (
+            parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb,
+            (
+                "data parallel ranks with front ends of their own (leave out --data-parallel-rank,"
+                " --data-parallel-hybrid-lb and --data-parallel-external-lb)"
+            ),
+        ),
+        (
+            parallel.data_parallel_size_local < parallel.data_parallel_size,
+            (
+                "data parallel ranks on several hosts or of several front ends (leave out"
+                " --data-parallel-size-local and VLLM_DP_RANK)"
+            ),
+        ),
+        (
+            parallel.data_parallel_backend != "mp",
+            f"the data parallel backend {parallel.data_parallel_backend} (mp works)",
+        ),
+        (
+            pool is not None and "mooncake" in pool.tiers and pool.master is None,
+            (
+                "a pool of each data parallel rank's own (start a mooncake_master for all and name"
+                " it in pool.master)"
+            ),
+        ),
+        (
+            pool is not None and pool.dram_size is None,
+            (
+                "a share of the free memory for each data parallel rank's part of the pool (say in"
+                " pool.dram_size how much each gives)"
             ),
         ),
     )

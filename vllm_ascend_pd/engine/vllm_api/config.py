@@ -18,6 +18,20 @@ def has_drafter(config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in DRAFTERS
 
 
+def data_parallel_rank(config: VllmConfig) -> int | None:
+    """Of an engine core behind a front end with several of them; ``None`` of one that is alone.
+
+    A rank of a dense model is told that it is alone, but for its index and its engine's id.
+
+    Touches:
+        vllm/config/parallel.py:ParallelConfig.data_parallel_index
+        vllm/v1/engine/core.py:EngineCoreProc.run_engine_core
+    """
+    transfer, rank = config.kv_transfer_config, config.parallel_config.data_parallel_index
+    engine_id = transfer.engine_id if transfer is not None else None
+    return rank if (engine_id or "").endswith(f"_dp{rank}") else None
+
+
 def returns_step_data(config: VllmConfig) -> bool:
     """Whether outputs carry what only the step that has sampled a token knows."""
     return returns_routed_experts(config) or config.model_config.return_sampling_mask

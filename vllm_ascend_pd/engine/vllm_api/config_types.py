@@ -51,6 +51,8 @@ class ModelConfig(Protocol):
     @property
     def architecture(self) -> str: ...
     @property
+    def is_moe(self) -> bool: ...
+    @property
     def use_mla(self) -> bool: ...
     def get_total_num_kv_heads(self) -> int: ...
     def get_head_size(self) -> int: ...
@@ -73,6 +75,11 @@ class ParallelConfig(Protocol):
     world_size: int
     tensor_parallel_size: int
     data_parallel_size: int
+    data_parallel_size_local: int
+    data_parallel_index: int
+    data_parallel_backend: str
+    data_parallel_external_lb: bool
+    data_parallel_hybrid_lb: bool
     decode_context_parallel_size: int
     enable_elastic_ep: bool
 

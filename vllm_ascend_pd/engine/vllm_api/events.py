@@ -35,6 +35,15 @@ def stored(request: Request, index: int, group: KVGroup) -> BlockStored:
     )
 
 
+def endpoint_of_rank(endpoint: str, rank: int) -> str:
+    """Where the data parallel rank publishes that is given this ``endpoint``.
+
+    Touches:
+        vllm/distributed/kv_events.py:ZmqEventPublisher.offset_endpoint_port
+    """
+    return str(kv_events.ZmqEventPublisher.offset_endpoint_port(endpoint, rank))
+
+
 def removed(block_hashes: Iterable[bytes], medium: str, group: KVGroup) -> object:
     """Touches: vllm/distributed/kv_events.py:BlockRemoved"""
     return kv_events.BlockRemoved(

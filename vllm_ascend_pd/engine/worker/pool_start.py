@@ -12,6 +12,7 @@ from vllm_ascend_pd.backends.staging import MakeStaging, StagingPool
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.sharding import sharding
+from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
 from vllm_ascend_pd.engine.vllm_api.process import from_first_worker
 from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
@@ -64,7 +65,8 @@ def start_pool(
         KeySpace.of(identity, share.index, share.count, secret, group)
         for group in range(len(pages))
     ]
-    part = config.pool.for_worker(own.rank, own.num_workers)
+    part = config.pool.for_rank(data_parallel_rank(vllm_config))
+    part = part.for_worker(own.rank, own.num_workers)
     tier = open_tiers(
         Opening(part, config.host, own.rank, own.num_workers, from_first_worker, shared)
     )

@@ -10,7 +10,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.registration import EngineDescription, KVEvents, check_instance_id, check_url
+from vllm_ascend_pd.registration import (
+    EngineDescription,
+    KVEvents,
+    check_instance_id,
+    check_url,
+    name_of_rank,
+)
 from vllm_ascend_pd.router.instances import InstanceSpec
 
 if TYPE_CHECKING:
@@ -40,7 +46,7 @@ class FileInstance(EngineDescription, frozen=True, kw_only=True, forbid_unknown_
 
     def spec(self) -> InstanceSpec:
         check_url(self.url)
-        instance_id = self.id or default_id(self.url)
+        instance_id = self.id or name_of_rank(default_id(self.url), self.data_parallel_rank)
         check_instance_id(instance_id)
         return InstanceSpec.of(self, instance_id, SOURCE)
 

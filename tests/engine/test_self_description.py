@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine core says of itself to a router, by what vLLM's configuration says of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.self_description import describe
+from vllm_ascend_pd.registration import Registration
+from vllm_ascend_pd.types import Epoch
+
+
+def described(engine_id: str, rank: int, endpoint: str = "tcp://*:5557") -> Registration:
+    transfer: Any = SimpleNamespace(
+        kv_role="kv_producer",
+        engine_id=engine_id,
+        kv_ip="127.0.0.1",
+        kv_port=0,
+        kv_connector_extra_config={"router": {"url": "http://r:1", "http_url": "http://e:2"}},
+    )
+    events = SimpleNamespace(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=endpoint,
+        replay_endpoint="tcp://0.0.0.0:5600",
+        topic="",
+    )
+    scheduler: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(served_model_name="tiny"),
+            parallel_config=SimpleNamespace(data_parallel_index=rank),
+            kv_transfer_config=transfer,
+            kv_events_config=events,
+        ),
+        block_size=16,
+        kv_cache_config=SimpleNamespace(num_blocks=8),
+    )
+    config = PDConfig.from_kv_transfer_config(transfer)
+    return describe(scheduler, config, Epoch("e"), "f", None)
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "rank", "found"), [("p", 0, None), ("p_dp0", 0, 0), ("p_dp1", 1, 1)]
+)
+def test_rank_is_told_by_index_and_engine_id(engine_id: str, rank: int, found: int | None) -> None:
+    """Of a dense model vLLM tells each rank that it is alone."""
+    assert described(engine_id, rank).data_parallel_rank == found
+
+
+@pytest.mark.parametrize(("rank", "ports"), [(0, ("5557", "5600")), (1, ("5558", "5601"))])
+def test_each_rank_names_the_port_on_which_vllm_has_it_publish(
+    rank: int, ports: tuple[str, str]
+) -> None:
+    events = described(f"p_dp{rank}", rank).kv_events
+    assert events is not None
+    assert (events.endpoint, events.replay_endpoint) == tuple(
+        f"tcp://127.0.0.1:{port}" for port in ports
+    )
+
+
+def test_events_on_a_socket_of_the_host_are_not_told() -> None:
+    """vLLM itself has no such endpoint for a rank beside the first."""
+    assert described("p_dp0", 0, "ipc:///run/events").kv_events is None
