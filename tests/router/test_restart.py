@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -32,29 +33,35 @@ from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.processes.child import ChildSpec, Patience
 from vllm_ascend_pd.processes.supervisor import Supervisor
+from vllm_ascend_pd.registration import name_of_rank
 
 ENGINE = """
 import asyncio, os, signal, sys
 import aiohttp
 from tests.router.scripted_engine import ScriptedEngine
+from vllm_ascend_pd.registration import name_of_rank
 
-async def main(name, role, port, router):
+async def main(name, role, port, router, num_ranks):
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     engine = ScriptedEngine(name, port=int(port), token_s=0.01)
     await engine.start()
-    url = f"{router}/registry/instances/{name}"
     described = {"url": engine.url, "role": role, "epoch": str(os.getpid())}
+    ranks = range(int(num_ranks)) if num_ranks != "1" else [None]
+    urls = {f"{router}/registry/instances/{name_of_rank(name, rank)}": rank for rank in ranks}
     async with aiohttp.ClientSession() as http:
         while not stop.is_set():
-            async with http.put(url, json=described) as answer:
-                answer.raise_for_status()
+            for url, rank in urls.items():
+                sent = described | {"data_parallel_rank": rank}
+                async with http.put(url, json=sent) as answer:
+                    answer.raise_for_status()
             try:
                 await asyncio.wait_for(stop.wait(), 0.1)
             except asyncio.TimeoutError:
                 pass
-        async with http.delete(url):
-            pass
+        for url in urls:
+            async with http.delete(url):
+                pass
     await engine.stop()
 
 asyncio.run(main(*sys.argv[1:]))
@@ -78,12 +85,14 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, *names: str) -> AsyncIterator[Cluster]:
+async def cluster(folder: Path, *names: str, num_ranks: int = 1) -> AsyncIterator[Cluster]:
     async with deployed(0, 0, FAST) as d:
         specs = []
+        ranks = range(num_ranks) if num_ranks > 1 else [None]
+        instances = {name: [name_of_rank(name, rank) for rank in ranks] for name in names}
         for name in names:
             role, port = "prefill" if name.startswith("p") else "decode", free_port()
-            argv = (sys.executable, "-c", ENGINE, name, role, str(port), d.url)
+            argv = (sys.executable, "-c", ENGINE, name, role, str(port), d.url, str(num_ranks))
             specs.append(ChildSpec(name, argv, {}, answers(f"http://127.0.0.1:{port}/health")))
         ready = asyncio.Event()
         patience = Patience(startup_s=30, probe_s=0.05)
@@ -91,10 +100,11 @@ async def cluster(folder: Path, *names: str) -> AsyncIterator[Cluster]:
         running = asyncio.create_task(supervisor.run())
         async with RouterOperator(d.url) as router:
             children = {child.spec.name: child for child in supervisor.children}
-            control = Control(folder / "up", children, RollingRestart(supervisor, router))
+            restart = RollingRestart(supervisor, router, instances)
+            control = Control(folder / "up", children, restart)
             await control.start()
             await asyncio.wait_for(ready.wait(), 30)
-            for name in names:
+            for name in chain.from_iterable(instances.values()):
                 while (known := d.router.registry.get(name)) is None or not known.is_available:
                     await asyncio.sleep(0.01)
             try:
@@ -133,6 +143,31 @@ def test_all_engines_restart_and_no_request_fails(tmp_path: Path) -> None:
             assert all(c.pid(name) != pid for name, pid in before.items())
             assert set(statuses) == {200}
             assert len(statuses) > 8
+
+    run(test)
+
+
+def test_all_ranks_of_an_engine_are_drained_before_it_restarts(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0", "d1", num_ranks=2) as c:
+            posts = [
+                asyncio.create_task(c.deployment.post(max_tokens=50, stream=True)) for _ in range(4)
+            ]
+            registry = c.deployment.router.registry
+            ranks = [registry.get(f"d0-dp{rank}") for rank in (0, 1)]
+            while not all(rank.num_active for rank in ranks):
+                await asyncio.sleep(0.01)
+            pid = c.pid("d0")
+            restarting = asyncio.create_task(c.restart("d0"))
+            while not all(rank.spec.state == "draining" for rank in ranks):
+                assert c.pid("d0") == pid
+                await asyncio.sleep(0.01)
+            told = await restarting
+            assert not [line for line in told if line.failed], told
+            assert c.pid("d0") != pid
+            for status, _, body in await asyncio.gather(*posts):
+                assert status == 200
+                assert body.endswith(b"data: [DONE]\n\n")
 
     run(test)
 

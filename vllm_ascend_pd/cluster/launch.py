@@ -37,7 +37,7 @@ from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.processes.child import ChildSpec, Patience, StartError
 from vllm_ascend_pd.processes.supervisor import Supervisor
-from vllm_ascend_pd.registration import InstanceStatus
+from vllm_ascend_pd.registration import InstanceStatus, name_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,7 +206,9 @@ async def _obey(path: Path, plan: Plan, supervisor: Supervisor, token_file: Path
     engines = {c.name for c in plan.commands if c.role in ("prefill", "decode")}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
     async with RouterOperator(plan.router_url, token) as router:
-        control = Control(path, children, RollingRestart(supervisor, router), token_file)
+        instances = {c.name: c.instance_ids for c in plan.commands}
+        restart = RollingRestart(supervisor, router, instances)
+        control = Control(path, children, restart, token_file)
         try:
             await control.start()
             await asyncio.Event().wait()
@@ -219,7 +221,12 @@ async def _obey(path: Path, plan: Plan, supervisor: Supervisor, token_file: Path
 async def _report_missing(plan: Plan, display: Display) -> None:
     """Wait until the router sends requests to every engine; say which ones it does not."""
     roles = ("prefill", "decode")
-    missing = {command.url: command.name for command in plan.commands if command.role in roles}
+    missing = {
+        (command.url, rank): name_of_rank(command.name, rank)
+        for command in plan.commands
+        if command.role in roles
+        for rank in command.ranks
+    }
     end = time.monotonic() + _ROUTER_PATIENCE_S
     timeout = aiohttp.ClientTimeout(total=30)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -231,7 +238,7 @@ async def _report_missing(plan: Plan, display: Display) -> None:
                     listed = msgspec.json.decode(await response.read(), type=list[InstanceStatus])
                 for instance in listed:
                     if instance.state == "ready" and instance.healthy:
-                        missing.pop(instance.url, None)
+                        missing.pop((instance.url, instance.data_parallel_rank), None)
             if missing:
                 await asyncio.sleep(0.5)
     if missing:

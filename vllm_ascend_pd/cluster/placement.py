@@ -28,6 +28,7 @@ class PlacedEngine:
     address: str
     port: int
     kv_port: int
+    """Of its first data parallel rank, and the next numbers of the next ranks; 0: any free ones."""
     words: list[str]
     """Options of ``vllm serve``."""
     env: dict[str, str]
@@ -42,6 +43,12 @@ class PlacedEngine:
     def url(self) -> str:
         return http_url(self.address, self.port)
 
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """Each is an instance at the router, and has the memory that an engine has."""
+        count = num_ranks(self.name, self.words)
+        return tuple(range(count)) if count > 1 else (None,)
+
 
 def http_url(address: str, port: int) -> str:
     """With the brackets that an IPv6 address needs."""
@@ -52,9 +59,10 @@ def divide(
     name: str, host: Host, engines: list[PlacedEngine], device: str, machine: Machine | None
 ) -> None:
     """Give each engine of a host its devices, or its cores and memory."""
+    total_ranks = sum(len(engine.ranks) for engine in engines)
     if machine is not None:
         for engine in engines:
-            engine.pool_bytes = machine.free_memory_bytes // (4 * len(engines)) // _MIB * _MIB
+            engine.pool_bytes = machine.free_memory_bytes // (4 * total_ranks) // _MIB * _MIB
     if device != "cpu":
         _divide_devices(name, host, engines, machine)
         return
@@ -62,7 +70,7 @@ def divide(
         for engine in engines:
             chosen = any(option(engine.words, word) for word in _MEMORY_OPTIONS)
             if not chosen and "VLLM_CPU_KVCACHE_SPACE" not in engine.env:
-                share = machine.free_memory_bytes // (2 * len(engines))
+                share = machine.free_memory_bytes // (2 * total_ranks)
                 engine.memory_bytes = max(1, min(share, _MAX_KV_BYTES) // _MIB) * _MIB
     if host.cores is not None:
         cores = parse_cores(f"hosts.{name}.cores", host.cores)
@@ -113,7 +121,13 @@ def option(words: list[str], *names: str) -> str | None:
 def num_devices(engine: str, words: list[str]) -> int:
     """That an engine with these options of ``vllm serve`` needs."""
     tensor = _int_option(engine, words, "--tensor-parallel-size", "-tp")
-    return tensor * _int_option(engine, words, "--pipeline-parallel-size", "-pp")
+    each = tensor * _int_option(engine, words, "--pipeline-parallel-size", "-pp")
+    return each * num_ranks(engine, words)
+
+
+def num_ranks(engine: str, words: list[str]) -> int:
+    """Data parallel ones."""
+    return _int_option(engine, words, "--data-parallel-size", "-dp")
 
 
 def _int_option(engine: str, words: list[str], *names: str) -> int:

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ascend_pd.backends.mooncake_master import master_command
-from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, http_url, option
+from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, http_url, num_ranks, option
 from vllm_ascend_pd.cluster.topology import EngineGroup, Topology, render_args
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import name_of_rank
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.cluster.machine import Machine
@@ -54,6 +55,13 @@ class Command:
     url: str
     health: str = "/health"
     """Path below ``url`` that answers 200 when it is up."""
+    ranks: tuple[int | None, ...] = (None,)
+    """Of an engine: each registers with the router."""
+
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """Under which an engine registers."""
+        return tuple(name_of_rank(self.name, rank) for rank in self.ranks)
 
     @property
     def shell_line(self) -> str:
@@ -153,6 +161,7 @@ def wants_master(topology: Topology) -> bool:
 def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEngine]:
     """Every engine with its ports; without ``choose_port`` they are counted."""
     engines: list[PlacedEngine] = []
+    next_kv_port = FIRST_KV_PORT
     roles: tuple[tuple[Literal["prefill", "decode"], tuple[EngineGroup, ...]], ...] = (
         ("prefill", topology.prefill),
         ("decode", topology.decode),
@@ -161,28 +170,33 @@ def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEng
         number = 0
         for group in groups:
             host = topology.host_name(group.host)
+            words = render_args({**_dashed(topology.args), **_dashed(group.args)})
+            words += topology.more_args
             for offset in range(group.count):
+                name = f"{role}-{number}"
+                ranks = num_ranks(name, words)
 
-                def port(first: int | None, base: int, host: str = host, n: int = offset) -> int:
+                def port(first: int | None, base: int, each: int, host: str, n: int) -> int:
+                    """``each`` in a row for every engine of a group."""
                     if first is not None:
-                        return first + n
-                    if choose_port is not None:
-                        return choose_port(topology.hosts[host].address)
-                    return base + len(engines)
+                        return first + n * each
+                    if choose_port is not None:  # of several in a row it cannot tell
+                        return choose_port(topology.hosts[host].address) if each == 1 else 0
+                    return base
 
                 engines.append(
                     PlacedEngine(
-                        name=f"{role}-{number}",
+                        name=name,
                         role=role,
                         host=host,
                         address=topology.hosts[host].address,
-                        port=port(group.port, FIRST_PORT),
-                        kv_port=port(group.kv_port, FIRST_KV_PORT),
-                        words=render_args({**_dashed(topology.args), **_dashed(group.args)})
-                        + list(topology.more_args),
+                        port=port(group.port, FIRST_PORT + len(engines), 1, host, offset),
+                        kv_port=port(group.kv_port, next_kv_port, ranks, host, offset),
+                        words=list(words),
                         env={**topology.env, **group.env},
                     )
                 )
+                next_kv_port += ranks
                 number += 1
     return engines
 
@@ -213,9 +227,9 @@ def _engine_command(
     if engine.devices:
         env[_VISIBLE_DEVICES[device]] = ",".join(map(str, engine.devices))
     pinned = ["taskset", "-c", ",".join(map(str, engine.cores))] if engine.cores else []
-    return Command(
-        engine.name, engine.role, engine.host, (*pinned, programs.vllm, *words), env, engine.url
-    )
+    argv = (*pinned, programs.vllm, *words)
+    ranks = engine.ranks if shared.registers else (None,)
+    return Command(engine.name, engine.role, engine.host, argv, env, engine.url, ranks=ranks)
 
 
 def _router_command(
@@ -309,7 +323,9 @@ def _refuse_shared_ports(topology: Topology, engines: list[PlacedEngine]) -> Non
     router = topology.host_name(topology.router.host)
     users[topology.hosts[router].address, topology.router.port] = "the router"
     for engine in engines:
-        ports = [engine.port] + ([engine.kv_port] if engine.role == "prefill" else [])
+        ports = [engine.port]
+        if engine.role == "prefill" and engine.kv_port:
+            ports += range(engine.kv_port, engine.kv_port + len(engine.ranks))
         for port in ports:
             where = (topology.hosts[engine.host].address, port)
             if not 0 < port <= 65535:

@@ -19,7 +19,7 @@ from vllm_ascend_pd.processes.child import Child, State
 from vllm_ascend_pd.registration import DrainOrder, InstanceStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from vllm_ascend_pd.cluster.operator import RouterOperator
     from vllm_ascend_pd.processes.supervisor import Supervisor
@@ -39,6 +39,8 @@ class RollingRestart:
 
     supervisor: Supervisor
     router: RouterOperator
+    instances: Mapping[str, Sequence[str]]
+    """At the router, of each child: its data parallel ranks."""
 
     async def run(self, engines: Sequence[Child], drain_s: float) -> AsyncIterator[str]:
         """What happens, line by line. With a ``drain_s`` of 0 nobody waits for requests.
@@ -66,11 +68,12 @@ class RollingRestart:
             return status.state == "draining" and not status.num_active
 
         order = DrainOrder()  # the router forgets it when we do not ask again
-        status = await self._poll(
+        ranks = await self._poll(
             name, drain_s, is_idle, lambda name: self.router.drain(name, order)
         )
-        if status is None or not is_idle(status):
-            left = f"{status.num_active} requests are left" if status else "the router is silent"
+        if not ranks or not all(map(is_idle, ranks)):
+            num_left = sum(status.num_active for status in ranks)
+            left = f"{num_left} requests are left" if ranks else "the router is silent"
             raise RestartError(
                 f"{name} is not idle after {drain_s:g} s ({left}) and was not restarted; wait"
                 " longer with --drain-timeout, or end them with --drain-timeout 0"
@@ -88,9 +91,9 @@ class RollingRestart:
         def is_served(status: InstanceStatus) -> bool:
             return status.state == "ready" and status.healthy
 
-        status = await self._poll(name, RETURN_S, is_served)
-        if status is None or not is_served(status):
-            state = status.state if status else "silent"
+        ranks = await self._poll(name, RETURN_S, is_served)
+        if not ranks or not all(map(is_served, ranks)):
+            state = ", ".join(status.state for status in ranks) or "silent"
             raise RestartError(
                 f"{name} is up, but the router sends it no requests after {RETURN_S:g} s ({state});"
                 f" see {self.router.url}/instances"
@@ -102,20 +105,22 @@ class RollingRestart:
         patience_s: float,
         enough: Callable[[InstanceStatus], bool],
         ask: Callable[[str], Awaitable[None]] | None = None,
-    ) -> InstanceStatus | None:
-        """What the router says of it, once that is enough or the time is over."""
+    ) -> list[InstanceStatus]:
+        """What the router says of all its ranks, once that is enough or the time is over; nothing
+        where it does not say."""
         end = time.monotonic() + patience_s
-        status: InstanceStatus | None = None
+        names = self.instances[name]
         while True:
             try:
                 if ask is not None:
-                    await ask(name)
-                listed = await self.router.instances()
-                status = next((one for one in listed if one.instance_id == name), None)
+                    for one in names:
+                        await ask(one)
+                listed = [i for i in await self.router.instances() if i.instance_id in names]
             except RouterAway:
-                status = None
+                listed = []
             except ConfigError as e:
                 raise RestartError(str(e)) from e
-            if (status is not None and enough(status)) or time.monotonic() >= end:
-                return status
+            is_enough = len(listed) == len(names) and all(map(enough, listed))
+            if is_enough or time.monotonic() >= end:
+                return listed
             await asyncio.sleep(POLL_S)

@@ -90,6 +90,39 @@ def test_args_of_a_group_win() -> None:
     assert option(made.commands[1], "--dtype") == "float32"
 
 
+def test_data_parallel_ranks_share_what_their_engine_gets() -> None:
+    two = {"args": {"data-parallel-size": 2}}
+    made = plan(Machine("cpu", (0, 1, 2, 3), (), 12 * GIB), prefill=[two], decode=[{"count": 1}])
+    prefill, decode, _ = made.commands
+    assert prefill.instance_ids == ("prefill-0-dp0", "prefill-0-dp1")
+    assert decode.instance_ids == ("decode-0",)
+    for engine in (prefill, decode):  # of each rank
+        assert option(engine, "--kv-cache-memory-bytes") == str(2 * GIB)
+    assert transfer_config(prefill)["kv_port"] == 0, "which ports in a row are free is not known"
+
+
+def test_ports_for_peers_are_counted_by_ranks() -> None:
+    many = {"host": "a", "count": 2, "args": {"data_parallel_size": 2}}
+    made = plan(GPU, "a", hosts=HOSTS, prefill=[many], decode=[{"host": "b"}])
+    ports = [transfer_config(c)["kv_port"] for c in made.commands if c.role == "prefill"]
+    assert ports == [14600, 14602]
+    visible = [c.env["CUDA_VISIBLE_DEVICES"] for c in made.commands if c.role == "prefill"]
+    assert visible == ["0,1", "2,3"]
+    chosen = {"host": "a", "count": 2, "kv_port": 7000, "args": {"data-parallel-size": 2}}
+    made = plan(GPU, "a", hosts=HOSTS, prefill=[chosen], decode=[{"host": "b"}])
+    ports = [transfer_config(c)["kv_port"] for c in made.commands if c.role == "prefill"]
+    assert ports == [7000, 7002]
+    with pytest.raises(ConfigError, match="port 7001 of host a is given both"):
+        plan(GPU, "a", hosts=HOSTS, prefill=[chosen | {"port": 7001, "count": 1}], decode=[{}])
+
+
+def test_ranks_behind_a_router_that_is_told_urls_are_balanced_by_vllm() -> None:
+    """Off loopback and without a token engines do not register."""
+    two = {"host": "a", "args": {"data-parallel-size": 2}}
+    made = plan(GPU, "a", hosts=HOSTS, prefill=[two], decode=[{"host": "b"}])
+    assert made.commands[0].ranks == (None,)
+
+
 @pytest.mark.parametrize(
     "chosen",
     [

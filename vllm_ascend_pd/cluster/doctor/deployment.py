@@ -11,6 +11,7 @@ from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, w
 from vllm_ascend_pd.cluster.placement import http_url
 from vllm_ascend_pd.cluster.plan import MASTER_PORTS, place, wants_master
 from vllm_ascend_pd.config import ETCD
+from vllm_ascend_pd.registration import name_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +26,17 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One engine of the topology. Without ``url``, only its router knows where it is."""
+    """One instance of the topology. Without ``url``, only its router knows where it is."""
 
-    name: str
+    engine: str
     role: Role
     host: str
     url: str | None
+    rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        return name_of_rank(self.engine, self.rank)
 
 
 def router_url(topology: Topology) -> str:
@@ -43,8 +49,9 @@ def expected_engines(topology: Topology) -> list[Expected]:
     """All of them, under the names that ``vllm-pd up`` gives."""
     choose = (lambda address: _FOUND_AT_START) if len(topology.hosts) == 1 else None
     return [
-        Expected(one.name, one.role, one.host, one.url if one.port else None)
+        Expected(one.name, one.role, one.host, one.url if one.port else None, rank)
         for one in place(topology, choose)
+        for rank in one.ranks
     ]
 
 
@@ -60,10 +67,16 @@ class Complete:
 
     async def run(self) -> Sequence[Finding]:
         findings = []
-        names, urls = {e.name for e in self._listed}, {e.url for e in self._listed}
-        missing = [e for e in self._expected if e.name not in names and e.url not in urls]
+        names = {e.name for e in self._listed}
+        places = {(e.url, e.rank) for e in self._listed}
+        missing = [
+            e
+            for e in self._expected
+            if e.name not in names and not {(e.url, e.rank), (e.url, None)} & places
+        ]
         for engine in missing:
-            fix = f"on host {engine.host}: vllm-pd up --config FILE; then see its {engine.name}.log"
+            log = f"{engine.engine}.log"
+            fix = f"on host {engine.host}: vllm-pd up --config FILE; then see its {log}"
             where = f" at {engine.url}" if engine.url else ""
             found = f"the router does not know {engine.name} of host {engine.host}{where}"
             findings.append(fail(self.name, found, fix))

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
-from vllm_ascend_pd.registration import InstanceStatus
+from vllm_ascend_pd.registration import RANK_HEADER, InstanceStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -72,6 +72,8 @@ class Engine:
     url: str
     role: Role
     name: str = ""
+    rank: int | None = None
+    """Of a data parallel rank that is an instance of its own."""
     error: str = ""
     """Why it cannot be asked."""
     version: str = ""
@@ -85,6 +87,11 @@ class Engine:
         """Its parts; empty when the engine does not tell."""
         words = self.info.get("fingerprint", "").split(" ")
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """With which a request goes to it."""
+        return {} if self.rank is None else {RANK_HEADER: str(self.rank)}
 
     def __str__(self) -> str:
         return self.name or f"{self.role} {self.url}"
@@ -106,10 +113,16 @@ class Web:
         """The body of a 200 as a value."""
         return msgspec.json.decode(await self.text(url))
 
-    async def post(self, url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+    async def post(
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         """The JSON answer; an answer that is no 200 is an ``aiohttp.ClientError`` with its text."""
         timeout = aiohttp.ClientTimeout(timeout_s)
-        async with self._session.post(url, json=body, timeout=timeout) as response:
+        async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:
             text = await response.text()
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"{response.status}: {text[:300]}")
@@ -152,7 +165,7 @@ async def discover(web: Web, router: str) -> list[Engine]:
     """The engines that a router knows; ``ERRORS`` when it cannot be asked."""
     text = await web.text(f"{router}/instances")
     listed = msgspec.json.decode(text, type=list[InstanceStatus])
-    return [Engine(i.url, i.role, i.instance_id) for i in listed]
+    return [Engine(i.url, i.role, i.instance_id, i.data_parallel_rank) for i in listed]
 
 
 async def ask(web: Web, engine: Engine) -> None:
@@ -162,19 +175,24 @@ async def ask(web: Web, engine: Engine) -> None:
         engine.version = str((await web.json(f"{engine.url}/version"))["version"])
         model = (await web.json(f"{engine.url}/v1/models"))["data"][0]
         engine.model, engine.max_model_len = str(model["id"]), int(model["max_model_len"])
-        engine.info = find_info(await web.text(f"{engine.url}/metrics"))
+        engine.info = find_info(await web.text(f"{engine.url}/metrics"), engine.rank)
     except (*ERRORS, KeyError, IndexError, TypeError) as e:
         engine.error = str(e) or type(e).__name__
 
 
-def find_info(page: str) -> dict[str, str]:
-    """Labels of ``vllm:pd_engine_info`` on a page of metrics."""
+def find_info(page: str, rank: int | None = None) -> dict[str, str]:
+    """Labels of ``vllm:pd_engine_info`` on a page of metrics, of a rank or of the first."""
     for family in text_string_to_metric_families(page):
         if family.name == _INFO:
             for sample in family.samples:
-                if sample.value:  # 0: what it was before its weights changed
+                # 0: what it was before its weights changed
+                if sample.value and _is_of(sample.labels, rank):
                     return dict(sample.labels)
     return {}
+
+
+def _is_of(labels: Mapping[str, str], rank: int | None) -> bool:
+    return rank is None or labels.get("engine") == str(rank)
 
 
 class Reachable:
@@ -287,7 +305,8 @@ class Pool:
         findings = []
         for engine in self._engines:
             try:
-                counts = count(await self._web.text(f"{engine.url}/metrics"), "vllm:pd_pool_")
+                page = await self._web.text(f"{engine.url}/metrics")
+                counts = count(page, "vllm:pd_pool_", engine.rank)
             except ERRORS as e:
                 findings.append(fail(self.name, f"{engine}: {e}", "see its log"))
                 continue
@@ -307,12 +326,14 @@ class Pool:
         return warn(self.name, f"{found}; since its start: {listed}", fix, **counts)
 
 
-def count(page: str, prefix: str) -> dict[str, float]:
-    """Counters whose names begin with ``prefix``, by the rest of the name and the last label."""
+def count(page: str, prefix: str, rank: int | None = None) -> dict[str, float]:
+    """Counters whose names begin with ``prefix``, by the rest of the name and the last label; of
+    one rank, or of all that the page tells of.
+    """
     counts: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples if family.name.startswith(prefix) else ():
-            if sample.name == f"{family.name}_total":
+            if sample.name == f"{family.name}_total" and _is_of(sample.labels, rank):
                 labels = [v for k, v in sample.labels.items() if k not in ("engine", "model_name")]
                 key = " ".join([family.name.removeprefix(prefix), *labels]).strip()
                 counts[key] = counts.get(key, 0) + sample.value

@@ -112,7 +112,7 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
         expected = deployment.expected_engines(subject.topology)
         urls, names = {engine.url for engine in known}, {engine.name for engine in known}
         known += [
-            engines.Engine(one.url, one.role, one.name)
+            engines.Engine(one.url, one.role, one.name, one.rank)
             for one in expected
             if one.url and one.url not in urls and one.name not in names
         ]

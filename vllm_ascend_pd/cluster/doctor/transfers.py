@@ -101,7 +101,8 @@ class Transfer:
         body = make_body(engine.model, prompt, max_tokens)
         if params is not None:
             body["kv_transfer_params"] = params
-        answer = await self._web.post(f"{engine.url}/v1/completions", body, _TIMEOUT_S)
+        url = f"{engine.url}/v1/completions"
+        answer = await self._web.post(url, body, _TIMEOUT_S, engine.headers)
         return answer.get("kv_transfer_params"), answer["choices"][0]["text"]
 
     def judge(
@@ -177,7 +178,7 @@ class ThroughRouter:
         counts: dict[str, float] = {}
         for engine in engines:
             page = await self._web.text(f"{engine.url}/metrics")
-            for outcome, number in count(page, _COUNTED).items():
+            for outcome, number in count(page, _COUNTED, engine.rank).items():
                 counts[outcome] = counts.get(outcome, 0) + number
         return counts
 

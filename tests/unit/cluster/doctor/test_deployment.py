@@ -54,6 +54,18 @@ def test_every_engine_has_the_address_that_up_gives_it() -> None:
     assert [e.url for e in expected_engines(one)] == [None, "http://127.0.0.1:8200"]
 
 
+def test_each_data_parallel_rank_is_expected() -> None:
+    expected = expected_engines(topology(decode=[{"port": 7, "args": {"data-parallel-size": 2}}]))
+    prefill = Engine("http://h:1", "prefill", "prefill-0")
+    first = Engine("http://127.0.0.1:7", "decode", "decode-0-dp0", 0)
+    [finding] = asyncio.run(Complete(expected, [prefill, first]).run())
+    assert finding.verdict is Verdict.FAIL
+    assert "does not know decode-0-dp1 " in finding.found
+    assert "see its decode-0.log" in finding.fix
+    whole = Engine("http://127.0.0.1:7", "decode", "127.0.0.1:7")  # balanced by its front end
+    assert verdicts(asyncio.run(Complete(expected, [prefill, whole]).run())) == [Verdict.OK]
+
+
 def test_engines_that_are_missing_and_engines_too_many() -> None:
     expected = expected_engines(topology(decode=[{"count": 2}]))
     listed = [Engine("http://h:1", "prefill", "prefill-0"), Engine("http://h:2", "decode", "old")]
