@@ -35,6 +35,7 @@ from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
 from vllm_ascend_pd.engine.vllm_api.engine import attach, is_ending, join_reports, wake
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.log_limit import limited_logger
@@ -102,6 +103,7 @@ class _Builder:
             phantoms=phantoms,
             loads=loads,
             parking=Parking(manager, group, phantoms, loads),
+            rank=data_parallel_rank(vllm_config),
         )
 
     def build(self) -> SchedulerSide:
@@ -138,8 +140,7 @@ class _Builder:
         )
         server = ControlServer(book, self._wake, self._trust, transfer.arrival_timeout_s)
         self._opened.callback(server.stop)
-        parallel = self._scheduler.vllm_config.parallel_config
-        endpoint = server.listen(config.host, config.port_of(parallel.data_parallel_index))
+        endpoint = server.listen(config.host, config.port_of(self._common.rank or 0))
         producer = Producer(self._common, book, server, self._epoch, endpoint, self._sampling_key)
         moves_out = MovesOut(self._common, producer, book, server)
         server.start()

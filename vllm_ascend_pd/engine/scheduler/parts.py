@@ -61,6 +61,8 @@ class Common:
     parking: Parking
     prefill: Speed = field(default_factory=Speed)
     """Tokens that a step computes, per millisecond."""
+    rank: int | None = None
+    """Of this engine core among several behind one front end."""
 
     @property
     def manager(self) -> KVCacheManager:

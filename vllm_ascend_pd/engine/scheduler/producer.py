@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
-from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
 from vllm_ascend_pd.engine.vllm_api.groups import (
     block_hashes,
     block_table,
@@ -276,7 +275,7 @@ class Producer(Part):
             transfer_id=lease.transfer_id,
             remote_epoch=self.epoch,
             remote_num_tokens=lease.span.end,
-            remote_data_parallel_rank=data_parallel_rank(self._common.scheduler.vllm_config),
+            remote_data_parallel_rank=self._common.rank,
         ).to_params()
 
     # Of a running request.

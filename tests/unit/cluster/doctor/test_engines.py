@@ -206,12 +206,9 @@ def test_findings_as_json() -> None:
 
 def test_what_a_rank_says_is_found_among_that_of_its_server() -> None:
     page = "".join(
-        f'# TYPE vllm:pd_{name} {kind}\nvllm:pd_{sample}{{engine="0",x="a"}} 1\n'
+        f'# TYPE vllm:pd_{sample} {kind}\nvllm:pd_{sample}{{engine="0",x="a"}} 1\n'
         f'vllm:pd_{sample}{{engine="1",x="b"}} 2\n'
-        for name, kind, sample in (
-            ("engine_info", "gauge", "engine_info"),
-            ("pool_puts", "counter", "pool_puts_total"),
-        )
+        for kind, sample in (("gauge", "engine_info"), ("counter", "pool_puts_total"))
     )
     assert [engines.find_info(page, rank)["x"] for rank in (None, 0, 1)] == ["a", "a", "b"]
     assert engines.count(page, "vllm:pd_pool_", 1) == {"puts b": 2}
