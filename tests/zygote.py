@@ -29,14 +29,24 @@ def prepare_to_fork(*more_imports: str) -> None:
     """
     for name in (*IMPORTS, *more_imports):
         importlib.import_module(name)
+    fork_processes()
+    gc.collect()
+    gc.freeze()  # or each engine's first collection would copy all of it
+
+
+def fork_processes() -> None:
+    """The processes of an engine are forks of the one that has imported everything."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.model_executor.models import registry
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
     # The CPU platform asks for "spawn", which imports everything again.
     context = multiprocessing.get_context("fork")
-    multiproc_executor.get_mp_context = lambda: context
+    multiproc_executor.get_mp_context = utils.get_mp_context = lambda: context
+    # Another process would import vLLM to look at a model's class: that of each new architecture,
+    # and once for each engine that meets it at the same time.
+    registry._run_in_subprocess = lambda look: look()
     # An engine and its worker spin for a second after each message: engines that have nothing to
     # do would keep every core from those that are tested.
     SpinCondition.__init__.__defaults__ = (_SPIN_S,)
-    gc.collect()
-    gc.freeze()  # or each engine's first collection would copy all of it

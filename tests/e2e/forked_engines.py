@@ -123,10 +123,6 @@ def _serve(command: dict[str, Any]) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    import vllm.v1.engine.utils as engine_utils
-    from vllm.v1.executor import multiproc_executor
-
-    engine_utils.get_mp_context = multiproc_executor.get_mp_context
     sys.argv = command["argv"]
     from vllm.entrypoints.cli.main import main
 
