@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings a fleet of engines to its target, one small step after another.
+
+A step looks at the fleet and at the router, and does what ``target`` decides of what it sees. It
+keeps no plan: what is true is what the next look says. So an engine that died is one that is
+missing, a node that came is room for one that waits, and a new target is only a new comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from vllm_ascend_pd.cluster.operator import RouterAway
+from vllm_ascend_pd.cluster.scaling.fleet import Fleet, Member, Phase
+from vllm_ascend_pd.cluster.scaling.target import (
+    Counts,
+    Ratio,
+    Target,
+    next_role,
+    next_stop,
+    next_switch,
+    split,
+)
+from vllm_ascend_pd.errors import ConfigError, PDError
+from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 600.0
+"""An engine that is not empty by then ends with the requests that it has."""
+MAX_BACKOFF_S = 30.0
+
+
+class FirstStartError(PDError):
+    """An engine ended before any was up: a wrong option or a missing file, which no other start
+    mends."""
+
+
+class Router(Protocol):
+    """The part of ``RouterOperator`` that is used."""
+
+    async def instances(self) -> list[InstanceStatus]: ...
+    async def use_for(self, instance_id: str, role: Role) -> None: ...
+    async def drain(self, instance_id: str, order: DrainOrder) -> None: ...
+    async def undo_drain(self, instance_id: str) -> None: ...
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine, for a person."""
+
+    name: str
+    state: str
+    """``waiting``, ``starting``, ``serving``, ``draining``, ``ending``."""
+    used_for: Role | None
+    node: str
+    note: str
+
+
+class FleetStatus(msgspec.Struct, frozen=True):
+    """What there is, beside what there is to be."""
+
+    target: Target
+    engines: tuple[EngineStatus, ...]
+    is_settled: bool
+    """Nothing is left to do, or nothing but to wait for room."""
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        used_for = [one.used_for for one in self.engines]
+        there = f"{used_for.count('prefill')} P and {used_for.count('decode')} D serve"
+        wanted = f"wanted are {self.target.ratio}, {self.target.maximum} engines at most"
+        lines = [f"{there}; {wanted}"]
+        for one in self.engines:
+            if one.state != "serving":
+                lines.append(f"{one.name} {one.state}{': ' if one.note else ''}{one.note}")
+        return lines
+
+
+@dataclass(slots=True)
+class View:
+    """One look at both."""
+
+    members: dict[str, Member]
+    known: dict[str, InstanceStatus] | None
+    """By the router; ``None``: it is away."""
+    leaving: dict[str, float]
+
+    def staying(self) -> list[Member]:
+        """Those that count."""
+        return [
+            one
+            for one in self.members.values()
+            if one.phase is not Phase.ENDING and one.name not in self.leaving
+        ]
+
+    def serving(self) -> list[InstanceStatus]:
+        """Of them, those that get requests."""
+        known = self.known or {}
+        statuses = (known.get(one.name) for one in self.staying() if one.phase is Phase.READY)
+        return [one for one in statuses if one and one.healthy and one.state == "ready"]
+
+    def count(self) -> Counts:
+        """Of those that serve and have a role."""
+        return _count(self.serving())
+
+    def num_starting(self) -> int:
+        """Have their place, and do not serve yet."""
+        placed = [one for one in self.staying() if one.phase is not Phase.WAITING]
+        return len(placed) - len(self.serving())
+
+
+def _count(serving: Iterable[InstanceStatus]) -> Counts:
+    used_for = [one.used_for for one in serving]
+    return Counts(used_for.count("prefill"), used_for.count("decode"))
+
+
+def fill(have: Counts, num_more: int, ratio: Ratio) -> Counts:
+    """The roles of so many that come to those that are there."""
+    pending = Counts()
+    for _ in range(num_more):
+        job = next_role(have, pending, ratio, have.total + num_more)
+        assert job is not None
+        pending = pending.with_one(job)
+    return pending
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """Event loop thread. ``step`` is called every second or so."""
+
+    fleet: Fleet
+    router: Router
+    target: Target
+    clock: Callable[[], float]
+    say: Callable[[str], None]
+    status: FleetStatus | None = None
+    """As of the last step."""
+    _names: Iterator[str] = field(
+        default_factory=lambda: (f"engine-{number}" for number in itertools.count())
+    )
+    _leaving: dict[str, float] = field(default_factory=dict)
+    """Drained, and since when; they end when they are empty."""
+    _ending: set[str] = field(default_factory=set)
+    """Told to end."""
+    _told: dict[str, Member] = field(default_factory=dict)
+    """What was said of each."""
+    _was_up: bool = False
+    """Any of them, ever."""
+    _num_failures: int = 0
+    """In a row, with no engine that came up between."""
+    _starts_at: float = 0.0
+
+    async def step(self) -> None:
+        """Look, and do what is to be done now.
+
+        Raises:
+            FirstStartError: there is no use in going on.
+        """
+        view = await self._look()
+        if view.known is not None:
+            try:
+                await self._assign(view)
+                await self._stop(view)
+            except RouterAway as e:
+                logger.debug("%s", e)  # the next look says so
+            except ConfigError as e:
+                self.say(f"the router refuses: {e}")
+        await self._start(view)
+        self.status = self._describe(view)
+
+    async def _look(self) -> View:
+        members = {}
+        for one in await self.fleet.look():
+            self._tell(one)
+            if not one.is_over:
+                members[one.name] = one
+                continue
+            del self._told[one.name]
+            self._leaving.pop(one.name, None)
+            if one.name in self._ending:
+                self._ending.remove(one.name)
+            else:
+                self._failed(one)
+        try:
+            known = {one.instance_id: one for one in await self.router.instances()}
+        except ConfigError as e:
+            logger.debug("%s", e)
+            return View(members, None, self._leaving)
+        return View(members, known, self._leaving)
+
+    def _tell(self, one: Member) -> None:
+        if self._told.get(one.name) == one:
+            return
+        self._told[one.name] = one
+        where = f" on {one.node}" if one.node else ""
+        note = f": {one.note}" if one.note else ""
+        self.say(f"{one.name} {one.phase.value}{where}{note}")
+        if one.phase is Phase.READY:
+            self._was_up, self._num_failures = True, 0
+
+    def _failed(self, one: Member) -> None:
+        if one.phase is Phase.ENDED and not self._was_up:
+            raise FirstStartError(f"{one.name} did not come up: {one.note}")
+        self._num_failures += 1
+        delay = min(2.0 ** min(self._num_failures - 1, 16), MAX_BACKOFF_S)
+        self._starts_at = self.clock() + delay
+
+    async def _assign(self, view: View) -> None:
+        """Each engine that serves has its role; one alone does both."""
+        serving, ratio, have = view.serving(), self.target.ratio, view.count()
+        if len(serving) == 1:
+            if serving[0].used_for != "both":
+                await self._use(serving[0], "both")
+            return
+        free = sorted((s for s in serving if s.used_for == "both"), key=lambda s: s.num_decoding)
+        while free:
+            job = next_role(have, Counts(), ratio, have.total + 1)
+            assert job is not None
+            await self._use(free.pop(0 if job == "prefill" else -1), job)
+            have = have.with_one(job)
+        job = next_switch(have, fill(have, view.num_starting(), ratio), ratio)
+        others = [one for one in serving if one.used_for not in (job, "both")]
+        if job is not None and others:
+            await self._use(min(others, key=lambda one: one.num_active), job)
+
+    async def _use(self, one: InstanceStatus, role: Role) -> None:
+        await self.router.use_for(one.instance_id, role)
+        self.say(f"{one.instance_id} is used for {role}")
+
+    async def _stop(self, view: View) -> None:
+        """Who is too many goes: first who waits, then who starts, then who serves."""
+        have, maximum = view.count(), self.target.maximum
+        serving = {one.instance_id: one for one in view.serving()}
+        idle = [one.name for one in view.staying() if one.name not in serving]
+        idle.sort(key=lambda name: view.members[name].phase is Phase.WAITING)
+        while idle and len(serving) + len(idle) > maximum:
+            await self._end(idle.pop())
+        while len(serving) > maximum and (job := next_stop(have, self.target.ratio, maximum)):
+            of_job = [one for one in serving.values() if one.used_for == job]
+            if not of_job:
+                break  # it has its role from the next look on
+            least = min(of_job, key=lambda one: one.num_active)
+            await self.router.drain(least.instance_id, DrainOrder(seconds=None))
+            self.say(f"{least.instance_id} is drained, to end")
+            self._leaving[least.instance_id] = self.clock()
+            del serving[least.instance_id]
+            have = _count(serving.values())
+        for name, since in self._leaving.items():
+            status = (view.known or {}).get(name)
+            is_empty = status is None or (status.state == "draining" and not status.num_active)
+            if is_empty or self.clock() - since >= DRAIN_S:
+                await self._end(name)
+
+    async def _end(self, name: str) -> None:
+        if name not in self._ending:
+            self._ending.add(name)
+            await self.fleet.end(name)
+
+    async def _start(self, view: View) -> None:
+        """One at a time: who waits for a place says why, and the next one would wait as well."""
+        have, ratio = view.count(), self.target.ratio
+        staying = view.staying()
+        pending = fill(have, len(staying) - have.total, ratio)
+        job = next_role(have, pending, ratio, self.target.maximum)
+        if job is None or any(one.phase is Phase.WAITING for one in staying):
+            return
+        if back := next((name for name in self._leaving if name not in self._ending), None):
+            with contextlib.suppress(ConfigError):  # it is gone, or the router is away
+                await self.router.undo_drain(back)
+                del self._leaving[back]
+                self.say(f"{back} stays")
+        elif self.clock() >= self._starts_at:
+            name = next(self._names)
+            self.say(f"{name} asked for: {job}")
+            await self.fleet.start(name)
+
+    def _describe(self, view: View) -> FleetStatus:
+        serving = {one.instance_id: one for one in view.serving()}
+        engines = []
+        for one in view.members.values():
+            status = serving.get(one.name)
+            state = one.phase.value if one.phase is not Phase.READY else "starting"
+            if status or one.name in self._leaving:
+                state = "serving" if status else "draining"
+            used_for = status.used_for if status else None
+            engines.append(EngineStatus(one.name, state, used_for, one.node, one.note))
+        waits = any(one.phase is Phase.WAITING for one in view.members.values())
+        is_settled = (
+            all(one.state in ("serving", "waiting") for one in engines)
+            and (waits or len(serving) == self.target.maximum)
+            and view.count() == split(len(serving), self.target.ratio)
+        )
+        return FleetStatus(self.target, tuple(engines), is_settled)
