@@ -21,6 +21,14 @@ def read_token(option: str, path: str) -> str:
     return token
 
 
+def write_private(path: Path, value: str) -> None:
+    """A new file, which only this user may read; in place of what is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(value)
+
+
 def read_private(
     option: str, path: str, max_bytes: int = 4096, refuses_open: bool = False
 ) -> bytes:

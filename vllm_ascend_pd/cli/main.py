@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 SUBCOMMANDS = (
-    *("patch", "up", "restart", "move", "drain", "role", "router", "doctor", "pool"),
+    *("patch", "up", "restart", "scale", "move", "drain", "role", "router", "doctor", "pool"),
     *("manifests", "profile", "plan"),
 )
 """In the order of ``vllm-pd --help``."""

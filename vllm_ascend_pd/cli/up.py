@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.cluster.launch import Manner
     from vllm_ascend_pd.cluster.plan import Plan
     from vllm_ascend_pd.cluster.topology import Topology
 
@@ -25,7 +26,12 @@ Free ports are found, and cores or accelerators are divided among the engines. W
     vllm-pd up Qwen/Qwen3-8B --prefill 1 --decode 1 -- --dtype bfloat16 --max-model-len 32768
 
 For several hosts write a topology file. On each host run `vllm-pd up --config topology.yaml`, or
-run what `--dry-run` prints for it.""",
+run what `--dry-run` prints for it.
+
+On a Ray cluster that runs, from one of its nodes or as a job of it, engines are put where there is
+room, and replaced when they or their nodes are gone; `vllm-pd scale` changes how many:
+
+    vllm-pd up Qwen/Qwen3-8B --ray auto --pd-ratio 1:2 --max-instances 6""",
 )
 def up(
     context: typer.Context,
@@ -69,6 +75,24 @@ def up(
     access_log: Annotated[
         str, typer.Option(help="The router's line per request: text, json or off.")
     ] = "text",
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|ADDRESS",
+            help="Engines on the nodes of this Ray cluster, the router here.",
+            rich_help_panel="On Ray",
+        ),
+    ] = None,
+    pd_ratio: Annotated[
+        str, typer.Option(metavar="P:D", help="Of P to D engines.", rich_help_panel="On Ray")
+    ] = "1:1",
+    max_instances: Annotated[
+        int,
+        typer.Option(min=2, help="Engines, where there is room.", rich_help_panel="On Ray"),
+    ] = 2,
+    engine_cpus: Annotated[
+        int, typer.Option(min=1, help="CPUs of each engine.", rich_help_panel="On Ray")
+    ] = 1,
     observe: Annotated[
         bool, typer.Option("--observe", help="Start a Prometheus, too, that scrapes all of them.")
     ] = False,
@@ -84,13 +108,11 @@ def up(
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import launch
-    from vllm_ascend_pd.cluster.log_rotation import Rotation
     from vllm_ascend_pd.cluster.machine import FreePorts, Machine
     from vllm_ascend_pd.cluster.observe import with_prometheus
     from vllm_ascend_pd.cluster.plan import Programs, make_plan
+    from vllm_ascend_pd.cluster.scaling.up import OnRay, at_router, plan_on_ray
     from vllm_ascend_pd.errors import PDError
-    from vllm_ascend_pd.parsing import parse_size
-    from vllm_ascend_pd.processes.child import Patience
 
     more = list(context.args)
     if config is not None and model is not None and model.startswith("-"):
@@ -107,15 +129,27 @@ def up(
         }
         plan_of = _topology(config, given)
         plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
-        if observe and dry_run:
-            raise typer.BadParameter("--observe starts a Prometheus, --dry-run nothing")
+        _refuse(
+            observe=observe,
+            dry_run=dry_run,
+            on_ray=ray is not None,
+            counts=(prefill, decode) != (1, 1),
+            of_ray=(pd_ratio, max_instances, engine_cpus) != ("1:1", 2, 1),
+        )
+        if ray is not None:
+            asked = OnRay.parse(ray, pd_ratio, max_instances, engine_cpus)
+            plan_of = at_router(plan_of, asked)
         here = launch.find_local_host(plan_of, host)
         logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
         secrets: list[Path] = []
         if not dry_run:
             plan_of, secrets = launch.with_secrets(plan_of, logs.absolute())
         programs, choose_port = Programs() if dry_run else launch.find_programs(), FreePorts()
-        plan = make_plan(plan_of, Machine.this(), here, choose_port, programs)
+        manner = _manner(plan_of, logs, startup_timeout, log_max_size, log_files)
+        if ray is None:
+            plan = make_plan(plan_of, Machine.this(), here, choose_port, programs)
+        else:
+            plan, manner = plan_on_ray(plan_of, asked, manner, programs, choose_port)
         if dry_run:
             _print_commands(plan_of, plan)
             return
@@ -126,18 +160,40 @@ def up(
         if any(command.role in ("prefill", "decode") for command in commands):
             asyncio.run(launch.refuse_unpatched_engine())
         launch.write_secrets(secrets)
-        token_file = plan_of.extra_config.get("router", {}).get("token_file")
-        manner = launch.Manner(
-            logs,
-            Patience(startup_s=startup_timeout),
-            Rotation(parse_size("--log-max-size", log_max_size), log_files),
-            Path(token_file) if token_file else None,
-        )
         code = asyncio.run(launch.launch(plan, commands, plan_of.name, Console(), manner))
     except PDError as e:
         typer.echo(f"vllm-pd up: {e}", err=True)
         sys.exit(2)
     sys.exit(code)
+
+
+def _refuse(*, observe: bool, dry_run: bool, on_ray: bool, counts: bool, of_ray: bool) -> None:
+    """Options that say nothing together."""
+    if observe and dry_run:
+        raise typer.BadParameter("--observe starts a Prometheus, --dry-run nothing")
+    if on_ray and (observe or dry_run):
+        raise typer.BadParameter("--observe and --dry-run need to know where engines run")
+    if on_ray and counts:
+        raise typer.BadParameter("--pd-ratio and --max-instances say how many engines --ray has")
+    if of_ray and not on_ray:
+        raise typer.BadParameter("--pd-ratio, --max-instances and --engine-cpus need --ray")
+
+
+def _manner(
+    topology: Topology, logs: Path, startup_s: float, log_max_size: str, log_files: int
+) -> Manner:
+    from vllm_ascend_pd.cluster.launch import Manner
+    from vllm_ascend_pd.cluster.log_rotation import Rotation
+    from vllm_ascend_pd.parsing import parse_size
+    from vllm_ascend_pd.processes.child import Patience
+
+    token_file = topology.extra_config.get("router", {}).get("token_file")
+    return Manner(
+        logs,
+        Patience(startup_s=startup_s),
+        Rotation(parse_size("--log-max-size", log_max_size), log_files),
+        Path(token_file) if token_file else None,
+    )
 
 
 def _topology(config: Path | None, given: dict[str, Any]) -> Topology:

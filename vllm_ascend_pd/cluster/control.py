@@ -2,6 +2,7 @@
 """How another command reaches a running ``vllm-pd up``: a Unix socket of its user alone.
 
 POST /restart    body ``RestartOrder``; answered by JSON lines, ``RestartProgress`` as it happens
+POST /scale      body ``ScaleOrder``; answered with the URL that tells of it, as JSON
 
 Beside the socket is a link to the file with the token of its router.
 """
@@ -13,6 +14,7 @@ import contextlib
 import os
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,8 +24,9 @@ import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd.cluster.restart import RestartError
+from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.private_file import read_token
+from vllm_ascend_pd.private_file import read_token, write_private
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -44,6 +47,37 @@ class RestartProgress(msgspec.Struct):
 
     text: str
     failed: bool = False
+
+
+class ScaleOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """What changes of the target; ``None``: that stays."""
+
+    ratio: Ratio | None = None
+    maximum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How the target of a fleet gets to who keeps it, and word of it back."""
+
+    target_file: Path
+    url: str
+    """Of ``scaling.driver``, on loopback."""
+
+    def aim(self, target: Target) -> None:
+        """Whoever reads the file finds the old one or this one."""
+        new = self.target_file.with_suffix(".new")
+        write_private(new, msgspec.json.encode(target).decode())
+        new.replace(self.target_file)
+
+    def target(self) -> Target:
+        """That holds now."""
+        return msgspec.json.decode(self.target_file.read_bytes(), type=Target)
+
+    def change(self, order: ScaleOrder) -> None:
+        """``ConfigError`` names the option."""
+        old = self.target()
+        self.aim(Target(order.ratio or old.ratio, order.maximum or old.maximum))
 
 
 def socket_path(router_port: int) -> Path:
@@ -91,15 +125,19 @@ class Control:
         engines: dict[str, Child],
         restart: RollingRestart,
         token_file: Path | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
-        """``token_file``: of the router, which whoever may ask here may ask, too."""
+        """``token_file``: of the router, which whoever may ask here may ask, too. ``scaling``: of a
+        fleet, if there is one."""
         self._path = path
         self._token_file = token_file
         self._engines = engines
+        self._scaling = scaling
         self._restart = restart
         self._busy = asyncio.Lock()
         app = web.Application()
         app.router.add_post("/restart", self._on_restart)
+        app.router.add_post("/scale", self._on_scale)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
 
     async def start(self) -> None:
@@ -125,6 +163,15 @@ class Control:
                 await answer.write(msgspec.json.encode(progress) + b"\n")
         return answer
 
+    async def _on_scale(self, request: web.Request) -> web.Response:
+        try:
+            if self._scaling is None:
+                raise ConfigError("it was not started with --ray, so its engines are those it has")
+            self._scaling.change(msgspec.json.decode(await request.read(), type=ScaleOrder))
+        except ConfigError as e:
+            raise web.HTTPBadRequest(text=str(e)) from e
+        return web.json_response(self._scaling.url)
+
     async def _carry_out(self, order: RestartOrder) -> AsyncIterator[RestartProgress]:
         if unknown := [name for name in order.names if name not in self._engines]:
             yield RestartProgress(
@@ -144,18 +191,32 @@ class Control:
 
 
 async def ask_to_restart(path: Path, order: RestartOrder) -> AsyncIterator[RestartProgress]:
-    """What a running ``vllm-pd up`` does about it.
+    """What a running ``vllm-pd up`` does about it; ``ConfigError`` if there is none."""
+    async with _asking(path, "restart", order) as answer:
+        async for line in answer.content:
+            yield msgspec.json.decode(line, type=RestartProgress)
 
-    Raises:
-        ConfigError: there is none.
-    """
+
+async def ask_to_scale(path: Path, order: ScaleOrder) -> str:
+    """The URL at which a running ``vllm-pd up`` tells of it; ``ConfigError`` if it refuses, or
+    there is none."""
+    async with _asking(path, "scale", order) as answer:
+        body = await answer.read()
+        if answer.status != 200:
+            raise ConfigError(body.decode())
+        return msgspec.json.decode(body, type=str)
+
+
+@contextlib.asynccontextmanager
+async def _asking(
+    path: Path, what: str, order: msgspec.Struct
+) -> AsyncIterator[aiohttp.ClientResponse]:
     connector = aiohttp.UnixConnector(str(path))
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         try:
-            async with session.post("http://up/restart", data=msgspec.json.encode(order)) as answer:
-                async for line in answer.content:
-                    yield msgspec.json.decode(line, type=RestartProgress)
+            async with session.post(f"http://up/{what}", data=msgspec.json.encode(order)) as answer:
+                yield answer
         except aiohttp.ClientConnectionError as e:
             raise ConfigError(
                 f"no `vllm-pd up` of this user listens at {path} ({e}); give the port of its router"

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import secrets
 import shutil
 import signal
@@ -24,7 +23,7 @@ import psutil
 from rich.text import Text
 
 from vllm_ascend_pd.backends.mooncake_master import master_program
-from vllm_ascend_pd.cluster.control import Control, socket_path
+from vllm_ascend_pd.cluster.control import Control, Scaling, socket_path
 from vllm_ascend_pd.cluster.display import Display
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
@@ -34,7 +33,7 @@ from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.errors import BackendError, ConfigError
-from vllm_ascend_pd.private_file import read_token
+from vllm_ascend_pd.private_file import read_token, write_private
 from vllm_ascend_pd.processes.child import ChildSpec, Patience, StartError
 from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.registration import InstanceStatus, name_of_rank
@@ -108,10 +107,7 @@ def with_secrets(topology: Topology, folder: Path) -> tuple[Topology, list[Path]
 def write_secrets(paths: Sequence[Path]) -> None:
     """New ones, which only this user may read."""
     for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(secrets.token_hex(32))
+        write_private(path, secrets.token_hex(32))
 
 
 def refuse_busy_ports(commands: Sequence[Command]) -> None:
@@ -143,6 +139,8 @@ class Manner:
     rotation: Rotation = field(default_factory=Rotation)
     token_file: Path | None = None
     """Holds what the engines register with."""
+    scaling: Scaling | None = None
+    """Of a fleet, if engines come and go."""
 
 
 async def launch(
@@ -183,7 +181,7 @@ async def launch(
                 announce(),
                 redraw(),
                 manner.rotation.keep(logs),
-                _obey(socket, plan, supervisor, manner.token_file),
+                _obey(socket, plan, supervisor, manner),
             )
         ]
         try:
@@ -200,15 +198,16 @@ async def launch(
     return 0
 
 
-async def _obey(path: Path, plan: Plan, supervisor: Supervisor, token_file: Path | None) -> None:
+async def _obey(path: Path, plan: Plan, supervisor: Supervisor, manner: Manner) -> None:
     """What other commands of this user ask, until cancelled."""
+    token_file = manner.token_file
     token = read_token("router.token_file", str(token_file)) if token_file else None
     engines = {c.name for c in plan.commands if c.role in ("prefill", "decode")}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
     async with RouterOperator(plan.router_url, token) as router:
         instances = {c.name: c.instance_ids for c in plan.commands}
         restart = RollingRestart(supervisor, router, instances)
-        control = Control(path, children, restart, token_file)
+        control = Control(path, children, restart, token_file, manner.scaling)
         try:
             await control.start()
             await asyncio.Event().wait()

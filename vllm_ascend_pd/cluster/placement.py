@@ -23,7 +23,7 @@ class PlacedEngine:
     """One engine, and the part of its host that ``divide`` gives it."""
 
     name: str
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "both"]
     host: str
     address: str
     port: int

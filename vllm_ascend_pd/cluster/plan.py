@@ -37,7 +37,7 @@ _TOOL_CALL_PARSER = "--tool-call-parser"
 _CACHED = "--enable-prompt-tokens-details"
 """Answers say how much of the prompt was cached: the router compares that with its estimate."""
 
-_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
@@ -47,7 +47,7 @@ class Command:
 
     name: str
     """``prefill-0``, ``decode-1``, ``router``, ``master``: of its log, and at the router."""
-    role: Literal["master", "prefill", "decode", "router", "prometheus"]
+    role: Literal["master", "prefill", "decode", "both", "router", "prometheus", "ray"]
     host: str
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -144,6 +144,23 @@ def make_plan(
     commands.append(_router_command(router_host, topology, engines, shared, programs))
     _refuse_shared_ports(topology, engines)
     return Plan(tuple(commands), shared.router_url)
+
+
+def plan_engine(
+    engine: PlacedEngine,
+    topology: Topology,
+    device: str,
+    router_url: str,
+    master: str | None,
+    programs: Programs,
+) -> Command:
+    """One engine that joins a router which runs, in a place that somebody else has chosen.
+
+    Raises:
+        ConfigError: something does not fit; it names the field.
+    """
+    shared = _Shared(router_url, registers=True, discovery=(), master=master)
+    return _engine_command(engine, topology, device, shared, programs)
 
 
 def _registers(topology: Topology) -> bool:
@@ -285,7 +302,7 @@ def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) 
         "kv_role": kv_role,
         "engine_id": engine.name,
         "kv_ip": address,
-        "kv_port": engine.kv_port if engine.role == "prefill" else 0,
+        "kv_port": engine.kv_port if engine.role != "decode" else 0,
         "kv_connector_extra_config": extra,
     }
     try:

@@ -50,6 +50,28 @@ def test_dry_run_prints_commands_that_a_shell_reads() -> None:
     assert commands[-1][:2] == ["vllm-pd", "router"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ray", "auto", "--dry-run"), "need to know where engines run"),
+        (("--ray", "auto", "--prefill", "2"), "say how many engines --ray has"),
+        (("--pd-ratio", "1:2"), "need --ray"),
+    ],
+)
+def test_options_of_a_cluster_and_of_one_host_are_not_mixed(
+    words: tuple[str, ...], message: str
+) -> None:
+    result = run("m", *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("\u2502", " ").split())
+
+
+def test_a_wrong_ratio_is_named() -> None:
+    result = run("m", "--ray", "auto", "--pd-ratio", "1")
+    assert result.exit_code == 2
+    assert "--pd-ratio: '1' is not two positive numbers" in result.output
+
+
 def test_dry_run_of_several_hosts(tmp_path: Path) -> None:
     path = tmp_path / "topology.yaml"
     path.write_text(TOPOLOGY)

@@ -56,4 +56,4 @@ class Fleet(Protocol):
         """Have it end in good order; again, or when it has ended, without effect."""
 
     async def close(self) -> None:
-        """End all, and wait for it."""
+        """End all, and wait for it; again without effect. The last call."""

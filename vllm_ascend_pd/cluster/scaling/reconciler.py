@@ -14,10 +14,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from vllm_ascend_pd.cluster.operator import RouterAway
 from vllm_ascend_pd.cluster.scaling.fleet import Fleet, Member, Phase
+from vllm_ascend_pd.cluster.scaling.status import EngineStatus, FleetStatus
 from vllm_ascend_pd.cluster.scaling.target import (
     Counts,
     Ratio,
@@ -45,44 +44,13 @@ class FirstStartError(PDError):
     mends."""
 
 
-class Router(Protocol):
+class RoleOperator(Protocol):
     """The part of ``RouterOperator`` that is used."""
 
     async def instances(self) -> list[InstanceStatus]: ...
     async def use_for(self, instance_id: str, role: Role) -> None: ...
     async def drain(self, instance_id: str, order: DrainOrder) -> None: ...
     async def undo_drain(self, instance_id: str) -> None: ...
-
-
-class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine, for a person."""
-
-    name: str
-    state: str
-    """``waiting``, ``starting``, ``serving``, ``draining``, ``ending``."""
-    used_for: Role | None
-    node: str
-    note: str
-
-
-class FleetStatus(msgspec.Struct, frozen=True):
-    """What there is, beside what there is to be."""
-
-    target: Target
-    engines: tuple[EngineStatus, ...]
-    is_settled: bool
-    """Nothing is left to do, or nothing but to wait for room."""
-
-    def lines(self) -> list[str]:
-        """For a person."""
-        used_for = [one.used_for for one in self.engines]
-        there = f"{used_for.count('prefill')} P and {used_for.count('decode')} D serve"
-        wanted = f"wanted are {self.target.ratio}, {self.target.maximum} engines at most"
-        lines = [f"{there}; {wanted}"]
-        for one in self.engines:
-            if one.state != "serving":
-                lines.append(f"{one.name} {one.state}{': ' if one.note else ''}{one.note}")
-        return lines
 
 
 @dataclass(slots=True)
@@ -138,7 +106,7 @@ class Reconciler:
     """Event loop thread. ``step`` is called every second or so."""
 
     fleet: Fleet
-    router: Router
+    router: RoleOperator
     target: Target
     clock: Callable[[], float]
     say: Callable[[str], None]
@@ -289,8 +257,12 @@ class Reconciler:
         for one in view.members.values():
             status = serving.get(one.name)
             state = one.phase.value if one.phase is not Phase.READY else "starting"
-            if status or one.name in self._leaving:
-                state = "serving" if status else "draining"
+            known = (view.known or {}).get(one.name)
+            is_drained = known is not None and known.state == "draining"
+            if one.phase is Phase.READY and (is_drained or one.name in self._leaving):
+                state = "draining"
+            elif status:
+                state = "serving"
             used_for = status.used_for if status else None
             engines.append(EngineStatus(one.name, state, used_for, one.node, one.note))
         waits = any(one.phase is Phase.WAITING for one in view.members.values())
@@ -299,4 +271,5 @@ class Reconciler:
             and (waits or len(serving) == self.target.maximum)
             and view.count() == split(len(serving), self.target.ratio)
         )
-        return FleetStatus(self.target, tuple(engines), is_settled)
+        step = self.status.step + 1 if self.status else 0
+        return FleetStatus(self.target, tuple(engines), is_settled, step)

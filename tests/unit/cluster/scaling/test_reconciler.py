@@ -14,9 +14,9 @@ from vllm_ascend_pd.cluster.scaling.fleet import Phase
 from vllm_ascend_pd.cluster.scaling.reconciler import (
     DRAIN_S,
     FirstStartError,
-    FleetStatus,
     Reconciler,
 )
+from vllm_ascend_pd.cluster.scaling.status import FleetStatus
 from vllm_ascend_pd.cluster.scaling.target import Counts, Ratio, Target, split
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster of this host's own raylets, as small as they get."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+ADDRESS = "127.0.0.2"
+"""Ray takes 127.0.0.1 for the network card's."""
+NODE = {
+    "node_ip_address": ADDRESS,
+    "object_store_memory": 80 << 20,
+    "include_dashboard": False,
+}
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_gcs_storage": "rocksdb",  # a head that is restarted knows its cluster
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "60",
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "20",
+}
+
+
+class Raylets:
+    """A head without room, and nodes that a test adds."""
+
+    def __init__(self, folder: str) -> None:
+        head = {**NODE, "num_cpus": 0, "temp_dir": folder}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, num_cpus: int, address: str = ADDRESS) -> Any:
+        return self._cluster.add_node(**{**NODE, "node_ip_address": address}, num_cpus=num_cpus)
+
+    def remove(self, node: Any) -> None:
+        """As when its host dies."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def restart_head(self) -> None:
+        self._cluster.head_node.kill_gcs_server()
+        self._cluster.head_node.start_gcs_server()
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def raylets() -> Iterator[Raylets]:
+    before = dict(os.environ)
+    try:
+        # Not pytest's folder: the paths of its sockets may not be long.
+        with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+            os.environ.update({**ENVIRONMENT, "RAY_gcs_storage_path": f"{folder}/gcs"})
+            cluster = Raylets(folder)
+            try:
+                yield cluster
+            finally:
+                cluster.close()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

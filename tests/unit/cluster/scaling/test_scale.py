@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A new target, from `vllm-pd scale` to whoever keeps it, and word of it back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from vllm_ascend_pd.cluster.control import Control, ScaleOrder, Scaling, ask_to_scale, socket_path
+from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.scaling.status import EngineStatus, FleetStatus, follow
+from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
+from vllm_ascend_pd.errors import ConfigError
+
+NO_RESTART = cast("RollingRestart", None)
+URL = "http://127.0.0.1:1"
+
+
+def ask(scaling: Scaling | None, *orders: ScaleOrder) -> list[str]:
+    """The answers of a control that runs."""
+
+    async def run() -> list[str]:
+        control = Control(socket_path(8123), {}, NO_RESTART, None, scaling)
+        await control.start()
+        try:
+            return [await ask_to_scale(socket_path(8123), order) for order in orders]
+        finally:
+            await control.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scaling:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    made = Scaling(tmp_path / "target.json", URL)
+    made.aim(Target(Ratio(1, 2), 3))
+    return made
+
+
+def test_an_order_changes_what_it_names(scaling: Scaling) -> None:
+    assert ask(scaling, ScaleOrder(maximum=6)) == [URL]
+    assert scaling.target() == Target(Ratio(1, 2), 6)
+    ask(scaling, ScaleOrder(ratio=Ratio(2, 1)), ScaleOrder())
+    assert scaling.target() == Target(Ratio(2, 1), 6)
+
+
+def test_a_wrong_order_is_refused_and_changes_nothing(scaling: Scaling) -> None:
+    with pytest.raises(ConfigError, match="--max-instances: 1 is less than one P and one D"):
+        ask(scaling, ScaleOrder(maximum=1))
+    with pytest.raises(ConfigError, match="--pd-ratio: 0:1 has a role without an engine"):
+        ask(scaling, ScaleOrder(ratio=Ratio(0, 1)))
+    assert scaling.target() == Target(Ratio(1, 2), 3)
+
+
+@pytest.mark.usefixtures("scaling")
+def test_engines_of_one_host_are_those_they_are() -> None:
+    with pytest.raises(ConfigError, match="was not started with --ray"):
+        ask(None, ScaleOrder(maximum=3))
+
+
+@pytest.mark.usefixtures("scaling")
+def test_without_a_running_up_the_port_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="give the port of its router with --port"):
+        asyncio.run(ask_to_scale(socket_path(8124), ScaleOrder()))
+
+
+def status(step: int, *states: str, is_settled: bool = False) -> FleetStatus:
+    engines = tuple(
+        EngineStatus(f"e{n}", state, "decode" if state == "serving" else None, "", "")
+        for n, state in enumerate(states)
+    )
+    return FleetStatus(Target(Ratio(1, 1), 2), engines, is_settled, step)
+
+
+def followed(told: list[FleetStatus | None], *, until_settled: bool) -> list[str]:
+    """Of a driver that says these things one after another."""
+    left = list(told)
+
+    async def engines(request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(left.pop(0)))
+
+    async def run() -> list[str]:
+        app = web.Application()
+        app.router.add_get("/engines", engines)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            return [line async for line in follow(url, until_settled=until_settled)]
+        finally:
+            await runner.cleanup()
+
+    lines = asyncio.run(run())
+    assert not left
+    return lines
+
+
+def test_what_changes_is_told_until_a_step_that_knows_the_target_is_settled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_ascend_pd.cluster.scaling.status.POLL_S", 0)
+    lines = followed(
+        [
+            None,
+            status(7, "serving", is_settled=True),
+            status(8, "serving", is_settled=True),
+            status(9, "serving", "starting"),
+            status(10, "serving", "serving", is_settled=True),
+        ],
+        until_settled=True,
+    )
+    assert lines == [
+        "0 P and 1 D serve; wanted are 1:1, 2 engines at most",
+        "e1 starting",
+        "0 P and 2 D serve; wanted are 1:1, 2 engines at most",
+    ]
+
+
+def test_what_there_is_is_told_once() -> None:
+    assert followed([status(0, "serving", "waiting")], until_settled=False) == [
+        "0 P and 1 D serve; wanted are 1:1, 2 engines at most",
+        "e1 waiting",
+    ]
+
+
+def test_a_driver_that_is_away_is_named() -> None:
+    async def run() -> None:
+        async for _ in follow(URL, until_settled=True):
+            pass
+
+    with pytest.raises(ConfigError, match=r"driver of the engines is away .* see ray.log"):
+        asyncio.run(run())

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a node that has room to the command of the engine there: what ``plan`` makes. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, num_devices, num_ranks
+from vllm_ascend_pd.cluster.plan import Command, Programs, plan_engine
+from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology, render_args
+from vllm_ascend_pd.config import ANYWHERE
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.registration import is_loopback
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.cluster.machine import Machine
+
+RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+"""What a cluster calls the accelerators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The part of a node that an engine was given, as a process there sees it."""
+
+    address: str
+    machine: Machine
+    num_places: int
+    """Engines of a CPU host that have room there, each with its part of cores and memory."""
+    port: int
+    kv_port: int
+    programs: Programs
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What every engine is made of, wherever it is put."""
+
+    topology: Topology
+    device: str
+    cores: int
+    """That an engine is to have; on hosts with accelerators no core is kept for it."""
+    router_url: str
+    log_dir: str
+    master: str | None = None
+    secrets: dict[str, str] = {}
+    """``security.secret_file``, ``router.token_file``: what the file holds that its node gets."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of each engine; none on CPU hosts."""
+        return num_devices("engine", self.words) if self.device != "cpu" else 0
+
+    @property
+    def words(self) -> list[str]:
+        """Options of ``vllm serve``."""
+        return render_args(self.topology.args) + list(self.topology.more_args)
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """To ask of one node."""
+        asked = {"CPU": float(self.cores)}
+        if self.device != "cpu":
+            asked[RESOURCES[self.device]] = float(self.num_devices)
+        return asked
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """What a node is told to run."""
+
+    name: str
+    command: Command = field(repr=False)
+    log_dir: str
+    files: dict[str, str] = field(repr=False)
+    """Secrets by path, to be written for the engine alone."""
+
+
+def refuse_what_a_cluster_decides(topology: Topology) -> None:
+    """``ConfigError`` where a topology says what is not its to say."""
+    if topology.hosts != {LOCAL: Host()}:
+        raise ConfigError("hosts: with --ray the cluster says where engines run; leave it out")
+    words = render_args(topology.args) + list(topology.more_args)
+    if num_ranks("engine", words) > 1:
+        raise ConfigError(
+            "data-parallel-size: with --ray each engine has one rank; give more engines with"
+            " --max-instances"
+        )
+    for role, groups in (("prefill", topology.prefill), ("decode", topology.decode)):
+        for group in groups:
+            if group != EngineGroup(count=group.count):
+                raise ConfigError(
+                    f"{role}: with --ray every engine may get any role, so all are equal; give"
+                    " args and env for all of them"
+                )
+
+
+def order_engine(shared: Shared, name: str, node: Node, place: int) -> EngineOrder:
+    """``place`` is one of ``node.num_places`` that nobody else has."""
+    engine = PlacedEngine(
+        name=name,
+        role="both",
+        host=LOCAL,
+        address=node.address,
+        port=node.port,
+        kv_port=node.kv_port,
+        words=shared.words,
+        env=dict(shared.topology.env),
+    )
+    if shared.device == "cpu":
+        neighbours = [replace(engine, env=dict(engine.env)) for _ in range(node.num_places)]
+        divide(name, Host(), neighbours, "cpu", node.machine)
+        engine = neighbours[place]
+    else:
+        divide(name, Host(), [engine], shared.device, node.machine)
+    extra, files = _on_node(shared, name, node.address)
+    topology = msgspec.structs.replace(
+        shared.topology, hosts={LOCAL: Host(address=node.address)}, extra_config=extra
+    )
+    command = plan_engine(
+        engine, topology, shared.device, shared.router_url, shared.master, node.programs
+    )
+    return EngineOrder(name, command, shared.log_dir, files)
+
+
+def _on_node(shared: Shared, name: str, address: str) -> tuple[dict[str, object], dict[str, str]]:
+    """``extra_config`` of an engine, and the files that it names and its node lacks."""
+    extra: dict[str, dict[str, object]] = json.loads(json.dumps(shared.topology.extra_config))
+    files = {}
+    for key, secret in shared.secrets.items():
+        section, option = key.split(".")
+        path = f"{shared.log_dir}/.{name}-{option.removesuffix('_file')}"
+        extra[section] = {**extra.get(section, {}), option: path}
+        files[path] = secret
+    if not is_loopback(address):  # peers are where there is room; the secret says who is one
+        extra.setdefault("security", {}).setdefault("allowed_peers", list(ANYWHERE))
+    return dict(extra), files
