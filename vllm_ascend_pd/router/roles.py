@@ -161,13 +161,10 @@ class AutoRoles:
 
     async def look(self, now: float) -> None:
         """Called every second or so."""
-        engines: dict[tuple[str, ...], list[EngineWork]] = {}
-        for instance in self.registry:
-            if instance.is_available:
-                engines.setdefault(instance.models, []).append(EngineWork.of(instance))
         if self.plan is not None and now >= self._plans_at:
-            self._planned = await self._look_ahead(self.plan, engines, now)
+            self._planned = await self._look_ahead(self.plan, now)
             self._plans_at = now + PLAN_S
+        engines = self._engines()
         self._patience = {models: self._patience.get(models, RolePatience()) for models in engines}
         for models, patience in self._patience.items():
             switch = patience.take(decide(engines[models], self._planned.get(models, by_load)), now)
@@ -176,16 +173,19 @@ class AutoRoles:
                 await self.say(switch.instance_id, replace(word, role=switch.role))
                 self.metrics.add("role_switches", switch.role)
 
-    async def _look_ahead(
-        self,
-        plan: PlannedRoles,
-        engines: dict[tuple[str, ...], list[EngineWork]],
-        now: float,
-    ) -> dict[tuple[str, ...], Needs]:
+    def _engines(self) -> dict[tuple[str, ...], list[EngineWork]]:
+        """That may be used now, by the models that they serve."""
+        engines: dict[tuple[str, ...], list[EngineWork]] = {}
+        for instance in self.registry:
+            if instance.is_available:
+                engines.setdefault(instance.models, []).append(EngineWork.of(instance))
+        return engines
+
+    async def _look_ahead(self, plan: PlannedRoles, now: float) -> dict[tuple[str, ...], Needs]:
         """For engines of the profile's model, if enough was asked of them lately."""
         asked = plan.requests(now)
         planned: dict[tuple[str, ...], Needs] = {}
-        for models, works in engines.items():
+        for models, works in self._engines().items():
             if asked is None or plan.model not in models:
                 continue
             doing = {kind: [one for one in works if one.does(kind)] for kind in KINDS}
