@@ -223,14 +223,22 @@ def test_staged_placement_inside_one_host_is_refused_without_a_way_to_its_memory
         make_host().start("kv_both", GQA, {NAMES[0]: combined()}, placement="staged")
 
 
-def test_staged_placement_inside_a_super_node_is_refused_without_a_way_to_its_hosts(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("transfer.placement staged", {"transfer": {"protocol": "ascend", "placement": "staged"}}),
+        (
+            "pool.master",
+            {"transfer": {"protocol": "ascend"}, "pool": {"master": "10.0.0.2:50051"}},
+        ),
+    ],
+)
+def test_memory_of_other_hosts_is_refused_in_a_super_node_without_a_way_to_it(
+    monkeypatch: pytest.MonkeyPatch, what: str, options: dict[str, Any]
 ) -> None:
     """On A3 other hosts may be as near; on A2 the link between hosts reaches their memory."""
-    extra = {
-        "transfer": {"protocol": "ascend", "placement": "staged"},
-        "security": {"allow_non_loopback": True, "allowed_peers": ["10.0.0.2"]},
-    }
+    security = {"allow_non_loopback": True, "allowed_peers": ["10.0.0.2"]}
+    extra = {**options, "security": security}
     config = PDConfig.from_kv_transfer_config(
         KVTransferConfig(
             kv_connector="InEngine",
@@ -242,7 +250,7 @@ def test_staged_placement_inside_a_super_node_is_refused_without_a_way_to_its_ho
     monkeypatch.setattr(side, "in_super_node", lambda: False)
     side._check_host_memory(config)
     monkeypatch.setattr(side, "in_super_node", lambda: True)
-    with pytest.raises(ConfigError, match=r"placement staged .*HCCL_INTRA_ROCE_ENABLE=1"):
+    with pytest.raises(ConfigError, match=rf"{what} .*HCCL_INTRA_ROCE_ENABLE=1"):
         side._check_host_memory(config)
     monkeypatch.setenv("HCCL_INTRA_ROCE_ENABLE", "1")
     side._check_host_memory(config)

@@ -176,10 +176,11 @@ def _check_host_memory(config: PDConfig) -> None:
             NPUs reaches none.
     """
     staged = config.transfer.placement is Placement.STAGED
-    what = "transfer.placement staged" if staged else "pool"
+    shared = config.pool is not None and config.pool.master is not None
+    what = "transfer.placement staged" if staged else "pool.master" if shared else "pool"
     if (route := host_memory_route()) is not None:
         logger.info("%s reaches memory of hosts by %s", what, route)
-    elif staged and (ipaddress.ip_address(config.host).is_loopback or in_super_node()):
+    elif (staged or shared) and (ipaddress.ip_address(config.host).is_loopback or in_super_node()):
         raise ConfigError(f"{what} with transfer.protocol ascend: {HOST_MEMORY_HELP}")
     else:
         logger.warning("%s: %s, unless no other engine is as near as that", what, HOST_MEMORY_HELP)
