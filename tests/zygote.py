@@ -6,6 +6,8 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
+import os
+from pathlib import Path
 
 IMPORTS = (
     "vllm.model_executor.models.qwen3",
@@ -50,3 +52,12 @@ def fork_processes() -> None:
     # An engine and its worker spin for a second after each message: engines that have nothing to
     # do would keep every core from those that are tested.
     SpinCondition.__init__.__defaults__ = (_SPIN_S,)
+
+
+def forking_plugin(folder: Path) -> dict[str, str]:
+    """The environment in which vLLM loads ``fork_processes``, as a plugin that is in ``folder``."""
+    plugin = folder / "plugin/forking-1.dist-info"
+    plugin.mkdir(parents=True)
+    entry = "[vllm.general_plugins]\nforking = tests.zygote:fork_processes\n"
+    (plugin / "entry_points.txt").write_text(entry)
+    return {"PYTHONPATH": os.pathsep.join([str(plugin.parent), str(Path(__file__).parents[1])])}
