@@ -67,13 +67,12 @@ REFUSED = {
 }
 
 
-def test_data_parallel_ranks_behind_one_front_end_are_not_refused(model: str) -> None:
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_data_parallel_ranks_behind_one_front_end_are_not_refused(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    model = request.getfixturevalue("model" if kind == "dense" else "moe")
     assert configure(model, "--data-parallel-size=2").parallel_config.data_parallel_size == 2
-
-
-def test_ranks_in_lock_step_are_refused(moe: str) -> None:
-    with pytest.raises(ValueError, match="ranks of a model with experts"):
-        configure(moe, "--data-parallel-size=2")
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)

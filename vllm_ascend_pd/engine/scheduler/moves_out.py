@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.move_states import LEAVING, Leaving, LeavingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
+from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
 from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, take_out
 from vllm_ascend_pd.engine.vllm_api.requests import (
     is_seeded,
@@ -156,6 +157,8 @@ class MovesOut(Part):
             return Cause.NOT_RUNNING
         if is_seeded(params) and self._scheduler.vllm_config.speculative_config is not None:
             return Cause.INCOMPATIBLE  # nobody knows how often it drew from the seed
+        if computes_in_lock_step(self._scheduler.vllm_config):
+            return Cause.INCOMPATIBLE  # stopped it does not count: the others would rest without it
         return None
 
     def _extended(self, move: _Move, num_known: int) -> Extended:

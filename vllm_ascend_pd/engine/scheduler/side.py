@@ -12,6 +12,7 @@ from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck
 from vllm_ascend_pd.engine.scheduler.parts import COUNTS, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
 from vllm_ascend_pd.engine.suspension import resume, suspend
+from vllm_ascend_pd.engine.vllm_api.engine import join_wave
 from vllm_ascend_pd.engine.vllm_api.groups import blocks_of
 from vllm_ascend_pd.engine.vllm_api.queues import keep_order_of_arrival
 from vllm_ascend_pd.errors import TransferError
@@ -58,6 +59,8 @@ class SchedulerSide:
         self._admission = Admission(common)
         self._arrivals = arrivals
         self._start = on_engine_started
+        self._has_arrivals = False
+        """Since the last step."""
         self._ends = LoadEnds(common, self.parts, self._admission.hand_on)
         checks = common.config.transfer.check_integrity
         self._integrity = IntegrityCheck(common.stats) if checks else None
@@ -78,6 +81,7 @@ class SchedulerSide:
     def on_request_added(self, request: Request) -> None:
         if self.engine_core is not None:
             self.identity.check(request)
+        self._has_arrivals = True
         if not self._arrivals.add(request):
             return
         source = self._admission.source_of(request)
@@ -113,6 +117,9 @@ class SchedulerSide:
             request = self.common.scheduler.requests[new.req_id]
             if request.num_output_tokens:  # which another engine has sampled
                 new.prefill_token_ids = list(request.all_token_ids)
+        if self._has_arrivals and self.engine_core is not None:
+            self._has_arrivals = False
+            join_wave(self.engine_core)
         draft = StepDraft()
         self._admission.begin_step(scheduler_output)
         for part in self.parts:

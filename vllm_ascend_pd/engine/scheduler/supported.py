@@ -82,10 +82,6 @@ def _check_data_parallel(config: VllmConfig) -> None:
     _refuse(
         (last_port > 65535, f"kv_port {own.port} and up to {last_port} (a port for each rank)"),
         (
-            config.model_config.is_moe,
-            "data parallel ranks of a model with experts, which compute in lock-step",
-        ),
-        (
             parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb,
             (
                 "data parallel ranks with front ends of their own (leave out --data-parallel-rank,"

@@ -32,6 +32,11 @@ def data_parallel_rank(config: VllmConfig) -> int | None:
     return rank if (engine_id or "").endswith(f"_dp{rank}") else None
 
 
+def computes_in_lock_step(config: VllmConfig) -> bool:
+    """With the other data parallel ranks: each forward of one is one of all."""
+    return config.parallel_config.data_parallel_size > 1
+
+
 def returns_step_data(config: VllmConfig) -> bool:
     """Whether outputs carry what only the step that has sampled a token knows."""
     return returns_routed_experts(config) or config.model_config.return_sampling_mask

@@ -35,6 +35,19 @@ def is_ending(core: EngineCore) -> bool:
     return not getattr(core, "is_running", lambda: True)()
 
 
+def join_wave(core: EngineCore) -> None:
+    """Of a data parallel rank in lock-step: take part in the next forward of all, which the others
+    have been told to begin for a request that has come here, whether it needs one here or not.
+
+    Touches:
+        vllm/v1/engine/core.py:DPEngineCoreProc.engines_running
+        vllm/v1/engine/core.py:DPEngineCoreProc.ignore_start_dp_wave
+    """
+    rank: Any = core
+    if not getattr(rank, "ignore_start_dp_wave", True):  # they ignore it while paused, too
+        rank.engines_running = True
+
+
 def wake(core: EngineCore) -> None:
     """Make the engine's loop look for work. Any thread.
 
