@@ -272,9 +272,6 @@ class Engine:
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(thread.id, self.plan.cores)
 
-    def cpu_seconds(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes())
-
     def reset_prefix_cache(self) -> None:
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")
         urllib.request.urlopen(request, timeout=20).close()

@@ -111,6 +111,12 @@ def begun(url: str, bodies: Mapping[str, dict[str, Any]]) -> Iterator[Callable[[
         yield lambda: {name: stream.result() for name, stream in streams.items()}
 
 
+def read_all(url: str, bodies: Mapping[str, dict[str, Any]]) -> Streams:
+    """All at once."""
+    with begun(url, bodies) as ended:
+        return ended()
+
+
 def assert_whole(got: Streams, expected: Streams) -> None:
     """No client has noticed anything: each stream is what one engine gives."""
     for name, stream in got.items():

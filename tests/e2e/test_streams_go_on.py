@@ -19,7 +19,17 @@ import requests
 from tests.e2e.forked_engines import ForkedEngine, Launcher
 from tests.e2e.router_cluster import ROLES, routing, scraped, until
 from tests.e2e.servers import free_port
-from tests.e2e.streams import CHAT, GREEDY, PARSER, REQUESTS, TEXT, assert_whole, begun, read
+from tests.e2e.streams import (
+    CHAT,
+    GREEDY,
+    PARSER,
+    REQUESTS,
+    TEXT,
+    assert_whole,
+    begun,
+    read,
+    read_all,
+)
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -100,7 +110,7 @@ def test_drained_engine_is_empty_and_no_client_notices(
         assert "gets requests again" in run_drain(url, "--undo")
     assert failed == 0
     assert moved > NUM_STREAMS / 4  # others may have ended before
-    assert_whole(got, {name: read(engines["p0"].url, body) for name, body in sent.items()})
+    assert_whole(got, read_all(engines["p0"].url, sent))
     for engine in engines.values():
         assert scraped(engine.url, "num_requests_running") == 0
 
@@ -119,7 +129,7 @@ def test_streams_of_an_engine_that_is_killed_go_on(
     victim: str,
 ) -> None:
     dying, other = engines["d0"], engines["d1"]
-    expected = {name: read(other.url, body) for name, body in REQUESTS.items()}
+    expected = read_all(other.url, REQUESTS)
     plain = expected["chat"].text
     stop = plain[len(plain) // 2 :][:6]
     bodies = {**REQUESTS, "stop string": {**CHAT, **GREEDY, "stop": [stop]}}
