@@ -28,7 +28,7 @@ BODIES = {
     }
     for i in range(6)
 }
-MEMORY = ["--max-model-len", "1024", "--block-size", "16", "--num-gpu-blocks-override", "100"]
+MEMORY = ["--max-model-len", "1024", "--block-size", "32", "--num-gpu-blocks-override", "50"]
 """Of each engine: for less than two of these answers at their ends."""
 
 

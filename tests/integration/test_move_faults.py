@@ -34,6 +34,7 @@ from vllm_ascend_pd.wire import Extend, Extended, Go, Open, Ready, decode_contro
 
 NUM_OUTPUT = 150
 PROMPT = prompt_of(5 * BLOCK_SIZE + 3)
+NUM_TURNS, NUM_BLOCKS = 200, 128
 QUICK = {"peer_timeout_s": 0.4, "max_freeze_s": 0.3, "lease_s": 1.0}
 PATIENCE = 1, 5, 25
 """Times ``QUICK``: on a slow host a move may be given up before the message in question is sent."""
@@ -136,6 +137,29 @@ class Move:
                 engine.worker.end_parked(load_id, Cause.LEASE_EXPIRED.value)
             elif grant is not None and grant.num_ready >= (load.num_awaited or 0):
                 engine.worker.end_parked(load_id)
+
+    def to_and_fro(self, request: str) -> None:
+        """It begins at the source, and leaves nothing where it has been."""
+        here, there = self.source, self.target
+        old = f"{request} 0"
+        here.add(old, PROMPT, max_tokens=NUM_BLOCKS * BLOCK_SIZE // 2, temperature=0)
+        here.run(lambda: len(here.tokens[old]) > 0)
+        for turn in range(NUM_TURNS):
+            new = f"{request} {turn + 1}"
+            resume = {"resume": coming(old, here)}
+            there.add(new, PROMPT, resume, max_tokens=NUM_BLOCKS * BLOCK_SIZE // 2, temperature=0)
+            while here.scheduler.requests or len(there.tokens[new]) <= len(here.tokens[old]):
+                has_news = here.scheduler.pd.has_pending_work() or there.worker.parked
+                if has_news and here.scheduler.requests:
+                    here.step()
+                there.scheduler.pd.has_pending_work()  # as an engine's loop asks
+                there.step()
+                self.end_loads(there)
+            there.expect_tokens(new, len(there.tokens[new]))
+            assert here.params[old] == {"moved": True}
+            assert here.counts() == here.counts_at_start
+            here, there, old = there, here, new
+        here.abort(old)
 
     def run(self, wire: Wire | None = None, act: Callable[[Move], object] | None = None) -> None:
         """Until both have ended it; ``act`` once the message is on its way."""
@@ -355,10 +379,7 @@ ASYNC = pytest.mark.parametrize("engines", [AsyncScheduler], ids=["async"], indi
 
 @ASYNC
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_steps_in_flight_are_waited_for(
-    engines: Engines,  # noqa: F811
-    num_steps: int,
-) -> None:
+def test_steps_in_flight_are_waited_for(engines: Engines, num_steps: int) -> None:  # noqa: F811
     move = Move(engines, **{name: 5 * value for name, value in QUICK.items()})
     move.num_in_flight = num_steps
     move.begin()
@@ -368,30 +389,10 @@ def test_steps_in_flight_are_waited_for(
 
 
 @ASYNC
-def test_request_moves_to_and_fro_and_nothing_is_left_of_a_turn(
+def test_requests_move_to_and_fro_and_nothing_is_left_of_a_turn(
     engines: Engines,  # noqa: F811
 ) -> None:
-    move = Move(engines, num_blocks=512, peer_timeout_s=60, max_freeze_s=60)
-    here, there = move.source, move.target
-    for engine in here, there:
-        engine.scheduler.max_model_len = 512 * BLOCK_SIZE
-    here.add("r0", PROMPT, max_tokens=8000, temperature=0)
-    here.run(lambda: len(here.tokens["r0"]) > 0)
-    for turn in range(1000):
-        name, new = f"r{turn}", f"r{turn + 1}"
-        params = {"resume": coming(name, here)}
-        there.add(new, PROMPT, params, max_tokens=8000, temperature=0)
-        while here.scheduler.requests:
-            if here.scheduler.pd.has_pending_work():
-                here.step()
-            elif here.in_flight:
-                here.finish_step()
-            there.step()
-            move.end_loads(there)
-        there.run(lambda: len(there.tokens[new]) > len(here.tokens[name]))  # noqa: B023
-        given = there.tokens[new]
-        assert given == [right_token(len(PROMPT) + i) for i in range(len(given))]
-        assert here.params[name] == {"moved": True}
-        assert here.counts() == here.counts_at_start
-        here, there = there, here
-    here.abort(new)
+    """A thousand times between the same engines."""
+    move = Move(engines, num_blocks=NUM_BLOCKS, peer_timeout_s=60, max_freeze_s=60)
+    for name in "abcde":
+        move.to_and_fro(name)
