@@ -62,16 +62,6 @@ def _config(name: str) -> Any:
                 "mscale_all_dim": 0.707,
             },
         )
-    if name == "experts":
-        return transformers.Qwen3MoeConfig(
-            **_COMMON,
-            **heads,
-            num_key_value_heads=2,
-            moe_intermediate_size=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-        )
     if name == "tied":
         # The last two of four layers read the KV of the second.
         return transformers.Gemma3nTextConfig(
