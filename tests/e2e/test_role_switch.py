@@ -15,7 +15,7 @@ import requests
 from tests.e2e.forked_engines import ForkedEngine, Launcher
 from tests.e2e.router_cluster import routing, scraped, until
 from tests.e2e.servers import free_port
-from tests.e2e.streams import PARSER, REQUESTS, assert_whole, begun, read
+from tests.e2e.streams import PARSER, REQUESTS, assert_whole, begun, read_all
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -69,7 +69,7 @@ def test_streams_move_to_and_fro_and_their_engine_gets_another_role(
         until(lambda: len(requests.get(f"{url}/instances", timeout=10).json()) == 3)
         for name, role in (("e0", "prefill"), ("e1", "decode"), ("e2", "decode")):
             assert f"{name} is used for {role}" in run(url, "role", name, role)
-        expected = {name: read(engines["e0"].url, body) for name, body in sent.items()}
+        expected = read_all(engines["e0"].url, sent)
         with begun(url, sent) as ended:
             for target in ("e2", "e1"):
                 for one in requests.get(f"{url}/requests", timeout=10).json():
