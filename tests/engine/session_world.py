@@ -194,7 +194,7 @@ def make_manager() -> KVCacheManager:
 
 def make_common(manager: KVCacheManager, role: Role) -> Common:
     scheduler: Any = SimpleNamespace(kv_cache_manager=manager)
-    phantoms, loads = PhantomBlocks(manager.block_pool, GROUP), Loads()
+    phantoms, loads = PhantomBlocks(manager.block_pool, (GROUP,)), Loads()
     return Common(
         scheduler=scheduler,
         config=PDConfig(role=role, engine_id="p", host="127.0.0.1", port=0),
@@ -203,7 +203,7 @@ def make_common(manager: KVCacheManager, role: Role) -> Common:
         sharding=Sharding(),
         phantoms=phantoms,
         loads=loads,
-        parking=Parking(manager, GROUP, phantoms, loads),
+        parking=Parking(manager, (GROUP,), phantoms, loads),
     )
 
 

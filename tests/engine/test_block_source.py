@@ -26,6 +26,7 @@ from vllm_ascend_pd.engine.scheduler.sources import (
 )
 from vllm_ascend_pd.kv.cost import Plan
 from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.pool.messages import Found, Lookup
 from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
@@ -36,7 +37,7 @@ from vllm_ascend_pd.wire import Opened, Refused, RemotePrefill
 
 NUM_TOKENS, NUM_BLOCKS = 100, 6
 BLOCK_IDS = tuple(range(20, 20 + NUM_BLOCKS))
-INDICES = {block_id: index for index, block_id in enumerate(BLOCK_IDS)}
+PLACES = {block_id: Wanted(index) for index, block_id in enumerate(BLOCK_IDS)}
 
 
 class Peer:
@@ -141,7 +142,7 @@ def place(source: BlockSource, loads: bool = True) -> None:
 
 
 def end_load(source: BlockSource, cause: str = "", was_parked: bool = False) -> None:
-    source.load_ended(LoadResult(LoadId(1), cause, 600, 1.0), INDICES, was_parked)
+    source.load_ended(LoadResult(LoadId(1), cause, 600, 1.0), PLACES, was_parked)
 
 
 def admit(source: BlockSource) -> None:
@@ -176,7 +177,7 @@ def test_what_was_found_is_offered(ready: BlockSource) -> None:
     assert not ready.holds_back()
     assert ready.num_blocks == NUM_BLOCKS
     assert [ready.has_block(index) for index in range(8)] == [True] * 6 + [False] * 2
-    assert ready.load_ms(0) > 0
+    assert ready.load_ms(Wanted(0)) > 0
     assert ready.queued_status is RequestStatus.WAITING
 
 
@@ -190,7 +191,7 @@ def test_where_nothing_is_found_the_next_source_is_asked(subject: Any, asked: Bl
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_load_names_the_blocks_that_it_fills(ready: BlockSource, in_step: bool) -> None:
-    load = ready.make_load(LoadId(7), (1, 4), (21, 24), has_tail=False, in_step=in_step)
+    load = ready.make_load(LoadId(7), (LoadBlocks(0, (1, 4), (21, 24)),), in_step)
     assert (load.load_id, load.block_ids, load.in_step) == (7, (21, 24), in_step)
     parts = load.blocks if isinstance(load, LoadSpec) else (load,)
     assert not any(part.has_tail for part in parts)

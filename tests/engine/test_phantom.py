@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks, _runs
-from vllm_ascend_pd.kv.span import KVGroup
+from vllm_ascend_pd.kv.span import KVGroup, Wanted
 
 BLOCK_SIZE = 16
 init_none_hash(sha256)
@@ -28,7 +28,7 @@ class Source:
         self.num_blocks = num_blocks
         self.parked_only = parked_only
 
-    def has_block(self, index: int) -> bool:
+    def has_block(self, index: int, group: int = 0) -> bool:
         return index < self.num_blocks
 
     def make_load(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ class HoledSource(Source):
         super().__init__(num_blocks)
         self.hole = hole
 
-    def has_block(self, index: int) -> bool:
+    def has_block(self, index: int, group: int = 0) -> bool:
         return super().has_block(index) and index != self.hole
 
 
@@ -69,7 +69,7 @@ def pool() -> BlockPool:
 
 @pytest.fixture
 def phantoms(pool: BlockPool) -> PhantomBlocks:
-    return PhantomBlocks(pool, KVGroup(0, BLOCK_SIZE, 1, ("layer",)))
+    return PhantomBlocks(pool, (KVGroup(0, BLOCK_SIZE, 1, ("layer",)),))
 
 
 def cached(pool: BlockPool, request: Request) -> list[int | None]:
@@ -89,7 +89,7 @@ def publish(pool: BlockPool, phantoms: PhantomBlocks, request: Request, source: 
         if not blocks:
             break
         hits.append(blocks[0])
-    phantoms.publish(request, hits, source)
+    phantoms.publish(request, [hits], source, 0)
 
 
 def hits_of(pool: BlockPool, request: Request) -> list[Any]:
@@ -99,7 +99,7 @@ def hits_of(pool: BlockPool, request: Request) -> list[Any]:
 def fill(pool: BlockPool, phantoms: PhantomBlocks, request: Request, *indices: int) -> list[int]:
     """Blocks that are computed here."""
     blocks = pool.get_new_blocks(len(indices))
-    phantoms.cache(request, indices, blocks)
+    phantoms.cache(request, [Wanted(index) for index in indices], blocks)
     pool.free_blocks(reversed(blocks))
     return [block.block_id for block in blocks]
 
@@ -132,7 +132,7 @@ def test_only_holes_are_published(pool: BlockPool, phantoms: PhantomBlocks) -> N
     assert [ids[0], ids[3], ids[4]] == local
     assert None not in ids
     claimed = phantoms.claim(hits_of(pool, request))
-    assert [phantom.index for phantom in claimed] == [1, 2, 5]
+    assert [phantom.place.block_index for phantom in claimed] == [1, 2, 5]
 
 
 def test_last_block_with_the_last_token_is_not_published(
@@ -152,7 +152,7 @@ def test_a_hit_that_was_given_up_for_a_drafter_counts_where_the_source_goes_on(
     request = make_request()
     local = fill(pool, phantoms, request, 0, 1, 2)
     hits = hits_of(pool, request)[:-1]
-    found = phantoms.publish(request, hits, Source(5, parked_only))
+    (found,) = phantoms.publish(request, [hits], Source(5, parked_only), 0)
     assert [block.block_id for block in found[:3]] == local
     assert len(found) == (3 if parked_only else 5)
     assert len(phantoms) == (0 if parked_only else 2)
@@ -190,7 +190,7 @@ def test_phantom_is_claimed_once(pool: BlockPool, phantoms: PhantomBlocks) -> No
     publish(pool, phantoms, request, source)
     blocks = hits_of(pool, request)
     claimed = phantoms.claim(blocks)
-    assert [phantom.index for phantom in claimed] == list(range(6))
+    assert [phantom.place.block_index for phantom in claimed] == list(range(6))
     assert all(phantom.source is source for phantom in claimed)
     assert phantoms.claim(blocks) == []
     assert len(phantoms) == 0
@@ -201,7 +201,7 @@ def test_evicted_phantom_is_not_claimed(pool: BlockPool, phantoms: PhantomBlocks
     publish(pool, phantoms, request, Source(6))
     blocks = hits_of(pool, request)
     pool.evict_blocks({blocks[2].block_id})
-    assert [phantom.index for phantom in phantoms.claim(blocks)] == [0, 1, 3, 4, 5]
+    assert [phantom.place.block_index for phantom in phantoms.claim(blocks)] == [0, 1, 3, 4, 5]
 
 
 def test_phantom_cached_again_by_a_computation_is_not_claimed(
@@ -213,7 +213,7 @@ def test_phantom_cached_again_by_a_computation_is_not_claimed(
     blocks = hits_of(pool, request)
     pool.evict_blocks({block.block_id for block in blocks})
     pool.touch(blocks)
-    phantoms.cache(request, range(6), blocks)
+    phantoms.cache(request, [Wanted(index) for index in range(6)], blocks)
     assert phantoms.claim(blocks) == []
     pool.free_blocks(reversed(blocks))
 
@@ -248,8 +248,8 @@ def test_withdraw_all_leaves_nothing(pool: BlockPool, phantoms: PhantomBlocks) -
 def test_find_missing_names_what_is_not_cached(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     request = make_request()
     fill(pool, phantoms, request, 1, 2)
-    assert phantoms.find_missing(request, Source(6)) == [0, 3, 4, 5]
-    assert phantoms.find_missing(request, Source(4)) == [0, 3]
+    assert phantoms.find_missing(request, Source(6)) == [(0, 0), (3, 0), (4, 0), (5, 0)]
+    assert phantoms.find_missing(request, Source(4)) == [(0, 0), (3, 0)]
 
 
 def test_find_missing_ends_at_a_block_that_nobody_has(
@@ -257,14 +257,82 @@ def test_find_missing_ends_at_a_block_that_nobody_has(
 ) -> None:
     request = make_request()
     publish(pool, phantoms, request, Source(2))
-    assert phantoms.find_missing(request, HoledSource(6, 3)) == [2]
+    assert phantoms.find_missing(request, HoledSource(6, 3)) == [(2, 0)]
 
 
 def test_publish_fills_a_hole_and_ends_at_a_block_that_nobody_has(
     pool: BlockPool, phantoms: PhantomBlocks
 ) -> None:
     request = make_request()
-    assert len(phantoms.publish(request, [], HoledSource(6, 4))) == 4
+    assert len(phantoms.publish(request, [[]], HoledSource(6, 4), 0)[0]) == 4
+
+
+WINDOW = 40
+"""Of tokens: a request that goes on behind six blocks reads the last three of them."""
+
+
+@pytest.fixture
+def both(pool: BlockPool) -> PhantomBlocks:
+    """Of an engine with full attention, and windows."""
+    groups = (
+        KVGroup(0, BLOCK_SIZE, 1, ("layer",)),
+        KVGroup(1, BLOCK_SIZE, 1, ("window",), window=WINDOW),
+    )
+    return PhantomBlocks(pool, groups)
+
+
+class WindowSource(Source):
+    """It has what goes on behind its end, of windows."""
+
+    def __init__(self, num_blocks: int, first: int) -> None:
+        super().__init__(num_blocks)
+        self.first = first
+
+    def has_block(self, index: int, group: int = 0) -> bool:
+        return super().has_block(index) and index >= (self.first if group else 0)
+
+
+def test_of_windows_only_the_last_blocks_are_published(
+    pool: BlockPool, both: PhantomBlocks
+) -> None:
+    request = make_request()
+    source = WindowSource(6, 3)
+    assert both.find_missing(request, source) == [
+        *((0, 0), (1, 0), (2, 0)),
+        *((3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1)),
+    ]
+    full, windows = both.publish(request, [[], []], source, 0)
+    assert len(full) == len(windows) == 6
+    assert [block.is_null for block in windows] == [True] * 3 + [False] * 3
+    assert len(both) == 9
+    assert pool.get_num_free_blocks() == 19
+    assert [p.place for p in both.claim(windows)] == [(3, 1), (4, 1), (5, 1)]
+
+
+def test_with_a_tail_the_window_begins_later(pool: BlockPool, both: PhantomBlocks) -> None:
+    _, windows = both.publish(make_request(112), [[], []], WindowSource(6, 4), 15)
+    assert [block.is_null for block in windows] == [True] * 4 + [False] * 2
+
+
+def test_hits_end_where_every_group_goes_on(pool: BlockPool, both: PhantomBlocks) -> None:
+    """The source has not the window of any end but its own, and of that end a block is lost."""
+    request = make_request()
+    assert both.publish(request, [[], []], WindowSource(6, 4), 0) == ([], [])
+    assert both.find_missing(request, WindowSource(6, 4)) == []
+    blocks = pool.get_new_blocks(2)
+    both.cache(request, [Wanted(0, 1), Wanted(1, 1)], blocks)
+    assert both.find_missing(request, WindowSource(6, 4)) == [(0, 0), (1, 0)]
+    assert len(both.publish(request, [[], []], WindowSource(6, 4), 0)[0]) == 2
+    pool.free_blocks(blocks)
+
+
+def test_windows_that_do_not_fit_end_the_hits_earlier(pool: BlockPool, both: PhantomBlocks) -> None:
+    held = pool.get_new_blocks(15)
+    full, windows = both.publish(make_request(), [[], []], Source(6), 0)
+    assert len(full) == len(windows) == 2
+    assert len(both) == 4
+    pool.free_blocks(held)
+    assert pool.get_num_free_blocks() == 19
 
 
 @pytest.mark.parametrize(

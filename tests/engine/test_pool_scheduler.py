@@ -24,7 +24,7 @@ from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.kv.load import LoadResult
-from vllm_ascend_pd.kv.span import KVGroup
+from vllm_ascend_pd.kv.span import KVGroup, Wanted
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.known_keys import KnownKeys
 from vllm_ascend_pd.pool.messages import (
@@ -60,7 +60,7 @@ class World:
         self.ahead: tuple[AheadSpec, ...] = ()
         self.stats = Stats()
         self.pool = BlockPool(64, True, BLOCK_SIZE, enable_kv_cache_events=events)
-        self.phantoms = PhantomBlocks(self.pool, GROUP)
+        self.phantoms = PhantomBlocks(self.pool, (GROUP,))
         self.tables: dict[str, list[Any]] = {}
         self.known = KnownKeys(self.clock)
         pool_events = PoolEvents(self.pool, self.known, GROUP, stores_to)
@@ -86,7 +86,7 @@ class World:
             sharding=Sharding(num_workers=num_workers),
             phantoms=self.phantoms,
             loads=self.loads,
-            parking=Parking(self.manager, GROUP, self.phantoms, self.loads),
+            parking=Parking(self.manager, (GROUP,), self.phantoms, self.loads),
         )
         self.source = PoolSource(self.common, pool_events, self.sent.append, self.clock)
         self.saves = Saves(
@@ -717,7 +717,7 @@ def test_block_that_failed_is_not_tried_again_at_once(world: World) -> None:
     assert prompt is not None
     prompt.load_started()
     result = LoadResult(LoadId(1), "checksum", 10, 1.0, failed=(7,))
-    prompt.load_ended(result, {6: 0, 7: 1}, was_parked=False)
+    prompt.load_ended(result, {6: Wanted(0), 7: Wanted(1)}, was_parked=False)
     again = world.request(name="again")
     world.source.add(again)
     world.find([Place.DRAM] * 4)
@@ -769,7 +769,11 @@ def test_parked_load_is_attributed_to_the_tier_it_came_from(world: World) -> Non
     assert prompt is not None
     prompt.advance(SourceEvent.PARK)
     prompt.load_started()
-    prompt.load_ended(LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2}, was_parked=True)
+    prompt.load_ended(
+        LoadResult(LoadId(1), "", 10, 1.0),
+        {5: Wanted(0), 6: Wanted(1), 7: Wanted(2)},
+        was_parked=True,
+    )
     prompt.admit(0, 48, [])
     assert prompt.provenance.pool_tokens == {"dram": 0, "remote": 16, "ssd": 32}
 
@@ -782,7 +786,11 @@ def test_blocks_that_a_load_brought_in_and_are_gone_again_are_no_source(world: W
     assert prompt is not None
     prompt.advance(SourceEvent.PARK)
     prompt.load_started()
-    prompt.load_ended(LoadResult(LoadId(1), "", 10, 1.0), {5: 0, 6: 1, 7: 2}, was_parked=True)
+    prompt.load_ended(
+        LoadResult(LoadId(1), "", 10, 1.0),
+        {5: Wanted(0), 6: Wanted(1), 7: Wanted(2)},
+        was_parked=True,
+    )
     prompt.admit(0, 16, [])  # two have been evicted since
     assert prompt.provenance.pool_tokens == {"dram": 0, "remote": 16, "ssd": 0}
     world.source.finish(request)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.engine.scheduler import recovery
-from vllm_ascend_pd.kv.span import GroupBlocks, Span
+from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, Span
 
 
 def find_affected(tables: Mapping[str, list[int]], bad: set[int]) -> tuple[set[str], set[int]]:
@@ -49,6 +49,16 @@ def test_what_is_left_ends_at_a_boundary_of_every_group() -> None:
     assert recovery.find_affected({"a": span}, {4}) == ({"a"}, {3, 4, 6})
     assert recovery.find_affected({"a": span}, {6}) == ({"a"}, {3, 4, 6})
     assert recovery.find_affected({"a": span}, {7}) == (set(), {7})
+
+
+def test_what_a_window_has_given_up_is_no_block_in_common() -> None:
+    windows = {"a": (NO_BLOCK, NO_BLOCK, 5, 6), "b": (NO_BLOCK, 7, 8, 9)}
+    spans = {
+        name: Span(0, 64, (GroupBlocks(16, tuple(range(10 * i, 10 * i + 4))), GroupBlocks(16, ids)))
+        for i, (name, ids) in enumerate(windows.items(), 2)
+    }
+    assert recovery.find_affected(spans, {5}) == ({"a"}, {5, 6, 22, 23})
+    assert recovery.find_affected(spans, {31}) == ({"b"}, {7, 8, 9, 31, 32, 33})
 
 
 @settings(deadline=None)

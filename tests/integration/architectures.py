@@ -37,6 +37,16 @@ def _config(name: str) -> Any:
             sliding_window=64,
             query_pre_attn_scalar=32,
         )
+    if name == "windows":
+        # A group of its own for each layer, three of them with windows.
+        return transformers.Gemma3TextConfig(
+            **{**_COMMON, "tie_word_embeddings": True, "num_hidden_layers": 4},
+            **heads,
+            num_key_value_heads=2,
+            sliding_window=64,
+            layer_types=["sliding_attention"] * 3 + ["full_attention"],
+            query_pre_attn_scalar=32,
+        )
     if name == "mla":
         return transformers.DeepseekV2Config(
             **_COMMON,

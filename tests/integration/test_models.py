@@ -83,7 +83,7 @@ def test_one_kv_head(
 def test_sliding_windows_beside_full_attention(
     three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]]
 ) -> None:
-    """The single engine keeps them in groups of their own; P and D in one, by themselves."""
+    """Each kind of layer in groups of its own, on all engines."""
     engines = three(model=models("sliding"))
     answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
     assert answers[0].token_ids != answers[1].token_ids
@@ -140,15 +140,6 @@ def test_pages_of_every_kind_by_mooncake(
     engines = three(llm, {"transport": "mooncake"}, model=models(architecture), **dtype)
     for answer in engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b")):
         assert answer.provenance["transport"] == "mooncake"
-
-
-def test_hybrid_groups_are_refused_by_name(
-    fleet: Fleet, base_config: EngineConfig, models: Callable
-) -> None:
-    llm = json.dumps({"disable_hybrid_kv_cache_manager": False})
-    config = replace(base_config, executor="uni", role="kv_both", model=models("sliding"), llm=llm)
-    with pytest.raises(EngineError, match=r"3 KV cache groups of .* --no-disable-hybrid"):
-        fleet.start(config)
 
 
 def test_prefix_caching_off_is_refused_by_name(fleet: Fleet, base_config: EngineConfig) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +43,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -1367,7 +1368,7 @@ def measure(consumer: Engine, load_ms: float) -> None:
     """It computes a token in 1 ms, and loads a block in ``load_ms``."""
     peers = consumer.scheduler.pd.part(Consumer)
     for _ in range(100):
-        peers.speed.note(peers.bytes_per_block, load_ms)
+        peers.speed.note(peers._common.bytes_per_block(), load_ms)
         peers.prefill.note(1, 1.0)
 
 
@@ -1705,6 +1706,7 @@ class _Speculative:
 _WINDOW = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
 )
+_MAMBA = MambaSpec(block_size=BLOCK_SIZE, shapes=((8,),), dtypes=(torch.float32,))
 
 
 def test_an_engine_registers_with_each_of_its_routers(engines: Engines) -> None:
@@ -1732,8 +1734,16 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engine
     ("changes", "message"),
     [
         ({"vllm_config__cache_config__enable_prefix_caching": False}, "prefix caching is off"),
-        ({"spec": (_SPEC, _SPEC)}, "2 KV cache groups"),
-        ({"spec": (_WINDOW,)}, "SlidingWindowSpec"),
+        ({"spec": (_SPEC, _MAMBA)}, "2 KV cache groups of MambaSpec"),
+        ({"spec": (_WINDOW,)}, "windows in all layers"),
+        ({"spec": (_SPEC, replace(_WINDOW, block_size=2 * BLOCK_SIZE))}, "of different sizes"),
+        (
+            {
+                "spec": (_SPEC, _WINDOW),
+                "vllm_config__speculative_config": _Speculative("eagle"),
+            },
+            "with a pool or a drafter",
+        ),
         ({"vllm_config__parallel_config__world_size": 2}, "pipeline and context parallel"),
         ({"vllm_config__parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"hash_block_size": 8}, "hash blocks smaller"),
@@ -1757,6 +1767,7 @@ def test_unsupported_engine_is_refused_by_name(
 
 def test_supported_engine_is_accepted(engines: Engines) -> None:
     check(engines)
+    check(engines, (_SPEC, _WINDOW))
     for method in ("ngram", "eagle", "eagle3", "mtp", "draft_model"):
         check(engines, vllm_config__speculative_config=_Speculative(method))
     assert engines.made == []

@@ -14,6 +14,7 @@ from vllm_ascend_pd.engine.vllm_api.connector import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
     KVConnectorStats,
+    SupportsHMA,
 )
 from vllm_ascend_pd.metrics import COUNTERS, GAUGES, split_key
 
@@ -85,11 +86,11 @@ class PDPromMetrics(KVConnectorPromMetrics):
                 self._counters[name].labels(*values, *labels).inc(value)
 
 
-class InEngineCarrier(KVConnectorBase_V1):
+class InEngineCarrier(KVConnectorBase_V1, SupportsHMA):
     """Static answers only; the engine side lives in ``engine.scheduler`` and ``engine.worker``.
 
-    It does not declare ``SupportsHMA``, because one group of KV blocks is what is moved: vLLM then
-    keeps sliding windows and full attention in one group by itself, unless told not to.
+    With ``SupportsHMA`` vLLM keeps sliding windows and full attention in groups of their own;
+    ``supported.check_config`` takes that back where it does not do.
     """
 
     @classmethod

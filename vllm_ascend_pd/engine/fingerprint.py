@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.kv.span import KVGroup
 
 
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -50,6 +51,8 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         "seed": _hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
         "wire": str(WIRE_VERSION),
     }
+    if not all(group.keeps_all for group in groups):
+        parts["reach"] = _each(_reach(group) for group in groups)
     if vllm_config.kv_transfer_config is not None:
         transfer = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config).transfer
         if transfer.protocol is not WireProtocol.TCP:
@@ -57,6 +60,13 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             placement = f"-direct-{late_write_s():.0f}s" if transfer.places_directly else ""
             parts["via"] = f"{transfer.protocol.value}{placement}"
     return " ".join(f"{key}={value}" for key, value in parts.items())
+
+
+def _reach(group: KVGroup) -> str:
+    """How far its layers look back."""
+    if group.window:
+        return f"window-{group.window}"
+    return f"chunk-{group.chunk}" if group.chunk else "all"
 
 
 def _each(values: Iterable[object]) -> str:

@@ -8,6 +8,12 @@
 A span begins at a boundary of blocks in every group. Its last block, the *tail*, holds its last
 token: it is mostly not full, and then it has no hash. A prompt is the span [0, n); the span of a
 request that runs ends later and later.
+
+Layers that look back a little only give blocks up as a request goes on; ``NO_BLOCK`` stands where
+they were. To go on behind a span takes all blocks of some groups and the last ones of others:
+
+    all tokens    [b7][b4][b9][b2][tail
+    windows       [  ][  ][  ][b5][tail
 """
 
 from __future__ import annotations
@@ -18,19 +24,25 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+NO_BLOCK = -1
+"""Stands among block ids where a request has given a block up, as vLLM's null block does."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers whose KV of the same tokens is in the same blocks; fixed for an engine.
 
     ``id`` is the group's place among those of the engine. ``block_size`` is in tokens;
-    ``page_bytes`` is what one worker has of a block in one of ``layers``.
+    ``page_bytes`` is what one worker has of a block in one of ``layers``. A token attends to the
+    last ``window`` ones, itself included, or to those of its own ``chunk``, if there is one.
     """
 
     id: int
     block_size: int
     page_bytes: int
     layers: tuple[str, ...]
+    window: int = 0
+    chunk: int = 0
 
     @property
     def bytes_per_block(self) -> int:
@@ -40,6 +52,27 @@ class KVGroup:
     def tail_index(self, end: int) -> int:
         """The tail's index, for a span that ends at ``end``: so many full blocks are before it."""
         return (end - 1) // self.block_size
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a request that goes on reads all of its blocks."""
+        return not (self.window or self.chunk)
+
+    def first_needed(self, end: int) -> int:
+        """The index of the first block that the token at ``end``, or a later one, attends to."""
+        first = 0
+        if self.window:
+            first = max(0, end - self.window + 1)
+        elif self.chunk:
+            first = end - end % self.chunk
+        return first // self.block_size
+
+
+class Wanted(NamedTuple):
+    """A full block of a sequence that is to be loaded: its index, and its group's id."""
+
+    block_index: int
+    group: int = 0
 
 
 class GroupBlocks(NamedTuple):
@@ -108,7 +141,8 @@ class Span:
     @property
     def block_ids(self) -> tuple[int, ...]:
         """Of all groups, which take their blocks from one pool."""
-        return tuple(block_id for group in self.groups for block_id in group.block_ids)
+        ids = (block_id for group in self.groups for block_id in group.block_ids)
+        return tuple(block_id for block_id in ids if block_id != NO_BLOCK)
 
     def holding(self, tables: Sequence[Sequence[int]]) -> Span:
         """The same in the blocks of these tables, by group, which may go on behind its end."""
@@ -138,4 +172,5 @@ class Span:
             block_id
             for group in self.groups
             for block_id in group.block_ids[max(0, token - self.start) // group.block_size :]
+            if block_id != NO_BLOCK
         }

@@ -96,7 +96,7 @@ class Lease:
     @property
     def num_blocks(self) -> int:
         """Those that it holds, of all groups."""
-        return sum(len(group.block_ids) for group in self.span.groups)
+        return len(self.span.block_ids)
 
     def match(self, request: Open) -> int:
         """How many of the tokens that ``request`` asks for are here, in every group: all, or up to

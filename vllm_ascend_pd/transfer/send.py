@@ -23,6 +23,7 @@ from vllm_ascend_pd.backends.transfer_engine import (
 )
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY
 from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.kv.span import NO_BLOCK
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.net.listener import Listener, listen
 from vllm_ascend_pd.net.reactor import Reactor
@@ -300,6 +301,7 @@ class DataServer(Reactor):
         if (
             not 0 <= fetch.first_layer < stop_layer <= len(group.layers)
             or not all(0 <= index < len(block_ids) for index in fetch.block_indices)
+            or any(block_ids[index] == NO_BLOCK for index in fetch.block_indices)
             or num_bytes != fetch.num_bytes
             or not 0 < num_bytes <= self._max_bytes(fetch)
             or min(fetch.seed, fetch.address) < 0

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.parts import Common, Part, StepDraft
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request, SchedulerOutput
+    from vllm_ascend_pd.kv.span import Wanted
 
 
 _COLLECT_S = 0.0002
@@ -46,7 +47,8 @@ class Admission:
         self._loads = common.loads
         self._parking = common.parking
         self._transfer = common.config.transfer
-        self._group = common.group
+        self._groups = common.groups
+        self._block_size = common.block_size
         self._collect_at = 0.0
 
     # Which source.
@@ -133,13 +135,15 @@ class Admission:
             source.give_up(Cause.DEADLINE)
         return False
 
-    def _plan(self, source: BlockSource, missing: list[int]) -> tuple[list[int], bool]:
+    def _plan(self, source: BlockSource, missing: list[Wanted]) -> tuple[list[Wanted], bool]:
         """What of the missing blocks is loaded, and whether beside the steps."""
-        num_offered = missing[-1] + 1
-        absent = set(missing)
+        num_offered = missing[-1].block_index + 1
+        load_ms: list[float | None] = [None] * num_offered
+        for place in missing:
+            load_ms[place.block_index] = (load_ms[place.block_index] or 0.0) + source.load_ms(place)
         decided = plan(
             Question(
-                load_ms=[source.load_ms(i) if i in absent else None for i in range(num_offered)],
+                load_ms=load_ms,
                 compute_ms=source.compute_ms,
                 mode=self._transfer.load_mode,
                 max_step_ms=self._transfer.max_step_load_ms,
@@ -149,7 +153,7 @@ class Admission:
         )
         source.use(decided, num_offered)
         parks = decided.parks or source.always_parks
-        return [i for i in missing if i < decided.num_blocks], parks
+        return [place for place in missing if place.block_index < decided.num_blocks], parks
 
     def _others_wait(self) -> bool:
         """Whether an in-step load would hold up other requests."""
@@ -171,7 +175,9 @@ class Admission:
         loads = self._loads
         if loads.new or loads.running:
             draft.cancels = loads.take_cancels()
-            loads.note_computed(lambda request: block_table(self._manager, request, self._group))
+            loads.note_computed(
+                lambda request: [block_table(self._manager, request, g) for g in self._groups]
+            )
         self._prefetch()
         draft.loads = loads.take_new()
 
@@ -195,32 +201,41 @@ class Admission:
         source = self.source_of(request)
         if source is None or not source.offers:
             return hit
-        blocks = self._phantoms.publish(request, hit[0][self._group.id], source)
-        is_whole = len(blocks) == self._group.tail_index(request.num_tokens)
-        num_tail = self._parking.num_tail_tokens(source) if is_whole else 0
-        return (blocks,), len(blocks) * self._group.block_size + num_tail, hit[2]
+        num_tail = self._parking.num_tail_tokens(source)
+        tables = self._phantoms.publish(request, hit[0], source, num_tail)
+        num_blocks = len(tables[0])
+        if num_blocks < self._groups[0].tail_index(request.num_tokens):
+            num_tail = 0
+        end = num_blocks * self._block_size + num_tail
+        for group, table in zip(self._groups, tables, strict=True):
+            # What the tail leaves behind the window is not the request's any more.
+            num_behind = min(group.first_needed(end), num_blocks)
+            table[:num_behind] = [self._manager.block_pool.null_block] * num_behind
+        return tables, end, hit[2]
 
     def split_tail(self, request: Request, num_local: int, num_external: int) -> tuple[int, int]:
-        num_tail = num_local % self._group.block_size
+        num_tail = num_local % self._block_size
         if not num_tail or self.source_of(request) is None:
             return num_local, num_external
         return num_local - num_tail, num_external + num_tail
 
-    def allocated(self, request: Request, hits: Sequence[KVCacheBlock]) -> None:
-        """The request has committed to ``hits``."""
-        phantoms = self._phantoms.claim(hits)
+    def allocated(self, request: Request, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
+        """The request has committed to ``hits``, by group."""
+        phantoms = [phantom for table in hits for phantom in self._phantoms.claim(table)]
         for phantom in phantoms:
-            self._loads.claim(request, phantom.source, [phantom], None)
-        self._loads.note_user(request, hits)
-        num_hit = len(hits) * self._group.block_size
-        num_external = len(phantoms) * self._group.block_size
+            self._loads.claim(request, phantom.source, [phantom])
+        for table in hits:
+            self._loads.note_user(request, table)
+        num_blocks = len(hits[0])
+        indices = sorted({phantom.place.block_index for phantom in phantoms})
+        num_hit = num_blocks * self._block_size
+        num_external = len(indices) * self._block_size
         source = self.source_of(request) or self._find(request)
         if source is not None:
             num_external = min(num_hit, num_external + source.num_parked_tokens)
-            indices = [phantom.index for phantom in phantoms]
-            num_tail = self._parking.take_tail(source, len(hits))
+            num_tail = self._parking.take_tail(source, num_blocks)
             if num_tail:
-                indices.append(len(hits))
+                indices.append(num_blocks)
             source.admit(num_hit - num_external, num_external + num_tail, indices)
             num_external += num_tail
             num_hit += num_tail

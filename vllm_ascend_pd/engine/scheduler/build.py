@@ -91,8 +91,7 @@ class _Builder:
         self._sampling_key = make_sampling_key(vllm_config, config.transfer.first_token)
         shares = sharding(vllm_config)
         groups = kv_groups(scheduler.kv_cache_config)
-        (group,) = groups  # more are refused so far, see ``supported``
-        phantoms = PhantomBlocks(manager.block_pool, group)
+        phantoms = PhantomBlocks(manager.block_pool, groups)
         loads = Loads(shares.num_workers)
         self._common = Common(
             scheduler=scheduler,
@@ -102,7 +101,7 @@ class _Builder:
             sharding=shares,
             phantoms=phantoms,
             loads=loads,
-            parking=Parking(manager, group, phantoms, loads),
+            parking=Parking(manager, groups, phantoms, loads),
             rank=data_parallel_rank(vllm_config),
         )
 

@@ -66,8 +66,7 @@ class Consumer(Part):
         loaded.
         """
         self.transfer = common.config.transfer
-        self.group = common.group
-        self.bytes_per_block = common.bytes_per_block
+        self.groups = common.groups
         self.speed = Speed(_FIRST_BYTES_PER_MS)
         self.prefill = common.prefill
         self._common = common
@@ -90,6 +89,10 @@ class Consumer(Part):
 
     def find(self, request: Request) -> RemotePrompt | None:
         return self.open.get(request.request_id)
+
+    def load_ms(self, group: int) -> float:
+        """Of a block of this group, of all workers together."""
+        return self.speed.ms(self._common.bytes_per_block(group))
 
     def add(self, request: Request, params: dict[str, Any]) -> tuple[Cause, str] | None:
         """Check what the client sent and ask the producer; the request waits for the answer.
@@ -205,7 +208,7 @@ class Consumer(Part):
         self.collect()
         for session in self.take_first_tokens():
             request, common = session.request, self._common
-            block_size = self.group.block_size
+            block_size = common.block_size
             num_full = session.end // block_size
             num_cached = common.phantoms.num_leading_hits(request, num_full) * block_size
             num_local = max(0, num_cached - session.num_parked_tokens)

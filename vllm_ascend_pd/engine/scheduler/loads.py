@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom
 from vllm_ascend_pd.kv.load import merge_results
+from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
 from vllm_ascend_pd.types import LoadId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailBlock:
-    """The block for the rest of a prompt that a load fills. It is the request's own, while that has
-    not been preempted, or one that is held for it.
+    """The block of one group for the rest of a prompt that a load fills. It is the request's own,
+    while that has not been preempted, or one that is held for it.
     """
 
     request: Request
     num_preemptions: int
-    index: int
+    place: Wanted
     block: KVCacheBlock
 
     def is_current(self) -> bool:
@@ -45,9 +46,10 @@ class LoadRecord:
 
     load_id: LoadId
     source: BlockSource
-    filled: dict[int, int] = field(default_factory=dict)
-    """``{block id: index in the prompt}`` of the full blocks that it fills."""
-    tail: TailBlock | None = None
+    filled: dict[int, Wanted] = field(default_factory=dict)
+    """By block id: the full blocks that it fills."""
+    tails: Sequence[TailBlock] = ()
+    """One of each group, or none."""
     phantoms: list[Phantom] = field(default_factory=list)
     users: set[Request] = field(default_factory=set)
     """Requests whose tokens are computed on these blocks."""
@@ -57,23 +59,28 @@ class LoadRecord:
     held: Sequence[KVCacheBlock] = ()
     """Of a parked load: the full blocks."""
 
-    def indices(self) -> dict[int, int]:
-        """As ``filled``, with the tail as the last one."""
-        tail = self.tail
-        return self.filled | ({tail.block.block_id: tail.index} if tail is not None else {})
+    def places(self) -> dict[int, Wanted]:
+        """As ``filled``, with the tails as the last ones."""
+        return self.filled | {tail.block.block_id: tail.place for tail in self.tails}
 
     def spec(self) -> LoadSpec | PoolLoadSpec:
-        indices = self.indices()
+        places = self.places()
         return self.source.make_load(
             self.load_id,
-            tuple(indices.values()),
-            tuple(indices),
-            has_tail=self.tail is not None,
+            tuple(
+                LoadBlocks(
+                    group,
+                    tuple(place.block_index for place in places.values() if place.group == group),
+                    tuple(i for i, place in places.items() if place.group == group),
+                    has_tail=any(tail.place.group == group for tail in self.tails),
+                )
+                for group in sorted({place.group for place in places.values()})
+            ),
             in_step=self.parked_for is None,
         )
 
-    def loaded(self, result: LoadResult) -> tuple[list[int], list[KVCacheBlock]] | None:
-        """Of a parked load that has ended: indices and blocks that it has filled."""
+    def loaded(self, result: LoadResult) -> tuple[list[Wanted], list[KVCacheBlock]] | None:
+        """Of a parked load that has ended: places and blocks that it has filled."""
         if result.cause and not result.failed:
             return None
         blocks = [block for block in self.held if block.block_id not in result.failed]
@@ -88,16 +95,16 @@ class LoadRecord:
         loaded = [p for p in self.phantoms if not failed or p.block.block_id in failed]
         loaded_and_computed = [*loaded, *self.computed_on.values()]
         bad = {p.block.block_id for p in loaded_and_computed if p.is_current()}
-        tail = self.tail if self.parked_for is None else None
-        if tail is not None and tail.is_current() and (not failed or tail.block.block_id in failed):
-            bad.add(tail.block.block_id)
+        for tail in self.tails if self.parked_for is None else ():
+            if tail.is_current() and (not failed or tail.block.block_id in failed):
+                bad.add(tail.block.block_id)
         return bad
 
     def spoiled_block_ids(self, failed: Sequence[int]) -> set[int]:
         """If it failed: the blocks with what nobody may meet, whoever they belonged to. None of
         them has a new owner yet: what a step uses is not given away before its report.
         """
-        filled = set(self.indices())
+        filled = set(self.places())
         return (filled.intersection(failed) if failed else filled).union(self.computed_on)
 
 
@@ -156,7 +163,7 @@ class Loads:
         request: Request,
         source: BlockSource,
         phantoms: Sequence[Phantom],
-        tail: TailBlock | None,
+        tails: Sequence[TailBlock] = (),
     ) -> None:
         """This step loads these blocks, because ``request`` has committed to them."""
         record = self._by_source.get(id(source))
@@ -166,38 +173,38 @@ class Loads:
             self.new.append(record)
             source.load_started()
         record.phantoms.extend(phantoms)
-        record.tail = tail or record.tail
+        record.tails = tails or record.tails
         record.users.add(request)
         for phantom in phantoms:
-            record.filled[phantom.block.block_id] = phantom.index
+            record.filled[phantom.block.block_id] = phantom.place
             self._in_step_blocks[phantom.block.block_id] = record
 
     def park(
         self,
         source: BlockSource,
-        indices: Sequence[int],
+        places: Sequence[Wanted],
         blocks: Sequence[KVCacheBlock],
-        tail: TailBlock | None = None,
+        tails: Sequence[TailBlock] = (),
     ) -> None:
         """Load these held blocks, and perhaps the prompt's tail, beside the steps."""
-        filled = {block.block_id: index for block, index in zip(blocks, indices, strict=True)}
+        filled = {block.block_id: place for block, place in zip(blocks, places, strict=True)}
         load_id = LoadId(next(self._ids))
         self.new.append(
-            LoadRecord(load_id, source, filled, tail, parked_for=source.request, held=blocks)
+            LoadRecord(load_id, source, filled, tails, parked_for=source.request, held=blocks)
         )
         source.load_started()
 
-    def is_parked_load_of(self, request: Request, indices: Sequence[int]) -> bool:
+    def is_parked_load_of(self, request: Request, places: Sequence[Wanted]) -> bool:
         """Whether a parked load is bringing in one of these blocks of ``request``."""
         if not self.num_parked:
             return False
         loading = {
-            record.parked_for.block_hashes[index]
+            (record.parked_for.block_hashes[index], group)
             for record in [*self.new, *self.running.values()]
             if record.parked_for is not None
-            for index in record.filled.values()
+            for index, group in record.filled.values()
         }
-        return any(request.block_hashes[index] in loading for index in indices)
+        return any((request.block_hashes[index], group) in loading for index, group in places)
 
     def note_user(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
         """``request`` shares blocks; those of a load that has not ended make it a user."""
@@ -211,20 +218,26 @@ class Loads:
         records = [*self.new, *self.running.values()]
         return any(request in record.users for record in records)
 
-    def note_computed(self, get_blocks: Callable[[Request], Sequence[KVCacheBlock]]) -> None:
-        """Remember what this step computes on top of loads whose end is not known yet."""
+    def note_computed(
+        self, get_tables: Callable[[Request], Sequence[Sequence[KVCacheBlock]]]
+    ) -> None:
+        """Remember what this step computes on top of loads whose end is not known yet, in whatever
+        group: a layer reads what those before it have made of the KV of other groups.
+        """
         for record in [*self.new, *self.running.values()]:
             if record.parked_for is not None:
                 continue
-            loaded = record.indices()
+            loaded = record.places()
             for user in record.users:
-                blocks = get_blocks(user)
-                first = next((i for i, b in enumerate(blocks) if b.block_id in loaded), len(blocks))
-                for index in range(first, len(blocks)):
-                    block = blocks[index]
-                    record.computed_on[block.block_id] = Phantom(
-                        block, block.block_hash, record.source, index
-                    )
+                tables = get_tables(user)
+                first = min((_first_of(table, loaded) for table in tables), default=0)
+                for group, table in enumerate(tables):
+                    for index in range(first, len(table)):
+                        block = table[index]
+                        if not block.is_null:
+                            record.computed_on[block.block_id] = Phantom(
+                                block, block.block_hash, record.source, Wanted(index, group)
+                            )
 
     def cancel(self, request: Request) -> None:
         """Give up the parked load of this request; its blocks come back when it has ended."""
@@ -269,3 +282,8 @@ class Loads:
             if self._in_step_blocks.get(phantom.block.block_id) is record:
                 del self._in_step_blocks[phantom.block.block_id]
         return record
+
+
+def _first_of(table: Sequence[KVCacheBlock], block_ids: Container[int]) -> int:
+    """The index of the first of these blocks; behind the end if there is none."""
+    return next((i for i, block in enumerate(table) if block.block_id in block_ids), len(table))

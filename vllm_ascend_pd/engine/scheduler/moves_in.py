@@ -24,7 +24,6 @@ from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, So
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
 from vllm_ascend_pd.engine.vllm_api.requests import append_output, params_digest
 from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
-from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.transfer.load import LoadSpec
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
     from vllm_ascend_pd.resume import Source
     from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
     from vllm_ascend_pd.wire import Ask
@@ -288,7 +288,7 @@ class Round(BlockSource):
         self._moves = moves
         self._common = moves.common
         self._answer = answer
-        self._group = self._common.group
+        self._block_size = self._common.block_size
         self.end = answer.end
         self.advance(SourceEvent.FOUND)
 
@@ -301,19 +301,19 @@ class Round(BlockSource):
 
     @property
     def num_blocks(self) -> int:
-        return self.end // self._group.block_size
+        return self.end // self._block_size
 
     @property
     def num_tail_tokens(self) -> int:
-        return self.end % self._group.block_size
+        return self.end % self._block_size
 
-    def has_block(self, index: int) -> bool:
+    def has_block(self, index: int, group: int = 0) -> bool:
         return index < self.num_blocks
 
     def has_tail(self, index: int) -> bool:
         return self.num_tail_tokens > 0 and index == self.num_blocks
 
-    def load_ms(self, index: int) -> float:
+    def load_ms(self, place: Wanted) -> float:
         return 0.0
 
     @property
@@ -330,9 +330,7 @@ class Round(BlockSource):
     def make_load(
         self,
         load_id: LoadId,
-        block_indices: tuple[int, ...],
-        block_ids: tuple[int, ...],
-        has_tail: bool,
+        blocks: tuple[LoadBlocks, ...],
         in_step: bool,
     ) -> LoadSpec:
         assert not in_step
@@ -341,14 +339,16 @@ class Round(BlockSource):
             peers=self._answer.workers,
             transfer_id=self.move.transfer_id,
             epoch=self.move.epoch,
-            blocks=(LoadBlocks(self._group.id, block_indices, block_ids, has_tail),),
+            blocks=blocks,
             in_step=False,
             timeout_s=self._common.config.transfer.load_timeout_s,
             num_awaited=self.end,
         )
 
-    def load_ended(self, result: LoadResult, indices: Mapping[int, int], was_parked: bool) -> None:
-        super().load_ended(result, indices, was_parked)
+    def load_ended(
+        self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
+    ) -> None:
+        super().load_ended(result, places, was_parked)
         self._moves.round_ended(self, result)
 
     def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:

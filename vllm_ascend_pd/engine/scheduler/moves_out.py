@@ -159,6 +159,8 @@ class MovesOut(Part):
             return Cause.INCOMPATIBLE  # nobody knows how often it drew from the seed
         if computes_in_lock_step(self._scheduler.vllm_config):
             return Cause.INCOMPATIBLE  # stopped it does not count: the others would rest without it
+        if not self._common.has_one_group:
+            return Cause.INCOMPATIBLE  # it gives blocks up that it is copied by
         return None
 
     def _extended(self, move: _Move, num_known: int) -> Extended:

@@ -16,11 +16,14 @@ from vllm_ascend_pd.engine.scheduler.loads import TailBlock
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
 from vllm_ascend_pd.engine.vllm_api.groups import block_table
+from vllm_ascend_pd.kv.span import Wanted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, KVCacheManager, Request
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, KVCacheManager
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import KVGroup
 
@@ -36,36 +39,47 @@ class Parking:
     """Scheduler thread."""
 
     def __init__(
-        self, manager: KVCacheManager, group: KVGroup, phantoms: PhantomBlocks, loads: Loads
+        self,
+        manager: KVCacheManager,
+        groups: Sequence[KVGroup],
+        phantoms: PhantomBlocks,
+        loads: Loads,
     ) -> None:
+        """Blocks of all ``groups`` are of one size."""
         self._manager = manager
         self._pool = manager.block_pool
-        self._group = group
+        self._groups = groups
+        self._size = groups[0]
         self._phantoms = phantoms
         self._loads = loads
-        self.tails: dict[BlockSource, KVCacheBlock] = {}
-        """Tail blocks that parked loads have filled; the requests' own from admission on."""
+        self.tails: dict[BlockSource, list[KVCacheBlock]] = {}
+        """Tail blocks, by group, that parked loads have filled; the requests' own from admission
+        on.
+        """
 
-    def park(self, source: BlockSource, missing: list[int]) -> bool:
+    def park(self, source: BlockSource, missing: Sequence[Wanted]) -> bool:
         """Load the missing blocks, and the tail if all others are there then, beside the steps, if
         memory allows.
         """
         request = source.request
-        num_full = self._group.tail_index(request.num_tokens)
+        num_full = self._size.tail_index(request.num_tokens)
+        num_kept = missing[-1].block_index if missing else num_full
         kept = [
             block
-            for block_hash in request.block_hashes[: missing[-1] if missing else num_full]
-            if (block := cached_block(self._pool, block_hash, self._group)) is not None
+            for group in self._groups
+            for block_hash in request.block_hashes[
+                group.first_needed(num_kept * group.block_size) : num_kept
+            ]
+            if (block := cached_block(self._pool, block_hash, group)) is not None
         ]
         self._pool.touch(kept)
         margin = self._pool.num_gpu_blocks // _FREE_SHARE
-        has_tail = source.has_tail(num_full)
-        enough = self._pool.get_num_free_blocks() - len(missing) - has_tail >= margin
+        num_tails = len(self._groups) if source.has_tail(num_full) else 0
+        enough = self._pool.get_num_free_blocks() - len(missing) - num_tails >= margin
         if enough:
             blocks = self._pool.get_new_blocks(len(missing))
-            tails = self._pool.get_new_blocks(int(has_tail))
-            tail = _tail(request, num_full, tails[0]) if has_tail else None
-            self._loads.park(source, missing, blocks, tail)
+            tails = self._pool.get_new_blocks(num_tails)
+            self._loads.park(source, missing, blocks, _tails(source, num_full, tails))
             source.advance(SourceEvent.PARK)
         self._pool.free_blocks(reversed(kept))
         return enough
@@ -78,13 +92,14 @@ class Parking:
         loaded = record.loaded(result)
         if loaded and wanted:
             self._phantoms.cache(request, *loaded)
-            source.num_parked_tokens = len(loaded[0]) * self._group.block_size
+            num_blocks = len({place.block_index for place in loaded[0]})
+            source.num_parked_tokens = num_blocks * self._size.block_size
         held = list(record.held)
-        if record.tail is not None:
+        if tails := [tail.block for tail in record.tails]:
             if not result.cause and wanted:
-                self.tails[source] = record.tail.block
+                self.tails[source] = tails
             else:
-                held.append(record.tail.block)
+                held += tails
         if result.num_resting:
             logger.warning("%d blocks rest: a peer may still write into them", len(held))
             self._loads.rest(result, held)
@@ -99,15 +114,18 @@ class Parking:
         else this step loads it into that one.
         """
         request = source.request
-        num_full = self._group.tail_index(request.num_tokens)
+        num_full = self._size.tail_index(request.num_tokens)
         offers = source.offers and num_hits == num_full
         num_tail = self.num_tail_tokens(source) if offers else 0
         if num_tail:
-            table = block_table(self._manager, request, self._group)
+            tables = [block_table(self._manager, request, group) for group in self._groups]
+            own = [table[num_full] for table in tables]
             if source in self.tails:
-                table[num_full], self.tails[source] = self.tails[source], table[num_full]
+                for table, tail in zip(tables, self.tails[source], strict=True):
+                    table[num_full] = tail
+                self.tails[source] = own
             else:
-                self._loads.claim(request, source, [], _tail(request, num_full, table[num_full]))
+                self._loads.claim(request, source, [], _tails(source, num_full, own))
         self.drop_tail(source)
         return num_tail
 
@@ -118,14 +136,14 @@ class Parking:
     def cache_full_tail(self, source: BlockSource) -> None:
         """Once it has the first token, a tail block that is full is a block like the others."""
         if source in self.tails and source.is_tail_cacheable:
-            index = self._group.tail_index(source.end)
-            self._phantoms.cache(source.request, [index], [self.tails[source]])
-            source.num_parked_tokens += self._group.block_size
+            index = self._size.tail_index(source.end)
+            places = [Wanted(index, group.id) for group in self._groups]
+            self._phantoms.cache(source.request, places, self.tails[source])
+            source.num_parked_tokens += self._size.block_size
             self.drop_tail(source)
 
     def drop_tail(self, source: BlockSource) -> None:
-        if (tail := self.tails.pop(source, None)) is not None:
-            self._pool.free_blocks([tail])
+        self._pool.free_blocks(self.tails.pop(source, ()))
 
     def drop_tails(self) -> None:
         for source in list(self.tails):
@@ -146,5 +164,10 @@ class Parking:
             self.drop_tails()
 
 
-def _tail(request: Request, index: int, block: KVCacheBlock) -> TailBlock:
-    return TailBlock(request, request.num_preemptions, index, block)
+def _tails(source: BlockSource, index: int, blocks: Sequence[KVCacheBlock]) -> list[TailBlock]:
+    """``blocks`` by group."""
+    request = source.request
+    return [
+        TailBlock(request, request.num_preemptions, Wanted(index, group), block)
+        for group, block in enumerate(blocks)
+    ]

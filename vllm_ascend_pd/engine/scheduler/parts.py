@@ -69,20 +69,24 @@ class Common:
         return self.scheduler.kv_cache_manager
 
     @property
+    def has_one_group(self) -> bool:
+        """Whether a request keeps every block that it has filled, in one group."""
+        return len(self.groups) == 1 and self.groups[0].keeps_all
+
+    @property
     def group(self) -> KVGroup:
-        """The one that there is, see ``supported``."""
+        """The only one: with a pool, see ``supported``, and for requests that move."""
         (group,) = self.groups
         return group
 
     @property
     def block_size(self) -> int:
-        """In tokens."""
-        return self.group.block_size
+        """In tokens; the same in all groups, see ``supported``."""
+        return self.groups[0].block_size
 
-    @property
-    def bytes_per_block(self) -> int:
+    def bytes_per_block(self, group: int = 0) -> int:
         """Of all workers together."""
-        return self.group.bytes_per_block * self.sharding.num_workers
+        return self.groups[group].bytes_per_block * self.sharding.num_workers
 
 
 @dataclass(slots=True)

@@ -10,6 +10,11 @@ in the engine anyway: ``allocate_slots`` hashes blocks before they are computed.
                                    │                           │
                   get_new_blocks, cache_full_blocks, free_blocks: found by the next lookup
     claim()     a request commits to h0..m4  ->  m2 and m4 are loaded in this step
+
+With several KV cache groups the hits end where every group has what a request needs to go on:
+
+    all tokens  hits  [h0][m1][m2][m3]
+    windows           [  ][  ][m2][m3]    the window of the token behind the hits begins in m2
 """
 
 from __future__ import annotations
@@ -18,9 +23,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block, enter_blocks
+from vllm_ascend_pd.kv.span import Wanted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import (
@@ -30,6 +36,9 @@ if TYPE_CHECKING:
         Request,
     )
     from vllm_ascend_pd.kv.span import KVGroup
+
+    Table = list[KVCacheBlock | None]
+    """Of one group; ``None`` where a block is missing, the null block where none is needed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,96 +53,145 @@ class Phantom:
     block: KVCacheBlock
     block_hash: BlockHashWithGroupId | None
     source: BlockSource
-    index: int
+    place: Wanted
 
     def is_current(self) -> bool:
         return self.block_hash is not None and self.block.block_hash is self.block_hash
 
 
 class PhantomBlocks:
-    """The published blocks of one group whose loads have not been started (scheduler thread)."""
+    """The published blocks whose loads have not been started (scheduler thread)."""
 
-    def __init__(self, block_pool: BlockPool, group: KVGroup) -> None:
+    def __init__(self, block_pool: BlockPool, groups: Sequence[KVGroup]) -> None:
+        """Blocks of all ``groups`` are of one size."""
         self._pool = block_pool
-        self._group = group
+        self._groups = groups
+        self._size = groups[0]
         self._phantoms: dict[int, Phantom] = {}
 
     def __len__(self) -> int:
         return len(self._phantoms)
 
+    def _cached(self, request: Request, index: int, group: KVGroup) -> KVCacheBlock | None:
+        return cached_block(self._pool, request.block_hashes[index], group)
+
     def num_leading_hits(self, request: Request, stop: int) -> int:
         """How many of the first ``stop`` blocks are cached, counted up to the first that is not."""
-        for index in range(stop):
-            if cached_block(self._pool, request.block_hashes[index], self._group) is None:
-                return index
-        return stop
+        tables = self._reach(request, [[] for _ in self._groups], stop, 0, lambda i, group: False)
+        return len(tables[0])
 
-    def find_missing(self, request: Request, source: BlockSource) -> list[int]:
-        """Indices of what ``source`` has and is not cached here, up to the first block that is
-        neither.
+    def find_missing(self, request: Request, source: BlockSource) -> list[Wanted]:
+        """What ``source`` has and is not cached here, up to the first block that is neither."""
+        stop = self._size.tail_index(request.num_tokens)
+        nothing: list[Sequence[KVCacheBlock]] = [[] for _ in self._groups]
+        tables = self._reach(request, nothing, stop, source.num_tail_tokens, source.has_block)
+        return _missing(tables)
+
+    def _reach(
+        self,
+        request: Request,
+        hits: Sequence[Sequence[KVCacheBlock]],
+        stop: int,
+        num_tail_tokens: int,
+        has_block: Callable[[int, int], bool],
+    ) -> list[Table]:
+        """``hits`` by group, and what follows up to ``stop`` blocks that is cached or can be had:
+        as far as all groups go. With all of the blocks the request has ``num_tail_tokens`` more.
         """
-        missing: list[int] = []
-        for index in range(min(source.num_blocks, self._group.tail_index(request.num_tokens))):
-            if cached_block(self._pool, request.block_hashes[index], self._group) is None:
-                if not source.has_block(index):
+        start, whole = len(hits[0]), stop
+        tables: list[Table] = [list(blocks) for blocks in hits]
+        for group, table in zip(self._groups, tables, strict=True):
+            if group.keeps_all:
+                for index in range(start, stop):
+                    block = self._cached(request, index, group)
+                    if block is None and not has_block(index, group.id):
+                        stop = index
+                        break
+                    table.append(block)
+        windows = [group for group in self._groups if not group.keeps_all]
+        rest = list(windows)
+        while stop > start and rest:
+            group = rest.pop()
+            end = stop * group.block_size + (num_tail_tokens if stop == whole else 0)
+            first = min(group.first_needed(end), stop)
+            window: Table = []
+            for index in range(stop - 1, first - 1, -1):
+                block = self._cached(request, index, group)
+                if block is None and not has_block(index, group.id):
+                    stop, rest = index, list(windows)  # no end behind this one will do
                     break
-                missing.append(index)
-        return missing
+                window.append(block)
+            tables[group.id] = [*[self._pool.null_block] * first, *reversed(window)]
+        if stop <= start:
+            return [list(blocks) for blocks in hits]
+        return [table[:stop] for table in tables]
 
     def publish(
-        self, request: Request, hits: Sequence[KVCacheBlock], source: BlockSource
-    ) -> list[KVCacheBlock]:
-        """Publish what ``source`` has after ``hits`` and is not cached; the request's hits then.
+        self,
+        request: Request,
+        hits: Sequence[Sequence[KVCacheBlock]],
+        source: BlockSource,
+        num_tail_tokens: int,
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """Publish what ``source`` has after ``hits`` and is not cached; the request's hits then, by
+        group. With all of the blocks it is scheduled on ``num_tail_tokens`` more.
 
-        That is what a second lookup would return: with one full-attention group the hits are the
-        leading cached blocks. An engine with an EAGLE or MTP drafter takes one less, to compute
-        the last one anew; behind it ``source`` goes on, so it counts here. No reference is kept:
-        if the request is not scheduled now, nothing has to be undone.
+        That is what a second lookup would return: the leading cached blocks, and where a group
+        needs the last ones only, these. An engine with an EAGLE or MTP drafter takes one less, to
+        compute the last one anew; behind it ``source`` goes on, so it counts here. No reference is
+        kept: if the request is not scheduled now, nothing has to be undone.
         """
-        end = self._group.tail_index(request.num_tokens)
-        last = min(source.num_blocks, end)
-        if last <= len(hits):
-            return list(hits)
-        table: list[KVCacheBlock | None] = list(hits)
-        missing: list[int] = []
-        for index in range(len(hits), end):
-            block = cached_block(self._pool, request.block_hashes[index], self._group)
-            if block is None:
-                if index >= last or source.parked_only or not source.has_block(index):
-                    break
-                missing.append(index)
-            table.append(block)
-        # What is there already must survive get_new_blocks, which evicts the least recently used.
-        kept = [block for block in table if block is not None]
-        self._pool.touch(kept)
-        num_free = self._pool.get_num_free_blocks()
-        if len(missing) > num_free:
-            del table[missing[num_free] :]
-            del missing[num_free:]
+        stop = self._size.tail_index(request.num_tokens)
+        last = min(source.num_blocks, stop)
+        if last <= len(hits[0]):
+            return tuple(map(list, hits))
+
+        def has_block(index: int, group: int) -> bool:
+            return index < last and not source.parked_only and source.has_block(index, group)
+
+        whole = stop
+        while True:
+            tail = num_tail_tokens if stop == whole else 0
+            tables = self._reach(request, hits, stop, tail, has_block)
+            missing = _missing(tables)
+            # What is there already must survive get_new_blocks, which evicts the least recently
+            # used.
+            kept = [b for table in tables for b in table if b is not None and not b.is_null]
+            self._pool.touch(kept)
+            num_free = self._pool.get_num_free_blocks()
+            if len(missing) <= num_free:
+                break
+            self._pool.free_blocks(reversed(kept))
+            stop = missing[num_free].block_index
         new = self._pool.get_new_blocks(len(missing))
-        for index, block in zip(missing, new, strict=True):
-            table[index] = block
-        self._enter(request, table, missing)
-        for index, block in zip(missing, new, strict=True):
-            self._phantoms[block.block_id] = Phantom(block, block.block_hash, source, index)
+        for place, block in zip(missing, new, strict=True):
+            tables[place.group][place.block_index] = block
+        for group in self._groups:
+            self._enter(request, tables[group.id], [i for i, g in missing if g == group.id], group)
+        for place, block in zip(missing, new, strict=True):
+            self._phantoms[block.block_id] = Phantom(block, block.block_hash, source, place)
         self._pool.free_blocks(reversed(new))
         self._pool.free_blocks(reversed(kept))
-        return [block for block in table if block is not None]
+        return tuple([block for block in table if block is not None] for table in tables)
 
     def cache(
-        self, request: Request, indices: Sequence[int], blocks: Sequence[KVCacheBlock]
+        self, request: Request, places: Sequence[Wanted], blocks: Sequence[KVCacheBlock]
     ) -> None:
-        """Enter ``blocks`` into the prefix cache as the request's ``indices`` (ascending)."""
-        table: list[KVCacheBlock | None] = [None] * (indices[-1] + 1)
-        for index, block in zip(indices, blocks, strict=True):
-            table[index] = block
-        self._enter(request, table, indices)
+        """Enter ``blocks`` into the prefix cache as the request's of these indices (ascending)."""
+        for group in self._groups:
+            mine = {
+                place.block_index: block
+                for place, block in zip(places, blocks, strict=True)
+                if place.group == group.id
+            }
+            table = [mine.get(index) for index in range(max(mine, default=-1) + 1)]
+            self._enter(request, table, list(mine), group)
 
     def _enter(
-        self, request: Request, table: list[KVCacheBlock | None], indices: Sequence[int]
+        self, request: Request, table: Table, indices: Sequence[int], group: KVGroup
     ) -> None:
         for start, stop in _runs(indices):
-            enter_blocks(self._pool, request, table, start, stop, self._group)
+            enter_blocks(self._pool, request, table, start, stop, group)
 
     def claim(self, blocks: Iterable[KVCacheBlock]) -> list[Phantom]:
         """Take the phantoms among ``blocks``, to which a request has just committed."""
@@ -156,6 +214,16 @@ class PhantomBlocks:
         """Evict every phantom: the prefix cache is about to be reset."""
         phantoms, self._phantoms = self._phantoms, {}
         self._pool.evict_blocks({i for i, phantom in phantoms.items() if phantom.is_current()})
+
+
+def _missing(tables: Sequence[Table]) -> list[Wanted]:
+    """In the order of their indices."""
+    return sorted(
+        Wanted(index, group)
+        for group, table in enumerate(tables)
+        for index, block in enumerate(table)
+        if block is None
+    )
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

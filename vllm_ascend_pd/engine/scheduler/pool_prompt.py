@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
     from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.types import LoadId
 
@@ -71,7 +72,7 @@ class PoolPrompt(BlockSource):
     def has_tail(self, index: int) -> bool:
         return self._num_tail_tokens > 0 and self.has_block(index)
 
-    def has_block(self, index: int) -> bool:
+    def has_block(self, index: int, group: int = 0) -> bool:
         return self.place_of(index) is not Place.NOWHERE
 
     def place_of(self, index: int) -> Place:
@@ -79,8 +80,8 @@ class PoolPrompt(BlockSource):
             return Place.NOWHERE
         return Place(self._places[index - self.start])
 
-    def load_ms(self, index: int) -> float:
-        return self._pool.load_ms(self.place_of(index))
+    def load_ms(self, place: Wanted) -> float:
+        return self._pool.load_ms(self.place_of(place.block_index))
 
     @property
     def compute_ms(self) -> float:
@@ -110,19 +111,22 @@ class PoolPrompt(BlockSource):
     def make_load(
         self,
         load_id: LoadId,
-        block_indices: tuple[int, ...],
-        block_ids: tuple[int, ...],
-        has_tail: bool,
+        blocks: tuple[LoadBlocks, ...],
         in_step: bool,
     ) -> PoolLoadSpec:
+        (part,) = blocks
         name, transfer = self._pool.names.name, self._pool.transfer
-        hashes = tuple(name(self.request.block_hashes[i]) for i in block_indices)
+        hashes = tuple(name(self.request.block_hashes[i]) for i in part.indices)
         timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
-        group = self._pool.group.id
-        return PoolLoadSpec(load_id, hashes, block_ids, in_step, timeout_s, has_tail, group)
+        return PoolLoadSpec(
+            load_id, hashes, part.block_ids, in_step, timeout_s, part.has_tail, part.group
+        )
 
-    def load_ended(self, result: LoadResult, indices: Mapping[int, int], was_parked: bool) -> None:
-        super().load_ended(result, indices, was_parked)
+    def load_ended(
+        self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
+    ) -> None:
+        super().load_ended(result, places, was_parked)
+        indices = {block_id: place.block_index for block_id, place in places.items()}
         origin = self.provenance
         origin.num_pool_bytes += result.num_bytes
         origin.transfer_ms += result.elapsed_ms

@@ -319,7 +319,7 @@ class PoolSource:
 
     def load_ms(self, place: Place) -> float:
         """How long loading a block from there is expected to take."""
-        return self.speeds[place].ms(self._common.bytes_per_block)
+        return self.speeds[place].ms(self._common.bytes_per_block())
 
     @property
     def compute_ms(self) -> float:

@@ -11,9 +11,9 @@ from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.vllm_api.groups import (
     block_hashes,
-    block_table,
-    block_tables,
+    block_ids,
     known_end,
+    lasting_blocks,
 )
 from vllm_ascend_pd.engine.vllm_api.hashes import extra_keys
 from vllm_ascend_pd.engine.vllm_api.status import is_completed
@@ -27,10 +27,11 @@ from vllm_ascend_pd.types import Cause, Endpoint, Epoch, LeaseRef, TransferId
 from vllm_ascend_pd.wire import RemotePrefill, check_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vllm_ascend_pd.engine.metadata import StepReport
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request, SchedulerOutput
+    from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.transfer.control import ControlServer
     from vllm_ascend_pd.transfer.tickets import PageServer
 
@@ -47,6 +48,8 @@ class _Prompt:
     """The sample whose blocks the lease names, from its first step on; the others' are their own.
     Several samples may hold other blocks, and be computed long after the owner has ended."""
     pinned: list[KVCacheBlock] = field(default_factory=list)
+    """In the order of groups, each pinned at once: those that the request gives up while it goes on
+    as soon as they are all computed, the others when it has ended."""
     num_held: int = 0
     """Tokens that are computed, and not granted yet, as a load below them may still fail."""
 
@@ -196,7 +199,9 @@ class Producer(Part):
             prompt.owner = request
         if num_before >= lease.span.end or prompt.owner is not request:
             return None
-        lease.span = lease.span.holding(block_tables(self._manager, request))
+        lease.span = self._hold(lease.span, request)
+        if num_after >= lease.span.end:
+            self._pin(prompt, request, (g for g in self._common.groups if not g.keeps_all))
         if lease.announced and self._common.loads.is_under(request):
             prompt.num_held = num_after
             self._held.add(prompt)
@@ -216,8 +221,8 @@ class Producer(Part):
         return grants
 
     def _grant(self, lease: Lease, num_ready: int, num_coming: int) -> Grant:
-        block_ids = tuple(group.block_ids for group in lease.span.groups)
-        return Grant(lease.ref, self.epoch, block_ids, num_ready, num_coming)
+        tables = tuple(group.block_ids for group in lease.span.groups)
+        return Grant(lease.ref, self.epoch, tables, num_ready, num_coming)
 
     def _keep(self, key: str, lease: Lease) -> _Prompt:
         prompt = self._prompts[key] = _Prompt(lease)
@@ -250,20 +255,12 @@ class Producer(Part):
             return None
         if prompt is None:  # given back before it was computed; whoever comes all the same is told
             prompt = _Prompt(self._make_lease(request, TransferId(chosen_id), True))
-            tables = block_tables(self._manager, request)
-            prompt.lease.span = prompt.lease.span.holding(tables)
+            prompt.lease.span = self._hold(prompt.lease.span, request)
         lease = prompt.lease
         is_owner = prompt.owner is request
         if is_owner and self.book.finish(lease, _first_token(request, lease)):
             self.server.tell_first_token(lease)
-            prompt.pinned = [
-                block
-                for group in self._common.groups
-                for block in block_table(self._manager, request, group)[
-                    : lease.span.num_blocks(group.id)
-                ]
-            ]
-            self._manager.block_pool.touch(prompt.pinned)
+            self._pin(prompt, request, (g for g in self._common.groups if g.keeps_all))
             self._make_way()
         return RemotePrefill(
             remote_engine_id=self._common.config.engine_id,
@@ -277,6 +274,26 @@ class Producer(Part):
             remote_num_tokens=lease.span.end,
             remote_data_parallel_rank=self._common.rank,
         ).to_params()
+
+    def _hold(self, span: Span, request: Request) -> Span:
+        """In the blocks that the request has of it until all of it is computed."""
+        return span.holding(
+            [
+                block_ids(lasting_blocks(self._manager, request, group, span.end))
+                for group in self._common.groups
+            ]
+        )
+
+    def _pin(self, prompt: _Prompt, request: Request, groups: Iterable[KVGroup]) -> None:
+        """What it has in these groups, which is complete."""
+        blocks = [
+            block
+            for group in groups
+            for block in lasting_blocks(self._manager, request, group, prompt.lease.span.end)
+            if not block.is_null
+        ]
+        self._manager.block_pool.touch(blocks)
+        prompt.pinned += blocks
 
     # Of a running request.
 
@@ -294,7 +311,7 @@ class Producer(Part):
             GroupBlocks(group.block_size, (), block_hashes(request, group, end))
             for group in self._common.groups
         )
-        lease.span = Span(0, end, tuple(blocks)).holding(block_tables(self._manager, request))
+        lease.span = self._hold(Span(0, end, tuple(blocks)), request)
         self._extended[lease] = self._grant(lease, end, end)
 
     def take_back(self, lease: Lease) -> None:

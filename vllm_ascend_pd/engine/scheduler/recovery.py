@@ -63,7 +63,6 @@ def recover(
         for request in scheduler.running
     }
     affected, bad = find_affected(spans, bad_block_ids)
-    bad.discard(manager.block_pool.null_block.block_id)
     manager.evict_blocks(bad)
     preempted = [request for request in scheduler.running if request.request_id in affected]
     now = time.monotonic()
@@ -106,7 +105,7 @@ class LoadEnds:
         record = self._common.loads.end(result.load_id)
         if record.parked_for is not None:
             self._common.parking.end(record, result)
-        record.source.load_ended(result, record.indices(), record.parked_for is not None)
+        record.source.load_ended(result, record.places(), record.parked_for is not None)
         if not result.cause:
             return set()
         self._spoil(record.spoiled_block_ids(result.failed))

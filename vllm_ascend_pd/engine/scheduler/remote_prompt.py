@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.config import LoadFromPeer
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.status import is_aborted
-from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause, Endpoint, LoadId
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
     from vllm_ascend_pd.wire import Opened, RemotePrefill, Worker
 
 
@@ -53,7 +53,8 @@ class RemotePrompt(BlockSource):
         self._peers = peers
         self._transfer = peers.transfer
         self.parked_only = peers.transfer.places_directly
-        self._group = peers.group
+        self._groups = peers.groups
+        self._size = peers.groups[0]
         self._workers: tuple[Worker, ...] = ()
         self._num_blocks = 0
         self._num_tail_tokens = 0
@@ -80,9 +81,9 @@ class RemotePrompt(BlockSource):
     # What the producer says.
 
     def opened(self, answer: Opened) -> None:
-        num_before_tail = self._group.tail_index(self.end)
-        self._num_blocks = min(answer.end // self._group.block_size, num_before_tail)
-        tail_start = num_before_tail * self._group.block_size
+        num_before_tail = self._size.tail_index(self.end)
+        self._num_blocks = min(answer.end // self._size.block_size, num_before_tail)
+        tail_start = num_before_tail * self._size.block_size
         self._num_tail_tokens = max(0, min(answer.end, self.end) - tail_start)
         self._first_token_follows = answer.first_token_follows
         self._workers = answer.workers
@@ -142,7 +143,7 @@ class RemotePrompt(BlockSource):
     def is_tail_cacheable(self) -> bool:
         """Whether the tail is full, and no token of it is computed."""
         return (
-            self._num_tail_tokens == self._group.block_size
+            self._num_tail_tokens == self._size.block_size
             and self.is_continued
             and not self.is_stale
         )
@@ -154,24 +155,27 @@ class RemotePrompt(BlockSource):
     @property
     def num_tail_tokens(self) -> int:
         """The last known token is computed in any case: the span's or the first after it."""
-        return min(self._num_tail_tokens, (self.request.num_tokens - 1) % self._group.block_size)
+        return min(self._num_tail_tokens, (self.request.num_tokens - 1) % self._size.block_size)
 
-    def has_block(self, index: int) -> bool:
-        return index < self.num_blocks
+    def has_block(self, index: int, group: int = 0) -> bool:
+        """Its peer keeps what whoever goes on behind the span needs."""
+        return self._groups[group].first_needed(self.end - 1) <= index < self.num_blocks
 
     def has_tail(self, index: int) -> bool:
         follows = self._first_token_follows and not self.is_continued
         num_tokens = self._num_tail_tokens if follows else self.num_tail_tokens
         return num_tokens > 0 and self.num_blocks == index
 
-    def load_ms(self, index: int) -> float:
-        return self._peers.speed.ms(self._peers.bytes_per_block)
+    def load_ms(self, place: Wanted) -> float:
+        return self._peers.load_ms(place.group)
 
     @property
     def compute_ms(self) -> float:
-        if self._transfer.load is LoadFromPeer.ALL or not self.is_complete:
+        # Of windows there is only what the end of the span needs.
+        has_all = all(group.keeps_all for group in self._groups)
+        if self._transfer.load is LoadFromPeer.ALL or not self.is_complete or not has_all:
             return 0.0
-        return self._peers.prefill.ms(self._group.block_size)
+        return self._peers.prefill.ms(self._size.block_size)
 
     def use(self, plan: Plan, num_offered: int) -> None:
         self.plan = plan
@@ -233,9 +237,7 @@ class RemotePrompt(BlockSource):
     def make_load(
         self,
         load_id: LoadId,
-        block_indices: tuple[int, ...],
-        block_ids: tuple[int, ...],
-        has_tail: bool,
+        blocks: tuple[LoadBlocks, ...],
         in_step: bool,
     ) -> LoadSpec:
         assert self._workers
@@ -245,20 +247,22 @@ class RemotePrompt(BlockSource):
             timeout_s = self._transfer.load_timeout_s
             if not self.is_complete:
                 timeout_s = self._transfer.prefill_timeout_s
-                num_awaited = self.num_blocks * self._group.block_size
-                num_awaited += self._num_tail_tokens if has_tail else 0
+                num_awaited = self.num_blocks * self._size.block_size
+                num_awaited += self._num_tail_tokens if blocks[0].has_tail else 0
         return LoadSpec(
             load_id=load_id,
             peers=self._workers,
             transfer_id=self.remote.transfer_id,
             epoch=self.epoch,
-            blocks=(LoadBlocks(self._group.id, block_indices, block_ids, has_tail),),
+            blocks=blocks,
             in_step=in_step,
             timeout_s=timeout_s,
             num_awaited=num_awaited,
         )
 
-    def load_ended(self, result: LoadResult, indices: Mapping[int, int], was_parked: bool) -> None:
+    def load_ended(
+        self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
+    ) -> None:
         prompt = self.provenance
         prompt.num_peer_bytes += result.num_bytes
         prompt.transfer_ms += result.elapsed_ms
@@ -267,7 +271,7 @@ class RemotePrompt(BlockSource):
         # A load that waited for the prompt has ended: from now on all of it can be read.
         self._set_complete(True)
         self._peers.load_ended(result)
-        super().load_ended(result, indices, was_parked)
+        super().load_ended(result, places, was_parked)
         self._admit_until = time.monotonic() + self._transfer.admission_timeout_s
         if self.num_loads or not self.state.final:
             return
@@ -276,7 +280,7 @@ class RemotePrompt(BlockSource):
             kept = min(prompt.num_peer_tokens, self._num_kept_tokens)
             prompt.num_computed_tokens += prompt.num_peer_tokens - kept
             prompt.num_peer_tokens = kept
-            prompt.num_peer_blocks = kept // self._group.block_size
+            prompt.num_peer_blocks = kept // self._size.block_size
         self._peers.is_over(self)
 
     def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
@@ -284,5 +288,5 @@ class RemotePrompt(BlockSource):
         prompt.num_local_tokens = num_local
         prompt.num_peer_tokens = num_external
         prompt.num_computed_tokens = prompt.num_prompt_tokens - num_local - num_external
-        prompt.num_peer_blocks = -(-num_external // self._group.block_size)
+        prompt.num_peer_blocks = -(-num_external // self._size.block_size)
         self._num_kept_tokens = self.num_parked_tokens

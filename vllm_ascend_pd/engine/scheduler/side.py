@@ -13,7 +13,6 @@ from vllm_ascend_pd.engine.scheduler.parts import COUNTS, Ending, Part, StepDraf
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
 from vllm_ascend_pd.engine.suspension import resume, suspend
 from vllm_ascend_pd.engine.vllm_api.engine import join_wave
-from vllm_ascend_pd.engine.vllm_api.groups import blocks_of
 from vllm_ascend_pd.engine.vllm_api.queues import keep_order_of_arrival
 from vllm_ascend_pd.errors import TransferError
 
@@ -104,10 +103,10 @@ class SchedulerSide:
         return self._admission.split_tail(request, num_local_tokens, num_external_tokens)
 
     def on_slots_allocated(self, request: Request, new_computed_blocks: KVCacheBlocks) -> None:
-        hits = blocks_of(new_computed_blocks, self.common.group)
-        if hits or not self._admission.is_idle:
+        hits = new_computed_blocks.blocks
+        if hits[0] or not self._admission.is_idle:
             self._admission.allocated(request, hits)
-            self._arrivals.admitted(request, len(hits) * self.common.block_size)
+            self._arrivals.admitted(request, len(hits[0]) * self.common.block_size)
 
     # The step and its output.
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
     from vllm_ascend_pd.pool.messages import PoolLoadSpec
     from vllm_ascend_pd.transfer.load import LoadSpec
     from vllm_ascend_pd.types import Cause, LoadId
@@ -113,7 +114,7 @@ class BlockSource(ABC):
     """Blocks of one request's span [0, ``end``) that are held elsewhere: by a peer, or by the pool.
 
     Scheduler thread only. A load of blocks that are gone meanwhile fails; it never gets others.
-    ``block index`` counts the span's blocks, of the one group that there is.
+    ``block index`` counts the span's blocks, which are of one size in all KV cache groups.
     """
 
     is_complete = True
@@ -154,8 +155,8 @@ class BlockSource(ABC):
         """Tokens that can be had of the span's tail."""
 
     @abstractmethod
-    def has_block(self, index: int) -> bool:
-        """Whether this full block of the prompt can be had."""
+    def has_block(self, index: int, group: int = 0) -> bool:
+        """Whether this full block of the prompt can be had in this group."""
 
     @abstractmethod
     def has_tail(self, index: int) -> bool:
@@ -167,7 +168,7 @@ class BlockSource(ABC):
         return False
 
     @abstractmethod
-    def load_ms(self, index: int) -> float:
+    def load_ms(self, place: Wanted) -> float:
         """How long loading this block is expected to take."""
 
     @property
@@ -231,19 +232,19 @@ class BlockSource(ABC):
     def make_load(
         self,
         load_id: LoadId,
-        block_indices: tuple[int, ...],
-        block_ids: tuple[int, ...],
-        has_tail: bool,
+        blocks: tuple[LoadBlocks, ...],
         in_step: bool,
     ) -> LoadSpec | PoolLoadSpec:
-        """What the worker needs to load ``block_indices`` into ``block_ids``."""
+        """What the worker needs to load ``blocks``, by group."""
 
     def load_started(self) -> None:
         """A load that uses this source is about to be sent to the worker."""
         self.num_loads += 1
 
-    def load_ended(self, result: LoadResult, indices: Mapping[int, int], was_parked: bool) -> None:
-        """One has ended: ``result.cause`` is empty when it succeeded. ``indices`` are those of the
+    def load_ended(
+        self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
+    ) -> None:
+        """One has ended: ``result.cause`` is empty when it succeeded. ``places`` are those of the
         blocks that it should have filled, by block id.
         """
         self.num_loads -= 1

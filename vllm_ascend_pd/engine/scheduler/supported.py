@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
+    has_drafter,
     returns_routed_experts,
     uses_cascade_attention,
 )
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,14 +21,22 @@ if TYPE_CHECKING:
 
 METHODS = ("ngram", *DRAFTERS)
 """Of speculative decoding."""
+KINDS = (
+    *("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
+    *("SlidingWindowSpec", "ChunkedLocalAttentionSpec"),
+)
+"""Of the KV cache groups of a model."""
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuse what the configuration alone tells, before any process of the engine starts.
+    """Refuse what the configuration alone tells, before any process of the engine starts, and
+    choose how vLLM groups layers.
 
     vLLM gives each data parallel rank of a dense model a configuration of one rank, so an engine
     can no longer see what was asked for.
     """
+    if keeps_one_group(config):
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True
     parallel = config.parallel_config
     speculative = config.speculative_config
     method = "ngram" if speculative is None else speculative.method
@@ -116,21 +126,40 @@ def _check_data_parallel(config: VllmConfig) -> None:
     )
 
 
+def keeps_one_group(config: VllmConfig) -> bool:
+    """Whether sliding windows keep the KV of the whole prompt, in one group with full attention,
+    because something stores or drafts with one group only.
+    """
+    transfer = config.kv_transfer_config
+    has_pool = transfer is not None and "pool" in transfer.kv_connector_extra_config
+    return has_pool or has_drafter(config)
+
+
 def check_supported(scheduler: Scheduler) -> None:
     """Refuse also what only the engine knows: the model's KV cache."""
     check_config(scheduler.vllm_config)
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if groups else None
+    groups = kv_groups(scheduler.kv_cache_config)
+    kinds = [type(g.kv_cache_spec).__name__ for g in scheduler.kv_cache_config.kv_cache_groups]
+    others = sorted(set(kinds).difference(KINDS))
     _refuse(
         (
-            len(groups) != 1
-            or type(spec).__name__
-            not in ("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
+            not groups or bool(others),
             (
-                f"the model needs {len(groups)} KV cache groups of {type(spec).__name__}; one group"
-                " of full attention is supported (sliding windows beside full attention are, unless"
-                " --no-disable-hybrid-kv-cache-manager is given)"
+                f"the model needs {len(groups)} KV cache groups of {' and '.join(others)}; full"
+                " attention, sliding windows and chunked local attention are supported"
             ),
+        ),
+        (
+            not others and not any(group.keeps_all for group in groups),
+            "windows in all layers",
+        ),
+        (
+            keeps_one_group(scheduler.vllm_config) and len(groups) > 1,
+            f"{len(groups)} KV cache groups with a pool or a drafter",
+        ),
+        (
+            len({(group.block_size, group.page_bytes) for group in groups}) > 1,
+            "KV cache groups with blocks of different sizes",
         ),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),

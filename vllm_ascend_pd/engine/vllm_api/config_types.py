@@ -92,6 +92,7 @@ class SchedulerConfig(Protocol):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    disable_hybrid_kv_cache_manager: bool | None
 
 
 class DeviceConfig(Protocol):

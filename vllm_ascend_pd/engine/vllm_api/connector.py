@@ -6,6 +6,7 @@ from __future__ import annotations
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -17,4 +18,5 @@ __all__ = [
     "KVConnectorPromMetrics",
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
+    "SupportsHMA",
 ]

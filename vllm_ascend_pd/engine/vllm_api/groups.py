@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.kv.span import GroupBlocks, KVGroup, Span
+from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, KVGroup, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
     from vllm_ascend_pd.engine.vllm_api.types import (
         KVCacheBlock,
-        KVCacheBlocks,
         KVCacheManager,
         Request,
     )
@@ -31,9 +30,23 @@ def kv_groups(config: KVCacheConfig) -> tuple[KVGroup, ...]:
             block_size=group.kv_cache_spec.block_size,
             page_bytes=group.kv_cache_spec.page_size_bytes,
             layers=tuple(name for name in stored if name in group.layer_names),
+            window=_attribute(group.kv_cache_spec, "SlidingWindowSpec", "sliding_window"),
+            chunk=_attribute(
+                group.kv_cache_spec, "ChunkedLocalAttentionSpec", "attention_chunk_size"
+            ),
         )
         for index, group in enumerate(config.kv_cache_groups)
     )
+
+
+def _attribute(spec: object, kind: str, name: str) -> int:
+    """Of a specification of that kind; full attention has some of them, too, for its kernels.
+
+    Touches:
+        vllm/v1/kv_cache_interface.py:SlidingWindowSpec.sliding_window
+        vllm/v1/kv_cache_interface.py:ChunkedLocalAttentionSpec.attention_chunk_size
+    """
+    return getattr(spec, name) if type(spec).__name__ == kind else 0
 
 
 def page_bytes(config: KVCacheConfig) -> int:
@@ -49,11 +62,6 @@ def unpadded_page_bytes(config: KVCacheConfig) -> int:
     """
     spec = config.kv_cache_groups[0].kv_cache_spec
     return getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
-
-
-def blocks_of(blocks: KVCacheBlocks, group: KVGroup) -> Sequence[KVCacheBlock]:
-    """The part of ``blocks`` that is this group's."""
-    return blocks.blocks[group.id]
 
 
 def block_table(manager: KVCacheManager, request: Request, group: KVGroup) -> list[KVCacheBlock]:
@@ -76,14 +84,25 @@ def block_hashes(request: Request, group: KVGroup, end: int) -> tuple[bytes, ...
     return tuple(request.block_hashes[: end // group.block_size])
 
 
-def block_tables(manager: KVCacheManager, request: Request) -> tuple[list[int], ...]:
-    """The ids of the blocks that are allocated for it, by group."""
-    return manager.get_block_ids(request.request_id)
+def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
+    return [NO_BLOCK if block.is_null else block.block_id for block in blocks]
+
+
+def lasting_blocks(
+    manager: KVCacheManager, request: Request, group: KVGroup, end: int
+) -> list[KVCacheBlock]:
+    """Of the first ``end`` tokens, those that the request has until the last of them is computed:
+    null blocks where it may give one up before.
+    """
+    first = group.first_needed(end - 1)
+    null = manager.block_pool.null_block
+    blocks = block_table(manager, request, group)[: group.tail_index(end) + 1]
+    return [block if index >= first else null for index, block in enumerate(blocks)]
 
 
 def allocated_span(manager: KVCacheManager, groups: Sequence[KVGroup], request: Request) -> Span:
     """All that blocks are allocated for, without hashes."""
-    tables = block_tables(manager, request)
+    tables = [block_ids(block_table(manager, request, group)) for group in groups]
     sizes = [group.block_size for group in groups]
     end = max(len(table) * size for table, size in zip(tables, sizes, strict=True))
     return Span(0, end, tuple(map(GroupBlocks, sizes))).holding(tables)

@@ -142,11 +142,18 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
     memory_of: dict[int, int] = {}
     segments: list[tuple[Segment, ...]] = []
     index_of: dict[str, int] = {}
-    by_address: dict[int, int] = {}
+    by_address: dict[int, str] = {}
+    group_of = {
+        name: index
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        for name in group.layer_names
+    }
     for name in run_order(kv_cache_config, kv_caches):
         cache = kv_caches[name]
-        if data_ptr(cache) in by_address:
-            index_of[name] = by_address[data_ptr(cache)]
+        # Layers of two groups are at one address, too, in different blocks.
+        same = by_address.setdefault(data_ptr(cache), name)
+        if same != name and group_of.get(name, group_of.get(same)) == group_of.get(same):
+            index_of[name] = index_of[same]
             continue
         for tensor in parts(cache):
             storage = tensor.untyped_storage()
@@ -155,7 +162,7 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
                 flat = tensor.view(torch.uint8)
                 memories.append(torch.as_strided(flat, (storage.nbytes(),), (1,), 0))
         found = _segments(name, cache, memory_of, num_bytes, kv_cache_config.num_blocks)
-        index_of[name] = by_address[data_ptr(cache)] = len(segments)
+        index_of[name] = len(segments)
         segments.append(found)
     starts = [memories[layer[0].memory].data_ptr() + layer[0].offset for layer in segments]
     low = min(memory.data_ptr() for memory in memories)

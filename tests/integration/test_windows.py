@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sliding windows beside full attention, in KV cache groups of their own, against one engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tests.integration.engines import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineConfig,
+    Fleet,
+    assert_no_leak,
+)
+from tests.integration.test_decode_first import EVERY_LAYER, Pair
+from tests.integration.test_pool import POOL
+
+pytestmark = pytest.mark.engine
+
+WINDOW, NUM_WINDOWS = 64, 3
+"""Of the model, beside one layer that attends to everything."""
+PAGE_BYTES = 2 * BLOCK_SIZE * 2 * 32 * 4
+CHUNKED = 600
+"""More tokens than an engine of these tests computes in two steps."""
+SHORT, LONG = 40, 300
+"""Prompts within a window, and of several."""
+FAULTY = {"staging_slot_bytes": 64 * 1024, "staging_slots": 256}
+
+
+def num_window_blocks(num_tokens: int) -> int:
+    """Those that a request of so many computed tokens goes on with, in each group of windows."""
+    return -(-num_tokens // BLOCK_SIZE) - max(0, num_tokens - WINDOW + 1) // BLOCK_SIZE
+
+
+def num_bytes(num_tokens: int) -> int:
+    """What of a prompt moves."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE) + NUM_WINDOWS * num_window_blocks(num_tokens)
+    return num_blocks * PAGE_BYTES
+
+
+@dataclass
+class Windows:
+    fleet: Fleet
+    config: EngineConfig
+    single: Engine
+    producer: Engine
+    consumer: Engine
+
+    def other(self, role: str, transfer: dict[str, Any] | None = None, **options: Any) -> Engine:
+        config = replace(self.config, role=role, **options).with_transfer(
+            **FAULTY, **(transfer or {})
+        )
+        return self.fleet.engine(config)
+
+    def assert_right(self, answer: Answer, prompt: list[int]) -> None:
+        expected = self.single.ask(prompt, len(answer.token_ids))
+        assert answer.token_ids == expected.token_ids
+
+
+@pytest.fixture
+def windows(
+    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
+) -> Iterator[Windows]:
+    config = replace(base_config, executor="uni", model=models("windows"))
+    engines = fleet.engines(
+        config,
+        replace(config, role="kv_producer", faults="ok*").with_transfer(**FAULTY),
+        replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER, **FAULTY),
+    )
+    before = [engine.counts() for engine in engines]
+    engines[1].set_faults("ok*")
+    yield Windows(fleet, config, *engines)
+    for engine, counts in zip(engines, before, strict=True):
+        assert_no_leak(engine, counts)
+
+
+@pytest.fixture
+def pair(windows: Windows, prompt_of: Callable[..., list[int]]) -> Pair:
+    return Pair(windows.producer, windows.consumer, prompt_of(5, "where"))
+
+
+LENGTHS = [SHORT, WINDOW, WINDOW + 1, 4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1, LONG, CHUNKED]
+
+
+@pytest.mark.parametrize("num_tokens", [*LENGTHS, 8 * BLOCK_SIZE - 1])
+def test_only_what_is_needed_to_go_on_moves(
+    windows: Windows, prompt_of: Callable[..., list[int]], num_tokens: int
+) -> None:
+    prompt = prompt_of(num_tokens)
+    answer = windows.consumer.ask(prompt, 24, windows.producer.prefill(prompt))
+    windows.assert_right(answer, prompt)
+    assert answer.sources == (0, num_tokens, 0)
+    assert answer.provenance["num_peer_bytes"] == num_bytes(num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_decode_first(
+    windows: Windows, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int
+) -> None:
+    prompt = prompt_of(num_tokens)
+    answer = pair.ask(prompt, max_tokens=24)
+    windows.assert_right(answer, prompt)
+    assert answer.sources == (0, num_tokens, 0)
+    assert answer.provenance["num_peer_bytes"] == num_bytes(num_tokens)
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+@pytest.mark.parametrize("num_tokens", [LONG, 4 * BLOCK_SIZE, 10 * BLOCK_SIZE - 1])
+def test_where_the_consumer_samples_the_first_token(
+    windows: Windows, prompt_of: Callable[..., list[int]], load_mode: str, num_tokens: int
+) -> None:
+    consumer = windows.other("kv_consumer", {"load_mode": load_mode, "first_token": "compute"})
+    prompt = prompt_of(num_tokens)
+    answer = consumer.ask(prompt, 24, windows.producer.prefill(prompt))
+    windows.assert_right(answer, prompt)
+    assert answer.sources == (0, num_tokens - 1, 1)
+
+
+def test_a_request_holds_as_many_blocks_as_in_one_engine(
+    windows: Windows, prompt_of: Callable[..., list[int]]
+) -> None:
+    """While it decodes, and what its prompt holds for a consumer that has not come."""
+    prompt = prompt_of(LONG)
+    held = []
+    known = windows.producer.prefill(prompt)
+    for engine, params in ((windows.single, None), (windows.consumer, known)):
+        free = engine.counts()["free_blocks"]
+        engine.add("r", prompt, 40, params)
+        engine.step_until("r", "num_output_tokens", 30)
+        held.append(free - engine.counts()["free_blocks"])
+        engine.run()
+    num_tokens = LONG + 30
+    assert held[0] == held[1] == -(-num_tokens // BLOCK_SIZE) + 3 * num_window_blocks(num_tokens)
+    prompt = prompt_of(LONG, "pinned")
+    known = windows.producer.prefill(prompt)
+    pinned = windows.producer.counts()["pinned_blocks"]
+    assert pinned <= -(-LONG // BLOCK_SIZE) + 3 * num_window_blocks(LONG)
+    windows.consumer.ask(prompt, 1, known)
+
+
+def test_what_the_consumer_has_is_not_sent(
+    windows: Windows, pair: Pair, prompt_of: Callable[..., list[int]]
+) -> None:
+    """A prefix is there in all groups, then a longer one, of which it has all but the window."""
+    prefix = prompt_of(5 * BLOCK_SIZE, "prefix")
+    windows.consumer.ask(prefix + prompt_of(4, "first"), 4)
+    prompt = prefix + prompt_of(4 * BLOCK_SIZE + 6, "second")
+    answer = pair.ask(prompt)
+    windows.assert_right(answer, prompt)
+    assert answer.sources == (5 * BLOCK_SIZE, 4 * BLOCK_SIZE + 6, 0)
+    again = pair.ask(prompt)
+    windows.assert_right(again, prompt)
+    assert again.sources[0] == 9 * BLOCK_SIZE
+
+
+def test_a_prompt_of_which_only_the_window_is_missing(
+    windows: Windows, prompt_of: Callable[..., list[int]]
+) -> None:
+    """The consumer has gone on with it, and given the prompt's window up since."""
+    prompt = prompt_of(LONG)
+    windows.consumer.ask(prompt, 200, windows.producer.prefill(prompt))
+    fill = prompt_of(1500, "fill")
+    windows.consumer.ask(fill, 1)  # evicts what is least recently used
+    answer = windows.consumer.ask(prompt, 24, windows.producer.prefill(prompt))
+    windows.assert_right(answer, prompt)
+
+
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*9,corrupt"])
+def test_failed_load_goes_on_from_what_is_whole(
+    windows: Windows, pair: Pair, prompt_of: Callable[..., list[int]], script: str, order: str
+) -> None:
+    prefix = prompt_of(5 * BLOCK_SIZE, "prefix")
+    windows.consumer.ask(prefix + prompt_of(4, "first"), 4)
+    prompt = prefix + prompt_of(6 * BLOCK_SIZE + 6, "second")
+    if order == "prefill first":
+        known = windows.producer.prefill(prompt)
+        windows.producer.set_faults(f"{script},ok*")
+        answer = windows.consumer.ask(prompt, 24, known)
+    else:
+        windows.producer.set_faults(f"{script},ok*")
+        answer = pair.ask(prompt, max_tokens=24)
+    windows.assert_right(answer, prompt)
+    local, peer, computed = answer.sources
+    if answer.outcome != "loaded":
+        assert (peer, computed) == (0, len(prompt) - local)
+
+
+def test_requests_that_share_what_fails(
+    windows: Windows, prompt_of: Callable[..., list[int]]
+) -> None:
+    prompt = prompt_of(LONG)
+    known = windows.producer.prefill(prompt)
+    windows.producer.set_faults("ok*3,corrupt,ok*")
+    for name in ("a", "b"):
+        windows.consumer.add(name, prompt, 24, known)
+    windows.consumer.add("other", prompt_of(70, "other"), 24)
+    answers = windows.consumer.run()
+    for name in ("a", "b"):
+        windows.assert_right(answers[name], prompt)
+    windows.assert_right(answers["other"], prompt_of(70, "other"))
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_preemption(windows: Windows, prompt_of: Callable[..., list[int]], load_mode: str) -> None:
+    small = {"num_blocks": 61, "max_model_len": 640}
+    consumer = windows.other("kv_consumer", {"load_mode": load_mode}, **small)
+    prompts = {name: prompt_of(190, name) for name in "abcd"}
+    before = consumer.metrics()["preemptions"], consumer.counts()
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, 100, windows.producer.prefill(prompt))
+    answers = consumer.run()
+    assert consumer.metrics()["preemptions"] > before[0]
+    for name, prompt in prompts.items():
+        windows.assert_right(answers[name], prompt)
+    assert_no_leak(consumer, before[1])
+
+
+def test_producer_that_goes_on_keeps_what_it_has_promised(
+    windows: Windows, prompt_of: Callable[..., list[int]]
+) -> None:
+    """It gives the prompt's window up itself while it decodes."""
+    prompt = prompt_of(LONG)
+    windows.producer.add("long", prompt, 200, {"do_remote_decode": True})
+    known = windows.producer.run()["long"].kv_transfer_params
+    answer = windows.consumer.ask(prompt, 24, {**known, "return_provenance": True})
+    windows.assert_right(answer, prompt)
+    assert answer.sources == (0, LONG, 0)
+
+
+def test_abort(windows: Windows, pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+    """Of the consumer's request, before its prompt is computed and while its load is under way."""
+    for part in ("early", "late"):
+        prompt, transfer_id = prompt_of(CHUNKED, part), pair.new_id()
+        pair.add_decode("r", prompt, transfer_id)
+        pair.add_prefill("r", prompt, transfer_id)
+        pair.consumer.step_until("r", "loads", 1)
+        if part == "late":
+            pair.producer.step()
+        pair.consumer.abort("r")
+        pair.run()
+
+
+def test_engines_that_group_layers_otherwise_exchange_nothing(
+    windows: Windows, prompt_of: Callable[..., list[int]]
+) -> None:
+    llm = json.dumps({"disable_hybrid_kv_cache_manager": True})
+    consumer = windows.other("kv_consumer", llm=llm)
+    prompt = prompt_of(LONG)
+    known = windows.producer.prefill(prompt)
+    answer = consumer.ask(prompt, 24, known)
+    windows.assert_right(answer, prompt)
+    assert answer.outcome == "incompatible"
+    consumer.wait_log("reach=window-64,window-64,window-64,all")
+    windows.consumer.ask(prompt, 1, known)
+
+
+def test_with_a_pool_windows_are_kept_in_one_group(
+    windows: Windows, prompt_of: Callable[..., list[int]]
+) -> None:
+    engine = windows.other("kv_both", pool=json.dumps(POOL))
+    prompt = prompt_of(LONG)
+    free = engine.counts()["free_blocks"]
+    engine.add("r", prompt, 24)
+    engine.step_until("r", "num_output_tokens", 1)
+    engine.step()
+    assert free - engine.counts()["free_blocks"] == -(-LONG // BLOCK_SIZE)
+    windows.assert_right(engine.run()["r"], prompt)
