@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 from tests.integration.stress.rounds import OPERATIONS
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     POLL_LIMIT_S,
+    SPEC,
+    WINDOW,
     Engine,
     Engines,
     base_config,
@@ -43,10 +45,17 @@ class Asked:
 class Rounds:
     """Two engines with both roles and little memory: one computes prompts, one decodes."""
 
-    def __init__(self, engines: Engines, seed: int) -> None:  # noqa: F811
+    def __init__(
+        self,
+        engines: Engines,  # noqa: F811
+        seed: int,
+        num_blocks: tuple[int, ...] = (20, 24, 40),
+        specs: tuple[Any, ...] = (),
+    ) -> None:
         self._draw = draw = Random(seed)
         options: dict[str, Any] = {
-            "num_blocks": draw.choice([20, 24, 40]),
+            "num_blocks": draw.choice(num_blocks),
+            "specs": specs,
             "scheduler_fields": {
                 "max_num_batched_tokens": 64,
                 "policy": draw.choice(["fcfs", "priority"]),
@@ -200,5 +209,18 @@ class Rounds:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_operations(engines: Engines, seed: int) -> None:  # noqa: F811
     rounds = Rounds(engines, seed)
+    for _ in range(NUM_ROUNDS):
+        rounds.run()
+
+
+@pytest.mark.parametrize("window", [2, 32, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_with_windows(
+    engines: Engines,  # noqa: F811
+    seed: int,
+    window: int,
+) -> None:
+    specs = SPEC, replace(WINDOW, sliding_window=window)
+    rounds = Rounds(engines, seed, (40, 48, 64), specs)
     for _ in range(NUM_ROUNDS):
         rounds.run()

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -60,6 +60,7 @@ from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.vllm_api.queues import remove_waiting
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import NO_BLOCK, KVGroup
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import Found, Lookup
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
@@ -77,7 +78,7 @@ PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 1), TicketKey())
 
 init_none_hash(sha256)
 _hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-_SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
 def right_token(position: int) -> int:
@@ -94,7 +95,8 @@ class SimulatedRequest:
     """A request in the worker's persistent batch."""
 
     prompt: list[int]
-    table: list[int]
+    tables: list[list[int]]
+    """By KV cache group."""
     num_computed: int = 0
     num_known: int = 0
     """Tokens that the worker has been told or has sampled."""
@@ -112,7 +114,8 @@ class SimulatedRequest:
 class SimulatedWorker:
     """Executes scheduler outputs in order, as Model Runner V1 and the worker side do."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        self.groups = groups
         self.slots: dict[tuple[int, int], int] = {}
         self.grants: dict[LeaseRef, Grant] = {}
         self.requests: dict[str, SimulatedRequest] = {}
@@ -182,14 +185,15 @@ class SimulatedWorker:
         source = self._source_of(load)
         if source is None and not cause:
             cause = Cause.LEASE_EXPIRED.value
-        (blocks,) = load.blocks
-        for index, block_id in zip(blocks.indices, blocks.block_ids, strict=True):
-            for offset in range(BLOCK_SIZE):
-                content = -next(self._garbage)
-                if not cause and source is not None:
-                    theirs = source.grants[_lease_of(load)].block_ids[0][index]
-                    content = source.slots.get((theirs, offset), 0)
-                self.slots[block_id, offset] = content
+        for blocks in load.blocks:
+            for index, block_id in zip(blocks.indices, blocks.block_ids, strict=True):
+                for offset in range(BLOCK_SIZE):
+                    content = -next(self._garbage)
+                    if not cause and source is not None:
+                        theirs = source.grants[_lease_of(load)].block_ids[blocks.group][index]
+                        assert theirs != NO_BLOCK, "its producer would refuse to send this block"
+                        content = source.slots.get((theirs, offset), 0)
+                    self.slots[block_id, offset] = content
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
         self._results.append(
             LoadResult(load.load_id, cause, num_bytes, 1.0, num_resting=num_resting)
@@ -205,7 +209,7 @@ class SimulatedWorker:
             tokens = new.prefill_token_ids or prompt
             assert tokens[: len(prompt)] == prompt
             self.requests[new.req_id] = SimulatedRequest(
-                prompt, list(new.block_ids[0]), new.num_computed_tokens, len(tokens)
+                prompt, list(map(list, new.block_ids)), new.num_computed_tokens, len(tokens)
             )
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -213,37 +217,41 @@ class SimulatedWorker:
             new_blocks = cached.new_block_ids[i]
             if request_id in cached.resumed_req_ids:
                 assert new_blocks is not None
-                request.table = list(new_blocks[0])
+                request.tables = list(map(list, new_blocks))
                 request.num_known = max(
                     request.num_known, len(cached.all_token_ids.get(request_id, ()))
                 )
             elif new_blocks is not None:
-                request.table = request.table + list(new_blocks[0])
+                for table, more in zip(request.tables, new_blocks, strict=True):
+                    table += more
             request.num_computed = cached.num_computed_tokens[i]
 
     def _compute(self, request_id: str, num_tokens: int, samples: bool) -> list[int]:
         request = self.requests[request_id]
         start = request.num_computed
         right = start + num_tokens <= request.num_known
-        right = right and all(self.holds(request, position) for position in range(start))
-        right = right and self._is_clear(request, start + num_tokens)
+        for group in self.groups:
+            first = max(0, start - group.window + 1) if group.window else 0
+            read = range(first, start)
+            right = right and all(self.holds(request, p, group.id) for p in read)
+            right = right and self._is_clear(request, start + num_tokens, group.id)
         for position in range(start, start + num_tokens):
-            block_id = request.table[position // BLOCK_SIZE]
             content = request.content(position) if right else -next(self._garbage)
-            self.slots[block_id, position % BLOCK_SIZE] = content
+            for table in request.tables:
+                self.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = content
         if not samples:
             return []
         request.num_known = start + num_tokens + 1
         return [right_token(start + num_tokens) if right else WRONG_TOKEN]
 
-    def _is_clear(self, request: SimulatedRequest, end: int) -> bool:
+    def _is_clear(self, request: SimulatedRequest, end: int, group: int) -> bool:
         """Whether the last block holds numbers behind the last token: attention meets them."""
-        block_id = request.table[(end - 1) // BLOCK_SIZE]
+        block_id = request.tables[group][(end - 1) // BLOCK_SIZE]
         behind = range(end % BLOCK_SIZE or BLOCK_SIZE, BLOCK_SIZE)
         return all(self.slots.get((block_id, offset), 0) >= 0 for offset in behind)
 
-    def holds(self, request: SimulatedRequest, position: int) -> bool:
-        slot = request.table[position // BLOCK_SIZE], position % BLOCK_SIZE
+    def holds(self, request: SimulatedRequest, position: int, group: int = 0) -> bool:
+        slot = request.tables[group][position // BLOCK_SIZE], position % BLOCK_SIZE
         return self.slots.get(slot) == request.content(position)
 
 
@@ -275,7 +283,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, runs_ahead: bool) -> None:
         self.scheduler = scheduler
-        self.worker = SimulatedWorker()
+        self.worker = SimulatedWorker(scheduler.pd.common.groups)
         self.runs_ahead = runs_ahead
         self.in_flight: deque[Step] = deque()
         self.tokens: dict[str, list[int]] = {}
@@ -457,14 +465,14 @@ def base_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 
 def kv_cache_config_of(num_blocks: int, *specs: Any) -> KVCacheConfig:
-    page = _SPEC.page_size_bytes
+    page = SPEC.page_size_bytes
     names = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
             KVCacheTensor(page * num_blocks * NUM_LAYERS, names, page * num_blocks, page)
         ],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec) for spec in specs or (_SPEC,)],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec) for spec in specs or (SPEC,)],
         kv_cache_layout="LBHNC",
     )
 
@@ -507,8 +515,10 @@ class Engines:
         pool: dict[str, Any] | None = None,
         router: dict[str, Any] | None = None,
         at: str = "127.0.0.1",
+        specs: Sequence[Any] = (),
         **transfer: Any,
     ) -> Engine:
+        """``specs`` are of its KV cache groups, one of full attention unless given."""
         transfer = {"load_mode": "step", "first_token": "compute", **transfer}
         config = self.config(role, transfer, **(scheduler_fields or {}))
         config.kv_transfer_config.kv_ip = at
@@ -519,7 +529,7 @@ class Engines:
                 config.kv_transfer_config.kv_connector_extra_config[name] = section
         scheduler = self.scheduler_class(
             vllm_config=config,
-            kv_cache_config=kv_cache_config_of(num_blocks),
+            kv_cache_config=kv_cache_config_of(num_blocks, *specs),
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,
@@ -782,7 +792,7 @@ def expect_readable(producer: Engine) -> None:
     (grant,) = producer.worker.grants.values()
     (block_ids,) = grant.block_ids
     assert len(block_ids) == producer.counts()["pinned_blocks"] == 2
-    simulated = SimulatedRequest(prompt_of(32), list(block_ids))
+    simulated = SimulatedRequest(prompt_of(32), [list(block_ids)])
     assert all(producer.worker.holds(simulated, position) for position in range(32))
     producer.scheduler.reset_prefix_cache()
 
@@ -1668,7 +1678,7 @@ def test_prefill_stats_stay_sane_when_a_recovered_request_loads_again(
 # What is refused.
 
 
-def check(engines: Engines, spec: Any = _SPEC, **changes: Any) -> None:
+def check(engines: Engines, spec: Any = SPEC, **changes: Any) -> None:
     """``check_supported`` of a scheduler built without the in-engine path, then reconfigured."""
     config = engines.config("kv_both", {})
     config.kv_transfer_config = None
@@ -1682,7 +1692,7 @@ def check(engines: Engines, spec: Any = _SPEC, **changes: Any) -> None:
     )
     assert scheduler.pd is None
     scheduler.kv_cache_config = (
-        kv_cache_config_of(NUM_BLOCKS, *spec) if spec != _SPEC else (scheduler.kv_cache_config)
+        kv_cache_config_of(NUM_BLOCKS, *spec) if spec != SPEC else (scheduler.kv_cache_config)
     )
     for path, value in changes.items():
         *parents, name = path.split("__")
@@ -1703,7 +1713,7 @@ class _Speculative:
         return self.num_modules > 1
 
 
-_WINDOW = SlidingWindowSpec(
+WINDOW = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
 )
 _MAMBA = MambaSpec(block_size=BLOCK_SIZE, shapes=((8,),), dtypes=(torch.float32,))
@@ -1734,18 +1744,17 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engine
     ("changes", "message"),
     [
         ({"vllm_config__cache_config__enable_prefix_caching": False}, "prefix caching is off"),
-        ({"spec": (_SPEC, _MAMBA)}, "2 KV cache groups of MambaSpec"),
-        ({"spec": (_WINDOW,)}, "windows in all layers"),
-        ({"spec": (_SPEC, replace(_WINDOW, block_size=2 * BLOCK_SIZE))}, "of different sizes"),
+        ({"spec": (SPEC, _MAMBA)}, "2 KV cache groups of MambaSpec"),
+        ({"spec": (WINDOW,)}, "windows in all layers"),
+        ({"spec": (SPEC, replace(WINDOW, block_size=2 * BLOCK_SIZE))}, "of different sizes"),
         (
             {
-                "spec": (_SPEC, _WINDOW),
+                "spec": (SPEC, WINDOW),
                 "vllm_config__speculative_config": _Speculative("eagle"),
             },
             "with a pool or a drafter",
         ),
         ({"vllm_config__parallel_config__world_size": 2}, "pipeline and context parallel"),
-        ({"vllm_config__parallel_config__data_parallel_size": 2}, "data parallel"),
         ({"hash_block_size": 8}, "hash blocks smaller"),
         ({"vllm_config__speculative_config": _Speculative("medusa")}, "with the method medusa"),
         ({"vllm_config__speculative_config": _Speculative("eagle3", True)}, "parallel drafting"),
@@ -1767,7 +1776,7 @@ def test_unsupported_engine_is_refused_by_name(
 
 def test_supported_engine_is_accepted(engines: Engines) -> None:
     check(engines)
-    check(engines, (_SPEC, _WINDOW))
+    check(engines, (SPEC, WINDOW))
     for method in ("ngram", "eagle", "eagle3", "mtp", "draft_model"):
         check(engines, vllm_config__speculative_config=_Speculative(method))
     assert engines.made == []
