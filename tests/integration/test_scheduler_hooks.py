@@ -1681,7 +1681,7 @@ def test_prefill_stats_stay_sane_when_a_recovered_request_loads_again(
 def check(engines: Engines, spec: Any = SPEC, **changes: Any) -> None:
     """``check_supported`` of a scheduler built without the in-engine path, then reconfigured."""
     config = engines.config("kv_both", {})
-    config.kv_transfer_config = None
+    transfer, config.kv_transfer_config = config.kv_transfer_config, None
     scheduler = engines.scheduler_class(
         vllm_config=config,
         kv_cache_config=kv_cache_config_of(NUM_BLOCKS),
@@ -1691,6 +1691,7 @@ def check(engines: Engines, spec: Any = SPEC, **changes: Any) -> None:
         hash_block_size=BLOCK_SIZE,
     )
     assert scheduler.pd is None
+    config.kv_transfer_config = transfer
     scheduler.kv_cache_config = (
         kv_cache_config_of(NUM_BLOCKS, *spec) if spec != SPEC else (scheduler.kv_cache_config)
     )
