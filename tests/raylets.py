@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 from ray.cluster_utils import Cluster
 
 ADDRESS = "127.0.0.2"
 """Ray takes 127.0.0.1 for the network card's."""
+NUM_TRIES = 4
 NODE = {
     "node_ip_address": ADDRESS,
     "object_store_memory": 80 << 20,
@@ -33,14 +35,29 @@ class Raylets:
 
     def __init__(self, folder: str) -> None:
         head = {**NODE, "num_cpus": 0, "temp_dir": folder}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._cluster = Cluster()
+        self._start(**head)
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
 
     def add(self, num_cpus: int, address: str = ADDRESS) -> Any:
-        return self._cluster.add_node(**{**NODE, "node_ip_address": address}, num_cpus=num_cpus)
+        return self._start(**{**NODE, "node_ip_address": address}, num_cpus=num_cpus)
+
+    def _start(self, **options: Any) -> Any:
+        """Ray gives a node 30 s to come up, which on a slow host it does not always do."""
+        for _ in range(NUM_TRIES - 1):
+            before = psutil.Process().children(recursive=True)
+            try:
+                return self._cluster.add_node(**options)
+            except Exception as e:  # Ray has no class for it
+                if "timed out during startup" not in str(e):
+                    raise
+            for process in psutil.Process().children(recursive=True):
+                if process not in before:
+                    process.kill()
+        return self._cluster.add_node(**options)
 
     def remove(self, node: Any) -> None:
         """As when its host dies."""
@@ -55,12 +72,15 @@ class Raylets:
 
 
 @contextmanager
-def raylets() -> Iterator[Raylets]:
+def raylets(**environment: str) -> Iterator[Raylets]:
+    """``environment`` of all that runs there."""
     before = dict(os.environ)
     try:
         # Not pytest's folder: the paths of its sockets may not be long.
         with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-            os.environ.update({**ENVIRONMENT, "RAY_gcs_storage_path": f"{folder}/gcs"})
+            os.environ.update(
+                {**ENVIRONMENT, **environment, "RAY_gcs_storage_path": f"{folder}/gcs"}
+            )
             cluster = Raylets(folder)
             try:
                 yield cluster

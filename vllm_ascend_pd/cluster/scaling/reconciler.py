@@ -267,7 +267,7 @@ class Reconciler:
             engines.append(EngineStatus(one.name, state, used_for, one.node, one.note))
         waits = any(one.phase is Phase.WAITING for one in view.members.values())
         is_settled = (
-            all(one.state in ("serving", "waiting") for one in engines)
+            all(one.state == "serving" or (one.state == "waiting" and one.note) for one in engines)
             and (waits or len(serving) == self.target.maximum)
             and view.count() == split(len(serving), self.target.ratio)
         )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd up --ray`` and ``vllm-pd scale`` as a user runs them: real raylets, engines, router.
+
+One deployment serves all tests of this file; they run in its order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.e2e.servers import free_port
+from tests.e2e.test_up import ENGINE_ARGS, LONG, complete, metric
+from tests.raylets import ADDRESS, Raylets, raylets
+from tests.zygote import forking_plugin
+from vllm_ascend_pd.testing.tiny_model import main as make_model
+
+pytestmark = pytest.mark.engine
+
+VLLM_PD = str(Path(sys.executable).with_name("vllm-pd"))
+PATIENCE_S = 300.0
+
+
+class UpOnRay:
+    """A running ``vllm-pd up --ray``, with room for two engines on two nodes."""
+
+    def __init__(self, cluster: Raylets, folder: Path) -> None:
+        self.cluster = cluster
+        self.nodes = {host: cluster.add(1, host) for host in ("127.0.0.3", "127.0.0.4")}
+        make_model(["--out", str(folder / "model"), "--size", "tiny"])
+        self.port, self.logs = free_port(), folder / "logs"
+        self.url = f"http://{ADDRESS}:{self.port}"
+        self._output = folder / "up.out"
+        command = [VLLM_PD, "up", str(folder / "model"), "--served-model-name", "tiny"]
+        command += ["--ray", "auto", "--pd-ratio", "1:1", "--max-instances", "2"]
+        command += ["--port", str(self.port), "--log-dir", str(self.logs), "--", *ENGINE_ARGS]
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "RAY_ADDRESS": cluster.address},  # as in a job of the cluster
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def output(self) -> str:
+        log = self.logs / "ray.log"
+        return self._output.read_text() + (log.read_text() if log.is_file() else "")
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < end, self.output
+            time.sleep(0.2)
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        """That the router sends requests to, by name."""
+        listed = requests.get(f"{self.url}/instances", timeout=30).json()
+        up = [one for one in listed if one["state"] == "ready" and one["healthy"]]
+        return {one["instance_id"]: one for one in up}
+
+    def roles(self) -> list[str]:
+        return sorted(one["used_for"] for one in self.instances().values())
+
+    def scale(self, *options: str) -> str:
+        command = [VLLM_PD, "scale", "--port", str(self.port), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpOnRay]:
+    folder = tmp_path_factory.mktemp("up")
+    with raylets(**forking_plugin(folder)) as cluster:
+        made = UpOnRay(cluster, folder)
+        try:
+            made.until(lambda: "\nup after " in made.output)
+            yield made
+        finally:
+            made.process.send_signal(signal.SIGTERM)
+            made.process.wait(150)
+
+
+def test_tokens_are_those_of_one_engine(up: UpOnRay) -> None:
+    up.until(lambda: up.roles() == ["decode", "prefill"])
+    urls = {one["used_for"]: one["url"] for one in up.instances().values()}
+    before = metric(urls["decode"], "vllm:pd_load_bytes_total")
+    for prompt in ("Hello, my name is", LONG):
+        assert complete(up.url, prompt) == complete(urls["prefill"], prompt, cache_salt="alone")
+    assert metric(urls["decode"], "vllm:pd_load_bytes_total") > before
+
+
+def test_more_than_there_is_room_for_waits_and_says_for_what(up: UpOnRay) -> None:
+    told = up.scale("--pd-ratio", "1:2", "--max-instances", "3")
+    assert "1 P and 1 D serve; wanted are 1:2, 3 engines at most\n" in told
+    assert told.endswith("engine-2 waiting: no node has 1 CPU free now\n")
+    told = up.scale("--max-instances", "2")
+    assert told.endswith("1 P and 1 D serve; wanted are 1:2, 2 engines at most\n")
