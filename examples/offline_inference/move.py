@@ -12,32 +12,12 @@ engine says when nothing moves.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from typing import Any
 
+from two_engines import SAMPLING, make_engines, parse_options
+
 PROMPTS = ["Hello, my name is", "Tell me a very long story " * 20, "One, two, three, four, five,"]
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "with a seed": {"temperature": 0.8, "seed": 7},
-    "with penalties": {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-}
-
-
-def make_engine(options: argparse.Namespace) -> Any:
-    """Without ``security.secret_file`` an engine on loopback takes what nobody has signed."""
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    return LLM(
-        model=options.model,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=2048,
-        kv_cache_memory_bytes=options.kv_cache_mb << 20,
-        kv_transfer_config=KVTransferConfig(kv_connector="InEngine", kv_role="kv_both", kv_port=0),
-    )
 
 
 def add(llm: Any, prompt: Any, sampling: dict[str, Any], kv: dict[str, Any] | None = None) -> None:
@@ -84,14 +64,8 @@ def move(source: Any, target: Any, at: Any, prompt: str, sampling: dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--model", required=True, help="model folder or name")
-    parser.add_argument("--max-tokens", type=int, default=120, help="of an answer (default: 120)")
-    parser.add_argument("--kv-cache-mb", type=int, default=256, help="KV cache of each engine")
-    options = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    first, second = make_engine(options), make_engine(options)
+    options = parse_options(__doc__, max_tokens=120)
+    first, second = make_engines(options)
     at, failed = source_of(first), 0
     for name, sampling in SAMPLING.items():
         sampling = {**sampling, "max_tokens": options.max_tokens}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.zygote import forking_plugin
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples/offline_inference"
@@ -64,8 +65,8 @@ def run_example(
     example: Path, folder: Path, *options: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """With a tiny model in ``folder``."""
-    make_tiny_model(folder)
-    command = [sys.executable, str(example), "--model", str(folder), "--kv-cache-mb", "256"]
+    model = make_tiny_model(folder / "model").path
+    command = [sys.executable, str(example), "--model", str(model), "--kv-cache-mb", "256"]
     environment = {**os.environ, **environment}
     return subprocess.run(
         [*command, *options], env=environment, capture_output=True, text=True, timeout=1500
@@ -95,7 +96,7 @@ def test_answers_that_were_interrupted_go_on_at_another_engine(tmp_path: Path) -
 @pytest.mark.engine
 @pytest.mark.timeout(1600)
 def test_answers_move_to_another_engine_while_they_run(tmp_path: Path) -> None:
-    done = run_example(EXAMPLES / "move.py", tmp_path)
+    done = run_example(EXAMPLES / "move.py", tmp_path, **forking_plugin(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count(": equal") == 9
     assert "verified: 9 answers are those of one engine" in done.stdout
