@@ -41,12 +41,14 @@ def _worker_counts(worker: object) -> dict[str, int]:
     return side.counts() if side is not None else {}
 
 
-def _set_worker_faults(worker: object, script: str) -> None:
+def _set_worker_faults(worker: object, script: str, rank: int | None) -> None:
     """Runs in the worker process of an engine that was started with a fault script: a new one."""
     from vllm_ascend_pd import hooks
     from vllm_ascend_pd.backends.fault_script import FaultScript
 
     side: Any = hooks.worker
+    if rank is not None and side.rank != rank:
+        return
     parsed = FaultScript.parse(script)
     for engine in side.transports.engines.values():
         engine.script = parsed
@@ -319,8 +321,8 @@ class EngineServer:
                 totals[name] = totals.get(name, 0) + value
         return totals
 
-    def set_faults(self, script: str) -> None:
-        self._core.model_executor.collective_rpc(_set_worker_faults, args=(script,))
+    def set_faults(self, script: str, rank: int | None) -> None:
+        self._core.model_executor.collective_rpc(_set_worker_faults, args=(script, rank))
 
     def set_pool_faults(self, script: str, rank: int | None) -> None:
         self._core.model_executor.collective_rpc(_set_pool_faults, args=(script, rank))

@@ -319,9 +319,11 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         return self._call("metrics")
 
-    def set_faults(self, script: str) -> None:
-        """Script the next writes of an engine that was started with ``faults``."""
-        self._call("set_faults", script=script)
+    def set_faults(self, script: str, rank: int | None = None) -> None:
+        """Script the next writes of an engine that was started with ``faults``; those of one
+        worker, or of each.
+        """
+        self._call("set_faults", script=script, rank=rank)
 
     def set_pool_faults(self, script: str, rank: int | None = None) -> None:
         """Script the next calls on the pool of an engine that was started with ``pool_faults``;

@@ -132,6 +132,28 @@ def test_prefill_first_is_like_one_engine(
     rates.assert_like_one_engine()
 
 
+@some_kinds
+def test_engines_that_run_ahead_are_like_one_engine(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    options = {**drafting.options, "runs_ahead": True}
+    pair = Pair(
+        engines.shared("kv_producer", **options),
+        engines.shared("kv_consumer", transfer=EVERY_LAYER, **options),
+        started(2 * BLOCK_SIZE, "where"),
+    )
+    rates = drafting.rates(pair.consumer)
+    for order in ("prefill first", "decode first"):
+        prompt = started(CHUNKED, order)
+        if order == "prefill first":
+            answer = pair.consumer.ask(prompt, NUM_ANSWER, pair.producer.prefill(prompt))
+        else:
+            answer = pair.ask(prompt, max_tokens=NUM_ANSWER)
+        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids, order
+        assert answer.outcome == "loaded"
+    rates.assert_like_one_engine()
+
+
 @each_kind
 def test_decode_first_is_like_one_engine(
     engines: Engines, drafting: Drafting, started: Callable[..., Prompt]

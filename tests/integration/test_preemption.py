@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -69,6 +70,25 @@ def test_more_kv_on_its_way_than_memory_holds(
         consumer.wait_for(name, "session", "READY")
     answers = {name: answer.token_ids for name, answer in consumer.run(120).items()}
     assert answers == {name: single(p, 16).token_ids for name, p in prompts.items()}
+
+
+def test_the_least_urgent_request_gives_way(
+    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    llm = json.dumps({"scheduling_policy": "priority"})
+    producer = engines.shared("kv_producer", llm=llm)
+    consumer = engines.shared("kv_consumer", llm=llm, **SMALL)
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
+    for priority, (name, prompt) in zip((2, 1, 0), prompts.items(), strict=True):
+        known = producer.prefill(prompt, priority=priority)
+        consumer.add(name, prompt, NUM_OUTPUT, known, priority=priority)
+    answers = dict[str, Answer]()
+    while len(answers) < len(NAMES):
+        answers |= consumer.drive(1)
+    assert list(answers)[-1] == "a", "it came first"
+    for name, prompt in prompts.items():
+        assert answers[name].token_ids == single(prompt, NUM_OUTPUT).token_ids
+        assert answers[name].kv_transfer_params["provenance"]["outcome"] == "loaded"
 
 
 def test_failed_loads_and_preemptions_together(
