@@ -25,6 +25,15 @@ class LeaseRef(NamedTuple):
     generation: int
 
 
+class Layers(NamedTuple):
+    """Those of one pipeline stage, of all attention layers of a model in the order in which they
+    run: ``first`` and the following ones before ``stop``.
+    """
+
+    first: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Host and TCP port of a control or data socket, and the key of its process.

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.types import Cause, Endpoint
+from vllm_ascend_pd.types import Cause, Endpoint, Layers
 
 # History: 1 - first version (prefill first, the consumer asks for pieces).
 #          2 - a consumer names its session on every transport; waiting, watch and progress, for
@@ -27,7 +27,8 @@ from vllm_ascend_pd.types import Cause, Endpoint
 #          8 - spans: an open names its end and each KV cache group's hashes, a fetch its group; how
 #              far something can be read is said in tokens.
 #          9 - a running request is handed over: open names it; extend, extended, ready, go.
-WIRE_VERSION = 9
+#         10 - pipeline parallel: each worker of opened says which layers it has.
+WIRE_VERSION = 10
 
 _MAX_PARAM_LENGTH = 256
 _MAX_ITEMS = 1 << 18
@@ -101,6 +102,8 @@ class Worker(msgspec.Struct, frozen=True, array_like=True):
     port: Port
     ticket: Ticket
     key: Name
+    layers: Layers | None = None
+    """Those that its pipeline stage has; all of them without stages."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -116,7 +119,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     transfer_id: Name
     end: int
     workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=4096)]
-    """By tensor-parallel rank."""
+    """By rank: those of the first pipeline stage by tensor-parallel rank, those of the next one."""
     epoch: Name
     is_computed: bool = True
     open_id: int = 0

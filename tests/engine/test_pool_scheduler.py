@@ -83,7 +83,7 @@ class World:
             ),
             stats=self.stats,
             groups=(GROUP,),
-            sharding=Sharding(num_workers=num_workers),
+            sharding=Sharding(tp_size=num_workers),
             phantoms=self.phantoms,
             loads=self.loads,
             parking=Parking(self.manager, (GROUP,), self.phantoms, self.loads),

@@ -1755,7 +1755,14 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engine
             },
             "with a pool or a drafter",
         ),
-        ({"vllm_config__parallel_config__world_size": 2}, "pipeline and context parallel"),
+        (
+            {
+                "spec": (SPEC, WINDOW),
+                "vllm_config__parallel_config__pipeline_parallel_size": 2,
+            },
+            "several KV cache groups with pipeline",
+        ),
+        ({"vllm_config__parallel_config__world_size": 2}, "prefill context parallel"),
         ({"hash_block_size": 8}, "hash blocks smaller"),
         ({"vllm_config__speculative_config": _Speculative("medusa")}, "with the method medusa"),
         ({"vllm_config__speculative_config": _Speculative("eagle3", True)}, "parallel drafting"),

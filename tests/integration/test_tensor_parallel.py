@@ -138,21 +138,10 @@ def test_kv_that_every_worker_holds(
         assert answer.sources == (0, 300, 0), order
 
 
-@pytest.mark.parametrize(
-    ("llm", "pool", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, "", "pipeline and context parallel"),
-        (
-            {"tensor_parallel_size": 2},
-            '{"dram_size": "31MiB"}',
-            "dram_size is divided among 2 workers and must be at least 32 MiB",
-        ),
-    ],
-    ids=["pipeline", "small pool"],
-)
-def test_what_does_not_work_is_refused_by_name(
-    fleet: Fleet, base_config: EngineConfig, llm: dict[str, int], pool: str, message: str
+def test_a_pool_too_small_for_the_workers_is_refused_by_name(
+    fleet: Fleet, base_config: EngineConfig
 ) -> None:
-    config = replace(base_config, role="kv_both", llm=json.dumps(llm), pool=pool)
+    config = replace(base_config, role="kv_both", llm=TWO, pool='{"dram_size": "31MiB"}')
+    message = "dram_size is divided among 2 workers and must be at least 32 MiB"
     with pytest.raises(EngineError, match=message):
         fleet.start(config)

@@ -129,7 +129,18 @@ def test_what_data_parallel_ranks_share_must_be_said(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--pipeline-parallel-size=2"], "pipeline and context parallel sizes above 1"),
+        (
+            [
+                "--pipeline-parallel-size=2",
+                '--speculative-config={"method": "ngram", "num_speculative_tokens": 2}',
+            ],
+            "speculative decoding with pipeline parallel sizes above 1",
+        ),
+        (
+            ["--pipeline-parallel-size=2", "--data-parallel-size=2"],
+            "data parallel ranks with pipeline parallel sizes above 1",
+        ),
+        (["--runner=pooling"], "pooling models, which decode nothing"),
         (["--no-enable-prefix-caching"], "prefix caching is off"),
         (["--ubatch-size=2", "--all2all-backend=deepep_low_latency"], "leave out --enable-dbo"),
     ],
@@ -138,6 +149,11 @@ def test_what_data_parallel_ranks_share_must_be_said(
 def test_options_that_cannot_work_are_named(model: str, options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(model, *options)
+
+
+def test_sparse_attention_is_refused(moe: str) -> None:
+    with pytest.raises(ValueError, match="sparse attention"):
+        configure(moe, '--hf-overrides={"index_topk": 16}')
 
 
 def test_routed_experts_are_refused(model: str) -> None:

@@ -120,6 +120,12 @@ class GroupPages:
         """``layout`` is that of all layers."""
         return cls(block_size, layout.pick(layers), tuple(layers))
 
+    def between(self, first: int, stop: int) -> GroupPages:
+        """Those of its layers that are among the engine's ``first`` to ``stop``."""
+        first, stop = self.num_among(first), self.num_among(stop)
+        layout = self.layout.for_layers(first, stop)
+        return GroupPages(self.block_size, layout, self.layers[first:stop])
+
     def num_among(self, num_layers: int) -> int:
         """How many of its layers are among the first ``num_layers`` of the engine."""
         return bisect_left(self.layers, num_layers)

@@ -31,7 +31,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """E.g. ``vllm=0.30.0 config=3f0c… weights=81d2… … wire=1``; equal or no transfer."""
     groups = kv_groups(kv_cache_config)
     own = sharding(vllm_config)
-    num_parts = num_shares(own.num_workers, own.num_kv_heads)
+    num_parts = num_shares(own.tp_size, own.num_kv_heads)
     parts = {
         "vllm": vllm_version(),
         **model_identity(vllm_config),
@@ -45,7 +45,6 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         "layout": str(kv_cache_config.kv_cache_layout),
         "block": _each(group.block_size for group in groups),
         "page": _each(group.page_bytes * num_parts for group in groups),
-        "layers": _each(len(group.layers) for group in groups),
         "isa": _each(_page_isa(vllm_config, group.block_size) for group in groups),
         "hash": vllm_config.cache_config.prefix_caching_hash_algo,
         "seed": _hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),

@@ -8,7 +8,8 @@ their fingerprints are equal too; nor about the KV cache group, which has layers
     pd2/3f0c9a…(16)/8e17…   = format / digest of fingerprint, share and group / block hash
 
 With tensor parallelism each worker stores its share of the KV heads under a key of its own. Workers
-that hold the same share (fewer KV heads than workers, MLA) have the same keys.
+that hold the same share (fewer KV heads than workers, MLA) have the same keys. With pipeline
+parallelism each stage has keys of its own, which name its layers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import hashlib
 import hmac
 import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.types import Layers
 
 FORMAT_VERSION = 2
 """Of keys and values. 1: header of 64 bytes, then the pages, layer-major. 2: keys of each group."""
@@ -44,11 +49,15 @@ class KeySpace:
         num_shares: int = 1,
         secret: bytes = b"",
         group: int = 0,
+        layers: Layers | None = None,
     ) -> KeySpace:
         """``fingerprint`` names model, dtype, layout, block size and packing; ``share`` of
-        ``num_shares`` are the KV heads. Who has another ``secret`` shares no key.
+        ``num_shares`` are the KV heads, ``layers`` those of a pipeline stage. Who has another
+        ``secret`` shares no key.
         """
         named = f"format={FORMAT_VERSION} tp={share}/{num_shares} group={group}"
+        if layers is not None:
+            named += f" layers={layers.first}-{layers.stop}"
         text = f"{fingerprint} {named}".encode()
         digest = hmac.digest(secret, text, "sha256") if secret else hashlib.sha256(text).digest()
         seed = int.from_bytes(digest[-8:], "little") >> 1

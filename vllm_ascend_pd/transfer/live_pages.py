@@ -65,8 +65,8 @@ class LivePageWrites:
             if load.ended is not None:
                 return None
             load.num_unsettled += 1
-        runs = self._runs[load.blocks.group]
-        layers = runs[piece.first_layer : piece.first_layer + piece.num_layers]
+        runs = self._runs[load.blocks.group][load.first_layer + piece.first_layer :]
+        layers = runs[: piece.num_layers]
         return LivePages(block_ids, layers)
 
     def give_up(self, fetch_id: int, flight: InFlight) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.page_ring import RingPlacer
     from vllm_ascend_pd.backends.staging import Slot
     from vllm_ascend_pd.kv.span import LoadBlocks
-    from vllm_ascend_pd.transfer.shares import Share, Source
+    from vllm_ascend_pd.transfer.shares import Source
     from vllm_ascend_pd.types import Endpoint, LoadId
     from vllm_ascend_pd.wire import Progress, Ticket, Worker
 
@@ -32,8 +32,7 @@ class LoadSpec:
 
     An ``in_step`` load ends within the step that carries it.
 
-    ``peers`` are the producer's workers, by tensor-parallel rank; a worker loads from those that
-    hold its pages.
+    ``peers`` are the producer's workers, by rank; a worker loads from those that hold its pages.
 
     A load with ``num_awaited`` set begins while the producer still computes the span, and ends
     when it has everything and that many of the producer's tokens are computed.
@@ -62,10 +61,12 @@ class PeerLoad(Load):
 
     spec: LoadSpec
     blocks: LoadBlocks
+    source: Source
     pages: GroupPages
+    """Of the layers that come from there; ``first_layer`` is the first among this worker's."""
+    first_layer: int
     peer: Endpoint
     ticket: Ticket
-    theirs: Share
     layout: PageLayout
     """Of this load's part of this worker's pages."""
     pieces: deque[Piece] = field(default_factory=deque)
@@ -97,16 +98,21 @@ class PeerLoad(Load):
     ) -> PeerLoad:
         """``pages`` are this worker's of the group."""
         peer = spec.peers[source.rank]
+        first_layer = 0
+        if source.layers is not None:
+            first_layer = pages.num_among(source.layers.first)
+            pages = pages.between(*source.layers)
         load = cls(
             load_id=spec.load_id,
             in_step=spec.in_step,
             timeout_s=spec.timeout_s,
             spec=spec,
             blocks=blocks,
+            source=source,
             pages=pages,
+            first_layer=first_layer,
             peer=peer.endpoint,
             ticket=peer.ticket,
-            theirs=source.theirs,
             layout=pages.layout.share(source.ours.index, source.ours.count),
         )
         num_layers = len(pages.layers)
@@ -170,7 +176,8 @@ class PeerLoad(Load):
             else len(indices)
             for num_tokens in (progress.num_ready, progress.num_coming)
         )
-        num_layers_done = self.pages.num_among(progress.num_layers_done)
+        first = self.source.layers.first if self.source.layers is not None else 0
+        num_layers_done = self.pages.num_among(progress.num_layers_done - self.source.skip + first)
         ready = [
             max(planned, num_coming if layer < num_layers_done else num_ready)
             for layer, planned in enumerate(self.num_planned)

@@ -23,7 +23,7 @@ from vllm_ascend_pd.transfer.live_pages import LivePageWrites
 from vllm_ascend_pd.transfer.load import InFlight, LoadSpec, PeerLoad
 from vllm_ascend_pd.transfer.rings import PIECE_BYTES, Rings, end_rings
 from vllm_ascend_pd.transfer.shares import Sharding
-from vllm_ascend_pd.types import Cause, Endpoint, LoadId
+from vllm_ascend_pd.types import Cause, Endpoint, Layers, LoadId
 from vllm_ascend_pd.wire import (
     Fetch,
     Fetched,
@@ -78,10 +78,11 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         push_mode: PushMode = PushMode.AUTO,
         sharding: Sharding | None = None,
         placement: DirectPlacement | None = None,
+        layers: Layers | None = None,
     ) -> None:
         """``sessions``: where the pool's memory is reached, by transport. ``answer_timeout_s``: a
         producer that a step waits for and that says nothing so long is gone. ``placement``: with
-        direct placement only.
+        direct placement only. ``layers``: which ones this worker's pipeline stage has.
         """
         Reactor.__init__(self, "pd-loader")
         Loader.__init__(self)
@@ -94,6 +95,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._sessions = dict(sessions)
         self._copier = copier
         self._groups = groups
+        self._layers = layers or Layers(0, sum(len(group.layers) for group in groups))
         self._pool = pool
         self.peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._active: list[PeerLoad] = []
@@ -117,7 +119,9 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
                 self._groups[blocks.group],
                 self._piece_bytes(spec.peers[source.rank].endpoint),
             )
-            for source in self._sharding.sources(len(spec.peers))
+            for source in self._sharding.loads_from(
+                self._layers, [peer.layers for peer in spec.peers]
+            )
             for blocks in spec.blocks
         ]
         for load in loads:
@@ -262,15 +266,15 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
                 epoch=spec.epoch,
                 ticket=load.ticket,
                 group=load.blocks.group,
-                first_layer=piece.first_layer,
+                first_layer=load.source.skip + piece.first_layer,
                 num_layers=piece.num_layers,
                 block_indices=load.blocks.indices[piece.start : piece.stop],
                 sessions=self._sessions,
                 address=slot.addr,
                 num_bytes=flight.num_bytes(),
                 seed=seed,
-                share=load.theirs.index,
-                num_shares=load.theirs.count,
+                share=load.source.theirs.index,
+                num_shares=load.source.theirs.count,
                 live=live,
                 ring_bytes=0 if flight.placer is None else slot.num_bytes,
             )

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.transports import Route, Transports
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.grants import Grant, Grants
+    from vllm_ascend_pd.types import Layers
 
 logger = limited_logger(__name__)
 
@@ -92,7 +93,9 @@ class DataServer(Reactor):
         allows_host: Callable[[str], bool],
         write_timeout_s: float,
         trust: Trust,
+        layers: Layers | None = None,
     ) -> None:
+        """``layers``: see ``PageServer``."""
         super().__init__("pd-data-server")
         self._transports = transports
         self._copier = copier
@@ -109,7 +112,7 @@ class DataServer(Reactor):
         self._trust = trust
         listening = listen(host, 0)
         port = listening.getsockname()[1]
-        self.page_server = PageServer(Endpoint(host, port, trust.key), TicketKey())
+        self.page_server = PageServer(Endpoint(host, port, trust.key), TicketKey(), layers)
         self.listener = Listener(self, listening, trust, self._on_frame)
         self._progress_at = 0.0
 

@@ -14,7 +14,7 @@ import hmac
 import secrets
 from dataclasses import dataclass, field
 
-from vllm_ascend_pd.types import Endpoint, LeaseRef
+from vllm_ascend_pd.types import Endpoint, Layers, LeaseRef
 from vllm_ascend_pd.wire import Fetch, Ticket, Watch, Worker
 
 _KEY_BYTES = 32
@@ -49,11 +49,13 @@ class PageServer:
 
     endpoint: Endpoint
     key: TicketKey
+    layers: Layers | None = None
+    """As in ``wire.Worker``."""
 
     def admit(self, lease: LeaseRef, end: int) -> Worker:
         """What a consumer is told that may read the tokens [0, ``end``) of this lease."""
         at = self.endpoint
-        return Worker(at.host, at.port, self.key.issue(lease, end), at.key)
+        return Worker(at.host, at.port, self.key.issue(lease, end), at.key, self.layers)
 
 
 def lease_of(message: Fetch | Watch) -> LeaseRef:

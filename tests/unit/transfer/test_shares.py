@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.transfer.shares import Sharding, Share, Source
+from vllm_ascend_pd.types import Layers
 
 
 def heads_of(rank: int, num_workers: int, num_kv_heads: int) -> list[int]:
@@ -67,3 +70,48 @@ def test_equal_engines_move_whole_pages() -> None:
 def test_what_does_not_divide_is_an_error(num_workers: int, num_peers: int) -> None:
     with pytest.raises(TransferError, match="tensor parallel sizes"):
         Sharding(0, num_workers, 6).sources(num_peers)
+
+
+def stages_of(*num_layers: int, tp_size: int = 1) -> list[Layers | None]:
+    """The workers of an engine, by rank."""
+    if len(num_layers) == 1:
+        return [None] * tp_size
+    ends = list(accumulate(num_layers, initial=0))
+    return [Layers(*both) for both in pairwise(ends) for _ in range(tp_size)]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("theirs", [(6,), (3, 3), (1, 3, 2), (2, 2, 1, 1)])
+@pytest.mark.parametrize("ours", [(6,), (3, 3), (2, 3, 1), (1,) * 6])
+def test_each_layer_comes_from_the_stage_that_has_it(
+    ours: tuple[int, ...], theirs: tuple[int, ...], tp_size: int
+) -> None:
+    peers = stages_of(*theirs, tp_size=tp_size)
+    for rank, own in enumerate(stages_of(*ours)):
+        layers = own or Layers(0, 6)
+        loaded: list[list[int]] = [[] for _ in range(*layers)]
+        sources = Sharding(rank, 1, 2, len(ours)).loads_from(layers, peers)
+        for source in sources:
+            assert source.layers is not None
+            there = peers[source.rank] or Layers(0, 6)
+            for index, layer in enumerate(range(*source.layers)):
+                assert layers.first + layer == there.first + source.skip + index
+                loaded[layer].append(source.ours.index)
+        assert loaded == [list(range(tp_size))] * len(loaded)
+
+
+@pytest.mark.parametrize(
+    "peers",
+    [
+        [],
+        stages_of(3, 2),
+        [Layers(1, 6)],
+        [Layers(0, 3), Layers(4, 6)],
+        [Layers(0, 4), Layers(3, 6)],
+        [Layers(3, 6), Layers(0, 3)],
+    ],
+    ids=["none", "fewer", "not the first", "a gap", "twice", "not in order"],
+)
+def test_stages_that_have_not_each_layer_once_are_an_error(peers: list[Layers | None]) -> None:
+    with pytest.raises(TransferError, match="pipeline stages"):
+        Sharding().loads_from(Layers(0, 6), peers)

@@ -33,7 +33,7 @@ from vllm_ascend_pd.engine.scheduler.resume import Resumes
 from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
-from vllm_ascend_pd.engine.sharding import can_divide_pages, sharding
+from vllm_ascend_pd.engine.sharding import can_divide_pages, own_layers, sharding
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
 from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
 from vllm_ascend_pd.engine.vllm_api.engine import attach, is_ending, join_reports, wake
@@ -188,9 +188,12 @@ class _Builder:
             lambda generation: side.identify(f"{self._fingerprint} generation={generation}"),
         )
         attach(engine_core, side)
+        consumer = side.part(Consumer)
+        if consumer is not None and self._common.sharding.num_stages > 1:
+            layers = engine_core.model_executor.collective_rpc(own_layers)
+            consumer.num_layers = max(stop for _, stop in layers)
         if self._config.pool is not None:
             workers = engine_core.model_executor.collective_rpc(pool_address)
-            consumer = side.part(Consumer)
             pool = PoolSide(
                 self._common,
                 min(num_blocks for _, num_blocks in workers),

@@ -17,8 +17,7 @@ from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.transfer.leases import tail_digest
-from vllm_ascend_pd.transfer.shares import Source
-from vllm_ascend_pd.types import Cause, Endpoint
+from vllm_ascend_pd.types import Cause, Endpoint, Layers
 from vllm_ascend_pd.wire import (
     WIRE_VERSION,
     Extended,
@@ -77,6 +76,8 @@ class Consumer(Part):
         self._sampling_key = sampling_key
         self._divides_pages = divides_pages
         self._vocab_size = vocab_size
+        self.num_layers = sum(len(group.layers) for group in common.groups)
+        """Of the model; with pipeline stages a scheduler knows only those of the first."""
         self.open: dict[str, RemotePrompt] = {}
         """By request id; only this class changes it."""
         self._numbers = itertools.count()
@@ -266,16 +267,18 @@ class Consumer(Part):
                 detail = f"its worker at {worker.host!r} is neither on a loopback address nor in"
                 detail += " security.allowed_peers"
                 return Refused(answer.transfer_id, Cause.PEER_NOT_ALLOWED.value, detail)
-        ours, num_peers = self._common.sharding, len(answer.workers)
+        ours = self._common.sharding
         detail = ""
         try:
-            sources = ours.sources(num_peers)
+            sources = ours.loads_from(
+                Layers(0, self.num_layers), [worker.layers for worker in answer.workers]
+            )
         except TransferError as e:
             detail = str(e)
         else:
-            if sources != (Source(sources[0].rank),) and not self._divides_pages:
+            if not all(source.is_whole for source in sources) and not self._divides_pages:
                 detail = (
-                    f"tensor parallel size {num_peers} there and {ours.num_workers} here: parts of"
+                    f"tensor parallel size {ours.tp_size} here and another one there: parts of"
                     " pages are moved on CPU only, and with the KV heads outermost"
                     " (VLLM_KV_CACHE_LAYOUT=LBHNC); use equal sizes"
                 )

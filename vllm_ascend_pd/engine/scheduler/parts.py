@@ -85,7 +85,7 @@ class Common:
         return self.groups[0].block_size
 
     def bytes_per_block(self, group: int = 0) -> int:
-        """Of all workers together."""
+        """Of all workers together, if their pipeline stages have as many layers each."""
         return self.groups[group].bytes_per_block * self.sharding.num_workers
 
 

@@ -268,7 +268,7 @@ class Producer(Part):
             remote_port=self.endpoint.port,
             remote_key=self.endpoint.key,
             remote_block_ids=lease.span.block_ids,
-            tp_size=self._common.sharding.num_workers,
+            tp_size=self._common.sharding.tp_size,
             transfer_id=lease.transfer_id,
             remote_epoch=self.epoch,
             remote_num_tokens=lease.span.end,

@@ -9,8 +9,10 @@ from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
     has_drafter,
+    is_pooling_model,
     returns_routed_experts,
     uses_cascade_attention,
+    uses_sparse_attention,
 )
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.errors import ConfigError
@@ -52,8 +54,24 @@ def check_config(config: VllmConfig) -> None:
             ),
         ),
         (
-            parallel.world_size > parallel.tensor_parallel_size,
-            "pipeline and context parallel sizes above 1 (tensor parallel works)",
+            parallel.world_size > parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            "prefill context parallel sizes above 1",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1 and speculative is not None,
+            "speculative decoding with pipeline parallel sizes above 1",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1 and parallel.data_parallel_size > 1,
+            "data parallel ranks with pipeline parallel sizes above 1",
+        ),
+        (is_pooling_model(config), "pooling models, which decode nothing"),
+        (
+            uses_sparse_attention(config),
+            (
+                "sparse attention, whose indexer keeps pages of another size beside the model's"
+                " (DeepSeek V3.2 and the like)"
+            ),
         ),
         (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
         (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
@@ -160,6 +178,10 @@ def check_supported(scheduler: Scheduler) -> None:
         (
             len({(group.block_size, group.page_bytes) for group in groups}) > 1,
             "KV cache groups with blocks of different sizes",
+        ),
+        (
+            len(groups) > 1 and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1,
+            "several KV cache groups with pipeline parallel sizes above 1",
         ),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),

@@ -60,6 +60,22 @@ def uses_cascade_attention(config: VllmConfig) -> bool:
     return model is not None and not model.disable_cascade_attn
 
 
+def uses_sparse_attention(config: VllmConfig) -> bool:
+    """Whether an indexer chooses what attention reads, from a cache of its own."""
+    model: Any = config.model_config
+    return model is not None and hasattr(model.hf_text_config, "index_topk")
+
+
+def is_pooling_model(config: VllmConfig) -> bool:
+    """Whether it decodes nothing.
+
+    Touches:
+        vllm/config/model.py:ModelConfig.runner_type
+    """
+    model: Any = config.model_config
+    return model is not None and model.runner_type == "pooling"
+
+
 def cpu_page_isa(config: VllmConfig, block_size: int) -> str:
     """The instruction set for which the CPU backend packs K in its pages.
 

@@ -74,6 +74,7 @@ class ParallelConfig(Protocol):
     rank: int
     world_size: int
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     data_parallel_size: int
     data_parallel_size_local: int
     data_parallel_index: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.distributed import utils
 
 
@@ -33,9 +34,24 @@ def from_first_worker(value: Any) -> Any:
     Touches:
         vllm/distributed/parallel_state.py:GroupCoordinator.broadcast_object
     """
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    return get_tp_group().broadcast_object(value)
+    return get_pp_group().broadcast_object(get_tp_group().broadcast_object(value))
+
+
+def from_each_stage(value: Any) -> list[Any]:
+    """What the workers of all pipeline stages have; these call it at the same time.
+
+    Touches:
+        vllm/distributed/parallel_state.py:GroupCoordinator.cpu_group
+        vllm/distributed/parallel_state.py:GroupCoordinator.world_size
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 def loaded_models(worker: Any) -> list[Any]:

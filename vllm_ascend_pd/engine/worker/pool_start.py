@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.types import Layers
 
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def start_pool(
     pages: Sequence[GroupPages],
     copier: BlockCopier,
     pools: list[StagingPool],
+    layers: Layers | None = None,
     shared: SharedEngine | None = None,
     make_staging: MakeStaging = StagingPool,
 ) -> PoolIO:
@@ -53,7 +55,7 @@ def start_pool(
     its owner closes between ``stop`` and ``close``.
 
     With ``shared`` the pool's store has no transfer engine of its own; ``make_staging`` makes
-    memory that it can reach.
+    memory that it can reach. ``layers``: those of this worker's pipeline stage.
     """
     assert config.pool is not None
     own = sharding(vllm_config)
@@ -62,7 +64,7 @@ def start_pool(
         secret = Secret.load(path).derive(b"pool checksum 1")
     identity, share = fingerprint(vllm_config, kv_cache_config), own.share
     spaces = [
-        KeySpace.of(identity, share.index, share.count, secret, group)
+        KeySpace.of(identity, share.index, share.count, secret, group, layers)
         for group in range(len(pages))
     ]
     part = config.pool.for_rank(data_parallel_rank(vllm_config))

@@ -22,7 +22,7 @@ from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transpor
 from vllm_ascend_pd.config import PDConfig, Placement, Transport, WireProtocol
 from vllm_ascend_pd.engine.ascend import in_super_node
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
-from vllm_ascend_pd.engine.sharding import sharding
+from vllm_ascend_pd.engine.sharding import sharding, stage_layers
 from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns, sleep_where_cores_are_few
 from vllm_ascend_pd.engine.vllm_api.config import has_drafter
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
@@ -65,8 +65,10 @@ def _create(
     assert vllm_config.kv_transfer_config is not None
     config = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config)
     trust = Trust.load(config.security.secret_file)
-    caches = locate(kv_cache_config, kv_caches)
     own = sharding(vllm_config)
+    # First, as the workers of other stages wait for it.
+    layers = stage_layers(own, sum(len(g.layers) for g in kv_groups(kv_cache_config)))
+    caches = locate(kv_cache_config, kv_caches)
     groups = caches.by_group(kv_groups(kv_cache_config))
     transfer = config.transfer
     if caches.layout.page_bytes > transfer.staging_slot_bytes:
@@ -126,6 +128,7 @@ def _create(
             allows_host=config.security.allows,
             write_timeout_s=transfer.load_timeout_s,
             trust=trust,
+            layers=layers,
         )
         server.start()
     if config.role.consumes:
@@ -139,16 +142,17 @@ def _create(
             transfer.push_mode,
             own,
             placement,
+            layers,
         )
         loader.start()
-    pool = None
+    pool = shared = None
     if config.pool is not None:
         # A process can open Mooncake for the links of the NPUs once, and for one protocol.
-        shared = None
         if mooncake is not None and transfer.protocol is not WireProtocol.TCP:
             shared = mooncake.share()
         pool = start_pool(
-            config, vllm_config, kv_cache_config, groups, copier, pools, shared, make_staging
+            *(config, vllm_config, kv_cache_config, groups, copier, pools),
+            *(layers, shared, make_staging),
         )
     logger.info(
         "in-engine transfers: role %s, transports %s%s, %d layers, %d bytes per page, %s",
@@ -161,7 +165,7 @@ def _create(
     )
     parts = (
         *(caches.layer_index, transports, pools, grants, trust, server, loader, pool, own.rank),
-        *(live_regions, has_drafter(vllm_config)),
+        *(live_regions, has_drafter(vllm_config), layers),
     )
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)

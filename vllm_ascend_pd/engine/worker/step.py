@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.grants import Grants
     from vllm_ascend_pd.transfer.receive import PeerLoader
     from vllm_ascend_pd.transfer.send import DataServer
-    from vllm_ascend_pd.types import LoadId
+    from vllm_ascend_pd.types import Layers, LoadId
 
 
 logger = logging.getLogger(__name__)
@@ -126,12 +126,15 @@ class WorkerSide:
         rank: int = 0,
         live_regions: Sequence[tuple[int, int]] = (),
         drafts: bool = False,
+        layers: Layers | None = None,
     ) -> None:
         """``live_regions`` are the parts of the KV caches that ``transports`` know by address.
-        ``drafts``: behind the model runs a drafter, some of the layers are its own.
+        ``drafts``: behind the model runs a drafter, some of the layers are its own. ``layers``:
+        those of its pipeline stage.
         """
         self._live_regions = live_regions
         self._drafts = drafts
+        self.layers = layers
         self._layer_index = layer_index
         self.transports = transports
         self._pools = pools

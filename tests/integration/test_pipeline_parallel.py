@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Producers and consumers whose layers are divided among pipeline stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.engines import (
+    BLOCK_SIZE,
+    Engine,
+    assert_no_leak,
+)
+from tests.integration.pool_steps import POOL, provenance, store
+from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
+from tests.integration.test_moves import NUM_OUTPUT, move, outcome_of, two
+from tests.integration.test_preemption import NAMES, NUM_TOKENS, SMALL, decode_all
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Engines, SingleEngine
+
+pytestmark = pytest.mark.engine
+
+PromptOf = Callable[..., list[int]]
+ONE = "{}"
+TWO = json.dumps({"pipeline_parallel_size": 2})
+THREE = json.dumps({"pipeline_parallel_size": 3})
+"""Of one, two and one layers."""
+TWO_OF_TWO = json.dumps({"pipeline_parallel_size": 2, "tensor_parallel_size": 2})
+
+
+def pair_of(
+    engines: Engines, llms: tuple[str, str], prompt: list[int], faults: str = "", **transfer: Any
+) -> Pair:
+    producer = engines.shared("kv_producer", llm=llms[0], faults=faults)
+    consumer = engines.shared("kv_consumer", llm=llms[1], transfer=transfer or EVERY_LAYER)
+    return Pair(producer, consumer, prompt)
+
+
+@pytest.mark.parametrize(
+    "llms",
+    [(TWO, ONE), (ONE, TWO), (TWO, TWO), (TWO, THREE), (TWO_OF_TWO, ONE)],
+    ids=["2-1", "1-2", "2-2", "2-3", "2x2-1"],
+)
+def test_tokens_are_those_of_one_worker(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, llms: tuple[str, str]
+) -> None:
+    pair = pair_of(engines, llms, prompt_of(5, "where"))
+    for num_tokens in (40, 96, CHUNKED):
+        prompt = prompt_of(num_tokens, f"prefill first {num_tokens}")
+        answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert answer.sources == (0, num_tokens, 0)
+        prompt = prompt_of(num_tokens, f"decode first {num_tokens}")
+        answer = pair.ask(prompt)
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert answer.sources == (0, num_tokens, 0)
+
+
+@pytest.mark.parametrize("mode", ["step", "park"])
+def test_many_at_once(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, mode: str
+) -> None:
+    """Several steps are under way at a time on both sides."""
+    pair = pair_of(engines, (TWO, TWO), prompt_of(5, "where"), load_mode=mode)
+    prompts = {f"r{n}": prompt_of(n, f"{n}") for n in (5, 64, 97, 300, 400)}
+    for first in ("prefill", "decode"):
+        for name, prompt in prompts.items():
+            prompt[0] += 1
+            if first == "prefill":
+                params = pair.producer.prefill(prompt)
+                pair.consumer.add(name, prompt, 16, params)
+            else:
+                transfer_id = pair.new_id()
+                pair.add_decode(name, prompt, transfer_id)
+                pair.add_prefill(name, prompt, transfer_id)
+        answers = pair.run()
+        for name, prompt in prompts.items():
+            assert answers[name].token_ids == single(prompt, 16).token_ids, (first, name)
+
+
+def test_a_stage_serves_its_layers_before_the_prompt_is_computed(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    pair = pair_of(engines, (TWO, ONE), prompt_of(5, "where"))
+    prompt = prompt_of(CHUNKED)
+    transfer_id = pair.new_id()
+    pair.add_prefill("both", prompt, transfer_id)
+    pair.add_decode("both", prompt, transfer_id)
+    pair.consumer.step_until("both", "loads", 1)
+    pair.producer.step()
+    # The producer computes 256 tokens in a step, of which it has not heard the end yet.
+    pair.consumer.wait_count("worker_loaded_bytes", 256 // BLOCK_SIZE * 64 * 1024)
+    assert pair.run()["both"].token_ids == single(prompt, 16).token_ids
+
+
+@pytest.mark.parametrize("llms", [(TWO, ONE), (ONE, TWO)], ids=["2-1", "1-2"])
+@pytest.mark.parametrize("mode", ["step", "park"])
+def test_a_load_that_fails_in_one_stage_is_recovered_from(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, llms: tuple[str, str], mode: str
+) -> None:
+    pair = pair_of(engines, llms, prompt_of(5, "where"), faults="ok*", load_mode=mode)
+    for stage in (0, 1) if llms[0] == TWO else (0,):
+        for script in ("corrupt", "fail", "ok,corrupt"):
+            prompt = prompt_of(300, f"{script} in {stage}")
+            params = pair.producer.prefill(prompt)
+            pair.producer.set_faults(script, stage)
+            answer = pair.consumer.ask(prompt, 16, params)
+            assert answer.token_ids == single(prompt, 16).token_ids, (script, stage)
+            if script != "ok,corrupt":
+                assert answer.outcome in ("checksum", "transfer_failed")
+            pair.producer.set_faults("ok*")
+
+
+@pytest.mark.parametrize("mode", ["step", "park"])
+def test_requests_preempted_on_the_consumer_get_their_tokens(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, mode: str
+) -> None:
+    producer = engines.shared("kv_producer", llm=TWO)
+    consumer = engines.shared("kv_consumer", llm=TWO, transfer={"load_mode": mode}, **SMALL)
+    num_output = 3 * BLOCK_SIZE
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
+    before = consumer.metrics()["preemptions"]
+    answers = decode_all(producer, consumer, prompts, num_output)
+    assert consumer.metrics()["preemptions"] > before
+    assert answers == {name: single(p, num_output).token_ids for name, p in prompts.items()}
+
+
+def test_a_load_is_aborted_in_every_stage(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    pair = pair_of(engines, (TWO, TWO), prompt_of(5, "where"))
+    before = pair.consumer.counts()
+    prompt = prompt_of(CHUNKED)
+    transfer_id = pair.new_id()
+    pair.add_prefill("both", prompt, transfer_id)
+    pair.add_decode("both", prompt, transfer_id)
+    pair.consumer.step_until("both", "loads", 1)
+    pair.producer.step()
+    pair.consumer.abort("both")
+    pair.consumer.run()
+    pair.producer.run()
+    assert_no_leak(pair.consumer, before)
+    again = prompt_of(97)
+    assert pair.ask(again).token_ids == single(again, 16).token_ids
+
+
+@pytest.fixture(params=[TWO, TWO_OF_TWO], ids=["2", "2x2"])
+def pooled(request: pytest.FixtureRequest, engines: Engines) -> Engine:
+    return engines.shared("kv_both", llm=request.param, pool=POOL, pool_faults="get:ok*")
+
+
+def test_every_stage_stores_and_loads_its_layers(
+    pooled: Engine, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    num_full = 6 * BLOCK_SIZE
+    for part in range(5):  # more busy workers than cores: a lookup may come late
+        prompt = prompt_of(num_full + 9, f"{part}")
+        store(pooled, prompt)
+        answer = pooled.ask(prompt, 8, {"return_provenance": True})
+        assert answer.token_ids == single(prompt).token_ids
+        if provenance(answer) == {"dram": num_full, "computed": 9}:
+            return
+    raise AssertionError(provenance(answer))
+
+
+def test_a_block_that_one_stage_has_lost_is_computed(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared("kv_both", llm=TWO, pool=POOL, pool_faults="get:ok*")
+    for stage in (0, 1):
+        prompt = prompt_of(6 * BLOCK_SIZE + 9, f"{stage}")
+        store(engine, prompt)
+        engine.set_pool_faults("get:fail", stage)
+        assert engine.ask(prompt, 8).token_ids == single(prompt).token_ids
+        engine.set_pool_faults("")
+
+
+def test_request_moves_while_it_runs(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    source, target = two(engines, llm=TWO)
+    prompt = prompt_of(2 * BLOCK_SIZE + 5)
+    source.add("r", prompt, NUM_OUTPUT)
+    source.step_until("r", "num_output_tokens", 27)
+    left, right = move(source, target, prompt)
+    assert outcome_of(right) == {"outcome": "exact"}
+    assert right.token_ids == single(prompt, NUM_OUTPUT).token_ids
+    assert left.kv_transfer_params == {"moved": True}
