@@ -193,6 +193,9 @@ OWN_COPIES = {
     ),
     ("NPUModelRunner", "_sample"): "the generators of an NPU have an offset to rewind",
     ("NPUModelRunner", "_bookkeeping_sync"): "the generators of an NPU have an offset to rewind",
+    ("NPUModelRunner", "sync_and_gather_intermediate_tensors"): (
+        "an NPU has the dummy run that makes them, in eager mode too"
+    ),
     ("NPUModelRunner310", "_prepare_inputs"): "the step is armed in _update_states",
     ("NPUModelRunner310V2", "initialize_kv_cache"): "310P is refused at start",
     ("NPUPlatform", "check_and_update_config"): "the patch is to that of the CPU's platform",

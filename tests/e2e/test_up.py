@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Up:
     def output(self) -> str:
         return self._output.read_text()
 
-    def until(self, condition: Callable[[], bool], patience_s: float = 200) -> None:
+    def until(self, condition: Callable[[], object], patience_s: float = 200) -> None:
         end = time.monotonic() + patience_s
         while not condition():
             assert self.process.poll() is None, self.output
@@ -234,8 +235,9 @@ def test_queries_of_the_dashboard_and_the_alerts_find_what_they_ask_for(up: Up) 
         names = observed.metric_names(expression)
         assert names <= declared, expression
         if names <= present and labels is not None:
+            # A rate is there with the second sample of what has just been counted first.
+            up.until(partial(observed.query, prometheus, expression), 60)
             found = observed.query(prometheus, expression)
-            assert found, expression
             assert all(labels <= set(series["metric"]) for series in found), expression
 
 
