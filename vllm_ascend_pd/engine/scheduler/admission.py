@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.parts import Common, Part, StepDraft
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request, SchedulerOutput
-    from vllm_ascend_pd.kv.span import Wanted
+    from vllm_ascend_pd.kv.span import KVGroup, Wanted
 
 
 _COLLECT_S = 0.0002
@@ -48,6 +48,7 @@ class Admission:
         self._parking = common.parking
         self._transfer = common.config.transfer
         self._groups = common.groups
+        self._has_windows = any(not group.keeps_all for group in common.groups)
         self._block_size = common.block_size
         self._collect_at = 0.0
 
@@ -207,11 +208,19 @@ class Admission:
         if num_blocks < self._groups[0].tail_index(request.num_tokens):
             num_tail = 0
         end = num_blocks * self._block_size + num_tail
-        for group, table in zip(self._groups, tables, strict=True):
-            # What the tail leaves behind the window is not the request's any more.
-            num_behind = min(group.first_needed(end), num_blocks)
-            table[:num_behind] = [self._manager.block_pool.null_block] * num_behind
+        if self._has_windows:
+            tables = tuple(
+                self._with_windows(group, table, end)
+                for group, table in zip(self._groups, tables, strict=True)
+            )
         return tables, end, hit[2]
+
+    def _with_windows(
+        self, group: KVGroup, table: Sequence[KVCacheBlock], end: int
+    ) -> Sequence[KVCacheBlock]:
+        """What the tail leaves behind the window is not the request's any more."""
+        num_behind = min(group.first_needed(end), len(table))
+        return [self._manager.block_pool.null_block] * num_behind + list(table[num_behind:])
 
     def split_tail(self, request: Request, num_local: int, num_external: int) -> tuple[int, int]:
         num_tail = num_local % self._block_size

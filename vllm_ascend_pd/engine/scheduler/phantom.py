@@ -132,7 +132,7 @@ class PhantomBlocks:
         hits: Sequence[Sequence[KVCacheBlock]],
         source: BlockSource,
         num_tail_tokens: int,
-    ) -> tuple[list[KVCacheBlock], ...]:
+    ) -> tuple[Sequence[KVCacheBlock], ...]:
         """Publish what ``source`` has after ``hits`` and is not cached; the request's hits then, by
         group. With all of the blocks it is scheduled on ``num_tail_tokens`` more.
 
@@ -144,7 +144,7 @@ class PhantomBlocks:
         stop = self._size.tail_index(request.num_tokens)
         last = min(source.num_blocks, stop)
         if last <= len(hits[0]):
-            return tuple(map(list, hits))
+            return tuple(hits)
 
         def has_block(index: int, group: int) -> bool:
             return index < last and not source.parked_only and source.has_block(index, group)
