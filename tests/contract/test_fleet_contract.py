@@ -118,7 +118,7 @@ class RaySubject(Subject):
             env={"HELD": name},
             health_url=f"http://{node.address}:{node.port}/",
             log_dir=str(self.folder / "logs"),
-            files={str(self.folder / f".{name}"): "secret"},
+            secrets={str(self.folder / f".{name}"): "secret"},
             startup_s=60,
             log_max_bytes=1 << 20,
             num_old_logs=1,
@@ -144,7 +144,7 @@ class RaySubject(Subject):
         process.kill()
 
     def is_left(self, name: str) -> bool:
-        return self.process(name) is not None
+        return self.process(name) is not None or (self.folder / f".{name}").exists()
 
     def wait(self) -> None:
         time.sleep(0.1)

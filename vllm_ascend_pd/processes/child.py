@@ -79,6 +79,8 @@ class Patience:
     """The same before it is up: it has nothing to finish, and vLLM may not listen then."""
     hurry_s: float = 0.0
     """The same after a second stop; if there is time at all, it gets SIGINT."""
+    orphan_s: float = 60.0
+    """The same when the supervisor itself was killed."""
     first_backoff_s: float = 1.0
     max_backoff_s: float = 30.0
     stable_s: float = 60.0

@@ -3,8 +3,9 @@
 
 A process of its own. It reads from a pipe that only the supervisor has open: ``+PID`` and ``-PID``,
 a line for each child that was started or is over. At the end of the pipe it sends each child that
-is left SIGTERM, and its process group SIGKILL some seconds later. A signal by the kernel
-(PR_SET_PDEATHSIG) would come once, and vLLM loses a SIGTERM that comes while it loads a model.
+is left SIGTERM, and its process group SIGKILL some seconds later; then it removes the files that
+were there for them alone. A signal by the kernel (PR_SET_PDEATHSIG) would come once, and vLLM loses
+a SIGTERM that comes while it loads a model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ def _send(send: Callable[[int, int], None], target: int, number: int) -> bool:
 
 
 def main() -> None:
-    """``python -m vllm_ascend_pd.processes.guard PATIENCE_S``, with the pipe as standard input."""
+    """``python -m vllm_ascend_pd.processes.guard PATIENCE_S [FILE...]``, with the pipe as standard
+    input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -53,6 +56,8 @@ def main() -> None:
         else:
             groups.discard(group)
     end_groups(groups, float(sys.argv[1]))
+    for path in sys.argv[2:]:
+        Path(path).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 
 Each child leads a process group of its own. When it has ended, what is left of its group is killed
 before anything else happens, so that no engine core keeps a port or memory of an API server that is
-gone. When the supervisor itself is killed, its guard ends the children (``guard``).
+gone. When the supervisor itself is killed, its guard ends the children (``guard``). Secrets that
+they read from files are there as long as they are.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.private_file import write_private
 from vllm_ascend_pd.processes import guard
 from vllm_ascend_pd.processes.child import (
     TRANSITIONS,
@@ -30,8 +33,7 @@ from vllm_ascend_pd.processes.child import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +50,10 @@ class Supervisor:
         on_change: Callable[[Child], None],
         on_ready: Callable[[], None],
         patience: Patience | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         """``on_change`` is told of each new state, ``on_ready`` once, when all are up. Without
-        ``log_dir`` the children write where this process does."""
+        ``log_dir`` the children write where this process does. ``secrets`` by path."""
         self.children = [
             Child(spec, log_dir / f"{spec.name}.log" if log_dir else None) for spec in specs
         ]
@@ -59,7 +62,8 @@ class Supervisor:
         self._patience = patience or Patience()
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
-        self._guard = _Guard(self._patience.stop_s)
+        self._secrets = secrets or {}
+        self._guard = _Guard(self._patience.orphan_s, tuple(self._secrets))
         self._announced = False
         self._failed: Child | None = None
 
@@ -79,13 +83,17 @@ class Supervisor:
 
         Raises:
             StartError: a child did not come up the first time; the others were stopped.
+            OSError: a secret cannot be written.
         """
         now = time.monotonic()
         for child in self.children:
             child.since = now
         await self._guard.start()
-        tasks = [asyncio.create_task(self._keep(child)) for child in self.children]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for path, content in self._secrets.items():
+                write_private(Path(path), content)
+            tasks += [asyncio.create_task(self._keep(child)) for child in self.children]
             with _adopting_orphans():
                 await asyncio.gather(*tasks)
         finally:
@@ -228,13 +236,13 @@ class Supervisor:
 class _Guard:
     """The process that outlives this one. If it is killed itself, the children live on alone."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, patience_s: float, files: Sequence[str]) -> None:
+        self._argv = (sys.executable, "-m", guard.__name__, str(patience_s), *files)
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", guard.__name__, str(self._patience_s)),
+            *self._argv,
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )

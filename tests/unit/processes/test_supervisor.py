@@ -324,8 +324,9 @@ async def main():
         print(supervisor.children[0].pid, flush=True)
 
     spec = ChildSpec("a", {argv!r}, {{}}, answers("http://127.0.0.1:{port}/"))
-    patience = Patience(stop_s=0.5, probe_s=0.05)
-    supervisor = Supervisor([spec], Path({folder!r}), lambda child: None, ready, patience)
+    patience = Patience(orphan_s=0.5, probe_s=0.05)
+    folder, secrets = Path({folder!r}), {{{secret!r}: "s3cret"}}
+    supervisor = Supervisor([spec], folder, lambda child: None, ready, patience, secrets)
     await supervisor.run()
 
 asyncio.run(main())
@@ -333,18 +334,27 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_children_end_when_the_supervisor_is_killed(tmp_path: Path, stubborn: bool) -> None:
+def test_children_and_their_secrets_end_when_the_supervisor_is_killed(
+    tmp_path: Path, stubborn: bool
+) -> None:
     port = FreePorts()("127.0.0.1")
     spec = server("a", with_child=True, stubborn=stubborn, port=port)
     script = tmp_path / "supervise.py"
-    script.write_text(SUPERVISE.format(argv=spec.argv, port=port, folder=str(tmp_path)))
+    secret = tmp_path / "secret"
+    words = {"argv": spec.argv, "port": port, "folder": str(tmp_path), "secret": str(secret)}
+    script.write_text(SUPERVISE.format(**words))
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         family = group_of(int(parent.stdout.readline()))
         assert len(family) == 2
+        assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("s3cret", 0o600)
         parent.kill()
         _, alive = psutil.wait_procs(family, timeout=10)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    end = time.monotonic() + 10
+    while secret.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_every_state_has_its_transitions() -> None:

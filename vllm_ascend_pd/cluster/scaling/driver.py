@@ -62,7 +62,7 @@ def order_keeper(
         env=command.env,
         health_url=command.url + command.health,
         log_dir=shared.log_dir,
-        files=made.files,
+        secrets=made.secrets,
         startup_s=spec.startup_s,
         log_max_bytes=spec.log_max_bytes,
         num_old_logs=spec.num_old_logs,

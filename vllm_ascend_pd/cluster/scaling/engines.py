@@ -75,8 +75,8 @@ class EngineOrder:
     name: str
     command: Command = field(repr=False)
     log_dir: str
-    files: dict[str, str] = field(repr=False)
-    """Secrets by path, to be written for the engine alone."""
+    secrets: dict[str, str] = field(repr=False)
+    """By path, to be written for the engine alone."""
 
 
 def refuse_what_a_cluster_decides(topology: Topology) -> None:

@@ -6,7 +6,8 @@ the order to stop. At the pipe's end nobody is left who asks, and who takes the 
 come at any moment: it is killed. Standard output is a ``KeeperReport`` a line.
 
 The engine has a process group, a log and a guard of its own (``processes.supervisor``): whatever is
-killed, nothing of it is left. It is not started again here; whoever asked decides that, and where.
+killed, this process too, nothing of it is left, nor of its secrets. It is not started again here;
+whoever asked decides that, and where.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
@@ -24,12 +25,8 @@ from vllm_ascend_pd.cluster.launch import refuse_unpatched_engine
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import answers
 from vllm_ascend_pd.errors import PDError
-from vllm_ascend_pd.private_file import write_private
 from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, StartError, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _LAST_LINES = 12
 
@@ -42,8 +39,8 @@ class KeeperOrder(msgspec.Struct, frozen=True):
     env: dict[str, str]
     health_url: str
     log_dir: str
-    files: dict[str, str]
-    """Secrets by path; written with mode 0600, and removed at the end."""
+    secrets: dict[str, str]
+    """By path; files of mode 0600, which are there as long as the engine."""
     startup_s: float
     log_max_bytes: int
     num_old_logs: int
@@ -85,8 +82,10 @@ async def keep(order: KeeperOrder) -> str:
             supervisor.stop()  # at once
 
     loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
-    patience = Patience(startup_s=order.startup_s)
-    supervisor = Supervisor([spec], Path(order.log_dir), changed, all_up.set, patience)
+    patience = Patience(startup_s=order.startup_s, orphan_s=0)
+    supervisor = Supervisor(
+        [spec], Path(order.log_dir), changed, all_up.set, patience, order.secrets
+    )
     (child,) = supervisor.children
     assert child.log is not None
     loop.add_reader(stdin, read)
@@ -105,17 +104,6 @@ async def keep(order: KeeperOrder) -> str:
     return f"{note}; see {child.log} there" if note else ""
 
 
-@contextlib.contextmanager
-def _with_files(files: dict[str, str]) -> Iterator[None]:
-    try:
-        for path, content in files.items():
-            write_private(Path(path), content)
-        yield
-    finally:
-        for path in files:
-            Path(path).unlink(missing_ok=True)
-
-
 def _tell(report: KeeperReport) -> None:
     with contextlib.suppress(BrokenPipeError):  # nobody is left who asks
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
@@ -126,8 +114,7 @@ def main() -> None:
     """See the module."""
     order = msgspec.json.decode(_first_line(), type=KeeperOrder)
     try:
-        with _with_files(order.files):
-            note = asyncio.run(keep(order))
+        note = asyncio.run(keep(order))
     except (PDError, OSError) as e:
         note = str(e)
     _tell(KeeperReport("ended", note))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Ray actor does on the node of its engine: it says what there is, and has a keeper run it.
 
-Ray kills the children of a worker that ends, but not theirs, and not when the worker is killed
-itself. A keeper sees either by the end of its pipe.
+Ray kills the children of a worker that ends, so a keeper, but not theirs, and none when the worker
+is killed itself. A keeper sees that by the end of its pipe, and its guard sees either.
 """
 
 from __future__ import annotations

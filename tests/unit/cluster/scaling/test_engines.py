@@ -86,7 +86,7 @@ def test_a_node_gets_the_secrets_as_files_for_its_engine_alone() -> None:
     secrets = {"security.secret_file": "s3cret", "router.token_file": "t0ken"}
     made = order_engine(shared(secrets=secrets), "engine-1", node(), place=0)
     extra = transfer_config(made)["kv_connector_extra_config"]
-    assert made.files == {"/logs/.engine-1-secret": "s3cret", "/logs/.engine-1-token": "t0ken"}
+    assert made.secrets == {"/logs/.engine-1-secret": "s3cret", "/logs/.engine-1-token": "t0ken"}
     assert extra["security"] == {
         "secret_file": "/logs/.engine-1-secret",
         "allowed_peers": list(ANYWHERE),
