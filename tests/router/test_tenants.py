@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.harness import FAST, Deployment, deployed, run
+from tests.router.harness import FAST, Deployment, deployed, run, until
 from tests.router.test_admission import busy, end, limited, queued
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.config import RouterConfig
@@ -136,6 +136,25 @@ def test_tenants_take_turns_however_many_one_of_them_has_in_line(tmp_path: Path)
             await end(first)
             assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 8
             assert came(d) == ["first", "a0", "b0", "b1", "a1", "b2", "b3", "a2", "a3"]
+
+    run(test)
+
+
+def test_whoever_left_the_line_costs_its_tenant_no_turn(tmp_path: Path) -> None:
+    config = sharing(tmp_path, limited(), tenants={"a": {}, "b": {}})
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            first = await busy(d, prompt="first", max_tokens=4)
+            ask = {"max_tokens": 4}
+            for left in [await queued(d, prompt="gone", **of("a"), **ask) for _ in range(8)]:
+                await end(left)
+            await until(lambda: d.router.admission.num_queued == 0)
+            waiting = [await queued(d, prompt=f"b{i}", **of("b"), **ask) for i in range(2)]
+            waiting += [await queued(d, prompt=f"a{i}", **of("a"), **ask) for i in range(2)]
+            await end(first)
+            await asyncio.gather(*waiting)
+            assert came(d) == ["first", "b0", "a0", "b1", "a1"]
 
     run(test)
 

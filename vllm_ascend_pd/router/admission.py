@@ -109,8 +109,17 @@ class Admission:
     async def admit(self, request: Routed, *, again: bool = False) -> Outcome:
         """Room on a pair, at once or after a wait. ``again``: it was admitted before, and goes to
         the head of the line. A cancelled caller leaves the line."""
-        key = (self._selector.known(request.model), request.alone is not None)
         turn = self._turns.next(request, again)
+        outcome: Outcome | None = None
+        try:
+            outcome = await self._admit(request, turn, again)
+            return outcome
+        finally:
+            if not isinstance(outcome, Admitted):
+                self._turns.left(request, turn)
+
+    async def _admit(self, request: Routed, turn: Turn, again: bool) -> Outcome:
+        key = (self._selector.known(request.model), request.alone is not None)
         if again or key not in self._lines:
             placed = self._place(request, turn)
             if not isinstance(placed, Full):

@@ -28,10 +28,22 @@ class Turns:
         tenant = request.tenant
         if again or tenant is None:
             return not again, 0, 0.0, self._number
-        num_tokens = max(1, request.num_prompt_tokens + request.num_max_tokens)
         begins = max(self._now, tenant.due)
-        tenant.due = begins + num_tokens / tenant.quota.weight
+        tenant.due = begins + _cost(request)
         return True, -tenant.quota.priority, begins, self._number
 
     def admitted(self, turn: Turn) -> None:
         self._now = max(self._now, turn[2])
+
+    def left(self, request: Routed, turn: Turn) -> None:
+        """Without having been admitted: its tenant has been served nothing for it."""
+        is_first = turn[0]
+        if is_first and request.tenant is not None:
+            request.tenant.due -= _cost(request)
+
+
+def _cost(request: Routed) -> float:
+    """In virtual time."""
+    assert request.tenant is not None
+    num_tokens = max(1, request.num_prompt_tokens + request.num_max_tokens)
+    return num_tokens / request.tenant.quota.weight
