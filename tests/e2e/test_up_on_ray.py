@@ -10,12 +10,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
+import ray
 import requests
 
 from tests.e2e.servers import free_port
@@ -108,3 +112,63 @@ def test_more_than_there_is_room_for_waits_and_says_for_what(up: UpOnRay) -> Non
     assert told.endswith("engine-2 waiting: no node has 1 CPU free now\n")
     told = up.scale("--max-instances", "2")
     assert told.endswith("1 P and 1 D serve; wanted are 1:2, 2 engines at most\n")
+
+
+def test_requests_are_answered_while_a_node_goes_and_another_comes(up: UpOnRay) -> None:
+    expected = complete(up.url, LONG)
+    (lost,) = [one for one in up.instances().values() if one["used_for"] == "prefill"]
+    host = urlsplit(lost["url"]).hostname
+    answers: list[str] = []
+    failures: list[str] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            try:
+                answers.append(complete(up.url, LONG))
+            except (AssertionError, requests.RequestException) as e:
+                failures.append(str(e))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        up.cluster.remove(up.nodes[host])
+        up.until(lambda: len(up.instances()) == 1 and up.roles() == ["both"])
+        count = len(answers)
+        up.until(lambda: len(answers) > count + 2)
+        up.cluster.add(1, "127.0.0.5")
+        up.until(lambda: up.roles() == ["decode", "prefill"])
+        count = len(answers)
+        up.until(lambda: len(answers) > count + 2)
+    finally:
+        done.set()
+        asking.join()
+    assert failures == []
+    assert set(answers) == {expected}
+
+
+def test_at_the_end_nothing_of_it_is_left(up: UpOnRay) -> None:
+    model = str(up.logs.parent / "model")
+
+    def processes() -> list[psutil.Process]:
+        words = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+        return [one for one, cmdline in words if model in cmdline and one.pid != os.getpid()]
+
+    def states_of_places() -> list[str]:
+        return [one["state"] for one in ray.util.placement_group_table().values()]
+
+    secrets = list(up.logs.glob(".engine-*"))
+    assert len(secrets) == 4  # of the two engines that there are now
+    assert {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
+    assert processes()
+    ray.init(address=up.cluster.address, log_to_driver=False)
+    try:
+        assert states_of_places().count("CREATED") == 2
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(150) == 0
+        assert set(states_of_places()) == {"REMOVED"}
+    finally:
+        ray.shutdown()
+    assert processes() == []
+    assert not list(up.logs.glob(".engine-*"))
+    assert {path.name for path in up.logs.glob("engine-*.log")} >= {"engine-0.log", "engine-1.log"}

@@ -28,7 +28,7 @@ from vllm_ascend_pd.cluster.display import Display
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.cluster.log_rotation import Rotation
-from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner
+from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner, responds
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.restart import RollingRestart
@@ -148,8 +148,8 @@ async def launch(
 ) -> int:
     """Start ``commands`` and keep them up; the exit code of ``vllm-pd up``."""
     specs = [
-        ChildSpec(command.name, command.argv, command.env, answers(command.url + command.health))
-        for command in commands
+        ChildSpec(one.name, one.argv, one.env, answers(one.asked), responds(one.asked))
+        for one in commands
     ]
     log_dir = manner.log_dir
     socket = socket_path(urlsplit(plan.router_url).port or 80)

@@ -117,6 +117,19 @@ def answers(url: str) -> Callable[[int], Awaitable[bool]]:
     return is_up
 
 
+def responds(url: str) -> Callable[[], Awaitable[bool]]:
+    """Whether anybody answers there, and be it that it cannot serve now."""
+
+    async def is_alive() -> bool:
+        try:
+            async with aiohttp.request("GET", url, timeout=_ANSWER):
+                return True
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
+
+    return is_alive
+
+
 def _listens(group: int, port: int) -> bool:
     """Also where nobody can be seen."""
     pids = listeners(port)

@@ -59,6 +59,11 @@ class Command:
     """Of an engine: each registers with the router."""
 
     @property
+    def asked(self) -> str:
+        """URL that tells whether it is up."""
+        return self.url + self.health
+
+    @property
     def instance_ids(self) -> tuple[str, ...]:
         """Under which an engine registers."""
         return tuple(name_of_rank(self.name, rank) for rank in self.ranks)

@@ -65,6 +65,8 @@ class ChildSpec:
     env: Mapping[str, str]
     is_up: Callable[[int], Awaitable[bool]]
     """Asked again and again, with the id of its process group."""
+    is_alive: Callable[[], Awaitable[bool]] | None = None
+    """Asked once it is up; ``None``: nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class Patience:
     stop_s: float = 60.0
     """From SIGTERM to SIGKILL, of a child that is up."""
     early_stop_s: float = 3.0
-    """The same before it is up: it has nothing to finish, and vLLM may not listen then."""
+    """The same before it is up, when it has nothing to finish and vLLM may not listen; and of one
+    that does not answer."""
     hurry_s: float = 0.0
     """The same after a second stop; if there is time at all, it gets SIGINT."""
     orphan_s: float = 60.0
@@ -86,6 +89,11 @@ class Patience:
     stable_s: float = 60.0
     """A child that was up for so long starts again with the first backoff."""
     probe_s: float = 0.5
+    """Between two questions before it is up."""
+    watch_s: float = 10.0
+    """The same afterwards."""
+    silent_s: float = 60.0
+    """It counts as crashed when it was up and does not answer for so long."""
 
 
 @dataclass(slots=True)

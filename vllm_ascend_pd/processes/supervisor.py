@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts child processes, waits until they are up, starts them again when they crash, stops all.
+"""Starts child processes, waits until they are up, starts them again when they crash or no longer
+answer, stops all.
 
 Each child leads a process group of its own. When it has ended, what is left of its group is killed
 before anything else happens, so that no engine core keeps a port or memory of an API server that is
@@ -137,6 +138,7 @@ class Supervisor:
         stop = asyncio.create_task(self._stop.wait())
         restart = asyncio.create_task(child.restart.wait())
         healthy = asyncio.create_task(self._wait_healthy(child, process.pid))
+        silent = asyncio.create_task(self._wait_silent(child, healthy))
         try:
             await asyncio.wait(
                 {exited, stop, healthy},
@@ -145,24 +147,30 @@ class Supervisor:
             )
             if healthy.done() and not exited.done() and not stop.done():
                 self._ready(child)
-                await asyncio.wait({exited, stop, restart}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {exited, stop, restart, silent}, return_when=asyncio.FIRST_COMPLETED
+                )
             if not exited.done():
-                was_up = child.state is State.READY
-                late = not was_up and not stop.done()
-                if not late:
+                note = ""
+                if not stop.done() and child.state is not State.READY:
+                    note = f"not up after {self._patience.startup_s:g} s"
+                elif not stop.done() and silent.done():
+                    note = f"did not answer for {self._patience.silent_s:g} s"
+                was_well = child.state is State.READY and not note
+                if not note:
                     self._advance(child, ChildEvent.END, "")
-                await self._terminate(process, exited, was_up)
-                if late:
-                    self._crashed(child, f"not up after {self._patience.startup_s:g} s")
+                await self._terminate(process, exited, was_well)
+                if note:
+                    self._crashed(child, note)
             elif not self._stop.is_set():
                 child.restart.clear()
                 self._crashed(child, _describe_exit(process.returncode))
         finally:
-            for task in (healthy, stop, restart):
+            for task in (healthy, silent, stop, restart):
                 task.cancel()
             if not exited.done():
                 _signal_group(process.pid, signal.SIGKILL)
-            await asyncio.gather(exited, healthy, stop, restart, return_exceptions=True)
+            await asyncio.gather(exited, healthy, silent, stop, restart, return_exceptions=True)
             await _sweep(process.pid)
             self._guard.tell("-", process.pid)
             child.pid = None
@@ -188,6 +196,15 @@ class Supervisor:
         while not await child.spec.is_up(group):
             await asyncio.sleep(self._patience.probe_s)
 
+    async def _wait_silent(self, child: Child, healthy: asyncio.Task[None]) -> None:
+        """Once it is up: until it does not answer any more."""
+        await asyncio.wait({healthy})
+        answered, is_alive = time.monotonic(), child.spec.is_alive
+        while is_alive is None or time.monotonic() - answered < self._patience.silent_s:
+            await asyncio.sleep(self._patience.watch_s)
+            if is_alive is not None and await is_alive():
+                answered = time.monotonic()
+
     def _ready(self, child: Child) -> None:
         self._advance(child, ChildEvent.UP, "")
         if not self._announced and all(c.state is State.READY for c in self.children):
@@ -210,13 +227,13 @@ class Supervisor:
         return min(doubled, self._patience.max_backoff_s)
 
     async def _terminate(
-        self, process: asyncio.subprocess.Process, exited: asyncio.Task[int], was_up: bool
+        self, process: asyncio.subprocess.Process, exited: asyncio.Task[int], was_well: bool
     ) -> None:
         """SIGTERM for the leader, which ends its own children; SIGKILL for who is left."""
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         kill = asyncio.create_task(self._kill.wait())
-        patience_s = self._patience.stop_s if was_up else self._patience.early_stop_s
+        patience_s = self._patience.stop_s if was_well else self._patience.early_stop_s
         await asyncio.wait({exited, kill}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if kill.done() and not exited.done() and self._patience.hurry_s:
             with contextlib.suppress(ProcessLookupError):

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.server
 import os
 import socket
+import threading
 from pathlib import Path
 
 from vllm_ascend_pd.cluster.machine import (
@@ -13,6 +16,7 @@ from vllm_ascend_pd.cluster.machine import (
     _device_ids,
     can_listen,
     port_owner,
+    responds,
 )
 
 
@@ -46,3 +50,14 @@ def test_who_listens() -> None:
         assert not can_listen("127.0.0.1", port)
         assert port_owner(port).endswith(f"(pid {os.getpid()})")
     assert port_owner(port) == ""
+
+
+def test_who_cannot_serve_now_responds_all_the_same() -> None:
+    with http.server.HTTPServer(
+        ("127.0.0.1", 0), http.server.BaseHTTPRequestHandler
+    ) as server:  # which answers 501 to whatever is asked
+        is_alive = responds(f"http://127.0.0.1:{server.server_port}/health")
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        assert asyncio.run(is_alive())
+        server.shutdown()
+    assert not asyncio.run(is_alive())

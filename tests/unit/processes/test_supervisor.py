@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +299,32 @@ def test_a_child_may_end_just_before_a_second_stop() -> None:
         supervisor.stop()
         supervisor.stop()
         exited = asyncio.create_task(asyncio.sleep(0.1, 0))  # its end is not known yet
-        await supervisor._terminate(process, exited, was_up=True)
+        await supervisor._terminate(process, exited, was_well=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_is_up_and_no_longer_answers_is_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        answering = asyncio.Event()
+        answering.set()
+
+        async def answers(group: int = 0) -> bool:
+            return answering.is_set()
+
+        spec = ChildSpec("a", (sys.executable, "-c", SLEEP), {}, answers, answers)
+        patience = replace(QUICK, watch_s=0.05, silent_s=0.2)
+        watched = Watched([spec], tmp_path, patience)
+        await watched.until_ready()
+        child = watched.child("a")
+        first = child.pid
+        answering.clear()
+        await watched.until(lambda: child.num_crashes == 1)
+        assert child.note.startswith("did not answer for 0.2 s; starts again in")
+        answering.set()
+        await watched.until(lambda: child.state is State.READY)
+        assert child.pid != first
+        await watched.stop()
 
     asyncio.run(scenario())
 

@@ -60,7 +60,7 @@ def order_keeper(
         name=name,
         argv=command.argv,
         env=command.env,
-        health_url=command.url + command.health,
+        health_url=command.asked,
         log_dir=shared.log_dir,
         secrets=made.secrets,
         startup_s=spec.startup_s,

@@ -23,7 +23,7 @@ import msgspec
 
 from vllm_ascend_pd.cluster.launch import refuse_unpatched_engine
 from vllm_ascend_pd.cluster.log_rotation import Rotation
-from vllm_ascend_pd.cluster.machine import answers
+from vllm_ascend_pd.cluster.machine import answers, responds
 from vllm_ascend_pd.errors import PDError
 from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, StartError, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
@@ -63,7 +63,8 @@ _PHASES: dict[State, Literal["starting", "ready", "ending"]] = {
 
 async def keep(order: KeeperOrder) -> str:
     """Run it until it ends, or is to end; how it ended."""
-    spec = ChildSpec(order.name, order.argv, order.env, answers(order.health_url))
+    url = order.health_url
+    spec = ChildSpec(order.name, order.argv, order.env, answers(url), responds(url))
     all_up = asyncio.Event()
     note = ""
 
