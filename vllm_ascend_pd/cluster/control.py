@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd.cluster.restart import RestartError
+from vllm_ascend_pd.cluster.scaling.status import follow
 from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_token, write_private
@@ -77,7 +78,12 @@ class Scaling:
     def change(self, order: ScaleOrder) -> None:
         """``ConfigError`` names the option."""
         old = self.target()
-        self.aim(Target(order.ratio or old.ratio, order.maximum or old.maximum))
+        self.aim(Target(order.ratio or old.ratio, order.maximum or old.maximum, old.generation))
+
+    def renew(self) -> None:
+        """Have every engine replaced."""
+        old = self.target()
+        self.aim(msgspec.structs.replace(old, generation=old.generation + 1))
 
 
 def socket_path(router_port: int) -> Path:
@@ -173,6 +179,10 @@ class Control:
         return web.json_response(self._scaling.url)
 
     async def _carry_out(self, order: RestartOrder) -> AsyncIterator[RestartProgress]:
+        if self._scaling is not None:
+            async for progress in self._replace_all(order):
+                yield progress
+            return
         if unknown := [name for name in order.names if name not in self._engines]:
             yield RestartProgress(
                 f"no engines {unknown} here; there are {sorted(self._engines)}", True
@@ -188,6 +198,18 @@ class Control:
                     yield RestartProgress(line)
             except RestartError as e:
                 yield RestartProgress(str(e), True)
+
+    async def _replace_all(self, order: RestartOrder) -> AsyncIterator[RestartProgress]:
+        assert self._scaling is not None
+        if order.names:
+            yield RestartProgress("with --ray all engines are replaced: give --all", True)
+            return
+        self._scaling.renew()
+        try:
+            async for line in follow(self._scaling.url, until_settled=True):
+                yield RestartProgress(line)
+        except ConfigError as e:
+            yield RestartProgress(str(e), True)
 
 
 async def ask_to_restart(path: Path, order: RestartOrder) -> AsyncIterator[RestartProgress]:

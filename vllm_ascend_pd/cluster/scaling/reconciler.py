@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 DRAIN_S = 600.0
 """An engine that is not empty by then ends with the requests that it has."""
 MAX_BACKOFF_S = 30.0
+RETURN_S = 60.0
+"""A place that was given up is somebody else's when it is not found again within so long."""
 
 
 class FirstStartError(PDError):
@@ -119,6 +121,10 @@ class Reconciler:
     """Drained, and since when; they end when they are empty."""
     _ending: set[str] = field(default_factory=set)
     """Told to end."""
+    _generations: dict[str, int] = field(default_factory=dict)
+    """Under which each was asked for."""
+    _next_replaced: tuple[int, float] = (0, 0.0)
+    """So many serve again, or it is so late, when the next of an old generation goes."""
     _told: dict[str, Member] = field(default_factory=dict)
     """What was said of each."""
     _was_up: bool = False
@@ -153,6 +159,7 @@ class Reconciler:
                 members[one.name] = one
                 continue
             del self._told[one.name]
+            self._generations.pop(one.name, None)
             self._leaving.pop(one.name, None)
             if one.name in self._ending:
                 self._ending.remove(one.name)
@@ -217,16 +224,36 @@ class Reconciler:
             if not of_job:
                 break  # it has its role from the next look on
             least = min(of_job, key=lambda one: one.num_active)
-            await self.router.drain(least.instance_id, DrainOrder(seconds=None))
-            self.say(f"{least.instance_id} is drained, to end")
-            self._leaving[least.instance_id] = self.clock()
+            await self._drain(least, "to end")
             del serving[least.instance_id]
             have = _count(serving.values())
+        old = [one for one in serving.values() if self._is_old(one.instance_id)]
+        enough, late = self._next_replaced
+        are_back = len(serving) >= min(enough, maximum) or self.clock() >= late
+        if old and are_back and not self._leaving and not view.num_starting():
+            self._next_replaced = (len(serving), self.clock() + RETURN_S)
+            await self._replace(min(old, key=lambda one: one.num_active), serving.values())
         for name, since in self._leaving.items():
             status = (view.known or {}).get(name)
             is_empty = status is None or (status.state == "draining" and not status.num_active)
             if is_empty or self.clock() - since >= DRAIN_S:
                 await self._end(name)
+
+    def _is_old(self, name: str) -> bool:
+        return self._generations[name] < self.target.generation
+
+    async def _replace(self, old: InstanceStatus, serving: Iterable[InstanceStatus]) -> None:
+        """What it alone does, another one does from now on."""
+        others = [one for one in serving if one is not old]
+        if others and all(one.used_for != old.used_for for one in others):
+            least = min(others, key=lambda one: one.num_active)
+            await self._use(least, old.used_for if len(others) > 1 else "both")
+        await self._drain(old, "to be replaced")
+
+    async def _drain(self, one: InstanceStatus, why: str) -> None:
+        await self.router.drain(one.instance_id, DrainOrder(seconds=None))
+        self.say(f"{one.instance_id} is drained, {why}")
+        self._leaving[one.instance_id] = self.clock()
 
     async def _end(self, name: str) -> None:
         if name not in self._ending:
@@ -241,7 +268,8 @@ class Reconciler:
         job = next_role(have, pending, ratio, self.target.maximum)
         if job is None or any(one.phase is Phase.WAITING for one in staying):
             return
-        if back := next((name for name in self._leaving if name not in self._ending), None):
+        stays = (n for n in self._leaving if n not in self._ending and not self._is_old(n))
+        if back := next(stays, None):
             with contextlib.suppress(ConfigError):  # it is gone, or the router is away
                 await self.router.undo_drain(back)
                 del self._leaving[back]
@@ -249,6 +277,7 @@ class Reconciler:
         elif self.clock() >= self._starts_at:
             name = next(self._names)
             self.say(f"{name} asked for: {job}")
+            self._generations[name] = self.target.generation
             await self.fleet.start(name)
 
     def _describe(self, view: View) -> FleetStatus:
@@ -270,6 +299,7 @@ class Reconciler:
             all(one.state == "serving" or (one.state == "waiting" and one.note) for one in engines)
             and (waits or len(serving) == self.target.maximum)
             and view.count() == split(len(serving), self.target.ratio)
+            and not any(map(self._is_old, view.members))
         )
         step = self.status.step + 1 if self.status else 0
         return FleetStatus(self.target, tuple(engines), is_settled, step)

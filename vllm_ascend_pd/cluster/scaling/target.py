@@ -66,6 +66,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ratio: Ratio
     maximum: int
     """Of engines; there may be less room."""
+    generation: int = 0
+    """Engines that were asked for under an earlier one are replaced."""
 
     def __post_init__(self) -> None:
         if self.ratio.prefill < 1 or self.ratio.decode < 1:

@@ -94,7 +94,7 @@ class World:
             if have.total > 1:
                 assert min(have) > 0, self.lines
 
-    def until_settled(self, patience: int = 60) -> Counts:
+    def until_settled(self, patience: int = 400) -> Counts:
         for _ in range(patience):
             self.step()
             if self.status.is_settled:
@@ -118,7 +118,13 @@ class World:
         return [one.name for one in self.status.engines if one.used_for == role]
 
     def aim(self, ratio: str, maximum: int) -> None:
-        self.reconciler.target = Target(Ratio.parse(ratio), maximum)
+        generation = self.reconciler.target.generation
+        self.reconciler.target = Target(Ratio.parse(ratio), maximum, generation)
+
+    def renew(self) -> None:
+        target = self.reconciler.target
+        generation = target.generation + 1
+        self.reconciler.target = msgspec.structs.replace(target, generation=generation)
 
 
 @pytest.mark.parametrize("ratio", ["1:1", "1:2", "3:1", "2:5"])
@@ -221,6 +227,37 @@ def test_what_goes_is_drained_and_ends_when_it_is_empty() -> None:
     assert not set(leaving) & set(world.fleet._members)
 
 
+@pytest.mark.parametrize("room", [3, 4])
+def test_a_new_generation_takes_the_place_of_every_engine_one_after_another(room: int) -> None:
+    world = World("1:2", 3, a=room)
+    world.until_settled()
+    before = {one.name for one in world.status.engines}
+    world.renew()
+    while before & {one.name for one in world.status.engines}:
+        world.step()
+        assert world.have.total >= 2, world.lines
+        assert world.now < 200, world.lines
+    assert world.until_settled() == Counts(1, 2)
+    assert len([line for line in world.lines if line.endswith("is drained, to be replaced")]) == 3
+    assert {one.name for one in world.status.engines} == {"engine-3", "engine-4", "engine-5"}
+
+
+def test_an_old_generation_goes_only_while_as_many_serve_as_before() -> None:
+    world = World("1:1", 4, a=3)  # one more waits for room, with it and without
+    world.until_settled()
+    world.renew()
+    world.step()
+    assert world.have.total == 2
+    world.fleet.nodes["a"] = 2  # another one took the place
+    for _ in range(20):
+        world.step()
+        assert world.have.total == 2
+    world.fleet.nodes["a"] = 3
+    assert world.until_settled() == Counts(2, 1)
+    names = {one.name for one in world.status.engines if one.state == "serving"}
+    assert not names & {"engine-0", "engine-1", "engine-2"}
+
+
 def test_requests_that_never_end_hold_an_engine_for_so_long_only() -> None:
     world = World("1:1", 3, a=3)
     world.until_settled()
@@ -308,7 +345,7 @@ def test_whatever_happens_the_nearest_ratio_is_reached(seed: int) -> None:
     world.until_settled()
     for number in range(40):
         nodes, ready = world.fleet.nodes, [one.name for one in world.status.engines]
-        match random.randrange(6):
+        match random.randrange(7):
             case 0:
                 nodes[f"n{number}"] = random.randint(1, 3)
             case 1 if len(nodes) > 1 and sum(nodes.values()) > 4:
@@ -321,6 +358,8 @@ def test_whatever_happens_the_nearest_ratio_is_reached(seed: int) -> None:
                 world.aim(f"{random.randint(1, 3)}:{random.randint(1, 3)}", random.randint(2, 7))
             case 4:
                 world.router.num_active = {name: random.randint(0, 3) for name in ready}
+            case 5:
+                world.renew()
         world.step(random.randint(1, 3))
     world.router.num_active = {}
     world.now += DRAIN_S

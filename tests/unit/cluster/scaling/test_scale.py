@@ -11,7 +11,15 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from vllm_ascend_pd.cluster.control import Control, ScaleOrder, Scaling, ask_to_scale, socket_path
+from vllm_ascend_pd.cluster.control import (
+    Control,
+    RestartOrder,
+    ScaleOrder,
+    Scaling,
+    ask_to_restart,
+    ask_to_scale,
+    socket_path,
+)
 from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.cluster.scaling.status import EngineStatus, FleetStatus, follow
 from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
@@ -56,6 +64,25 @@ def test_a_wrong_order_is_refused_and_changes_nothing(scaling: Scaling) -> None:
     with pytest.raises(ConfigError, match="--pd-ratio: 0:1 has a role without an engine"):
         ask(scaling, ScaleOrder(ratio=Ratio(0, 1)))
     assert scaling.target() == Target(Ratio(1, 2), 3)
+
+
+def test_a_restart_is_a_new_generation_of_all_engines(scaling: Scaling) -> None:
+    async def run(*names: str) -> list[str]:
+        control = Control(socket_path(8123), {}, NO_RESTART, None, scaling)
+        await control.start()
+        try:
+            order = RestartOrder(names, 600)
+            return [one.text async for one in ask_to_restart(socket_path(8123), order)]
+        finally:
+            await control.close()
+
+    assert asyncio.run(run("engine-0")) == ["with --ray all engines are replaced: give --all"]
+    assert scaling.target().generation == 0
+    (text,) = asyncio.run(run())
+    assert "the driver of the engines is away" in text
+    assert scaling.target() == Target(Ratio(1, 2), 3, generation=1)
+    ask(scaling, ScaleOrder(maximum=6))
+    assert scaling.target() == Target(Ratio(1, 2), 6, generation=1)
 
 
 @pytest.mark.usefixtures("scaling")
