@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_ascend_pd.cli.move import TokenFile
+
 app = typer.Typer(add_completion=False)
 
 
@@ -43,6 +45,7 @@ def doctor(
         Path | None,
         typer.Option(help="File with the API key of router and engines.", dir_okay=False),
     ] = None,
+    token_file: TokenFile = None,
     measure: Annotated[
         bool, typer.Option(help="Measure the bandwidth of this host's transports.")
     ] = True,
@@ -57,6 +60,7 @@ def doctor(
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import topology
+    from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.doctor.deployment import router_url
     from vllm_ascend_pd.cluster.doctor.examine import Subject, examine, show, to_json
     from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict, exit_code
@@ -82,6 +86,10 @@ def doctor(
         except ConfigError as e:
             raise typer.BadParameter(str(e), param_hint="--config") from e
         router = router or router_url(plan_of)
+    try:
+        token = operator_token(router, token_file) if router else None
+    except ConfigError as e:
+        raise typer.BadParameter(str(e), param_hint="--token-file") from e
     console = Console()
 
     def report(finding: Finding) -> None:
@@ -94,6 +102,7 @@ def doctor(
         decode=tuple(decode or ()),
         topology=plan_of,
         api_key=key,
+        token=token,
         measure=measure,
         ascend=ascend,
     )

@@ -128,10 +128,13 @@ class Web:
                 raise aiohttp.ClientPayloadError(f"{response.status}: {text[:300]}")
             return msgspec.json.decode(text)
 
-    async def order(self, url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+    async def order(
+        self, url: str, body: Mapping[str, Any], timeout_s: float, token: str | None
+    ) -> Any:
         """The JSON answer of a router; an ``aiohttp.ClientResponseError`` has its status."""
         timeout = aiohttp.ClientTimeout(timeout_s)
-        async with self._session.post(url, json=body, timeout=timeout) as response:
+        headers = {"Authorization": f"Bearer {token}"} if token else None
+        async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:
             response.raise_for_status()
             return msgspec.json.decode(await response.read())
 

@@ -41,6 +41,8 @@ class Subject:
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     api_key: str | None = None
+    token: str | None = None
+    """Of an operator of the router."""
     measure: bool = True
     """Whether the transports of this host are measured, which takes some seconds of a core."""
     topology: Topology | None = None
@@ -131,7 +133,7 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
     ]
     if subject.router:
         checks.append(transfers.ThroughRouter(web, subject.router, known))
-        checks.append(moves.MoveThroughRouter(web, subject.router, listed))
+        checks.append(moves.MoveThroughRouter(web, subject.router, listed, subject.token))
     checks.append(engines.Pool(web, known))
     for check in checks:
         for finding in await _guarded(check):

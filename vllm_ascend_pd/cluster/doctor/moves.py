@@ -35,8 +35,10 @@ class MoveThroughRouter:
 
     name = "move"
 
-    def __init__(self, web: Web, router: str, engines: Sequence[Engine]) -> None:
+    def __init__(self, web: Web, router: str, engines: Sequence[Engine], token: str | None) -> None:
+        """``token``: of an operator of the router."""
         self._web = web
+        self._token = token
         self._router = router.rstrip("/")
         self._decoders = [one for one in engines if not one.error and one.role != "prefill"]
 
@@ -46,7 +48,8 @@ class MoveThroughRouter:
         try:
             report, is_equal = await self._try(self._decoders[0])
         except aiohttp.ClientResponseError as e:
-            return [skipped(self.name, f"the router did not take the order: {e.status}")]
+            hint = "; name the file with its token with --token-file" if e.status == 403 else ""
+            return [skipped(self.name, f"the router did not take the order: {e.status}{hint}")]
         except (*ERRORS, LookupError, TypeError) as e:
             reason = str(e) or type(e).__name__
             return [fail(self.name, reason, "see the router's log")]
@@ -65,7 +68,7 @@ class MoveThroughRouter:
             text += chunk["choices"][0]["text"]
             if report is None:
                 order = f"{self._router}{REQUESTS}/{name}/move"
-                report = await self._web.order(order, {}, _TIMEOUT_S)
+                report = await self._web.order(order, {}, _TIMEOUT_S, self._token)
         [told] = msgspec.convert(report, list[MoveReport])
         return told, text == whole
 

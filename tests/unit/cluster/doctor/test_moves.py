@@ -31,6 +31,7 @@ class ScriptedRouter(ScriptedEngine):
         super().__init__()
         self.report, self.pieces = report, pieces
         self.moved: list[str] = []
+        self.token: str | None = None
 
     def application(self) -> web.Application:
         app = super().application()
@@ -39,6 +40,8 @@ class ScriptedRouter(ScriptedEngine):
 
     async def _move(self, request: web.Request) -> web.Response:
         self.moved.append(request.match_info["name"])
+        if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.Response(status=403)
         if isinstance(self.report, int):
             return web.Response(status=self.report)
         return web.json_response([{**REPORT, **self.report}])
@@ -59,9 +62,9 @@ class ScriptedRouter(ScriptedEngine):
         return response
 
 
-def examine(router: ScriptedRouter, num_engines: int = 2) -> Finding:
+def examine(router: ScriptedRouter, num_engines: int = 2, token: str | None = None) -> Finding:
     async def use(web: Web, known: list[Engine]) -> Finding:
-        [finding] = await MoveThroughRouter(web, known[-1].url, known[:-1]).run()
+        [finding] = await MoveThroughRouter(web, known[-1].url, known[:-1], token).run()
         return finding
 
     engines: Any = [("decode", ScriptedEngine("kv_both"))] * num_engines
@@ -97,6 +100,15 @@ def test_what_does_not_move_is_told(
     assert finding.verdict.value == verdict
     assert found in finding.found
     assert bool(finding.fix) is (verdict in ("warn", "fail"))
+
+
+def test_an_operators_token_is_shown_and_asked_for() -> None:
+    router = ScriptedRouter({})
+    router.token = "t0ken"
+    finding = examine(router)
+    assert finding.verdict is Verdict.SKIPPED
+    assert finding.found.endswith("403; name the file with its token with --token-file")
+    assert examine(router, token="t0ken").verdict is Verdict.OK
 
 
 def test_one_engine_alone_has_nowhere_to_move_to() -> None:
