@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -18,6 +19,7 @@ from vllm.v1.request import Request
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.engine.scheduler.content import Content
+from vllm_ascend_pd.engine.vllm_api.config import lora_options
 from vllm_ascend_pd.types import GENERATION_SALT
 
 init_none_hash(sha256)
@@ -73,14 +75,20 @@ def test_hashes_are_vllms_own_as_long_as_weights_are_those_that_were_loaded(
     assert ours.block_hashes == plain.block_hashes
 
 
-def test_every_block_of_another_generation_has_another_hash(content: Content) -> None:
-    before = make(content.hash_blocks)
-    content.generation = "files-1"
-    after = make(content.hash_blocks)
-    assert not set(before.block_hashes) & set(after.block_hashes)
-    assert not content.is_current(before)
-    content.renew(before)
-    assert before.block_hashes == after.block_hashes
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_every_block_of_another_generation_has_another_hash(
+    content: Content, salt: str | None
+) -> None:
+    before = make(content.hash_blocks, cache_salt=salt)
+    seen = set(before.block_hashes)
+    for generation in ("files-1", "files-2"):
+        content.generation = generation
+        after = make(content.hash_blocks, cache_salt=salt)
+        assert not seen & set(after.block_hashes)
+        seen.update(after.block_hashes)
+        assert not content.is_current(before)
+        content.renew(before)
+        assert before.block_hashes == after.block_hashes
 
 
 def test_a_request_that_has_begun_shares_with_nobody(content: Content) -> None:
@@ -110,6 +118,23 @@ def test_adapters_of_one_name_are_told_apart_by_content(content: Content, tmp_pa
     hashes_path = "lora_path" in inspect.getsource(kv_cache_utils._gen_lora_extra_hash_keys)
     assert (first.block_hashes == same.block_hashes) is not hashes_path  # from 0.31 on
     assert not set(first.block_hashes) & set(other.block_hashes)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lora_dtype": "float16"}, {"target_modules": ["o_proj"]}], ids=str
+)
+def test_an_adapter_that_engines_apply_otherwise_is_another_one(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    lora = adapter(tmp_path / "a", b"x")
+
+    def request(**options: Any) -> Request:
+        config = LoRAConfig(**{"lora_dtype": "bfloat16", "max_lora_rank": 8, **options})
+        return make(Content(HASH_BLOCKS, lora_options(config)).hash_blocks, lora_request=lora)
+
+    plain = request().block_hashes
+    assert request(max_lora_rank=16).block_hashes == plain
+    assert not set(request(**options).block_hashes) & set(plain)
 
 
 def test_changed_files_count_once_the_workers_have_loaded_them(

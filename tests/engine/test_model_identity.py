@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import copy_with_other_tensors
@@ -43,6 +44,11 @@ def identity(tiny: Path) -> Callable[..., dict[str, str]]:
         return model_identity(args.create_engine_config())
 
     return make
+
+
+@pytest.fixture
+def config(tiny: Path) -> VllmConfig:
+    return EngineArgs(model=str(tiny), dtype="float32", max_model_len=256).create_engine_config()
 
 
 def differences(a: dict[str, str], b: dict[str, str]) -> set[str]:
@@ -81,6 +87,7 @@ def test_what_does_not_change_kv_does_not_count(
         ({"hf_overrides": {"rope_theta": 5000.0}}, ["config"]),
         ({"load_format": "dummy"}, ["load", "weights"]),
         ({"dtype": "bfloat16", "quantization": "fp8_per_tensor"}, ["quant"]),
+        ({"dtype": "bfloat16", "quantization": "fp8"}, ["quant"]),
     ],
     ids=str,
 )
@@ -130,12 +137,13 @@ def test_weights_in_other_files_count(
     identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path, file: str
 ) -> None:
     found = []
-    for content in (b"a", b"b"):
-        folder = tmp_path / content.decode()
+    for name, content in (("one", b"a"), ("same", b"a"), ("other", b"b")):
+        folder = tmp_path / name
         shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
         (folder / file).write_bytes(content * 1000)
         found.append(identity(folder))
-    assert differences(*found) == {"weights"}
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"weights"}
 
 
 def test_long_rope_counts_on_which_side_of_its_length_an_engine_is(
@@ -170,6 +178,7 @@ def test_a_hub_name_counts_by_the_commit_it_resolves_to(
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    config: VllmConfig,
 ) -> None:
     """A cache as the hub's library keeps it, with two commits of one name."""
     hub = tmp_path / "hub"
@@ -180,7 +189,6 @@ def test_a_hub_name_counts_by_the_commit_it_resolves_to(
     (repo / "refs").mkdir()
     for branch, commit in commits.items():
         (repo / "refs" / branch).write_text(commit)
-    config = EngineArgs(model=str(tiny), dtype="float32", max_model_len=256).create_engine_config()
     config.load_config.download_dir = str(hub)
     config.model_config.model = "some/model"
     local = identity()
@@ -195,10 +203,56 @@ def test_a_hub_name_counts_by_the_commit_it_resolves_to(
     assert named(None) == named("next")
 
 
-def test_weights_that_nobody_here_can_read_count_by_name(
-    identity: Callable[..., dict[str, str]], tiny: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("load_format", ["tensorizer", "sharded_state", "of_a_plugin"])
+def test_loaders_that_are_told_what_to_read_count_with_that(
+    config: VllmConfig, load_format: str
 ) -> None:
-    config = EngineArgs(model=str(tiny), dtype="float32", max_model_len=256).create_engine_config()
+    config.load_config.load_format = load_format
+    found = []
+    for source in ("one", "one", "other"):
+        config.load_config.model_loader_extra_config = {"tensorizer_uri": source}
+        found.append(model_identity(config))
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"load"}
+
+
+def test_how_a_checkpoint_is_read_does_not_count(config: VllmConfig) -> None:
+    before = model_identity(config)
+    config.load_config.model_loader_extra_config = {"enable_multithread_load": True}
+    assert model_identity(config) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mm_processor_kwargs": {"min_pixels": 784}},
+        {"media_io_kwargs": {"video": {"num_frames": 4}}},
+        {"video_pruning_rate": 0.5},
+    ],
+    ids=str,
+)
+def test_how_media_are_processed_counts(config: VllmConfig, options: dict[str, Any]) -> None:
+    config.model_config.multimodal_config = MultiModalConfig()
+    before = model_identity(config)
+    config.model_config.multimodal_config = MultiModalConfig(**options, limit_per_prompt={})
+    assert differences(before, model_identity(config)) == {"media"}
+
+
+def test_a_processor_counts_by_its_files(config: VllmConfig, tiny: Path, tmp_path: Path) -> None:
+    config.model_config.multimodal_config = MultiModalConfig()
+    found = []
+    for name, mean in (("one", 0.5), ("same", 0.5), ("other", 0.6)):
+        folder = shutil.copytree(tiny, tmp_path / name)
+        (folder / "preprocessor_config.json").write_text(f'{{"image_mean": [{mean}]}}')
+        config.model_config.model = str(folder)
+        found.append(model_identity(config))
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"media"}
+
+
+def test_weights_that_nobody_here_can_read_count_by_name(
+    config: VllmConfig,
+) -> None:
     config.model_config.model_weights = "s3://bucket/model"
     weights = model_identity(config)["weights"]
     assert weights.startswith("named-")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.config import PDConfig, WeightReading
-from vllm_ascend_pd.engine.vllm_api.config import has_drafter, uses_modelscope
+from vllm_ascend_pd.engine.vllm_api.config import has_drafter, media_options, uses_modelscope
 from vllm_ascend_pd.engine.weight_files import content_digest
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ _CHECKPOINT_FORMATS = frozenset(
     ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 )
 """Load formats that read the same tensors from the same files."""
+_PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
 _NOT_CONTENT = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "max_model_len"))
 """Of a configuration: where it lies, and who read it."""
 _LLAMA4_TUNING_LENGTH = 32768
@@ -42,7 +45,7 @@ _LLAMA4_TUNING_LENGTH = 32768
 
 def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     """``config``, ``arch``, ``weights``, and where they are given ``load``, ``quant``, ``length``,
-    ``window``, ``code``, ``draft``.
+    ``window``, ``media``, ``code``, ``draft``.
     """
     model = vllm_config.model_config
     config = _content(model.hf_config.to_dict())
@@ -54,6 +57,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
         "quant": str(model.quantization or ""),
         "length": _length(model, config),
         "window": "off" if model.disable_sliding_window else "",
+        "media": "",
         "code": "",
         "draft": _drafter(vllm_config),
     }
@@ -63,6 +67,8 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
         parts["arch"] += f"-{_digest(model.model_class_overrides)}"
     folder = _model_folder(vllm_config.load_config, model)
     parts["weights"] = _weights(vllm_config, vllm_config.load_config, model)
+    if model.multimodal_config is not None:
+        parts["media"] = _digest((media_options(model.multimodal_config), _processor(folder)))
     if model.trust_remote_code and folder is not None:
         code = sorted(folder.glob("*.py")) if folder.is_dir() else []
         parts["code"] = _digest([(f.name, f.read_text(errors="replace")) for f in code])
@@ -136,13 +142,24 @@ def _dummy_weights(vllm_config: VllmConfig, model: ModelConfig) -> str:
 
 
 def _load_format(load: LoadConfig, model: ModelConfig) -> str:
-    """Empty where the tensors of the checkpoint are read as they are."""
+    """Empty where the tensors of the checkpoint are read as they are. Other loaders are told what
+    they read by their own options.
+    """
     load_format = str(load.load_format)
     if load_format == "auto":
         folder = _model_folder(load, model)
         has_mistral = folder is not None and any(folder.glob("consolidated*.safetensors"))
         load_format = "mistral" if has_mistral else "hf"
-    return "" if load_format in _CHECKPOINT_FORMATS else load_format
+    if load_format in _CHECKPOINT_FORMATS:
+        return ""
+    options = load.model_loader_extra_config
+    return f"{load_format}-{_digest(options)}" if options else load_format
+
+
+def _processor(folder: Path | None) -> list[tuple[str, str]]:
+    """How the model's own files say that images, sounds and videos become what it computes with."""
+    files = [folder / name for name in _PROCESSOR_FILES] if folder is not None else []
+    return [(file.name, file.read_text(errors="replace")) for file in files if file.is_file()]
 
 
 def _model_folder(load: LoadConfig, model: ModelConfig) -> Path | None:

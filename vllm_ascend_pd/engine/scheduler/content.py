@@ -40,10 +40,11 @@ class Content:
     """
 
     def __init__(
-        self, hash_blocks: Callable[[Request], list[BlockHash]], lora_dtype: object
+        self, hash_blocks: Callable[[Request], list[BlockHash]], lora_options: object
     ) -> None:
+        """``lora_options``: what decides beside its files what an adapter changes."""
         self._hash_blocks = hash_blocks
-        self._lora_dtype = str(lora_dtype)
+        self._lora_options = repr(lora_options)
         self.generation = ""
         """Of the weights; empty as long as they are those that were loaded at start."""
         self._adapters: dict[int, str] = {}
@@ -127,7 +128,7 @@ class Content:
             files += Path(path).glob("adapter_config.json")
             key = stat_key(files)
             if (read := self._read.get(path)) is None or read[0] != key:
-                content = f"{content_digest(files, full=True)} {self._lora_dtype}"
+                content = f"{content_digest(files, full=True)} {self._lora_options}"
                 self._read[path] = read = key, content
         except OSError as e:
             if path not in self._read:

@@ -20,6 +20,7 @@ from vllm_ascend_pd.engine.scheduler.weights import (
     random_generation,
     settled_generation,
 )
+from vllm_ascend_pd.engine.vllm_api.config import lora_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,9 +51,8 @@ class Identity:
         self._full = full
         self._forsake = forsake
         self._on_generation = on_generation
-        lora = scheduler.vllm_config.lora_config
-        lora_dtype = lora.lora_dtype if lora is not None else ""
-        self._content = Content(engine_core.request_block_hasher, lora_dtype)
+        options = lora_options(scheduler.vllm_config.lora_config)
+        self._content = Content(engine_core.request_block_hasher, options)
         engine_core.request_block_hasher = self._content.hash_blocks
 
     def check(self, request: Request) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import LoRAConfig, VllmConfig
 
 
 DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
@@ -74,6 +74,31 @@ def is_pooling_model(config: VllmConfig) -> bool:
     """
     model: Any = config.model_config
     return model is not None and model.runner_type == "pooling"
+
+
+def media_options(multimodal_config: Any) -> tuple[object, ...]:
+    """What decides beside its bytes what a model computes of an image, a sound or a video, and is
+    in no hash of vLLM's.
+
+    Touches:
+        vllm/config/multimodal.py:MultiModalConfig.media_io_kwargs
+        vllm/config/multimodal.py:MultiModalConfig.mm_processor_kwargs
+        vllm/config/multimodal.py:MultiModalConfig.mm_encoder_attn_dtype
+        vllm/config/multimodal.py:MultiModalConfig.video_pruning_rate
+        vllm/config/multimodal.py:MultiModalConfig.video_pruning_method
+    """
+    media = multimodal_config
+    processing = media.media_io_kwargs, media.mm_processor_kwargs, media.mm_encoder_attn_dtype
+    pruning = (media.video_pruning_method, media.video_pruning_rate)
+    return *processing, pruning if media.video_pruning_rate else None
+
+
+def lora_options(lora_config: LoRAConfig | None) -> tuple[object, ...]:
+    """What decides beside its files what an adapter changes."""
+    if lora_config is None:
+        return ()
+    modules = sorted(lora_config.target_modules or ())
+    return str(lora_config.lora_dtype), modules, lora_config.enable_tower_connector_lora
 
 
 def cpu_page_isa(config: VllmConfig, block_size: int) -> str:

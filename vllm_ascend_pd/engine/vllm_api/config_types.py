@@ -43,6 +43,7 @@ class ModelConfig(Protocol):
     model_class_overrides: dict[str, str]
     hf_config: Any
     hf_text_config: Any
+    multimodal_config: Any
     disable_sliding_window: bool
     disable_cascade_attn: bool
     return_sampling_mask: bool
@@ -107,12 +108,15 @@ class LoadConfig(Protocol):
 
     load_format: Any
     download_dir: str | None
+    model_loader_extra_config: Any
 
 
 class LoRAConfig(Protocol):
     """Touches: vllm/config/lora.py:LoRAConfig"""
 
     lora_dtype: Any
+    target_modules: list[str] | None
+    enable_tower_connector_lora: bool
 
 
 class SpeculativeConfig(Protocol):
