@@ -16,6 +16,7 @@ VLLM = "0.30.0"  # the one that is taken when none is named
 VLLM_ASCEND = "0.30.0rc2"
 TORCH = "2.13.0"
 MOONCAKE = "0.3.13.post1"
+SHARED_MEMORY_BYTES = 1 << 30
 BUILD_TOOLS = ("setuptools", "wheel", "cmake", "ninja", "pybind11")
 
 DEVICES = ("cpu", "cuda", "ascend")
@@ -76,6 +77,12 @@ def _has_python_headers() -> bool:
     return Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
+def _shared_memory_bytes() -> int:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage("/dev/shm").total
+    return 0
+
+
 @dataclass(frozen=True)
 class Probe:
     """How the host is looked at; tests hand in their own functions."""
@@ -85,6 +92,7 @@ class Probe:
     loads: Callable[[str], bool] = _loads
     has_module: Callable[[str], bool] = has_module
     has_python_headers: Callable[[], bool] = _has_python_headers
+    shared_memory_bytes: Callable[[], int] = _shared_memory_bytes
 
 
 def detect_device(probe: Probe) -> tuple[str, str]:
@@ -126,6 +134,17 @@ def missing_packages(probe: Probe) -> dict[str, str]:
     if not probe.which("git"):
         missing["git"] = "the patch tools and the lint hooks call it"
     return missing
+
+
+def shared_memory_note(probe: Probe) -> str:
+    """What a host with so small a /dev/shm cannot do; empty where it is large enough."""
+    num_bytes = probe.shared_memory_bytes()
+    if num_bytes >= SHARED_MEMORY_BYTES:
+        return ""
+    return (
+        f"/dev/shm has {num_bytes >> 20} MiB, and vLLM wants 400 MiB for each engine with a worker"
+        " process: `make test` and `vllm-pd up` fail here; start the container with --shm-size=4g"
+    )
 
 
 def install_command(packages: list[str], use_sudo: bool) -> str:

@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     venv = arguments.venv or (f".venv-{plan.vllm}" if plan.vllm != host.VLLM else ".venv")
     missing = {} if arguments.no_system_check else host.missing_packages(probe)
     print(f"host: {device} ({reason})", flush=True)
+    if note := host.shared_memory_note(probe):
+        print(f"note: {note}", flush=True)
     if arguments.plan or not plan.tested:
         print_plan(plan, missing, venv)
         if arguments.plan:

@@ -20,6 +20,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -35,6 +36,8 @@ PRODUCER = {"kv_role": "kv_producer"}
 CONSUMER = {"kv_role": "kv_consumer"}
 PATIENT = {"lease_s": 300, "peer_timeout_s": 60, "step_load_timeout_s": 60}
 """What a machine that is slow or busy needs; the defaults are for a service, where others wait."""
+WORKER_BYTES = 400 << 20
+"""Of /dev/shm, which vLLM wants for a worker process. Containers have 64 MiB unless told."""
 STOP_S = 120.0
 """What an engine has to end in; on a slow or busy machine vLLM's own 5 s are not enough."""
 
@@ -56,6 +59,9 @@ def serve(
     """One engine: answers (prompt, max_tokens, kv_transfer_params) until None comes."""
     if options.device in VISIBLE_DEVICES:  # read when the engine's libraries are loaded
         os.environ[VISIBLE_DEVICES[options.device]] = str(device)
+    has_worker = shutil.disk_usage("/dev/shm").free >= WORKER_BYTES
+    if not has_worker:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -75,6 +81,7 @@ def serve(
         kv_cache_memory_bytes=options.kv_cache_mb << 20,
         kv_transfer_config=kv_transfer_config,
         disable_log_stats=False,
+        distributed_executor_backend=None if has_worker else "uni",
         **({"gpu_memory_utilization": 0.3} if options.one_device else {}),
     )
     pipe.send("ready")

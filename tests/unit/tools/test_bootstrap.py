@@ -35,6 +35,7 @@ def probe(
     libraries: tuple[str, ...] = tuple(host.LIBRARIES),
     modules: tuple[str, ...] = ("venv", "pip"),
     headers: bool = True,
+    shared_memory: int = 1 << 30,
 ) -> host.Probe:
     return host.Probe(
         find_files=lambda pattern: [file for file in files if Path(file).match(pattern)],
@@ -42,6 +43,7 @@ def probe(
         loads=lambda soname: soname in libraries,
         has_module=lambda name: name in modules,
         has_python_headers=lambda: headers,
+        shared_memory_bytes=lambda: shared_memory,
     )
 
 
@@ -76,6 +78,13 @@ def test_missing_libraries_compiler_headers_and_venv_are_named_with_the_reason()
         *("g++", "python3-dev", "python3-venv", "git"),
     }
     assert missing["libibverbs1"] == "Mooncake loads libibverbs.so.1"
+
+
+def test_a_container_with_too_little_shared_memory_is_told_how_to_get_more() -> None:
+    assert not host.shared_memory_note(probe())
+    note = host.shared_memory_note(probe(shared_memory=64 << 20))
+    assert "/dev/shm has 64 MiB" in note
+    assert "--shm-size=4g" in note
 
 
 def test_a_python_without_pip_will_do_if_it_can_install_it() -> None:
