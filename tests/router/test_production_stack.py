@@ -117,6 +117,22 @@ def test_session_is_in_a_header_or_in_the_body(where: str) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("options", "required"),
+    [
+        ((), False),
+        (("--require-prefill",), True),
+        (("--routing-logic", "disaggregated_prefill_orchestrated"), True),
+    ],
+)
+def test_orchestrated_routing_leaves_no_prompt_to_a_decode_engine(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], required: bool
+) -> None:
+    config, said = command(monkeypatch, "--static-backends", URLS, *options)
+    assert config is not None, said
+    assert config.require_prefill is required
+
+
 def test_engine_stats_are_read_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = command(monkeypatch, "--engine-stats-interval", "30")
     assert config is not None
