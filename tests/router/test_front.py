@@ -13,7 +13,6 @@ import pytest
 from tests.router.harness import FAST, Deployment, deployed, raw_exchange, run
 from vllm_ascend_pd.router.config import Limits
 from vllm_ascend_pd.router.front import BadTarget, engine_target
-from vllm_ascend_pd.router.passthrough import ENGINE_PATHS
 
 
 async def ask(d: Deployment, line: bytes, *more: bytes) -> tuple[int, dict[str, Any], bytes]:
@@ -197,7 +196,10 @@ def test_ping_says_what_health_says() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*ENGINE_PATHS, "/v1/score", "/v1/rerank"],
+    [
+        *("/tokenize", "/detokenize", "/classify", "/pooling", "/score", "/rerank"),
+        *("/v1/score", "/v1/rerank", "/v2/rerank", "/v2/embed"),
+    ],
 )
 def test_engines_paths_beside_v1_are_passed_on(path: str) -> None:
     async def test() -> None:
