@@ -38,7 +38,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
 )
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ascend_pd import hooks
@@ -239,3 +239,10 @@ def test_stats_add_up_and_reset() -> None:
     assert not stats.is_empty()
     stats.reset()
     assert stats.is_empty()
+
+
+def test_statuses_of_the_release_keep_their_numbers() -> None:
+    ours = RequestStatus.WAITING_FOR_KV
+    others = [status for status in RequestStatus if status is not ours]
+    assert others == list(range(1, len(others) + 1))
+    assert not RequestStatus.is_finished(ours)
