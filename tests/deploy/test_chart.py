@@ -30,9 +30,7 @@ CHART = DEPLOY / "chart"
 def render(**values: Any) -> list[Object]:
     with helm.Chart.load(CHART) as chart:
         files = chart.render(values=values, name="any", namespace="space")
-    objects = [one for text in files.values() for one in yaml.safe_load_all(text) if one]
-    validate(objects)
-    return objects
+    return [one for text in files.values() for one in yaml.safe_load_all(text) if one]
 
 
 def comparable(deployment: Object) -> Object:
@@ -59,7 +57,9 @@ def test_there_is_nothing_to_say_against_it() -> None:
 @needs_kubectl
 @pytest.mark.parametrize("rendered", ["cuda"], indirect=True)
 def test_without_values_it_is_the_overlay_for_cuda(rendered: list[Object]) -> None:  # noqa: F811
-    ours = {(one["kind"], one["metadata"]["name"]): one for one in render()}
+    objects = render()
+    validate(objects)
+    ours = {(one["kind"], one["metadata"]["name"]): one for one in objects}
     theirs = {
         (one["kind"], one["metadata"]["name"]): one
         for one in rendered
@@ -87,7 +87,9 @@ def test_values_reach_the_pods() -> None:
         router={"replicas": 1, "args": ["--policy", "round-robin"]},
         secret={"value": "s3cret"},
         tenants=tenants,
+        observe=True,
     )
+    validate(objects)
     deployments = of(objects, "Deployment")
     assert [one["spec"]["replicas"] for one in deployments.values()] == [2, 3, 1]
     assert {container(one)["image"] for one in deployments.values()} == {"mine:1"}

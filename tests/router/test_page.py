@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.router.broken_streams import PATIENT
 from tests.router.harness import FAST, deployed, run
+from tests.router.moving import SLOW, Client, move
 from vllm_ascend_pd.router.bodies import COMPLETIONS, Body, parse
 from vllm_ascend_pd.router.policies import Routed
 from vllm_ascend_pd.router.snapshot import RecentError
@@ -111,6 +113,24 @@ def test_page_shows_the_way_of_each_request_and_filters_them(tmp_path: Path) -> 
             dom = await rendered(f"{d.url}/#filter=SECOND+{decode}+prefill-first", profile)
             assert list(ways(dom)) == ["tiny second"]
             assert not ways(await rendered(f"{d.url}/#filter=nothing+%", profile))
+
+    run(test)
+
+
+@needs_browser
+def test_page_shows_where_a_request_has_moved_to(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d, request_id="mover")
+            await client.has(2)
+            [report] = await move(d, "mover")
+            assert report["outcome"] == "moved"
+            await client.events()
+            dom = await rendered(f"{d.url}/#filter=mover", tmp_path / "profile")
+            [row] = ways(dom).values()
+            bars = dict(re.findall(r'title="(\w+) (\S*) [\d.]+ ms to', row))
+            assert bars["moved"] == report["target"] != bars["prefill"]
+            assert re.search('class="[^"]*moved', row)
 
     run(test)
 
