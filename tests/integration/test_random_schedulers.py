@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.integration.stress.rounds import OPERATIONS
+from tests.integration.test_move_faults import coming
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     POLL_LIMIT_S,
     SPEC,
@@ -40,6 +41,7 @@ class Asked:
     prompt: list[int]
     num_tokens: int
     leg: str
+    moves_from: str = ""
 
 
 class Rounds:
@@ -63,9 +65,12 @@ class Rounds:
             "first_token": draw.choice(["auto", "compute"]),
             "load_mode": draw.choice(["auto", "step", "park"]),
             "arrival_timeout_s": 0.5,  # nobody brings some transfer ids
+            "max_freeze_s": POLL_LIMIT_S,
+            "peer_timeout_s": POLL_LIMIT_S,
         }
         self._prefiller = engines.make("kv_both", **options)
         self._decoder = engines.make("kv_both", **options)
+        self._prefiller.worker.peers.append(self._decoder.worker)
         self._both = (self._prefiller, self._decoder)
         self._failure_rate = 0.0
         for engine in self._both:
@@ -75,19 +80,23 @@ class Rounds:
         self._prefiller.scheduler.reset_prefix_cache()
         self._asked: dict[str, Asked] = {}
         self._num_asked = 0
+        self._gone: dict[str, bool] = {}
+        """Requests that have moved away, and whether another engine is known to have them."""
+        self.num_moved = 0
         self._stems = [draw.choices(range(300, 2000), k=max(LENGTHS)) for _ in range(3)]
 
-    def run(self) -> None:
+    def run(self, operations: dict[str, int] = OPERATIONS) -> None:
         draw = self._draw
         self._failure_rate = draw.choice([0, 0.1, 0.4])
-        operations = draw.choices(list(OPERATIONS), OPERATIONS.values(), k=draw.randrange(10, 60))
-        for name in operations:
+        names = draw.choices(list(operations), operations.values(), k=draw.randrange(10, 60))
+        for name in names:
             getattr(self, f"_{name}")()
         deadline = time.monotonic() + POLL_LIMIT_S
         while self._asked:
             assert time.monotonic() < deadline, f"nothing ends any more: {self._asked}"
             for engine in self._both:
                 self._step(engine, 10)
+        assert all(self._gone.values()), "a request has moved away, and to nowhere"
         for engine in (*self._both, *self._both):  # each gives up what the other has of it
             while engine.in_flight:
                 engine.finish_step()
@@ -127,12 +136,15 @@ class Rounds:
 
     def _alone(self) -> None:
         engine = self._draw.choice(self._both)
-        self._ask(engine, self._prompt(), None, "alone", self._draw.choice([1, 2, 9]))
+        self._ask(engine, self._prompt(), None, "alone", self._draw.choice([1, 2, 9, 60]))
 
     def _abort(self) -> None:
         if self._asked:
             request_id = self._draw.choice(list(self._asked))
-            self._asked.pop(request_id).engine.abort(request_id)
+            asked = self._asked.pop(request_id)
+            asked.engine.abort(request_id)
+            if asked.moves_from:
+                self._gone[asked.moves_from] = True
 
     def _reset(self) -> None:
         with suppress(RuntimeError):  # a step under way still has blocks
@@ -143,6 +155,17 @@ class Rounds:
 
     def _step_decoder(self) -> None:
         self._step(self._decoder, self._draw.choice([1, 1, 2, 5, 20]))
+
+    def _move(self) -> None:
+        """A request that decodes, or one that is moving already."""
+        running = [name for name, asked in self._asked.items() if asked.engine.tokens[name]]
+        if not running:
+            return
+        name = self._draw.choice(running)
+        asked = self._asked[name]
+        (there,) = (engine for engine in self._both if engine is not asked.engine)
+        params = {"resume": coming(name, asked.engine, asked.prompt)}
+        self._ask(there, asked.prompt, params, "moved", asked.num_tokens, name)
 
     # Requests and loads.
 
@@ -160,12 +183,13 @@ class Rounds:
         params: dict[str, Any] | None,
         leg: str,
         num_tokens: int,
+        moves_from: str = "",
     ) -> None:
         self._num_asked += 1
         request_id = f"r{self._num_asked}"
-        request = engine.add(request_id, list(prompt), params, num_tokens)
+        request = engine.add(request_id, list(prompt), params, num_tokens, temperature=0)
         request.priority = self._draw.choice([0, 0, 1])
-        self._asked[request_id] = Asked(engine, prompt, num_tokens, leg)
+        self._asked[request_id] = Asked(engine, prompt, num_tokens, leg, moves_from)
 
     def _step(self, engine: Engine, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -181,15 +205,30 @@ class Rounds:
             tokens = asked.engine.tokens[request_id]
             first = len(asked.prompt)
             assert tokens == [right_token(first + i) for i in range(len(tokens))], asked
+            if asked.moves_from and tokens:
+                self._expect_gone(asked)
+                self._gone[asked.moves_from] = True
             if request_id in asked.engine.scheduler.requests:
                 continue
-            assert len(tokens) == asked.num_tokens, asked
             del self._asked[request_id]
-            params = asked.engine.params.get(request_id)
-            if asked.leg == "prefill" and params is not None:
+            params = asked.engine.params.get(request_id) or {}
+            if asked.leg == "moved" and "refused" in params.get("resume", {}):
+                assert not tokens, asked
+                continue
+            if params.get("moved"):
+                self._gone.setdefault(request_id, False)
+                self.num_moved += 1
+                continue
+            assert len(tokens) == asked.num_tokens, asked
+            if asked.leg == "prefill" and params:
                 for _ in range(self._draw.choice([1, 1, 1, 2, 4])):
                     num_tokens = self._draw.choice([1, 2, 5, 20])
                     self._ask(self._decoder, asked.prompt, params, "prefill first", num_tokens)
+
+    def _expect_gone(self, taken: Asked) -> None:
+        """Nobody computes a request that another engine has taken."""
+        (there,) = (engine for engine in self._both if engine is not taken.engine)
+        assert taken.moves_from not in {one.request_id for one in there.scheduler.running}, taken
 
     def _cause(self) -> str:
         return Cause.CHECKSUM.value if self._draw.random() < self._failure_rate else ""
@@ -224,3 +263,13 @@ def test_random_operations_with_windows(
     rounds = Rounds(engines, seed, (40, 48, 64), specs)
     for _ in range(NUM_ROUNDS):
         rounds.run()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_with_moves(engines: Engines, seed: int) -> None:  # noqa: F811
+    rounds = Rounds(engines, seed)
+    for num_rounds in range(1, 10 * NUM_ROUNDS):
+        rounds.run({**OPERATIONS, "alone": 20, "move": 20})
+        if num_rounds >= NUM_ROUNDS and rounds.num_moved:
+            return
+    pytest.fail("nothing has moved")
