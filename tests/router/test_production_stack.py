@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tests.router.harness import FAST, deployed, run, until
 from tests.router.scripted_engine import ScriptedEngine
-from vllm_ascend_pd.cli.router import app
+from vllm_ascend_pd.cli.main import app
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router import server
 from vllm_ascend_pd.router.config import CORS, Backend, Probes, RouterConfig
@@ -27,7 +27,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[RouterConfi
     """What the command line makes of these, and what it says."""
     found: list[RouterConfig] = []
     monkeypatch.setattr(server, "serve", lambda config, on_ready: found.append(config))
-    result = CliRunner().invoke(app, list(options))
+    result = CliRunner().invoke(app, ["router", *options])
     return (found[0] if found else None), result.output
 
 

@@ -39,12 +39,10 @@ def drain(
     token_file: TokenFile = None,
 ) -> None:
     import asyncio
-    import sys
 
     from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.emptying import drain as draining
     from vllm_ascend_pd.cluster.operator import RouterOperator
-    from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.registration import DrainOrder
 
     async def one(operator: RouterOperator, name: str) -> None:
@@ -67,9 +65,6 @@ def drain(
 
     try:
         asyncio.run(ask())
-    except ConfigError as e:
-        typer.echo(f"vllm-pd drain: {e}", err=True)
-        sys.exit(2)
-    except asyncio.TimeoutError:
+    except asyncio.TimeoutError as e:
         typer.echo(f"vllm-pd drain: requests are left after {wait:g} s; it goes on", err=True)
-        sys.exit(1)
+        raise typer.Exit(1) from e

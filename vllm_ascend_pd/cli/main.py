@@ -14,6 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from vllm_ascend_pd.errors import PDError
+
 SUBCOMMANDS = (
     *("patch", "up", "restart", "scale", "move", "drain", "role", "router", "doctor", "pool"),
     *("manifests", "profile", "plan"),
@@ -22,7 +24,16 @@ SUBCOMMANDS = (
 
 
 class LazyGroup(TyperGroup):
-    """Imports a subcommand's module when the subcommand is asked for."""
+    """Imports a subcommand's module when the subcommand is asked for, and says what is wrong with
+    what the user gave it.
+    """
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except PDError as e:
+            typer.echo(f"vllm-pd {ctx.invoked_subcommand}: {e}", err=True)
+            raise typer.Exit(2) from e
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(SUBCOMMANDS)

@@ -27,19 +27,12 @@ def manifests(
         bool, typer.Option("--alerts", help="Print the alert rules too, as a PrometheusRule.")
     ] = False,
 ) -> None:
-    import sys
-
     import yaml
 
     from vllm_ascend_pd.cluster import topology as topologies
     from vllm_ascend_pd.cluster.manifests import alert_rules
     from vllm_ascend_pd.cluster.manifests import manifests as make
-    from vllm_ascend_pd.errors import PDError
 
-    try:
-        objects = make(topologies.load(topology), image)
-    except PDError as e:
-        typer.echo(f"vllm-pd manifests: {e}", err=True)
-        sys.exit(2)
+    objects = make(topologies.load(topology), image)
     objects += [alert_rules()] if alerts else []
     typer.echo(yaml.safe_dump_all(objects, sort_keys=False, width=100), nl=False)

@@ -63,11 +63,9 @@ def move(
     token_file: TokenFile = None,
 ) -> None:
     import asyncio
-    import sys
 
     from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.operator import RouterOperator
-    from vllm_ascend_pd.errors import ConfigError
 
     if [bool(requests), source is not None, listing].count(True) != 1:
         raise typer.BadParameter("name requests, or give --from or --list", param_hint="REQUEST")
@@ -83,12 +81,7 @@ def move(
             ]
             return await _move_all(operator, ids, to)
 
-    try:
-        code = asyncio.run(ask())
-    except ConfigError as e:
-        typer.echo(f"vllm-pd move: {e}", err=True)
-        code = 2
-    sys.exit(code)
+    raise typer.Exit(asyncio.run(ask()))
 
 
 async def _move_all(operator: RouterOperator, ids: list[str], to: str | None) -> int:

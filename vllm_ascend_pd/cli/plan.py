@@ -58,9 +58,6 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    import sys
-
-    from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.planner import report
     from vllm_ascend_pd.planner.limits import router_needs
     from vllm_ascend_pd.planner.profile import load
@@ -82,22 +79,18 @@ def plan(
             param_hint="--gpus",
         )
     objective = Objective(slo_ttft, slo_itl, attained)
-    try:
-        speeds = Speeds.of(load(profile))
-        asked = RequestTrace(
-            read_trace(trace, max_requests, tokens_per_id=tokens_per_id),
-            speed=speed,
-            tokens_per_id=tokens_per_id,
-        )
-        search = Search(lambda split: simulate(asked, speeds, split), objective)
-        found = search.find(num_instances)
-        if as_json:
-            typer.echo(report.to_json(found))
-        else:
-            typer.echo(report.table(found, objective, gpus_per_instance))
-            typer.echo(report.needs(router_needs(asked, found.best)))
-        if picture is not None:
-            report.draw(found, objective, picture)
-    except ConfigError as e:
-        typer.echo(f"vllm-pd plan: {e}", err=True)
-        sys.exit(2)
+    speeds = Speeds.of(load(profile))
+    asked = RequestTrace(
+        read_trace(trace, max_requests, tokens_per_id=tokens_per_id),
+        speed=speed,
+        tokens_per_id=tokens_per_id,
+    )
+    search = Search(lambda split: simulate(asked, speeds, split), objective)
+    found = search.find(num_instances)
+    if as_json:
+        typer.echo(report.to_json(found))
+    else:
+        typer.echo(report.table(found, objective, gpus_per_instance))
+        typer.echo(report.needs(router_needs(asked, found.best)))
+    if picture is not None:
+        report.draw(found, objective, picture)

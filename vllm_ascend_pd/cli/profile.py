@@ -65,7 +65,6 @@ def profile(
     ] = None,
 ) -> None:
     import asyncio
-    import sys
 
     from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.planner.measure import EngineLimits, Grid, take_profile
@@ -91,9 +90,8 @@ def profile(
         key = read_token("--api-key-file", str(api_key_file)) if api_key_file else None
         taken = asyncio.run(take_profile(router, key, grid, limits, typer.echo))
         save(taken, out)
-    except (ConfigError, OSError) as e:
-        typer.echo(f"vllm-pd profile: {e}", err=True)
-        sys.exit(2)
+    except OSError as e:
+        raise ConfigError(str(e)) from e
     typer.echo(f"wrote {out}")
 
 

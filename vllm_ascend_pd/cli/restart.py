@@ -36,11 +36,9 @@ def restart(
     ] = 600,
 ) -> None:
     import asyncio
-    import sys
     import time
 
     from vllm_ascend_pd.cluster.control import RestartOrder, ask_to_restart, socket_path
-    from vllm_ascend_pd.errors import ConfigError
 
     if bool(names) == every:
         raise typer.BadParameter("name engines, or give --all", param_hint="NAME")
@@ -54,9 +52,4 @@ def restart(
             code = 1 if progress.failed else code
         return code
 
-    try:
-        code = asyncio.run(follow())
-    except ConfigError as e:
-        typer.echo(f"vllm-pd restart: {e}", err=True)
-        code = 2
-    sys.exit(code)
+    raise typer.Exit(asyncio.run(follow()))

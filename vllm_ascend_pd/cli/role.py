@@ -34,14 +34,12 @@ def role(
     token_file: TokenFile = None,
 ) -> None:
     import asyncio
-    import sys
 
     import msgspec
 
     from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.emptying import switch
     from vllm_ascend_pd.cluster.operator import RouterOperator
-    from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.registration import Role
 
     try:
@@ -55,8 +53,4 @@ def role(
             async for line in switch(operator, instance, wanted):
                 typer.echo(line)
 
-    try:
-        asyncio.run(ask())
-    except ConfigError as e:
-        typer.echo(f"vllm-pd role: {e}", err=True)
-        sys.exit(2)
+    asyncio.run(ask())

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from vllm_ascend_pd.errors import ConfigError, PDError
+from vllm_ascend_pd.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
 
@@ -264,78 +264,70 @@ def router(
         raise typer.BadParameter(
             "only disaggregated_prefill_orchestrated", param_hint="--routing-logic"
         )
-    try:
-        config = router_config.RouterConfig(
-            host=host,
-            port=port,
-            num_workers=workers,
-            prefills=tuple(prefill),
-            decodes=tuple(decode),
-            instances_file=instances,
-            backends=router_config.static_backends(
-                static_backends, static_models, static_model_labels
-            ),
-            policy=policy or ("session-affinity" if session_key else "least-loaded"),
-            session_key=session_key,
-            stats_window_s=request_stats_window,
-            order=order,  # type: ignore[arg-type]
-            roles=roles,  # type: ignore[arg-type]
-            planning=router_config.Planning(profile, slo_ttft, slo_itl) if profile else None,
-            rebalance=rebalance,  # type: ignore[arg-type]
-            require_prefill=require_prefill or routing_logic is not None,
-            api_keys_file=api_keys_file,
-            tenants_file=tenants_file,
-            engine_api_key_file=engine_api_key_file,
-            registration_token_file=registration_token_file,
-            secret_file=secret_file,
-            prefill_labels=_labels(prefill_model_labels),
-            decode_labels=_labels(decode_model_labels),
-            kubernetes=router_config.Kubernetes(
-                k8s_namespace, k8s_label_selector, k8s_port, kubeconfig
-            )
-            if service_discovery == "k8s"
-            else None,
-            drain_s=drain_timeout,
-            access_log=access_log,  # type: ignore[arg-type]
-            otlp_endpoint=otlp_endpoint,
-            log_level=log_level,
-            timeouts=router_config.Timeouts(
-                connect_s=connect_timeout,
-                prefill_s=prefill_timeout,
-                first_token_s=first_token_timeout,
-                idle_s=idle_timeout,
-                answer_s=answer_timeout,
-            ),
-            retries=router_config.Retries(
-                max_attempts=max_attempts,
-                resume=resume_streams,  # type: ignore[arg-type]
-                max_resumes=max_resumes,
-                tool_call_parser=tool_call_parser,
-            ),
-            queueing=router_config.Queueing(max_requests, max_queued, queue_timeout),
-            probes=router_config.Probes(
-                interval_s=probe_interval, load_interval_s=engine_stats_interval
-            ),
-            cors=router_config.CORS(
-                _json_list(allowed_origins, "--allowed-origins"),
-                _json_list(allowed_methods, "--allowed-methods"),
-                _json_list(allowed_headers, "--allowed-headers"),
-                allow_credentials,
-            ),
-            limits=router_config.Limits(body_bytes=max_body_mb << 20),
-            tls=router_config.TLS(tls_certificate, tls_key, engine_ca),
-            skipping=router_config.Skipping(router_config.skip_mode(skip_prefill)),
-        )
-        router_config.set_up_logging(config)
-        if workers > 1:
-            from vllm_ascend_pd.router.workers.keeper import serve
-        else:
-            from vllm_ascend_pd.router.server import serve
+    config = router_config.RouterConfig(
+        host=host,
+        port=port,
+        num_workers=workers,
+        prefills=tuple(prefill),
+        decodes=tuple(decode),
+        instances_file=instances,
+        backends=router_config.static_backends(static_backends, static_models, static_model_labels),
+        policy=policy or ("session-affinity" if session_key else "least-loaded"),
+        session_key=session_key,
+        stats_window_s=request_stats_window,
+        order=order,  # type: ignore[arg-type]
+        roles=roles,  # type: ignore[arg-type]
+        planning=router_config.Planning(profile, slo_ttft, slo_itl) if profile else None,
+        rebalance=rebalance,  # type: ignore[arg-type]
+        require_prefill=require_prefill or routing_logic is not None,
+        api_keys_file=api_keys_file,
+        tenants_file=tenants_file,
+        engine_api_key_file=engine_api_key_file,
+        registration_token_file=registration_token_file,
+        secret_file=secret_file,
+        prefill_labels=_labels(prefill_model_labels),
+        decode_labels=_labels(decode_model_labels),
+        kubernetes=router_config.Kubernetes(k8s_namespace, k8s_label_selector, k8s_port, kubeconfig)
+        if service_discovery == "k8s"
+        else None,
+        drain_s=drain_timeout,
+        access_log=access_log,  # type: ignore[arg-type]
+        otlp_endpoint=otlp_endpoint,
+        log_level=log_level,
+        timeouts=router_config.Timeouts(
+            connect_s=connect_timeout,
+            prefill_s=prefill_timeout,
+            first_token_s=first_token_timeout,
+            idle_s=idle_timeout,
+            answer_s=answer_timeout,
+        ),
+        retries=router_config.Retries(
+            max_attempts=max_attempts,
+            resume=resume_streams,  # type: ignore[arg-type]
+            max_resumes=max_resumes,
+            tool_call_parser=tool_call_parser,
+        ),
+        queueing=router_config.Queueing(max_requests, max_queued, queue_timeout),
+        probes=router_config.Probes(
+            interval_s=probe_interval, load_interval_s=engine_stats_interval
+        ),
+        cors=router_config.CORS(
+            _json_list(allowed_origins, "--allowed-origins"),
+            _json_list(allowed_methods, "--allowed-methods"),
+            _json_list(allowed_headers, "--allowed-headers"),
+            allow_credentials,
+        ),
+        limits=router_config.Limits(body_bytes=max_body_mb << 20),
+        tls=router_config.TLS(tls_certificate, tls_key, engine_ca),
+        skipping=router_config.Skipping(router_config.skip_mode(skip_prefill)),
+    )
+    router_config.set_up_logging(config)
+    if workers > 1:
+        from vllm_ascend_pd.router.workers.keeper import serve
+    else:
+        from vllm_ascend_pd.router.server import serve
 
-        serve(config, lambda url: typer.echo(f"vllm-pd router listens on {url}"))
-    except PDError as e:
-        typer.echo(f"Error: {e}", err=True)
-        raise typer.Exit(2) from e
+    serve(config, lambda url: typer.echo(f"vllm-pd router listens on {url}"))
 
 
 def _labels(text: str) -> tuple[str, ...]:

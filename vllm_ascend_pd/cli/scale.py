@@ -35,12 +35,10 @@ def scale(
     ] = 1800,
 ) -> None:
     import asyncio
-    import sys
 
     from vllm_ascend_pd.cluster.control import ScaleOrder, ask_to_scale, socket_path
     from vllm_ascend_pd.cluster.scaling.status import follow
     from vllm_ascend_pd.cluster.scaling.target import Ratio
-    from vllm_ascend_pd.errors import ConfigError
 
     async def run() -> None:
         ratio = Ratio.parse(pd_ratio) if pd_ratio is not None else None
@@ -50,9 +48,6 @@ def scale(
 
     try:
         asyncio.run(asyncio.wait_for(run(), wait or None))
-    except ConfigError as e:
-        typer.echo(f"vllm-pd scale: {e}", err=True)
-        sys.exit(2)
-    except asyncio.TimeoutError:
+    except asyncio.TimeoutError as e:
         typer.echo(f"vllm-pd scale: not done after {wait:g} s; it goes on", err=True)
-        sys.exit(1)
+        raise typer.Exit(1) from e

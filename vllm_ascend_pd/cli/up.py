@@ -101,7 +101,6 @@ def up(
     ] = False,
 ) -> None:
     import asyncio
-    import sys
     import time
 
     import msgspec
@@ -112,59 +111,54 @@ def up(
     from vllm_ascend_pd.cluster.observe import with_prometheus
     from vllm_ascend_pd.cluster.plan import Programs, make_plan
     from vllm_ascend_pd.cluster.scaling.up import OnRay, at_router, plan_on_ray
-    from vllm_ascend_pd.errors import PDError
 
     more = list(context.args)
     if config is not None and model is not None and model.startswith("-"):
         more.insert(0, model)  # the first word after `--`
         model = None
-    try:
-        given = {
-            "model": model,
-            "served_model_name": served_model_name,
-            "prefill": [{"count": prefill}],
-            "decode": [{"count": decode}],
-            "router": {"port": port, "args": {"access-log": access_log}},
-            "extra_config": {"pool": {"dram_size": pool}} if pool else {},
-        }
-        plan_of = _topology(config, given)
-        plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
-        _refuse(
-            observe=observe,
-            dry_run=dry_run,
-            on_ray=ray is not None,
-            counts=(prefill, decode) != (1, 1),
-            of_ray=(pd_ratio, max_instances, engine_cpus) != ("1:1", 2, 1),
-        )
-        if ray is not None:
-            asked = OnRay.parse(ray, pd_ratio, max_instances, engine_cpus)
-            plan_of = at_router(plan_of, asked)
-        here = launch.find_local_host(plan_of, host)
-        logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
-        secrets: list[Path] = []
-        if not dry_run:
-            plan_of, secrets = launch.with_secrets(plan_of, logs.absolute())
-        programs, choose_port = Programs() if dry_run else launch.find_programs(), FreePorts()
-        manner = _manner(plan_of, logs, startup_timeout, log_max_size, log_files)
-        if ray is None:
-            plan = make_plan(plan_of, Machine.this(), here, choose_port, programs)
-        else:
-            plan, manner = plan_on_ray(plan_of, asked, manner, programs, choose_port)
-        if dry_run:
-            _print_commands(plan_of, plan)
-            return
-        if observe:
-            plan = with_prometheus(plan, here, logs.absolute() / "prometheus", choose_port)
-        commands = plan.on(here)
-        launch.refuse_busy_ports(commands)
-        if any(command.role in ("prefill", "decode") for command in commands):
-            asyncio.run(launch.refuse_unpatched_engine())
-        launch.write_secrets(secrets)
-        code = asyncio.run(launch.launch(plan, commands, plan_of.name, Console(), manner))
-    except PDError as e:
-        typer.echo(f"vllm-pd up: {e}", err=True)
-        sys.exit(2)
-    sys.exit(code)
+    given = {
+        "model": model,
+        "served_model_name": served_model_name,
+        "prefill": [{"count": prefill}],
+        "decode": [{"count": decode}],
+        "router": {"port": port, "args": {"access-log": access_log}},
+        "extra_config": {"pool": {"dram_size": pool}} if pool else {},
+    }
+    plan_of = _topology(config, given)
+    plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
+    _refuse(
+        observe=observe,
+        dry_run=dry_run,
+        on_ray=ray is not None,
+        counts=(prefill, decode) != (1, 1),
+        of_ray=(pd_ratio, max_instances, engine_cpus) != ("1:1", 2, 1),
+    )
+    if ray is not None:
+        asked = OnRay.parse(ray, pd_ratio, max_instances, engine_cpus)
+        plan_of = at_router(plan_of, asked)
+    here = launch.find_local_host(plan_of, host)
+    logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
+    secrets: list[Path] = []
+    if not dry_run:
+        plan_of, secrets = launch.with_secrets(plan_of, logs.absolute())
+    programs, choose_port = Programs() if dry_run else launch.find_programs(), FreePorts()
+    manner = _manner(plan_of, logs, startup_timeout, log_max_size, log_files)
+    if ray is None:
+        plan = make_plan(plan_of, Machine.this(), here, choose_port, programs)
+    else:
+        plan, manner = plan_on_ray(plan_of, asked, manner, programs, choose_port)
+    if dry_run:
+        _print_commands(plan_of, plan)
+        return
+    if observe:
+        plan = with_prometheus(plan, here, logs.absolute() / "prometheus", choose_port)
+    commands = plan.on(here)
+    launch.refuse_busy_ports(commands)
+    if any(command.role in ("prefill", "decode") for command in commands):
+        asyncio.run(launch.refuse_unpatched_engine())
+    launch.write_secrets(secrets)
+    code = asyncio.run(launch.launch(plan, commands, plan_of.name, Console(), manner))
+    raise typer.Exit(code)
 
 
 def _refuse(*, observe: bool, dry_run: bool, on_ray: bool, counts: bool, of_ray: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from vllm_ascend_pd.cli import doctor, main, up
+from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.cluster.doctor import host
 from vllm_ascend_pd.cluster.doctor.findings import fail
 
@@ -26,7 +26,7 @@ decode: [{host: b}]
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(up.app, list(words))
+    return CliRunner().invoke(main.app, ["up", *words])
 
 
 def test_is_a_subcommand() -> None:
@@ -122,6 +122,6 @@ def test_an_engine_without_patches_is_not_started(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("option", ["--router", "--prefill", "--decode"])
 def test_doctor_names_a_wrong_url(option: str) -> None:
-    result = CliRunner().invoke(doctor.app, [option, "localhost:8000"])
+    result = CliRunner().invoke(main.app, ["doctor", option, "localhost:8000"])
     assert result.exit_code == 2
     assert "is not http://HOST:PORT" in result.output
