@@ -167,6 +167,20 @@ def check_answer(output: RequestOutput) -> None:
         answers.check(output.kv_transfer_params)
 
 
+def data_parallel_rank(vllm_config: VllmConfig, params: Any, named: int | None) -> int | None:
+    """Which rank gets a request, in the front end: that of the header, or else what the sender of
+    both requests of a pair asks for. vLLM refuses one that is none of its own.
+
+    Touches:
+        vllm/sampling_params.py:SamplingParams.extra_args
+    """
+    if named is not None or not in_engine(vllm_config.kv_transfer_config):
+        return named
+    sent = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+    rank = sent.get("data_parallel_rank") if isinstance(sent, dict) else None
+    return rank if type(rank) is int else None
+
+
 def install_worker(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Any]
 ) -> None:

@@ -47,16 +47,13 @@ LONG = " ".join(f"This is sentence {i} of a story." for i in range(120))
 class Up:
     """A running ``vllm-pd up``; its output is what a terminal would show."""
 
-    def __init__(self, folder: Path, model: Path, *engine_args: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, folder: Path, port: int, *options: str) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
         self._output = folder / "up.out"
-        command = [VLLM_PD, "up", str(model), "--served-model-name", "tiny", "--prefill", "1"]
-        command += ["--decode", "1", "--port", str(self.port), "--log-dir", str(folder / "logs")]
-        command += ["--pool", "64MiB", *(["--observe"] if observed.PROMETHEUS else [])]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, "--", *engine_args],
+                [VLLM_PD, "up", "--log-dir", str(folder / "logs"), *options],
                 env={**ENVIRONMENT, **forking_plugin(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -95,6 +92,22 @@ class Up:
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(90)
 
+    def kill(self) -> None:
+        pids = self.pids()
+        self.process.kill()
+        self.process.wait()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def one_of_each(folder: Path, model: Path, *engine_args: str) -> Up:
+    port = free_port()
+    options = [str(model), "--served-model-name", "tiny", "--prefill", "1", "--decode", "1"]
+    options += ["--port", str(port), "--pool", "64MiB"]
+    options += ["--observe"] if observed.PROMETHEUS else []
+    return Up(folder, port, *options, "--", *engine_args)
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -105,17 +118,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Up]:
-    up = Up(tmp_path_factory.mktemp("up"), model, *ENGINE_ARGS)
+    up = one_of_each(tmp_path_factory.mktemp("up"), model, *ENGINE_ARGS)
     try:
         up.until(lambda: "\nup after " in up.output)
         yield up
     finally:
-        pids = up.pids()
-        up.process.kill()
-        up.process.wait()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        up.kill()
 
 
 def complete(url: str, prompt: str, **more: Any) -> str:
@@ -331,7 +339,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
 
 
 def test_an_option_that_vllm_refuses_ends_it_with_the_reason(tmp_path: Path, model: Path) -> None:
-    up = Up(tmp_path, model, "--no-such-option")
+    up = one_of_each(tmp_path, model, "--no-such-option")
     assert up.process.wait(120) == 1
     assert "unrecognized arguments: --no-such-option" in up.output
     assert re.search(r"(prefill|decode)-0 did not come up: exited with code", up.output)

@@ -258,22 +258,23 @@ def test_engine_cores_behind_a_url_without_ranks_are_asked_prefill_first() -> No
     run(test)
 
 
-def test_responses_of_a_rank_are_asked_prefill_first(tmp_path: Path) -> None:
-    """Engines give these to any of their ranks, whatever the header says."""
+def test_prompt_of_a_rank_names_it_where_engines_heed_no_header(tmp_path: Path) -> None:
+    """On ``/v1/responses``, whose requests are sent at once, too."""
 
     async def test() -> None:
         path = tmp_path / "instances.json"
         p, d = ScriptedEngine("p", supports_concurrent=True), ScriptedEngine("d")
         await p.start()
         await d.start()
-        listed = [*ranks(p, "prefill")[:1], *ranks(d, "decode")[:1]]
+        listed = [*ranks(p, "prefill")[1:], *ranks(d, "decode")[:1]]
         path.write_text(json.dumps({"instances": listed}))
         async with deployed(0, 0, replace(STRICT, instances_file=path)) as made:
             for _ in range(2):
                 assert (await made.post())[0] == 200
             assert (await made.post("/v1/responses", input="Hello", prompt=None))[0] == 200
-            assert made.count("orders_total", order="concurrent") == 1
-            assert made.count("orders_total", order="prefill-first") == 2
+            assert made.count("orders_total", order="concurrent") == 2
+            learning, *at_once = [r.params.get("data_parallel_rank") for r in p.received]
+            assert (learning, at_once) == (None, [1, 1])
         await p.stop()
         await d.stop()
 

@@ -57,6 +57,30 @@ def test_what_dropped_samples_drew_is_taken_back(
     assert (again == lost) is loads
 
 
+@pytest.mark.parametrize(
+    ("sent", "named", "rank"),
+    [
+        ({"data_parallel_rank": 1}, None, 1),
+        ({"data_parallel_rank": 1}, 0, 0),
+        ({"data_parallel_rank": "1"}, None, None),
+        ({"data_parallel_rank": True}, None, None),
+        ({"data_parallel_rank": 1.0}, None, None),
+        ({}, None, None),
+        ([1], None, None),
+        (None, None, None),
+    ],
+)
+def test_rank_is_that_of_the_header_or_an_integer_of_the_parameters(
+    sent: Any, named: int | None, rank: int | None
+) -> None:
+    params = SimpleNamespace(extra_args={"kv_transfer_params": sent})
+    for connector, found in (("InEngine", rank), ("NixlConnector", named), (None, named)):
+        config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=connector))
+        assert hooks.data_parallel_rank(config, params, named) == found
+        assert hooks.data_parallel_rank(config, SimpleNamespace(extra_args=None), named) == named
+        assert hooks.data_parallel_rank(config, SimpleNamespace(), named) == named
+
+
 def test_idle_step_is_the_same_object_each_time() -> None:
     """So it allocates nothing in the engine's hot path."""
     mode = SimpleNamespace(name="FULL")

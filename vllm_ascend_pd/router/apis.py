@@ -21,14 +21,12 @@ class API:
     """Fields that make the prompt; without the first there is none."""
     max_tokens: tuple[str, ...]
     """Fields that bound the answer, the one that counts first."""
-    takes_rank: bool = True
-    """Whether engines heed ``RANK_HEADER``; else their front end chooses among its engine cores."""
 
 
 APIS = {
     COMPLETIONS: API(("prompt",), ("max_tokens",)),
     CHAT: API(("messages", "tools"), ("max_completion_tokens", "max_tokens")),
-    RESPONSES: API(("input", "instructions", "tools"), ("max_output_tokens",), takes_rank=False),
+    RESPONSES: API(("input", "instructions", "tools"), ("max_output_tokens",)),
     MESSAGES: API(("messages", "system", "tools"), ("max_tokens",)),
 }
 

@@ -76,8 +76,9 @@ class Body:
         self.fields[name] = value
         self.raw = _encoder.encode(self.fields)
 
-    def for_prefill(self, transfer_id: str | None = None) -> bytes:
-        """Compute the prompt, one token of one sample, not streamed."""
+    def for_prefill(self, transfer_id: str | None = None, rank: int | None = None) -> bytes:
+        """Compute the prompt, one token of one sample, not streamed. With a transfer id D asks
+        for it at this data parallel rank: some paths heed no ``RANK_HEADER``."""
         fields = {key: value for key, value in self.fields.items() if key not in NOT_FOR_PREFILL}
         fields["stream"] = _FALSE
         fields |= dict.fromkeys(APIS[self.path].max_tokens, _ONE)
@@ -92,7 +93,7 @@ class Body:
                 "do_remote_decode": True,
                 "do_remote_prefill": False,
                 "transfer_id": transfer_id,
-            }
+            } | ({} if rank is None else {"data_parallel_rank": rank})
             fields[KV_PARAMS] = msgspec.Raw(_encoder.encode(params))
         return _encoder.encode(fields)
 

@@ -24,7 +24,6 @@ from vllm_ascend_pd.router.answers import (
     not_admitted,
     whole_answer,
 )
-from vllm_ascend_pd.router.apis import APIS
 from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Legs, Stream
@@ -184,8 +183,6 @@ class Relay:
         trace.prefill = pair.prefill.instance_id
         kv = pair.prefill.kv
         concurrent = kv is not None and kv.supports_concurrent
-        if pair.prefill.spec.data_parallel_rank is not None:
-            concurrent &= APIS[job.body.path].takes_rank
         # D answers a background request at once, and that would end the prefill leg.
         if concurrent and not job.body.is_background and self.config.order != "prefill-first":
             self._begin(job, "concurrent")
@@ -224,7 +221,11 @@ class Relay:
             pair.prefill, transfer_id, job.body.model, job.trace.headers
         ) as job.kept:
             prefill = asyncio.ensure_future(
-                self._prefill(job, pair.prefill, job.body.for_prefill(transfer_id))
+                self._prefill(
+                    job,
+                    pair.prefill,
+                    job.body.for_prefill(transfer_id, pair.prefill.spec.data_parallel_rank),
+                )
             )
             try:
                 return await self._decode(job, pair.decode, params, _KV(pair.prefill, prefill))
