@@ -33,11 +33,17 @@ TWO_OF_TWO = json.dumps({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
 
 
 def pair_of(
-    engines: Engines, llms: tuple[str, str], prompt: list[int], faults: str = "", **transfer: Any
+    engines: Engines,
+    llms: tuple[str, str],
+    prompt: list[int],
+    faults: str = "",
+    runs_ahead: bool = False,
+    **transfer: Any,
 ) -> Pair:
-    producer = engines.shared("kv_producer", llm=llms[0], faults=faults)
-    consumer = engines.shared("kv_consumer", llm=llms[1], transfer=transfer or EVERY_LAYER)
-    return Pair(producer, consumer, prompt)
+    options: dict[str, Any] = {"faults": faults, "runs_ahead": runs_ahead}
+    producer = engines.shared("kv_producer", llm=llms[0], **options)
+    options = {"runs_ahead": runs_ahead, "transfer": transfer or EVERY_LAYER}
+    return Pair(producer, engines.shared("kv_consumer", llm=llms[1], **options), prompt)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +86,26 @@ def test_many_at_once(
         answers = pair.run()
         for name, prompt in prompts.items():
             assert answers[name].token_ids == single(prompt, 16).token_ids, (first, name)
+
+
+@pytest.mark.parametrize("mode", ["step", "park"])
+def test_stages_of_engines_that_run_ahead(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, mode: str
+) -> None:
+    """Also after loads that fail, of which such an engine hears a step later."""
+    where = prompt_of(5, "where")
+    pair = pair_of(engines, (TWO, TWO), where, faults="ok*", runs_ahead=True, load_mode=mode)
+    prompts = {f"r{n}": prompt_of(n, f"{n}") for n in (64, 97, 300)}
+    for script in ("ok*", "fail", "ok,corrupt"):
+        for name, prompt in prompts.items():
+            prompt[0] += 1
+            params = pair.producer.prefill(prompt)
+            pair.producer.set_faults(script if name == "r97" else "ok*")
+            pair.consumer.add(name, prompt, 16, params)
+        answers = pair.run()
+        for name, prompt in prompts.items():
+            assert answers[name].token_ids == single(prompt, 16).token_ids, (script, name)
+    pair.producer.set_faults("ok*")
 
 
 def test_a_stage_serves_its_layers_before_the_prompt_is_computed(

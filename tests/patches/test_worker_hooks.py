@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from vllm.config import CUDAGraphMode, DeviceConfig, VllmConfig
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 from vllm.forward_context import is_forward_context_available, set_forward_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -232,6 +234,24 @@ def test_runner_arms_the_step_before_anything_else(worker: ScriptedWorker, metho
     with pytest.raises(AttributeError, match=r"finished_req_ids|total_num_scheduled_tokens"):
         getattr(GPUModelRunner, method)(*arguments)
     assert worker.events == ["begin"]
+
+
+def test_later_stage_arms_the_step_before_it_waits_for_the_earlier_one(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(**_: Any) -> None:
+        worker.events.append("receive")
+        raise ConnectionAbortedError
+
+    group = SimpleNamespace(is_first_rank=False, irecv_tensor_dict=receive)
+    monkeypatch.setattr(gpu_worker, "get_pp_group", lambda: group)
+    monkeypatch.setattr(gpu_worker, "get_tp_group", lambda: None)
+    stage = SimpleNamespace(_pp_send_work=[], vllm_config=MagicMock())
+    stage.vllm_config.parallel_config.pipeline_parallel_size = 2
+    stage.vllm_config.compilation_config.pass_config.enable_sp = False
+    with pytest.raises(ConnectionAbortedError):
+        gpu_worker.Worker.execute_model(stage, SimpleNamespace(total_num_scheduled_tokens=1))
+    assert worker.events == ["begin", "receive"]
 
 
 def test_step_without_tokens_still_reports(worker: ScriptedWorker) -> None:
