@@ -55,6 +55,13 @@ class Ranks:
         """What one engine says: a consumer computes what it has no parameters for."""
         return texts(self.complete(self.d, prompt, cache_salt="alone"))
 
+    def order(self, what: str) -> dict[str, Any]:
+        """Of the consumer, by a path for operators."""
+        response = requests.post(f"{self.d}/{what}", timeout=120)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
     def count(self, rank: int, outcome: str) -> float:
         """Of the requests of the consumer's rank that asked for a peer's KV."""
         labels = f'engine="{rank}",model_name="tiny",outcome="{outcome}"'
@@ -87,6 +94,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     router_args = {"order": second, "policy": "round-robin", "probe-interval": 0.5}
     plan = {"model": str(folder / "model"), "served_model_name": "tiny", "args": engine_args}
     plan |= {"extra_config": {**extra, "pool": pool}}
+    plan |= {"env": {"VLLM_SERVER_DEV_MODE": "1"}}
     plan |= {"router": {"port": ports[second], "args": router_args}}
     topology.write_text(json.dumps(plan))  # JSON is YAML
     up = Up(folder, ports[second], "--config", str(topology))
@@ -210,6 +218,51 @@ def test_ranks_share_a_pool(ranks: Ranks, owner: str, rank: int) -> None:
         return bool(origin["num_dram_tokens"])
 
     until(loads)
+
+
+def test_reset_reaches_every_rank_and_what_it_has_in_the_pool(ranks: Ranks) -> None:
+    prompt = "Reset. " + LONG[:1500]
+    expected = ranks.alone(prompt)
+
+    def origin(rank: int) -> dict[str, int]:
+        asked = {"kv_transfer_params": {"return_provenance": True}}
+        got = ranks.complete(ranks.d, prompt, rank, **asked)
+        assert texts(got) == expected
+        told: dict[str, int] = got["kv_transfer_params"]["provenance"]
+        return told
+
+    for rank in (0, 1):
+        origin(rank)
+        assert origin(rank)["num_local_tokens"]
+    until(lambda: ranks.order("reset_prefix_cache?reset_external=true")["success"])
+    first, second = origin(0), origin(1)
+    assert first["num_computed_tokens"] == first["num_prompt_tokens"]
+    assert second["num_local_tokens"] == 0  # the first rank may have stored it again
+
+
+def test_ranks_that_were_paused_load_what_has_waited(ranks: Ranks) -> None:
+    sent: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1}
+    prompts = [f"Paused {rank}. " + LONG[:600] for rank in (0, 1)]
+    known = [ranks.complete(ranks.p, prompt, **sent)["kv_transfer_params"] for prompt in prompts]
+    ranks.order("pause?mode=keep")
+    with ThreadPoolExecutor(2) as threads:
+        asked = [
+            threads.submit(
+                ranks.complete,
+                ranks.d,
+                prompt,
+                rank,
+                kv_transfer_params={**params, "return_provenance": True},
+            )
+            for rank, (prompt, params) in enumerate(zip(prompts, known, strict=True))
+        ]
+        ranks.complete(ranks.p, "Meanwhile. " + LONG[:600])
+        assert not any(answer.done() for answer in asked)
+        ranks.order("resume")
+    for prompt, answer in zip(prompts, asked, strict=True):
+        got = answer.result()
+        assert got["kv_transfer_params"]["provenance"]["outcome"] == "loaded"
+        assert texts(got) == ranks.alone(prompt)
 
 
 def test_engine_whose_rank_dies_is_started_again_and_no_request_fails(ranks: Ranks) -> None:

@@ -28,7 +28,7 @@ import requests
 
 from tests.e2e import observed
 from tests.e2e.load import Load
-from tests.e2e.servers import free_port
+from tests.e2e.servers import START_TIMEOUT_S, free_port
 from tests.zygote import forking_plugin
 from vllm_ascend_pd.planner import profile as planner_profile
 from vllm_ascend_pd.testing.tiny_model import main as make_model
@@ -65,7 +65,7 @@ class Up:
     def output(self) -> str:
         return self._output.read_text()
 
-    def until(self, condition: Callable[[], object], patience_s: float = 200) -> None:
+    def until(self, condition: Callable[[], object], patience_s: float = START_TIMEOUT_S) -> None:
         end = time.monotonic() + patience_s
         while not condition():
             assert self.process.poll() is None, self.output
