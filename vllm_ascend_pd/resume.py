@@ -29,6 +29,8 @@ RESUME = "resume"
 """The field of ``kv_transfer_params``."""
 MOVED = "moved"
 """In those of an answer, where it has ended because another engine goes on."""
+HAS_MOVED = "the request has moved to another engine"
+"""What a server says then, with 409."""
 _MAX_TOKENS = 1 << 24
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -52,7 +54,9 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_token_ids: Annotated[tuple[_TokenId, ...], msgspec.Meta(max_length=_MAX_TOKENS)]
     """All that are known, in order. With ``source`` there may be none: it knows them all."""
     prompt_digest: Name
-    """See ``prompt_digest``: of what they are the answer to."""
+    """See ``prompt_digest``: of what they are the answer to. Empty where nobody was told: the
+    ``source`` compares the prompts.
+    """
     only_exact: bool = True
     """Refuse rather than go on where the next tokens are only as likely as the lost ones were: with
     a temperature and no seed, or with a seed and drafts.
@@ -90,13 +94,14 @@ class ResumeKey:
     def sign(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | None,
         output_token_ids: Sequence[int],
         only_exact: bool = True,
         source: Source | None = None,
     ) -> Resume:
-        """For the answer to this prompt that has begun with these tokens."""
-        digest = prompt_digest(prompt_token_ids)
+        """For the answer to this prompt that has begun with these tokens; ``None`` if only the
+        ``source`` knows it."""
+        digest = "" if prompt_token_ids is None else prompt_digest(prompt_token_ids)
         unsigned = Resume(request_id, tuple(output_token_ids), digest, only_exact, source)
         return msgspec.structs.replace(unsigned, proof=self._proof(unsigned))
 

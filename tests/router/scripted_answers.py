@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.registration import RANK_HEADER
+from vllm_ascend_pd.resume import HAS_MOVED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,10 +35,10 @@ class NotFound(Exception):
 
 @dataclass(slots=True)
 class Running:
-    """A stream under way."""
+    """An answer under way."""
 
     num_tokens: int = 0
-    """That were sent."""
+    """That were computed, and of a stream sent."""
     is_gone: bool = False
     """Another engine has it."""
 
@@ -118,8 +119,20 @@ class Answer:
             usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
         return usage
 
-    async def send(self, writer: asyncio.StreamWriter, token_s: float, fault: str) -> None:
-        await asyncio.sleep(token_s * len(self.tokens))
+    async def send(
+        self,
+        writer: asyncio.StreamWriter,
+        token_s: float,
+        fault: str,
+        running: Running | None = None,
+    ) -> None:
+        for _ in self.tokens[self.num_resumed :] if token_s else ():
+            await asyncio.sleep(token_s)
+            if running is not None and running.is_gone:
+                writer.write(error(409, HAS_MOVED))
+                return
+            if running is not None:
+                running.num_tokens += 1
         body = self.form.whole(self, fault == "stopped")
         if fault not in ("no_params", "stopped"):
             body["kv_transfer_params"] = self.params

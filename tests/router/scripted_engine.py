@@ -53,6 +53,8 @@ from tests.router.scripted_answers import (
 )
 
 RESPONSES = "/v1/responses"
+PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+"""Of the names of requests, before the id that is sent."""
 LIVE: dict[int, ScriptedEngine] = {}
 """By the port where another one can copy running requests."""
 BATCH = "/v1/chat/completions/batch"
@@ -116,7 +118,7 @@ class ScriptedEngine:
     copy_s: float = 0.0
     """Seconds until it has a running request's KV from another engine."""
     running: dict[str, Running] = field(default_factory=dict)
-    """The last of its streams that began, by its chunks' id."""
+    """The last of its streams that began, by its chunks' id, and whole answers by their names."""
     stored: dict[str, Any] = field(default_factory=dict)
     """Responses, by id."""
     received: list[Received] = field(default_factory=list)
@@ -295,14 +297,12 @@ class ScriptedEngine:
             writer.write(head + b"\r\ncontent-length: 0\r\n\r\n")
         elif answer is None:
             return False
-        elif answer.streamed:
-            await self._stream(answer, request, writer, fault, int(number))
         else:
-            await answer.send(writer, self.token_s, fault)
+            await self._run(answer, request, writer, fault, int(number))
         await writer.drain()
         return keep
 
-    async def _stream(
+    async def _run(
         self,
         answer: Answer,
         request: Received,
@@ -316,14 +316,22 @@ class ScriptedEngine:
             if fault == "lost":
                 await _until_not_stale()
                 return
+            if num_tokens is None and not answer.streamed:
+                writer.write(error(409, "it is not there"))
+                return
             fault, number = ("elsewhere", 0) if num_tokens is None else (fault, number)
             answer.num_resumed = num_tokens or 0
-        running = self.running[CHUNK_ID] = Running()
+        prefix = PREFIXES.get(request.path, "")
+        name = CHUNK_ID if answer.streamed else prefix + request.headers.get("x-request-id", "")
+        running = self.running[name] = Running(answer.num_resumed)
         try:
-            await answer.stream(writer, self.token_s, fault, number, running)
+            if answer.streamed:
+                await answer.stream(writer, self.token_s, fault, number, running)
+            else:
+                await answer.send(writer, self.token_s, fault, running)
         finally:
-            if self.running.get(CHUNK_ID) is running:
-                del self.running[CHUNK_ID]
+            if self.running.get(name) is running:
+                del self.running[name]
 
     async def _take_over(self, source: dict[str, Any], request_id: str) -> int | None:
         """Tokens of the request, which the source will never go on with; ``None`` if there is none

@@ -241,7 +241,7 @@ def test_many_move_at_once_without_a_name_of_the_target() -> None:
         ({"n": 2}, "n"),
         ({"logprobs": 1}, "logprobs"),
         ({"temperature": 0.7}, "sampled"),
-        ({"stream": False}, "not_streamed"),
+        ({"stream": False, "n": 2}, "n"),
         ({"path": "/v1/messages", "messages": [{"role": "user", "content": "Hello"}]}, "api"),
     ],
 )

@@ -16,8 +16,7 @@ app = typer.Typer(add_completion=False)
     help="""Empty an engine; no client notices.
 
 It gets no new requests, and those that it has go on at others, with the same tokens. What cannot
-move (n > 1, logprobs, an answer that is not streamed, ...) is waited for. Then the engine may be
-stopped:
+move (n > 1, logprobs, ...) is waited for. Then the engine may be stopped:
 
     vllm-pd drain decode-0
 

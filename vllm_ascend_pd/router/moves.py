@@ -3,8 +3,9 @@
 
 The target is asked while the client gets the source's tokens, so a target that refuses, fails or
 has no room changes nothing. When it has computed something new, the source's leg is closed, and
-what the client has is cut from the target's stream, as after an engine's death (``splice``). The
-states are in ``move_states``.
+what the client has is cut from the target's stream, as after an engine's death (``splice``). Of an
+answer that does not stream the client has nothing, and gets the target's whole. The states are in
+``move_states``.
 """
 
 from __future__ import annotations
@@ -13,31 +14,29 @@ import asyncio
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.operating import MoveReport
-from vllm_ascend_pd.resume import Source
+from vllm_ascend_pd.resume import HAS_MOVED
 from vllm_ascend_pd.router.admission import Admitted
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.legs import LegFailed, Stream
+from vllm_ascend_pd.router.handovers import Handover, live_source, until_left, until_new
+from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Stream
 from vllm_ascend_pd.router.move_states import ENDS, MOVE_TRANSITIONS, MoveEvent, MoveState
 from vllm_ascend_pd.router.policies.base import are_partners
-from vllm_ascend_pd.router.resumable import resume_params
-from vllm_ascend_pd.router.transcript import DONE, told_token_ids, until_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import msgspec
 
     from vllm_ascend_pd.resume import ResumeKey
     from vllm_ascend_pd.router.admission import Admission
     from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.http_exchange import Response
-    from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
-    from vllm_ascend_pd.router.legs import Leg, Legs
+    from vllm_ascend_pd.router.instances import Instance, Registry
+    from vllm_ascend_pd.router.legs import Legs
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.relay import Job
     from vllm_ascend_pd.router.tracing import Tracing
@@ -48,6 +47,10 @@ logger = limited_logger(__name__)
 BYTES_PER_TOKEN = 200
 """Of a stream: a chunk."""
 _CUT = Failure(FailureKind.MOVED, "the router moves the request")
+_LOST = Failure(FailureKind.MOVED, "it has moved, and did not arrive")
+Found: TypeAlias = "tuple[Leg, Answer | Stream | LegFailed]"
+"""What a target gives: a stream that has begun; or its whole answer, which is an error or failure
+only where the source has given the request away."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,24 +87,45 @@ class Answering:
 
     def obstacle(self) -> str | None:
         """Why it cannot move, or cannot move now."""
-        if not self.job.body.is_stream:
-            return "not_streamed"
         if self.job.promise.kind == "none":
             return self.job.promise.cause
-        if self.response is None or self.transcript is None:
+        if self.job.body.is_stream and (self.response is None or self.transcript is None):
             return "no_token"
         return "moving" if self.move is not None else None
 
     def broke(self, failure: Failure, leg: Leg) -> Move | None:
         """The engine gives nothing more, and the answer is not complete. The move whose target
         goes on, or may; it is the caller's."""
-        move, self.move = self.move, None
-        has_handed_over = move is not None and failure.kind is FailureKind.STATUS
+        has_handed_over = self.move is not None and failure.kind is FailureKind.STATUS
         if failure.kind is FailureKind.MOVED or has_handed_over:
             leg.outcome = "moved"
         else:
             leg.outcome = "broken_stream"
             self.instance.failed(failure, "stream")
+        return self._leave()
+
+    def follow(
+        self, result: Answer | Stream | LegFailed, leg: Leg
+    ) -> Answer | Stream | LegFailed | Move:
+        """What the engine has answered; or the move, the caller's from now on, whose target answers
+        instead. A failure if nobody does any more: nothing was sent, so it can begin anew."""
+        if isinstance(result, LegFailed):
+            left = result
+        elif isinstance(result, Answer) and _has_moved(result):
+            leg.outcome = "moved"
+            left = LegFailed(leg.instance, _LOST, "decode")
+        else:
+            return result
+        move = self._leave()
+        if move is None:
+            return left
+        move.left = left
+        if left is not result:
+            move.advance(MoveEvent.BEGAN)  # nobody else has it
+        return move
+
+    def _leave(self) -> Move | None:
+        move, self.move = self.move, None
         if move is None:
             return None
         move.advance(MoveEvent.SOURCE_BROKE)
@@ -134,8 +158,9 @@ class Move:
     since: float = field(default_factory=time.monotonic)
     held: ExitStack = field(default_factory=ExitStack)
     """Room and leg at the target."""
-    found: tuple[Leg, Stream] | None = None
-    """Its stream, once it has begun."""
+    found: Found | None = None
+    left: LegFailed | None = None
+    """Of a whole answer: that the source will not give it."""
     source_over: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Future[MoveReport] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -164,10 +189,10 @@ class Move:
             self.metrics.move.observe(seconds)
         logger.info("%s: %s", self.reason, report)
 
-    async def taken(self) -> tuple[Leg, Stream] | None:
-        """The target's stream, of a move that the source has left; ``None`` if there is none. It
-        is closed by whoever took it, and the rest by ``close``."""
-        if self.state is MoveState.AWAITED and self.task is not None:
+    async def taken(self) -> Found | None:
+        """What the target gives, of a move that the source has left; ``None`` if there is nothing.
+        A stream is closed by whoever took it, and the rest by ``close``."""
+        if self.task is not None:
             await asyncio.wait({self.task})
         if self.state is not MoveState.MOVED:
             return None
@@ -179,38 +204,9 @@ class Move:
         self.advance(MoveEvent.SOURCE_ENDED)
         if self.task is not None:
             self.task.cancel()
-        if self.found is not None:
+        if self.found is not None and isinstance(self.found[1], Stream):
             self.found[1].response.close()
         self.held.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """How the target learns what the source has."""
-
-    params: msgspec.Raw | None
-    num_told: int
-    """Tokens that the target begins with, and has not computed."""
-
-    @classmethod
-    def by_tokens(cls, key: ResumeKey, job: Job, known: Transcript) -> Handover:
-        """The target is told them, and computes their KV if it does not find it."""
-        params = resume_params(key, job.trace.request_id, known, job.promise.kind)
-        return cls(params, len(known.token_ids))
-
-    @classmethod
-    def live(cls, key: ResumeKey, job: Job, known: Transcript, source: Source) -> Handover:
-        """The target copies tokens and KV from the source, which stops in between. What comes
-        first from the target, it gives because the source never will."""
-        request_id = str(known.envelope.get("id", ""))
-        return cls(resume_params(key, request_id, known, job.promise.kind, source), 0)
-
-
-def live_source(source: InstanceSpec, target: InstanceSpec) -> Source | None:
-    """Where the target can copy a running request from, if it can."""
-    if source.kv is None or not source.epoch or target.role == "prefill":
-        return None
-    return Source(source.kv.host, source.kv.port, source.kv.key, source.epoch)
 
 
 @dataclass(slots=True)
@@ -255,6 +251,8 @@ class Moves:
         try:
             async with timeout(self.config.timeouts.first_token_s):
                 found = await self._ask(move)
+            if isinstance(found, asyncio.Task):
+                found = await found
         except TIMED_OUT:
             found = "timeout"
         except Exception:
@@ -273,18 +271,53 @@ class Moves:
         if move.state is MoveState.READY:
             _cut(move.source)
 
-    async def _ask(self, move: Move) -> tuple[Leg, Stream] | str:
-        """The target's stream, which has begun; or why there is none."""
+    async def whole(self, move: Move) -> Answer | LegFailed:
+        """What the engine answers that has the request at last, for it may move on. The first
+        move's source has left it."""
+        found: Answer | LegFailed | Move = move
+        while isinstance(found, Move):
+            move = found
+            try:
+                found = await self._whole(move)
+            finally:
+                move.close()
+        return found
+
+    async def _whole(self, move: Move) -> Answer | LegFailed | Move:
+        """What the target makes of it."""
+        job, target, left = move.source.job, move.target, move.left
+        assert target is not None
+        assert left is not None
+        with self.answering(job, target) as answering:
+            job.trace.decode = target.instance_id
+            taken = await move.taken()
+            if taken is None:
+                return left
+            job.trace.num_moves += 1
+            leg, result = taken
+            followed = answering.follow(result, leg)
+        assert not isinstance(followed, Stream)
+        has_refused = isinstance(followed, Answer) and followed.status >= 400
+        return left if has_refused else followed
+
+    async def _ask(self, move: Move) -> Found | asyncio.Task[Found | str] | str:
+        """What the target gives, or why it gives nothing."""
         source, job = move.source, move.source.job
-        assert source.transcript is not None
-        obstacle = source.transcript.so_far().obstacle()
-        if obstacle is not None:
-            return obstacle
+        if source.transcript is not None:
+            obstacle = source.transcript.so_far().obstacle()
+            if obstacle is not None:
+                return obstacle
         instance = await self._find_room(move)
         if instance is None:
             return "unavailable"
         move.advance(MoveEvent.ASKED)
-        if (origin := live_source(source.instance.spec, instance.spec)) is not None:
+        origin = live_source(source.instance.spec, instance.spec)
+        if source.transcript is None:
+            if origin is None:
+                return "not_live"
+            handover = Handover.whole(self.key, job, origin)
+            return await until_left(self._open(move, instance, handover), move.source_over)
+        if origin is not None:
             handover = Handover.live(self.key, job, source.transcript.so_far(), origin)
             found = await self._open(move, instance, handover)
             if not isinstance(found, str):
@@ -296,34 +329,39 @@ class Moves:
         handover = Handover.by_tokens(self.key, job, source.transcript.so_far())
         return await self._open(move, instance, handover)
 
-    async def _open(
-        self, move: Move, instance: Instance, handover: Handover
-    ) -> tuple[Leg, Stream] | str:
-        """The target's stream; its leg is among what the move holds, unless it failed."""
+    async def _open(self, move: Move, instance: Instance, handover: Handover) -> Found | str:
+        """What the target gives; its leg is among what the move holds, unless it failed."""
         with ExitStack() as held:
-            found: tuple[Leg, Stream] | str = await self._send(move, instance, handover, held)
+            found: Found | str = await self._send(move, instance, handover, held)
             if not isinstance(found, str):
                 move.held.push(held.pop_all())
             return found
 
     async def _send(
         self, move: Move, instance: Instance, handover: Handover, held: ExitStack
-    ) -> tuple[Leg, Stream] | str:
+    ) -> Found | str:
         source, job = move.source, move.source.job
-        assert source.transcript is not None
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
         leg = held.enter_context(self.legs.open(instance, "decode", num_tokens))
         headers = held.enter_context(self.tracing.leg(job.trace, "decode", instance))
         stage = held.enter_context(job.trace.stage("moved", instance.instance_id))
         sent = job.body.for_decode(handover.params, instance.instance_id)
         result = await self.legs.decode(leg, job.body, headers, sent)
+        if source.transcript is None:
+            if isinstance(result, Stream):
+                result.response.close()
+                return FailureKind.PROTOCOL.value
+            has_answered = isinstance(result, Answer) and result.status < 400
+            if has_answered or move.state is MoveState.MOVED:
+                return leg, result
         if isinstance(result, LegFailed):
             move.failure = result.failure
             return result.failure.kind.value
-        if not isinstance(result, Stream):
+        if isinstance(result, Answer):
             move.failure = Failure(FailureKind.STATUS, f"status {result.status}")
             return "refused"
-        begun = await _until_new(result, source.transcript, handover.num_told)
+        assert source.transcript is not None
+        begun = await until_new(result, source.transcript, handover.num_told)
         if isinstance(begun, Failure):
             result.response.close()
             leg.outcome, move.failure = "refused", begun
@@ -348,34 +386,12 @@ class Moves:
         return move.target
 
 
+def _has_moved(answer: Answer) -> bool:
+    return answer.status == HTTPStatus.CONFLICT and HAS_MOVED.encode() in answer.body
+
+
 def _cut(source: Answering) -> None:
-    """Of what has come the client still gets whole events."""
-    assert source.response is not None
-    source.response.fail(_CUT)
-
-
-async def _until_new(stream: Stream, client: Transcript, num_told: int) -> bytes | Failure:
-    """The beginning of a target's stream up to its first token that it was not told, or to its
-    end; with the tokens that the client has."""
-    begun, response = stream.first, stream.response
-    try:
-        while True:
-            end = begun.rfind(b"\n\n")
-            events, failure = until_failure(begun[: end + 2] if end >= 0 else b"")
-            ids = told_token_ids(events)
-            if ids is None:
-                return failure or Failure(FailureKind.PROTOCOL, "the engine tells no token ids")
-            if len(ids) > num_told or events.endswith(DONE):
-                has = client.so_far().token_ids.tolist()
-                if ids[: len(has)] == has[: len(ids)]:
-                    return begun
-                return Failure(FailureKind.DIFFERS, "the engine began with other tokens")
-            if failure is not None:
-                return failure
-            piece = await response.next()
-            if not isinstance(piece, bytes):
-                return piece or Failure(FailureKind.TRUNCATED, "the stream ended without [DONE]")
-            begun += piece
-    except asyncio.CancelledError:
-        response.close()
-        raise
+    """Of what has come the client still gets whole events. Who answers whole ends by itself when it
+    has given the request away."""
+    if source.response is not None:
+        source.response.fail(_CUT)

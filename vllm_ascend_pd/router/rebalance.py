@@ -151,13 +151,16 @@ class Rebalancing:
             self.moves.start(movable[at], target, reason)
 
     def _is_stalled(self, one: Answering, there: Sequence[Answering]) -> bool:
+        if one.response is None:  # of a whole answer nothing is seen
+            return False
         latest = max(self._seen[other].since for other in there)
         return one.instance.load.num_waiting > 0 and self._seen[one].since + STALLED_S <= latest
 
 
 def _num_waiting_tokens(there: Sequence[Answering]) -> int:
-    """Of the first request that its engine has not begun with."""
-    return next((one.num_tokens for one in there if one.response is None), 0)
+    """Of the first stream that its engine has not begun with."""
+    waiting = (one for one in there if one.job.body.is_stream and one.response is None)
+    return next((one.num_tokens for one in waiting), 0)
 
 
 def _may_move(one: Answering, now: float) -> bool:

@@ -27,6 +27,7 @@ from vllm_ascend_pd.router.answers import (
 from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Legs, Stream
+from vllm_ascend_pd.router.moves import Move
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
 from vllm_ascend_pd.router.resumable import NOTHING, Promise, ask_for_token_ids, promise
 from vllm_ascend_pd.router.resumption import Broken, Resumption
@@ -72,13 +73,14 @@ class Job:
     began: float = 0.0
     """When it was admitted."""
     promise: Promise = NOTHING
-    """For its stream."""
+    """For its answer."""
     shows_token_ids: bool = False
     """To its client."""
 
     def record(self) -> Transcript | None:
         """Of a stream that begins now, if it may have to go on elsewhere."""
-        return None if self.promise.kind == "none" else Transcript(self.shows_token_ids)
+        is_kept = self.body.is_stream and self.promise.kind != "none"
+        return Transcript(self.shows_token_ids) if is_kept else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class _KV:
     prefill: asyncio.Task[Prefilled | Answer | LegFailed]
 
 
-_Ended: TypeAlias = "web.StreamResponse | LegFailed | Broken"
+_Ended: TypeAlias = "web.StreamResponse | LegFailed | Broken | Move"
 
 
 @dataclass(slots=True)
@@ -113,9 +115,9 @@ class Relay:
         """One request, counted as waiting until its answer begins."""
         self.metrics.num_waiting += 1
         retries = self.config.retries
-        if job.body.is_stream and retries.resume != "off":
+        if retries.resume != "off":
             job.promise = promise(job.body, retries.resume, retries.tool_call_parser)
-            if job.promise.kind != "none":
+            if job.body.is_stream and job.promise.kind != "none":
                 job.shows_token_ids = ask_for_token_ids(job.body)
         try:
             return await self._serve(job)
@@ -141,6 +143,8 @@ class Relay:
                 result = await self._attempt(job, admitted.pair)
             if isinstance(result, Broken):
                 return await self.resumption.go_on(job, result)
+            if isinstance(result, Move):
+                result = await self._elsewhere(job, result)
             if not isinstance(result, LegFailed):
                 return result
             failed = result
@@ -271,16 +275,13 @@ class Relay:
         ):
             sent = job.body.for_decode(params, instance.instance_id)
             asking = self.legs.decode(leg, job.body, headers, sent)
-            result = await (asking if awaited is None else _unless_lost(asking, awaited))
-            if isinstance(result, LegFailed):
+            answer = await (asking if awaited is None else _unless_lost(asking, awaited))
+            result = answering.follow(answer, leg)
+            if isinstance(result, (LegFailed, Move)):
                 return result
             if job.kept is not None and (isinstance(result, Stream) or result.status < 400):
                 job.kept.is_taken = True
-            now = time.monotonic()
-            stage.first_token_s = now
-            job.trace.ttft_s = now - job.trace.started
-            self.metrics.first_byte(job.trace.ttft_s)
-            self.metrics.num_waiting -= 1
+            now = stage.first_token_s = self._first_byte(job)
             if not is_alone:
                 self.metrics.handover.observe(now - leg.started)
             if isinstance(result, Stream) and job.trace.num_attempts == 1:
@@ -306,6 +307,23 @@ class Relay:
                 self.metrics.prefix("decode", job.routed.num_decode_hit_tokens, told)
             self.metrics.decode_leg.observe(time.monotonic() - leg.started)
             return answered
+
+    async def _elsewhere(self, job: Job, move: Move) -> web.StreamResponse | LegFailed:
+        """A whole answer whose request has moved; or nobody has it, and it begins anew: nothing of
+        it has been sent."""
+        result = await self.moves.whole(move)
+        if isinstance(result, LegFailed):
+            return result
+        self._first_byte(job)
+        return whole_answer(result, job.trace)
+
+    def _first_byte(self, job: Job) -> float:
+        """It is about to be sent; when that is."""
+        now = time.monotonic()
+        job.trace.ttft_s = now - job.trace.started
+        self.metrics.first_byte(job.trace.ttft_s)
+        self.metrics.num_waiting -= 1
+        return now
 
     async def _stream(
         self, events: EventStream, stream: Stream, leg: Leg, answering: Answering

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which streams can go on from another engine, as far as their requests tell.
+"""Which answers can go on from another engine, as far as their requests tell.
 
 exact     the next tokens are those that the first engine would have computed
 sampled   they are as likely; only with ``--resume-streams any``
-none      the stream ends with an error, as its cause says
+none      a stream ends with an error, as its cause says; neither it nor a whole answer moves
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ HARMLESS: dict[str, tuple[bytes, ...]] = {
     "include_reasoning": (b"null", b"true"),
     "thinking_token_budget": (b"null",),
 }
-"""Fields with which a stream cannot go on, unless they say this: several answers at once, numbers
+"""Fields with which an answer cannot go on, unless they say this: several answers at once, numbers
 or text of tokens that are not computed again, or tokens that the engine does not tell."""
+HARMLESS_IF_WHOLE = ("echo", "include_reasoning")
+"""An engine makes of all tokens at once what these ask for."""
 EXACT_TOOL_PARSERS = frozenset(
     (
         *("ernie45", "glm47", "granite4", "hermes", "llama4_pythonic", "longcat", "minimax_m2"),
@@ -69,7 +71,7 @@ NOTHING = Promise("none", "off")
 
 
 def promise(body: Body, mode: ResumeMode, tool_call_parser: str) -> Promise:
-    """For the stream that answers it; ``tool_call_parser`` is the engines'."""
+    """For its answer; ``tool_call_parser`` is the engines', which sees a whole answer at once."""
     if mode == "off":
         return NOTHING
     if body.path not in (COMPLETIONS, CHAT):
@@ -77,9 +79,10 @@ def promise(body: Body, mode: ResumeMode, tool_call_parser: str) -> Promise:
     if body.decode_only is not None:
         return Promise("none", body.decode_only)
     for name, values in HARMLESS.items():
-        if bytes(body.fields.get(name, values[0])) not in values:
+        is_harmless = bytes(body.fields.get(name, values[0])) in values
+        if not is_harmless and (body.is_stream or name not in HARMLESS_IF_WHOLE):
             return Promise("none", name)
-    if bytes(body.fields.get("tools", b"null")) not in (b"null", b"[]"):
+    if body.is_stream and bytes(body.fields.get("tools", b"null")) not in (b"null", b"[]"):
         tool_choice = bytes(body.fields.get("tool_choice", b"null"))
         if tool_choice == b'"required"':
             return Promise("none", "tool_choice")
@@ -103,14 +106,19 @@ def is_greedy(body: Body) -> bool:
 
 
 def resume_params(
-    key: ResumeKey, request_id: str, known: Transcript, kind: Kind, source: Source | None = None
+    key: ResumeKey,
+    request_id: str,
+    known: Transcript | None,
+    kind: Kind,
+    source: Source | None = None,
 ) -> msgspec.Raw | None:
     """For the engine that goes on with it; nothing if the client has no token yet. The ``source``
-    tells tokens itself."""
-    if not known.token_ids:
+    tells tokens itself, and of an answer that comes whole nobody else knows any."""
+    if known is not None and not known.token_ids:
         return None
-    told = known.token_ids if source is None else ()
-    resume = key.sign(request_id, known.prompt_token_ids, told, kind == "exact", source)
+    prompt = None if known is None else known.prompt_token_ids
+    told = known.token_ids if known is not None and source is None else ()
+    resume = key.sign(request_id, prompt, told, kind == "exact", source)
     return msgspec.Raw(msgspec.json.encode({RESUME: resume.to_params()}))
 
 

@@ -130,6 +130,7 @@ class Resumption:
                 broken.failure = move.failure
                 return move.cause
             leg, stream = taken
+            assert isinstance(stream, Stream)
             job.trace.num_moves += 1
             job.trace.decode = leg.instance.instance_id
             idle_s = self.config.timeouts.idle_s

@@ -21,7 +21,6 @@ NUM_ANSWER_TOKENS = 600
 _TIMEOUT_S = 120.0
 _FIXES = {
     "off": "start the router with --resume-streams exact",
-    "not_streamed": "see the router's log",
     "unavailable": "see whether the other engine has room, and is neither drained nor down",
     "refused": "give the router and all engines the same secret; the target's log names the cause",
     "timeout": "look at the load of the engines and the network",

@@ -152,7 +152,8 @@ class Resumes(Part):
             return Refusal("unsigned", "resume.proof is none of this engine's secret")
         if feature := self._what_stays(request, params):
             return Refusal(feature, f"requests with {feature} cannot go on at another engine")
-        if prompt_digest(request.prompt_token_ids or ()) != resume.prompt_digest:
+        is_told = resume.source is None or bool(resume.prompt_digest)
+        if is_told and prompt_digest(request.prompt_token_ids or ()) != resume.prompt_digest:
             return Refusal("other_prompt", "resume.prompt_digest is not that of this prompt")
         if resume.source is not None and self.moves is None:
             detail = "resume.source: kv_role must be kv_consumer or kv_both"

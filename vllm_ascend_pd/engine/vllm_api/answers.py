@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError
 
-from vllm_ascend_pd.resume import MOVED, RESUME
+from vllm_ascend_pd.resume import HAS_MOVED, MOVED, RESUME
 
 
 class ElsewhereError(GracefulHTTPError, GenerationError):
@@ -24,6 +24,6 @@ class ElsewhereError(GracefulHTTPError, GenerationError):
 def check(params: dict[str, Any]) -> None:
     """Of an answer that has ended, as the scheduler told of it."""
     if params.get(MOVED):
-        raise ElsewhereError("the request has moved to another engine")
+        raise ElsewhereError(HAS_MOVED)
     if refused := params.get(RESUME, {}).get("refused"):
         raise ElsewhereError(f"kv_transfer_params.{RESUME} is refused: {refused}")
