@@ -23,6 +23,15 @@ IMPORTS = (
     "vllm_ascend_pd.engine.worker.side",
 )
 _SPIN_S = 0.001
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",  # n-gram drafts have threads all the same
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Of every engine. Models are tiny, and engines more than cores: threads of a parallel region spin,
+and each worker would have compiled what it samples with when the test is over.
+"""
 
 
 def prepare_to_fork(*more_imports: str) -> None:
@@ -38,6 +47,7 @@ def prepare_to_fork(*more_imports: str) -> None:
 
 def fork_processes() -> None:
     """The processes of an engine are forks of the one that has imported everything."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
@@ -52,12 +62,18 @@ def fork_processes() -> None:
     # An engine and its worker spin for a second after each message: engines that have nothing to
     # do would keep every core from those that are tested.
     SpinCondition.__init__.__defaults__ = (_SPIN_S,)
+    # Through shared memory, which pipelines need, workers spin until the others are as far: with
+    # more workers than cores those do not get there.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: (
+        group.unique_name.startswith("pp")
+    )
 
 
 def forking_plugin(folder: Path) -> dict[str, str]:
-    """The environment in which vLLM loads ``fork_processes``, as a plugin that is in ``folder``."""
+    """The environment of engines in which vLLM loads ``fork_processes``, a plugin in ``folder``."""
     plugin = folder / "plugin/forking-1.dist-info"
     plugin.mkdir(parents=True)
     entry = "[vllm.general_plugins]\nforking = tests.zygote:fork_processes\n"
     (plugin / "entry_points.txt").write_text(entry)
-    return {"PYTHONPATH": os.pathsep.join([str(plugin.parent), str(Path(__file__).parents[1])])}
+    path = os.pathsep.join([str(plugin.parent), str(Path(__file__).parents[1])])
+    return {"PYTHONPATH": path, **ENVIRONMENT}

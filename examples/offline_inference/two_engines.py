@@ -13,6 +13,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "with penalties": {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
 }
 
+PATIENT = {"lease_s": 300, "peer_timeout_s": 60, "step_load_timeout_s": 60}
+"""What a machine that is slow or busy needs; the defaults are for a service, where others wait."""
+
 
 def parse_options(description: str, max_tokens: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description.partition("\n\n")[0])
@@ -41,5 +44,10 @@ def _make_engine(options: argparse.Namespace) -> Any:
         enforce_eager=True,
         max_model_len=2048,
         kv_cache_memory_bytes=options.kv_cache_mb << 20,
-        kv_transfer_config=KVTransferConfig(kv_connector="InEngine", kv_role="kv_both", kv_port=0),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="InEngine",
+            kv_role="kv_both",
+            kv_port=0,
+            kv_connector_extra_config={"transfer": PATIENT},
+        ),
     )

@@ -23,7 +23,7 @@ from typing import Any
 
 import requests
 
-from tests.zygote import prepare_to_fork
+from tests.zygote import ENVIRONMENT, prepare_to_fork
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 600
@@ -67,8 +67,8 @@ class Launcher:
     def __init__(self) -> None:
         environment = {
             **os.environ,
+            **ENVIRONMENT,
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_RESPONSES_API_STORE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NO_USAGE_STATS": "1",
