@@ -34,9 +34,10 @@ PATIENT = {"max_freeze_s": 60, "peer_timeout_s": 60}
 
 
 def coming(
-    prompt: Prompt, source: Engine, name: str = "r", only_exact: bool = True
+    prompt: Prompt | None, source: Engine, name: str = "r", only_exact: bool = True
 ) -> dict[str, Any]:
-    """The ``kv_transfer_params`` of a request that runs at ``source`` under this name."""
+    """The ``kv_transfer_params`` of a request that runs at ``source`` under this name; only that
+    knows its prompt if none is told."""
     at = Source(**source.source())
     resume = ResumeKey(None).sign(name, prompt, [], only_exact, at)
     return {"resume": resume.to_params(), "return_provenance": True}
@@ -284,14 +285,17 @@ def test_what_does_not_run_does_not_move(
     assert source.run()["waits"].token_ids == single(prompt, 8).token_ids
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "untold"])
 def test_other_prompt_is_not_handed_over(
-    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
+    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf, is_told: bool
 ) -> None:
+    """Nor one that differs within its last block only."""
     source, target = pair
-    prompt, other = prompt_of(40), prompt_of(40, "other")
+    prompt = prompt_of(40)
+    other = prompt_of(40, "other") if is_told else [*prompt[:-1], prompt[-1] + 1]
     source.add("r", prompt, 60)
     source.step_until("r", "num_output_tokens", 3)
-    target.add("r", other, 60, coming(other, source))
+    target.add("r", other, 60, coming(other if is_told else None, source))
     answers = dict[str, Answer]()
     while "r" not in answers:
         source.counts()

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import EngineConfig, EngineError, Fleet
-from tests.integration.pairs import (
-    EVERY_LAYER,
-    Pair,
-    expect_abort_of_a_load,
-    expect_recovery,
-    expect_tokens_of_one_worker,
-)
+from tests.integration.engines import EngineConfig, EngineError, Fleet, assert_no_leak
+from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -45,7 +39,15 @@ def test_tokens_are_those_of_one_worker(
     sizes: tuple[int, int],
 ) -> None:
     pair = pair_of(engines, sizes, prompt_of(5, "where"))
-    expect_tokens_of_one_worker(pair, single, prompt_of)
+    for num_tokens in (40, 96, CHUNKED):
+        prompt = prompt_of(num_tokens, f"prefill first {num_tokens}")
+        answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert answer.sources == (0, num_tokens, 0)
+        prompt = prompt_of(num_tokens, f"decode first {num_tokens}")
+        answer = pair.ask(prompt)
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert answer.sources == (0, num_tokens, 0)
 
 
 @pytest.mark.parametrize("mode", ["step", "park"])
@@ -75,16 +77,35 @@ def test_a_write_that_fails_is_recovered_from(
     """Also when only one of the workers is hit: the first write of each engine is corrupt."""
     pair = pair_of(engines, sizes, prompt_of(5, "where"), faults="ok*")
     llm = TWO if sizes[1] == 2 else ONE
-    pair.consumer = engines.shared("kv_consumer", llm=llm, transfer={"load_mode": mode})
+    consumer = engines.shared("kv_consumer", llm=llm, transfer={"load_mode": mode})
     for script in ("corrupt", "fail", "ok,corrupt", "ok,ok,fail"):
-        expect_recovery(pair, single, prompt_of(300, script), script)
+        prompt = prompt_of(300, script)
+        params = pair.producer.prefill(prompt)
+        pair.producer.set_faults(script)
+        answer = consumer.ask(prompt, 16, params)
+        assert answer.token_ids == single(prompt, 16).token_ids, script
+        if not script.startswith("ok"):
+            assert answer.outcome in ("checksum", "transfer_failed")
+        pair.producer.set_faults("ok*")
 
 
 def test_a_load_is_aborted_on_every_worker(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
     pair = pair_of(engines, (1, 2), prompt_of(5, "where"))
-    expect_abort_of_a_load(pair, single, prompt_of)
+    before = pair.consumer.counts()
+    prompt = prompt_of(CHUNKED)
+    transfer_id = pair.new_id()
+    pair.add_prefill("both", prompt, transfer_id)
+    pair.add_decode("both", prompt, transfer_id)
+    pair.consumer.step_until("both", "loads", 1)
+    pair.producer.step()
+    pair.consumer.abort("both")
+    pair.consumer.run()
+    pair.producer.run()
+    assert_no_leak(pair.consumer, before)
+    again = prompt_of(97)
+    assert pair.ask(again).token_ids == single(again, 16).token_ids
 
 
 @pytest.mark.parametrize(
