@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 2048
+IMAGE_TOKEN = VOCAB_SIZE + 1
+"""Stands for an image in a prompt of the model ``images``."""
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
@@ -88,11 +90,48 @@ def _config(name: str) -> Any:
     raise ValueError(name)
 
 
+def make_image_model(folder: Path, tokenizer: Path) -> Path:
+    """Idefics3, whose images vLLM prepares without torchvision: each is cut into 4 tiles, and these
+    and the whole of it are 16 tokens each.
+    """
+    import torch
+    import transformers
+    from transformers.models.idefics3.image_processing_pil_idefics3 import (
+        Idefics3ImageProcessorPil,
+    )
+
+    added = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+    added += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokens = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    tokens.add_special_tokens({"additional_special_tokens": added})
+    assert tokens.convert_tokens_to_ids("<image>") == IMAGE_TOKEN
+    text = {**_COMMON, "vocab_size": len(tokens), "num_attention_heads": 4, "head_dim": 32}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 64, "patch_size": 8}
+    config = transformers.Idefics3Config(
+        vision_config={**vision, "initializer_range": 0.3},
+        text_config=transformers.LlamaConfig(**text, num_key_value_heads=2),
+        scale_factor=2,
+        image_token_id=IMAGE_TOKEN,
+        pad_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    images = Idefics3ImageProcessorPil(
+        do_image_splitting=True, size={"longest_edge": 128}, max_image_size={"longest_edge": 64}
+    )
+    transformers.Idefics3Processor(images, tokens, image_seq_len=16).save_pretrained(folder)
+    return folder
+
+
 def make_model(name: str, folder: Path, tokenizer: Path) -> Path:
     """Its folder: random weights, the same for the same name, and the tiny model's tokenizer."""
     import torch
     import transformers
 
+    if name == "images":
+        return make_image_model(folder, tokenizer)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32)
     model.save_pretrained(folder)

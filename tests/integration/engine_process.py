@@ -158,8 +158,10 @@ class EngineServer:
         lora: str | None = None,
         priority: int = 0,
         embeds: list[list[float]] | None = None,
+        images: list[tuple[int, int, int]] | None = None,
     ) -> None:
         import torch
+        from PIL import Image
         from vllm import SamplingParams
         from vllm.inputs import EmbedsPrompt, TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -172,6 +174,9 @@ class EngineServer:
         inputs: Any = TokensPrompt(prompt_token_ids=prompt)
         if embeds is not None:
             inputs = EmbedsPrompt(prompt_embeds=torch.tensor(embeds))
+        if images is not None:
+            pictures = [Image.new("RGB", (128, 128), color) for color in images]
+            inputs["multi_modal_data"] = {"image": pictures}
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         self._engine.add_request(
@@ -288,6 +293,10 @@ class EngineServer:
 
     def evict_blocks(self, block_ids: list[int]) -> None:
         self._scheduler.kv_cache_manager.evict_blocks(set(block_ids))
+
+    def encoded_images(self) -> list[str]:
+        """Hashes of those whose encoder has run here, lately."""
+        return sorted(self._scheduler.encoder_cache_manager.cached)
 
     def counts(self) -> dict[str, int]:
         """Of the scheduler and of the worker side, in one."""

@@ -206,11 +206,13 @@ class Engine:
         lora: str | None = None,
         priority: int = 0,
         embeds: list[list[float]] | None = None,
+        images: list[tuple[int, int, int]] | None = None,
         **sampling: Any,
     ) -> None:
         """Queue a request; ``kv`` is its ``kv_transfer_params``, greedy unless said otherwise.
 
         ``lora`` is the folder of an adapter. ``embeds`` take the place of the prompt's tokens.
+        ``images`` are of one colour each, and have a token in the prompt.
         """
         options = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **sampling}
         if kv is not None:
@@ -224,6 +226,7 @@ class Engine:
             lora=lora,
             priority=priority,
             embeds=embeds,
+            images=images,
         )
 
     def abort(self, request_id: str) -> None:
@@ -305,6 +308,9 @@ class Engine:
     def evict_blocks(self, block_ids: list[int]) -> None:
         """Out of the prefix cache, as if memory had been short."""
         self._call("evict_blocks", block_ids=block_ids)
+
+    def encoded_images(self) -> list[str]:
+        return self._call("encoded_images")
 
     def counts(self) -> dict[str, int]:
         return self._call("counts")

@@ -114,6 +114,9 @@ class SchedulerSide:
         # Called in every pass of the scheduler.
         for new in scheduler_output.scheduled_new_reqs:
             request = self.common.scheduler.requests[new.req_id]
+            # vLLM keeps images of cached blocks from the worker, which is told once. Where their KV
+            # is not to be had in the end, or is evicted, they are encoded after all.
+            new.mm_features = request.mm_features
             if request.num_output_tokens:  # which another engine has sampled
                 new.prefill_token_ids = list(request.all_token_ids)
         if self._has_arrivals and self.engine_core is not None:

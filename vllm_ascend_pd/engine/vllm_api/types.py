@@ -38,6 +38,7 @@ class Request(Protocol):
     kv_transfer_params: Any
     prompt_token_ids: list[int] | None
     prompt_embeds: Any
+    mm_features: Any
     max_tokens: int
     num_prompt_tokens: int
     num_computed_tokens: int
@@ -255,6 +256,7 @@ class NewRequestData(Protocol):
 
     req_id: str
     prefill_token_ids: list[int] | None
+    mm_features: Any
 
 
 class ModelRunnerOutput(Protocol):
