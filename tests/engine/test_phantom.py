@@ -24,6 +24,9 @@ class Source:
 
     num_tail_tokens = 0
 
+    def has_tail(self, index: int) -> bool:
+        return False
+
     def __init__(self, num_blocks: int, parked_only: bool = False) -> None:
         self.num_blocks = num_blocks
         self.parked_only = parked_only

@@ -49,6 +49,35 @@ def _config(name: str) -> Any:
             layer_types=["sliding_attention"] * 3 + ["full_attention"],
             query_pre_attn_scalar=32,
         )
+    if name == "gdn":
+        # Three layers keep a state, each in a group of its own; vLLM wants experts in some layer.
+        return transformers.Qwen3NextConfig(
+            **{**_COMMON, "num_hidden_layers": 4},
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=128,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            linear_num_key_heads=1,
+            linear_num_value_heads=1,
+            mlp_only_layers=[0, 1, 2],
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        )
+    if name == "mamba2":
+        return transformers.GraniteMoeHybridConfig(
+            **{**_COMMON, "num_hidden_layers": 4},
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            layer_types=["mamba"] * 3 + ["attention"],
+            position_embedding_type="rope",
+            num_local_experts=0,
+            shared_intermediate_size=256,
+            mamba_n_heads=8,
+            mamba_d_head=32,
+            mamba_d_state=16,
+        )
     if name == "mla":
         return transformers.DeepseekV2Config(
             **_COMMON,

@@ -20,6 +20,7 @@ from tests.integration.test_move_faults import coming
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     POLL_LIMIT_S,
     SPEC,
+    STATE,
     WINDOW,
     Engine,
     Engines,
@@ -273,3 +274,15 @@ def test_random_operations_with_moves(engines: Engines, seed: int) -> None:  # n
         if num_rounds >= NUM_ROUNDS and rounds.num_moved:
             return
     pytest.fail("nothing has moved")
+
+
+@pytest.mark.parametrize("more", [(), (STATE,), (WINDOW,)], ids=["one", "two", "windows"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_with_states(
+    engines: Engines,  # noqa: F811
+    seed: int,
+    more: tuple[Any, ...],
+) -> None:
+    rounds = Rounds(engines, seed, (40, 48, 64), (SPEC, STATE, *more))
+    for _ in range(NUM_ROUNDS):
+        rounds.run()

@@ -34,7 +34,12 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_group_id,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -143,6 +148,8 @@ class SimulatedWorker:
                     self._run(load, self.cause_of(load))
                 else:
                     self.parked[load.load_id] = load
+        filling = {i for load in self.parked.values() for i in load.block_ids}
+        assert filling.isdisjoint(output.new_block_ids_to_zero or ()), "zeroed while it is loaded"
         self._update_states(output)
         tokens = [self._compute(r, n, r in samples) for r, n in output.num_scheduled_tokens.items()]
         self.grants.update(new_grants)
@@ -231,18 +238,38 @@ class SimulatedWorker:
         start = request.num_computed
         right = start + num_tokens <= request.num_known
         for group in self.groups:
+            if group.state:
+                right = right and self._holds_state(request, start, group.id)
+                continue
             first = max(0, start - group.window + 1) if group.window else 0
             read = range(first, start)
             right = right and all(self.holds(request, p, group.id) for p in read)
             right = right and self._is_clear(request, start + num_tokens, group.id)
         for position in range(start, start + num_tokens):
             content = request.content(position) if right else -next(self._garbage)
-            for table in request.tables:
-                self.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = content
+            for group, table in zip(self.groups, request.tables, strict=True):
+                if not group.state:
+                    self.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = content
+        for group in self.groups:
+            if group.state:
+                block_id = self._state_block(request, start + num_tokens, group.id)
+                self.slots.update({(block_id, offset): content for offset in range(BLOCK_SIZE)})
         if not samples:
             return []
         request.num_known = start + num_tokens + 1
         return [right_token(start + num_tokens) if right else WRONG_TOKEN]
+
+    def _holds_state(self, request: SimulatedRequest, end: int, group: int) -> bool:
+        """Whether it has the state behind its first ``end`` tokens."""
+        if not end:
+            return True
+        block_id, content = self._state_block(request, end, group), request.content(end - 1)
+        return all(self.slots.get((block_id, offset)) == content for offset in range(BLOCK_SIZE))
+
+    def _state_block(self, request: SimulatedRequest, end: int, group: int) -> int:
+        block_id = request.tables[group][(end - 1) // BLOCK_SIZE]
+        assert block_id, "the state was given up"
+        return block_id
 
     def _is_clear(self, request: SimulatedRequest, end: int, group: int) -> bool:
         """Whether the last block holds numbers behind the last token: attention meets them."""
@@ -425,11 +452,13 @@ class Engine:
             simulated = SimulatedRequest(list(request.prompt_token_ids or ()), [])
             for index, block_hash in enumerate(request.block_hashes):
                 first = index * BLOCK_SIZE
-                contents[block_hash] = [simulated.content(first + i) for i in range(BLOCK_SIZE)]
+                held = [simulated.content(first + i) for i in range(BLOCK_SIZE)]
+                contents[block_hash] = {False: held, True: held[-1:] * BLOCK_SIZE}
         for block in self.pool.blocks:
             if block.block_hash is not None:
                 held = [self.worker.slots.get((block.block_id, i)) for i in range(BLOCK_SIZE)]
-                expected = contents[get_block_hash(block.block_hash)]
+                keeps_state = bool(self.worker.groups[get_group_id(block.block_hash)].state)
+                expected = contents[get_block_hash(block.block_hash)][keeps_state]
                 assert held == expected, f"block {block.block_id} is cached with KV of other tokens"
 
 
@@ -457,7 +486,9 @@ def base_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
             max_model_len=2048,
             is_encoder_decoder=False,
         ),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        cache_config=CacheConfig(
+            block_size=BLOCK_SIZE, enable_prefix_caching=True, mamba_cache_mode="align"
+        ),
         device_config=DeviceConfig("cpu"),
     )
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
@@ -1717,7 +1748,13 @@ class _Speculative:
 WINDOW = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
 )
-_MAMBA = MambaSpec(block_size=BLOCK_SIZE, shapes=((8,),), dtypes=(torch.float32,))
+STATE = MambaSpec(
+    block_size=BLOCK_SIZE,
+    shapes=((8,),),
+    dtypes=(torch.float32,),
+    page_size_padded=SPEC.page_size_bytes,
+    mamba_cache_mode="align",
+)
 
 
 def test_an_engine_registers_with_each_of_its_routers(engines: Engines) -> None:
@@ -1745,8 +1782,19 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engine
     ("changes", "message"),
     [
         ({"vllm_config__cache_config__enable_prefix_caching": False}, "prefix caching is off"),
-        ({"spec": (SPEC, _MAMBA)}, "2 KV cache groups of MambaSpec"),
-        ({"spec": (WINDOW,)}, "windows in all layers"),
+        ({"spec": (WINDOW,)}, "windows or states in all layers"),
+        ({"spec": (STATE,)}, "windows or states in all layers"),
+        (
+            {"spec": (SPEC, STATE), "vllm_config__speculative_config": _Speculative("mtp")},
+            "with a pool or a drafter",
+        ),
+        (
+            {
+                "spec": (SPEC, STATE),
+                "vllm_config__scheduler_config__long_prefill_token_threshold": BLOCK_SIZE - 1,
+            },
+            "raise --max-num-batched-tokens",
+        ),
         ({"spec": (SPEC, replace(WINDOW, block_size=2 * BLOCK_SIZE))}, "of different sizes"),
         (
             {
@@ -1785,6 +1833,7 @@ def test_unsupported_engine_is_refused_by_name(
 def test_supported_engine_is_accepted(engines: Engines) -> None:
     check(engines)
     check(engines, (SPEC, WINDOW))
+    check(engines, (SPEC, STATE, STATE, WINDOW))
     for method in ("ngram", "eagle", "eagle3", "mtp", "draft_model"):
         check(engines, vllm_config__speculative_config=_Speculative(method))
     assert engines.made == []

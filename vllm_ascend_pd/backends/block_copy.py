@@ -105,7 +105,8 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPages:
-    """The pages of one KV cache group, whose blocks are of ``block_size`` tokens.
+    """The pages of one KV cache group, whose blocks are of ``block_size`` tokens, or hold
+    ``states`` behind so many.
 
     ``layers[i]`` says which of the engine's attention layers layer i of ``layout`` is, counted in
     the order in which the model runs them.
@@ -114,17 +115,20 @@ class GroupPages:
     block_size: int
     layout: PageLayout
     layers: tuple[int, ...]
+    states: bool = False
 
     @classmethod
-    def of(cls, layout: PageLayout, block_size: int, layers: Sequence[int]) -> GroupPages:
+    def of(
+        cls, layout: PageLayout, block_size: int, layers: Sequence[int], states: bool = False
+    ) -> GroupPages:
         """``layout`` is that of all layers."""
-        return cls(block_size, layout.pick(layers), tuple(layers))
+        return cls(block_size, layout.pick(layers), tuple(layers), states)
 
     def between(self, first: int, stop: int) -> GroupPages:
         """Those of its layers that are among the engine's ``first`` to ``stop``."""
         first, stop = self.num_among(first), self.num_among(stop)
         layout = self.layout.for_layers(first, stop)
-        return GroupPages(self.block_size, layout, self.layers[first:stop])
+        return replace(self, layout=layout, layers=self.layers[first:stop])
 
     def num_among(self, num_layers: int) -> int:
         """How many of its layers are among the first ``num_layers`` of the engine."""

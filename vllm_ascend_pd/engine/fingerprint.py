@@ -62,7 +62,11 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def _reach(group: KVGroup) -> str:
-    """How far its layers look back."""
+    """How far its layers look back, or what they keep instead. A state is of the shapes that a
+    worker has, so only engines with equal tensor parallel sizes exchange it.
+    """
+    if group.state:
+        return f"state-{group.state}"
     if group.window:
         return f"window-{group.window}"
     return f"chunk-{group.chunk}" if group.chunk else "all"

@@ -14,6 +14,7 @@ they were. To go on behind a span takes all blocks of some groups and the last o
 
     all tokens    [b7][b4][b9][b2][tail
     windows       [  ][  ][  ][b5][tail
+    states        [  ][  ][  ][b8][tail    each holds the state behind its last token
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class KVGroup:
 
     ``id`` is the group's place among those of the engine. ``block_size`` is in tokens;
     ``page_bytes`` is what one worker has of a block in one of ``layers``. A token attends to the
-    last ``window`` ones, itself included, or to those of its own ``chunk``, if there is one.
+    last ``window`` ones, itself included, or to those of its own ``chunk``, if there is one. Of a
+    group with a ``state``, which says of what kind it is, a block holds what its layers make of all
+    tokens before its end, and nothing of the tokens themselves.
     """
 
     id: int
@@ -43,6 +46,7 @@ class KVGroup:
     layers: tuple[str, ...]
     window: int = 0
     chunk: int = 0
+    state: str = ""
 
     @property
     def bytes_per_block(self) -> int:
@@ -56,7 +60,7 @@ class KVGroup:
     @property
     def keeps_all(self) -> bool:
         """Whether a request that goes on reads all of its blocks."""
-        return not (self.window or self.chunk)
+        return not (self.window or self.chunk or self.state)
 
     def first_needed(self, end: int) -> int:
         """The index of the first block that the token at ``end``, or a later one, attends to."""
@@ -65,7 +69,20 @@ class KVGroup:
             first = max(0, end - self.window + 1)
         elif self.chunk:
             first = end - end % self.chunk
+        elif self.state:
+            first = max(0, end - 1)
         return first // self.block_size
+
+    def first_kept(self, end: int) -> int:
+        """The index of the first block of a span [0, ``end``) that whoever has computed it still
+        has then: what its last token attends to.
+
+        Of states those at the last boundary before it and behind it; a span that ends at a
+        boundary may have been computed without a stop at the one before.
+        """
+        if self.state:
+            return max(0, end // self.block_size - 1)
+        return self.first_needed(end - 1)
 
 
 class Wanted(NamedTuple):

@@ -52,11 +52,12 @@ def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int])
 
 class Tail(NamedTuple):
     """What a span's last block holds in one group: 1..block_size tokens, and what vLLM would hash
-    beside them.
+    beside them. One that ``is_whole``, a state, is of use to whoever wants all of these tokens.
     """
 
     token_ids: tuple[int, ...]
     extra_keys: bytes
+    is_whole: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +125,7 @@ class Lease:
             num_blocks < num_before_tail
             or len(theirs.block_hashes) != num_before_tail
             or not 0 < count <= len(tail.token_ids)
+            or (tail.is_whole and count < len(tail.token_ids))
         ):
             return matched
         parent = blocks.hashes[num_before_tail - 1] if num_before_tail else b""

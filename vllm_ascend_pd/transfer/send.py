@@ -315,8 +315,10 @@ class DataServer(Reactor):
         is_done = stop_layer <= group.num_among(num_layers_done)
         num_computed = grant.num_coming if is_done else grant.num_ready
         # Of a tail, what its consumer may read.
-        end = min((max(fetch.block_indices) + 1) * group.block_size, fetch.ticket.end)
-        return Cause.NOT_COMPUTED if end > num_computed else None
+        stop = (max(fetch.block_indices) + 1) * group.block_size
+        end = min(stop, fetch.ticket.end)
+        is_other = group.states and end != min(stop, num_computed)  # the state behind more tokens
+        return Cause.NOT_COMPUTED if end > num_computed or is_other else None
 
     def _layers(self, fetch: Fetch) -> PageLayout:
         """The pages that it asks for, of every block."""

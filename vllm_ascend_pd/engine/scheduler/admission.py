@@ -49,6 +49,8 @@ class Admission:
         self._transfer = common.config.transfer
         self._groups = common.groups
         self._has_windows = any(not group.keeps_all for group in common.groups)
+        self._has_states = any(group.state for group in common.groups)
+        """Whether a tail is worth a load by itself: blocks with states are of many tokens."""
         self._block_size = common.block_size
         self._collect_at = 0.0
 
@@ -125,6 +127,8 @@ class Admission:
                 return False
             if parks and self._parking.park(source, missing):
                 return False
+        elif self._parks_tail(source) and self._parking.park(source, []):
+            return False
         if source.is_complete and not (missing and source.parked_only):
             source.advance(SourceEvent.PLACE)
             return True
@@ -135,6 +139,10 @@ class Admission:
         elif time.monotonic() >= source.place_until:
             source.give_up(Cause.DEADLINE)
         return False
+
+    def _parks_tail(self, source: BlockSource) -> bool:
+        index = self._groups[0].tail_index(source.request.num_tokens)
+        return self._has_states and source.has_tail(index)
 
     def _plan(self, source: BlockSource, missing: list[Wanted]) -> tuple[list[Wanted], bool]:
         """What of the missing blocks is loaded, and whether beside the steps."""

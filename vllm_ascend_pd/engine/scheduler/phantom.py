@@ -15,6 +15,7 @@ With several KV cache groups the hits end where every group has what a request n
 
     all tokens  hits  [h0][m1][m2][m3]
     windows           [  ][  ][m2][m3]    the window of the token behind the hits begins in m2
+    states            [  ][  ][  ][m3]    with a tail behind them, that of the tail instead
 """
 
 from __future__ import annotations
@@ -77,14 +78,18 @@ class PhantomBlocks:
 
     def num_leading_hits(self, request: Request, stop: int) -> int:
         """How many of the first ``stop`` blocks are cached, counted up to the first that is not."""
-        tables = self._reach(request, [[] for _ in self._groups], stop, 0, lambda i, group: False)
+        nothing: list[Sequence[KVCacheBlock]] = [[] for _ in self._groups]
+        tables = self._reach(request, nothing, stop, 0, False, lambda i, group: False)
         return len(tables[0])
 
     def find_missing(self, request: Request, source: BlockSource) -> list[Wanted]:
         """What ``source`` has and is not cached here, up to the first block that is neither."""
         stop = self._size.tail_index(request.num_tokens)
         nothing: list[Sequence[KVCacheBlock]] = [[] for _ in self._groups]
-        tables = self._reach(request, nothing, stop, source.num_tail_tokens, source.has_block)
+        has_tail = source.has_tail(stop)
+        tables = self._reach(
+            request, nothing, stop, source.num_tail_tokens, has_tail, source.has_block
+        )
         return _missing(tables)
 
     def _reach(
@@ -93,10 +98,13 @@ class PhantomBlocks:
         hits: Sequence[Sequence[KVCacheBlock]],
         stop: int,
         num_tail_tokens: int,
+        has_tail: bool,
         has_block: Callable[[int, int], bool],
     ) -> list[Table]:
         """``hits`` by group, and what follows up to ``stop`` blocks that is cached or can be had:
-        as far as all groups go. With all of the blocks the request has ``num_tail_tokens`` more.
+        as far as all groups go. With all of the blocks the request has ``num_tail_tokens`` more,
+        and if it ``has_tail`` may come to them: then it needs the state behind the tail only, but
+        that at the last boundary is had for those who share the blocks.
         """
         start, whole = len(hits[0]), stop
         tables: list[Table] = [list(blocks) for blocks in hits]
@@ -114,6 +122,9 @@ class PhantomBlocks:
             group = rest.pop()
             end = stop * group.block_size + (num_tail_tokens if stop == whole else 0)
             first = min(group.first_needed(end), stop)
+            if group.state and has_tail and stop == whole:
+                last = self._cached(request, stop - 1, group)
+                first = stop - (last is not None or has_block(stop - 1, group.id))
             window: Table = []
             for index in range(stop - 1, first - 1, -1):
                 block = self._cached(request, index, group)
@@ -152,7 +163,7 @@ class PhantomBlocks:
         whole = stop
         while True:
             tail = num_tail_tokens if stop == whole else 0
-            tables = self._reach(request, hits, stop, tail, has_block)
+            tables = self._reach(request, hits, stop, tail, tail > 0, has_block)
             missing = _missing(tables)
             # What is there already must survive get_new_blocks, which evicts the least recently
             # used.

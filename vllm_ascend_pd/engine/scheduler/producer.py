@@ -78,6 +78,7 @@ class Producer(Part):
         self._common = common
         self._stats = common.stats
         self._manager = common.manager
+        self._has_states = any(group.state for group in common.groups)
         unopened_share = common.config.transfer.unopened_share
         self._max_unopened_blocks = int(unopened_share * self._manager.block_pool.num_gpu_blocks)
         self.server = server
@@ -101,6 +102,11 @@ class Producer(Part):
 
     def expect(self, request: Request) -> tuple[Cause, str] | None:
         """This request asks for its KV to be kept for a consumer; why it is not, or ``None``."""
+        if self._has_states and request.max_tokens > 1:
+            return Cause.BAD_PARAMS, (
+                "the model has layers that keep a state, which is written over as a request goes"
+                " on: send the producer max_tokens 1"
+            )
         if (transfer_id := _chosen_id(request)) is not None:
             key = _prompt_key(request.request_id)
             try:
@@ -375,8 +381,12 @@ class Producer(Part):
             transfer_id=transfer_id,
             span=span,
             tails=tuple(
-                Tail(tuple(request.all_token_ids[start:end]), tail_extra_keys(request, start, end))
-                for start in starts
+                Tail(
+                    tuple(request.all_token_ids[start:end]),
+                    tail_extra_keys(request, start, end),
+                    is_whole=bool(group.state),
+                )
+                for group, start in zip(groups, starts, strict=True)
             ),
             announced=announced,
             sampling_key=self._sampling_key(request),

@@ -133,10 +133,13 @@ class LoadEnds:
             self._spoiled |= block_ids
 
     def clear_spoiled(self, output: SchedulerOutput, meta: StepMeta | None) -> None:
-        """Have the runner zero these blocks before its forward, but for those that it loads."""
-        if not self._spoiled:
+        """Have the runner zero these blocks before its forward, but for those that it loads: also
+        of vLLM's own list, as blocks change hands within a pass.
+        """
+        loads = meta.loads if meta is not None else ()
+        if not self._spoiled and not (loads and output.new_block_ids_to_zero):
             return
-        loaded = {i for load in (meta.loads if meta is not None else ()) for i in load.block_ids}
-        if spoiled := sorted(self._spoiled - loaded):
-            output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *spoiled]
+        loaded = {i for load in loads for i in load.block_ids}
+        zeroed = [*(output.new_block_ids_to_zero or ()), *sorted(self._spoiled)]
+        output.new_block_ids_to_zero = [i for i in zeroed if i not in loaded] or None
         self._spoiled = set()

@@ -52,8 +52,10 @@ class RemotePrompt(BlockSource):
         """What the producer has sampled after the prompt."""
         self._peers = peers
         self._transfer = peers.transfer
-        self.parked_only = peers.transfer.places_directly
         self._groups = peers.groups
+        # States are copied on before the forward, whose layers wait for what a step loads.
+        self._has_states = any(group.state for group in peers.groups)
+        self.parked_only = peers.transfer.places_directly or self._has_states
         self._size = peers.groups[0]
         self._workers: tuple[Worker, ...] = ()
         self._num_blocks = 0
@@ -154,12 +156,16 @@ class RemotePrompt(BlockSource):
 
     @property
     def num_tail_tokens(self) -> int:
-        """The last known token is computed in any case: the span's or the first after it."""
-        return min(self._num_tail_tokens, (self.request.num_tokens - 1) % self._size.block_size)
+        """The last known token is computed in any case: the span's or the first after it. A state
+        is that behind the whole tail.
+        """
+        num_tokens = self._num_tail_tokens
+        num_known = (self.request.num_tokens - 1) % self._size.block_size
+        return 0 if self._has_states and num_known < num_tokens else min(num_tokens, num_known)
 
     def has_block(self, index: int, group: int = 0) -> bool:
         """Its peer keeps what whoever goes on behind the span needs."""
-        return self._groups[group].first_needed(self.end - 1) <= index < self.num_blocks
+        return self._groups[group].first_kept(self.end) <= index < self.num_blocks
 
     def has_tail(self, index: int) -> bool:
         follows = self._first_token_follows and not self.is_continued
@@ -171,7 +177,7 @@ class RemotePrompt(BlockSource):
 
     @property
     def compute_ms(self) -> float:
-        # Of windows there is only what the end of the span needs.
+        # Of windows and states there is only what the end of the span needs.
         has_all = all(group.keeps_all for group in self._groups)
         if self._transfer.load is LoadFromPeer.ALL or not self.is_complete or not has_all:
             return 0.0

@@ -10,6 +10,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
     has_drafter,
     is_pooling_model,
+    keeps_states,
     returns_routed_experts,
     uses_cascade_attention,
     uses_sparse_attention,
@@ -25,7 +26,7 @@ METHODS = ("ngram", *DRAFTERS)
 """Of speculative decoding."""
 KINDS = (
     *("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
-    *("SlidingWindowSpec", "ChunkedLocalAttentionSpec"),
+    *("SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
 )
 """Of the KV cache groups of a model."""
 
@@ -37,7 +38,9 @@ def check_config(config: VllmConfig) -> None:
     vLLM gives each data parallel rank of a dense model a configuration of one rank, so an engine
     can no longer see what was asked for.
     """
-    if keeps_one_group(config):
+    if keeps_states(config):
+        _check_states(config)
+    elif keeps_one_group(config):
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
     parallel = config.parallel_config
     speculative = config.speculative_config
@@ -144,13 +147,33 @@ def _check_data_parallel(config: VllmConfig) -> None:
     )
 
 
+def _check_states(config: VllmConfig) -> None:
+    """Of layers that keep a state: Mamba, Mamba2, GDN, short convolutions, linear attention."""
+    cache = config.cache_config
+    _refuse(
+        (
+            cache.mamba_cache_mode == "all",
+            "states of all blocks (say --mamba-cache-mode align, or leave it out)",
+        ),
+        (cache.use_replayssm, "states with inputs beside them (leave out --use-replayssm)"),
+        (_has_pool(config), "a pool with layers that keep a state"),
+        (
+            config.speculative_config is not None,
+            "speculative decoding with layers that keep a state",
+        ),
+    )
+
+
+def _has_pool(config: VllmConfig) -> bool:
+    transfer = config.kv_transfer_config
+    return transfer is not None and "pool" in transfer.kv_connector_extra_config
+
+
 def keeps_one_group(config: VllmConfig) -> bool:
     """Whether sliding windows keep the KV of the whole prompt, in one group with full attention,
     because something stores or drafts with one group only.
     """
-    transfer = config.kv_transfer_config
-    has_pool = transfer is not None and "pool" in transfer.kv_connector_extra_config
-    return has_pool or has_drafter(config)
+    return _has_pool(config) or has_drafter(config)
 
 
 def check_supported(scheduler: Scheduler) -> None:
@@ -159,17 +182,20 @@ def check_supported(scheduler: Scheduler) -> None:
     groups = kv_groups(scheduler.kv_cache_config)
     kinds = [type(g.kv_cache_spec).__name__ for g in scheduler.kv_cache_config.kv_cache_groups]
     others = sorted(set(kinds).difference(KINDS))
+    limits = scheduler.vllm_config.scheduler_config
+    most = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
+    most = min(most, limits.max_num_batched_tokens)
     _refuse(
         (
             not groups or bool(others),
             (
                 f"the model needs {len(groups)} KV cache groups of {' and '.join(others)}; full"
-                " attention, sliding windows and chunked local attention are supported"
+                " attention, sliding windows, chunked local attention and states are supported"
             ),
         ),
         (
             not others and not any(group.keeps_all for group in groups),
-            "windows in all layers",
+            "windows or states in all layers",
         ),
         (
             keeps_one_group(scheduler.vllm_config) and len(groups) > 1,
@@ -182,6 +208,14 @@ def check_supported(scheduler: Scheduler) -> None:
         (
             len(groups) > 1 and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1,
             "several KV cache groups with pipeline parallel sizes above 1",
+        ),
+        (
+            any(group.state for group in groups) and scheduler.block_size > most,
+            (
+                f"blocks of {scheduler.block_size} tokens, at whose ends states are kept, where a"
+                f" step computes {most} tokens of a prompt (raise --max-num-batched-tokens, and"
+                " --long-prefill-token-threshold if it is set)"
+            ),
         ),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),

@@ -66,6 +66,16 @@ def uses_sparse_attention(config: VllmConfig) -> bool:
     return model is not None and hasattr(model.hf_text_config, "index_topk")
 
 
+def keeps_states(config: VllmConfig) -> bool:
+    """Whether some layers keep a state in place of the KV of all tokens.
+
+    Touches:
+        vllm/config/model.py:ModelConfig.has_inner_state
+    """
+    model: Any = config.model_config
+    return model is not None and model.has_inner_state
+
+
 def is_pooling_model(config: VllmConfig) -> bool:
     """Whether it decodes nothing.
 

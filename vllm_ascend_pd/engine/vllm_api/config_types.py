@@ -66,6 +66,8 @@ class CacheConfig(Protocol):
     cache_dtype: str
     kv_cache_dtype_skip_layers: list[str]
     enable_prefix_caching: bool
+    mamba_cache_mode: str
+    use_replayssm: bool
     prefix_caching_hash_algo: str
 
 
@@ -94,6 +96,7 @@ class SchedulerConfig(Protocol):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    long_prefill_token_threshold: int
     disable_hybrid_kv_cache_manager: bool | None
 
 

@@ -6,7 +6,7 @@ This is the one place that knows how vLLM orders groups: ``KVGroup.id`` is the i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, KVGroup, Span
 
@@ -34,9 +34,27 @@ def kv_groups(config: KVCacheConfig) -> tuple[KVGroup, ...]:
             chunk=_attribute(
                 group.kv_cache_spec, "ChunkedLocalAttentionSpec", "attention_chunk_size"
             ),
+            state=_state(group.kv_cache_spec),
         )
         for index, group in enumerate(config.kv_cache_groups)
     )
+
+
+def _state(spec: Any) -> str:
+    """Of layers that keep a state: its kind, and shape and type of each of its parts.
+
+    Touches:
+        vllm/v1/kv_cache_interface.py:MambaSpec.shapes
+        vllm/v1/kv_cache_interface.py:MambaSpec.dtypes
+        vllm/v1/kv_cache_interface.py:MambaSpec.mamba_type
+    """
+    if type(spec).__name__ != "MambaSpec":
+        return ""
+    parts = (
+        f"{'x'.join(map(str, shape))}-{str(dtype).removeprefix('torch.')}"
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    return "-".join([spec.mamba_type.name.lower(), *parts])
 
 
 def _attribute(spec: object, kind: str, name: str) -> int:
@@ -94,7 +112,7 @@ def lasting_blocks(
     """Of the first ``end`` tokens, those that the request has until the last of them is computed:
     null blocks where it may give one up before.
     """
-    first = group.first_needed(end - 1)
+    first = group.first_kept(end)
     null = manager.block_pool.null_block
     blocks = block_table(manager, request, group)[: group.tail_index(end) + 1]
     return [block if index >= first else null for index, block in enumerate(blocks)]

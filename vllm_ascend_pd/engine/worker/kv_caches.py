@@ -41,6 +41,7 @@ class KVCaches:
                 self.layout,
                 group.block_size,
                 sorted({self.layer_index[name] for name in group.layers}),
+                states=bool(group.state),
             )
             for group in groups
         )

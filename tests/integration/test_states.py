@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that keep a state beside full attention (Qwen3-Next's GDN), against one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tests.integration.engines import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineConfig,
+    Fleet,
+    assert_no_leak,
+)
+from tests.integration.test_decode_first import EVERY_LAYER, Pair
+
+pytestmark = pytest.mark.engine
+
+NUM_STATES = 3
+PAGE_BYTES = 2 * BLOCK_SIZE * 4 * 128 * 2
+"""Of each layer: a state is padded to the size of a page of full attention."""
+CHUNKED = 600
+"""More tokens than an engine of these tests computes in two steps."""
+SHORT, LONG = 20, 300
+FAULTY = {"staging_slot_bytes": 128 * 1024, "staging_slots": 128}
+
+
+def num_bytes(num_tokens: int) -> int:
+    """What of a prompt moves: all of full attention, and of each other layer the state behind the
+    prompt, and that at the last boundary of blocks before, if the producer has stopped there.
+    """
+    num_states = 2 if num_tokens > BLOCK_SIZE and num_tokens % BLOCK_SIZE else 1
+    return (-(-num_tokens // BLOCK_SIZE) + NUM_STATES * num_states) * PAGE_BYTES
+
+
+@dataclass
+class States:
+    fleet: Fleet
+    config: EngineConfig
+    single: Engine
+    producer: Engine
+    consumer: Engine
+
+    def other(self, role: str, transfer: dict[str, Any] | None = None, **options: Any) -> Engine:
+        config = replace(self.config, role=role, **options).with_transfer(
+            **FAULTY, **(transfer or {})
+        )
+        return self.fleet.engine(config)
+
+    def assert_right(self, answer: Answer, prompt: list[int]) -> None:
+        expected = self.single.ask(prompt, len(answer.token_ids))
+        assert answer.token_ids == expected.token_ids
+
+
+@pytest.fixture
+def states(
+    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
+) -> Iterator[States]:
+    config = replace(base_config, executor="uni", model=models("gdn"), dtype="bfloat16")
+    engines = fleet.engines(
+        config,
+        replace(config, role="kv_producer", faults="ok*").with_transfer(**FAULTY),
+        replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER, **FAULTY),
+    )
+    before = [engine.counts() for engine in engines]
+    engines[1].set_faults("ok*")
+    yield States(fleet, config, *engines)
+    for engine, counts in zip(engines, before, strict=True):
+        assert_no_leak(engine, counts)
+
+
+@pytest.fixture
+def pair(states: States, prompt_of: Callable[..., list[int]]) -> Pair:
+    return Pair(states.producer, states.consumer, prompt_of(5, "where"))
+
+
+LENGTHS = [SHORT, BLOCK_SIZE, BLOCK_SIZE + 1, 4 * BLOCK_SIZE, LONG, CHUNKED]
+
+
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_the_state_behind_the_prompt_moves(
+    states: States, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int, order: str
+) -> None:
+    prompt = prompt_of(num_tokens)
+    if order == "prefill first":
+        answer = states.consumer.ask(prompt, 40, states.producer.prefill(prompt))
+    else:
+        answer = pair.ask(prompt, max_tokens=40)
+    states.assert_right(answer, prompt)
+    assert answer.provenance["first_token"] == "peer"
+    assert answer.sources == (0, num_tokens, 0)
+    assert answer.provenance["num_peer_bytes"] == num_bytes(num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [SHORT, 4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1, LONG])
+def test_where_the_consumer_samples_the_first_token(
+    states: States, prompt_of: Callable[..., list[int]], num_tokens: int
+) -> None:
+    """It begins at the last boundary of blocks at which its producer has stopped."""
+    consumer = states.other("kv_consumer", {"first_token": "compute"})
+    prompt = prompt_of(num_tokens)
+    answer = consumer.ask(prompt, 24, states.producer.prefill(prompt))
+    states.assert_right(answer, prompt)
+    rest = num_tokens % BLOCK_SIZE
+    num_loaded = num_tokens - rest if rest else 0
+    assert answer.sources == (0, num_loaded, num_tokens - num_loaded)
+
+
+def test_what_the_consumer_has_is_not_sent(
+    states: States, pair: Pair, prompt_of: Callable[..., list[int]]
+) -> None:
+    """The same prompt twice, and then what a chat makes of it."""
+    prompt = prompt_of(3 * BLOCK_SIZE + 6)
+    first = pair.ask(prompt, max_tokens=BLOCK_SIZE)
+    again = pair.ask(prompt, max_tokens=BLOCK_SIZE)
+    assert again.token_ids == first.token_ids
+    assert again.sources == (3 * BLOCK_SIZE, 6, 0)
+    chat = prompt + first.token_ids + prompt_of(3 * BLOCK_SIZE, "next turn")
+    answer = pair.ask(chat)
+    states.assert_right(answer, chat)
+    assert answer.sources == (4 * BLOCK_SIZE, len(chat) - 4 * BLOCK_SIZE, 0)
+
+
+def test_samples_of_one_prompt_have_states_of_their_own(
+    states: States, prompt_of: Callable[..., list[int]]
+) -> None:
+    prompt = prompt_of(LONG)
+    known = states.producer.prefill(prompt)
+    answer = states.consumer.ask(prompt, 16, known, n=3, temperature=0.8, seed=3)
+    expected = states.single.ask(prompt, 16, n=3, temperature=0.8, seed=3)
+    assert answer.samples == expected.samples
+
+
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*9,corrupt"])
+def test_failed_load_goes_on_from_the_last_whole_boundary(
+    states: States, pair: Pair, prompt_of: Callable[..., list[int]], script: str, order: str
+) -> None:
+    prefix = prompt_of(3 * BLOCK_SIZE, "prefix")
+    states.consumer.ask(prefix + prompt_of(4, "first"), 4)
+    prompt = prefix + prompt_of(6 * BLOCK_SIZE + 6, "second")
+    known = states.producer.prefill(prompt) if order == "prefill first" else None
+    states.producer.set_faults(f"{script},ok*")
+    if known is not None:
+        answer = states.consumer.ask(prompt, 24, known)
+    else:
+        answer = pair.ask(prompt, max_tokens=24)
+    states.assert_right(answer, prompt)
+    local, peer, computed = answer.sources
+    assert (local, peer, computed) == (len(prefix), 0, len(prompt) - len(prefix))
+    assert answer.outcome != "loaded"
+
+
+def test_another_prompt_never_gets_the_state(
+    states: States, prompt_of: Callable[..., list[int]]
+) -> None:
+    """One that is a part of it, longer, or differs at the end: the boundary before may do."""
+    prompt = prompt_of(4 * BLOCK_SIZE + 9)
+    others = [prompt[:-1], prompt[: 4 * BLOCK_SIZE + 1], prompt[: 4 * BLOCK_SIZE], prompt[:-20]]
+    others += [[*prompt, 7], [*prompt, *prompt_of(40, "more")], [*prompt[:-1], prompt[-1] ^ 1]]
+    for other in others:
+        answer = states.consumer.ask(other, 24, states.producer.prefill(prompt))
+        states.assert_right(answer, other)
+        assert answer.provenance["first_token"] != "peer"
+
+
+def test_preemption(states: States, prompt_of: Callable[..., list[int]]) -> None:
+    consumer = states.other("kv_consumer", num_blocks=61, max_model_len=640)
+    prompts = {name: prompt_of(190, name) for name in "abcd"}
+    before = consumer.metrics()["preemptions"], consumer.counts()
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, 100, states.producer.prefill(prompt))
+    answers = consumer.run()
+    assert consumer.metrics()["preemptions"] > before[0]
+    for name, prompt in prompts.items():
+        states.assert_right(answers[name], prompt)
+    assert_no_leak(consumer, before[1])
+
+
+def test_abort(states: States, pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+    """Of the consumer's request, before its prompt is computed and while its load is under way."""
+    for part in ("early", "late"):
+        prompt, transfer_id = prompt_of(CHUNKED, part), pair.new_id()
+        pair.add_decode("r", prompt, transfer_id)
+        pair.add_prefill("r", prompt, transfer_id)
+        pair.consumer.step_until("r", "loads", 1)
+        if part == "late":
+            pair.producer.step()
+        pair.consumer.abort("r")
+        pair.run()
+
+
+def test_a_producer_that_would_go_on_keeps_nothing(
+    states: States, prompt_of: Callable[..., list[int]]
+) -> None:
+    """It would write over the state behind the prompt."""
+    prompt = prompt_of(LONG)
+    states.producer.add("long", prompt, 2, {"do_remote_decode": True})
+    assert not states.producer.run()["long"].kv_transfer_params.get("transfer_id")
+    states.producer.wait_log("send the producer max_tokens 1")
+
+
+def test_states_of_mamba2(
+    fleet: Fleet,
+    base_config: EngineConfig,
+    models: Callable[[str], str],
+    prompt_of: Callable[..., list[int]],
+) -> None:
+    """An engine hands itself what it has not cached: the state behind the prompt."""
+    config = replace(base_config, executor="uni", model=models("mamba2"), dtype="bfloat16")
+    single, both = fleet.engines(config, replace(config, role="kv_both"))
+    prompt = prompt_of(LONG)
+    answer = both.ask(prompt, 40, both.prefill(prompt))
+    assert answer.token_ids == single.ask(prompt, 40).token_ids
+    rest = LONG % BLOCK_SIZE
+    assert answer.sources == (LONG - rest, rest, 0)
