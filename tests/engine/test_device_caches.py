@@ -18,7 +18,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    KVCacheLayout,
+    MambaSpec,
     MLAAttentionSpec,
+    create_kv_cache_views,
 )
 
 from vllm_ascend_pd.backends.block_copy import Region
@@ -182,3 +185,49 @@ def test_cache_with_too_few_blocks_is_refused() -> None:
     k, v = apart(SIZE, SIZE, HEADS)
     with pytest.raises(ConfigError, match="does not know this KV cache"):
         locate_on_device(config_of(GQA, NAMES[:1]), {NAMES[0]: (k[:4], v[:4])})
+
+
+STATE = MambaSpec(
+    block_size=BLOCK,
+    shapes=((3, 8), (2, 16)),
+    dtypes=(torch.bfloat16, torch.float32),
+    page_size_padded=GQA.page_size_bytes,
+    mamba_cache_mode="align",
+)
+
+
+def with_states() -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """One layer of each kind, at the same address, as vLLM makes their views on a GPU."""
+    page = GQA.page_size_bytes
+    names = ["model.layers.0.linear_attn", "model.layers.1.self_attn.attn"]
+    raw = torch.randint(-128, 128, (NUM_BLOCKS * page,), dtype=torch.int8)
+    tensors = [KVCacheTensor(len(raw), [name], len(raw), page) for name in names]
+    config = KVCacheConfig(
+        NUM_BLOCKS,
+        tensors,
+        [KVCacheGroupSpec([names[0]], STATE), KVCacheGroupSpec([names[1]], GQA)],
+        kv_cache_layout="LBHNC",
+    )
+    views = {
+        name: create_kv_cache_views(raw, spec, NUM_BLOCKS, KVCacheLayout.LBHNC, tensor)[0]
+        for name, spec, tensor in zip(names, (STATE, GQA), tensors, strict=True)
+    }
+    return config, views
+
+
+def test_states_are_padded_to_a_page_of_full_attention() -> None:
+    config, caches = with_states()
+    found = locate_on_device(config, caches)
+    state, attention = caches
+    for name in caches:
+        assert gathered(found, name, 4, 1) == content(caches[attention], 4) + content(
+            caches[attention], 1
+        )
+    assert content(caches[state], 4) == gathered(found, state, 4)[: STATE.real_page_size_bytes]
+
+
+def test_states_in_several_tensors_are_refused_by_name() -> None:
+    config, caches = with_states()
+    state, _ = caches
+    with pytest.raises(ConfigError, match="does not know these states"):
+        locate_on_device(config, {**caches, state: (caches[state], caches[state])})

@@ -55,7 +55,7 @@ def _config(name: str) -> Any:
             **{**_COMMON, "num_hidden_layers": 4},
             num_attention_heads=4,
             num_key_value_heads=4,
-            head_dim=128,
+            head_dim=256,
             layer_types=["linear_attention"] * 3 + ["full_attention"],
             linear_num_key_heads=1,
             linear_num_value_heads=1,
@@ -69,14 +69,14 @@ def _config(name: str) -> Any:
         return transformers.GraniteMoeHybridConfig(
             **{**_COMMON, "num_hidden_layers": 4},
             num_attention_heads=4,
-            num_key_value_heads=2,
+            num_key_value_heads=4,
             layer_types=["mamba"] * 3 + ["attention"],
             position_embedding_type="rope",
             num_local_experts=0,
             shared_intermediate_size=256,
             mamba_n_heads=8,
             mamba_d_head=32,
-            mamba_d_state=16,
+            mamba_d_state=8,
         )
     if name == "mla":
         return transformers.DeepseekV2Config(

@@ -22,7 +22,7 @@ from tests.integration.test_decode_first import EVERY_LAYER, Pair
 pytestmark = pytest.mark.engine
 
 NUM_STATES = 3
-PAGE_BYTES = 2 * BLOCK_SIZE * 4 * 128 * 2
+PAGE_BYTES = 2 * BLOCK_SIZE * 4 * 256 * 2
 """Of each layer: a state is padded to the size of a page of full attention."""
 CHUNKED = 600
 """More tokens than an engine of these tests computes in two steps."""

@@ -151,6 +151,41 @@ def test_options_that_cannot_work_are_named(model: str, options: list[str], mess
         configure(model, *options)
 
 
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory, model: str) -> str:
+    return str(make_model("mamba2", tmp_path_factory.mktemp("models") / "mamba2", Path(model)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mamba-cache-mode=all"], "say --mamba-cache-mode align"),
+        (["--no-enable-prefix-caching"], "prefix caching is off"),
+        (
+            ['--speculative-config={"method": "ngram", "num_speculative_tokens": 2}'],
+            "speculative decoding with layers that keep a state",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_layers_that_keep_a_state_cannot_have_is_named(
+    states: str, options: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(states, *options)
+
+
+def test_a_pool_for_states_is_refused(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = {"kv_connector_extra_config": {"pool": {"dram_size": "1GiB"}}}
+    monkeypatch.setitem(globals(), "IN_ENGINE", IN_ENGINE | pool)
+    with pytest.raises(ValueError, match="a pool with layers that keep a state"):
+        configure(states)
+
+
+def test_states_are_not_refused(states: str) -> None:
+    assert configure(states).cache_config.mamba_cache_mode == "align"
+
+
 def test_sparse_attention_is_refused(moe: str) -> None:
     with pytest.raises(ValueError, match="sparse attention"):
         configure(moe, '--hf-overrides={"index_topk": 16}')

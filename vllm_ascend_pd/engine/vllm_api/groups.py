@@ -73,13 +73,13 @@ def page_bytes(config: KVCacheConfig) -> int:
 
 
 def unpadded_page_bytes(config: KVCacheConfig) -> int:
-    """Of a page, what holds KV.
+    """Of a page, what holds KV; states are padded to as much.
 
     Touches:
         vllm/v1/kv_cache_interface.py:AttentionSpec.real_page_size_bytes
     """
-    spec = config.kv_cache_groups[0].kv_cache_spec
-    return getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
+    specs = (group.kv_cache_spec for group in config.kv_cache_groups)
+    return max(getattr(spec, "real_page_size_bytes", spec.page_size_bytes) for spec in specs)
 
 
 def block_table(manager: KVCacheManager, request: Request, group: KVGroup) -> list[KVCacheBlock]:

@@ -11,7 +11,7 @@ import torch  # noqa: TID251 - tensors of the engine
 
 from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout, Region
 from vllm_ascend_pd.backends.device_copy import DevicePageLayout, Segment
-from vllm_ascend_pd.engine.vllm_api.groups import page_bytes, unpadded_page_bytes
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups, page_bytes, unpadded_page_bytes
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def data_ptr(cache: Cache) -> int:
 def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KVCaches:
     """Pages as runs of bytes in the allocations of one device."""
     num_bytes = unpadded_page_bytes(kv_cache_config)
+    states = {name for group in kv_groups(kv_cache_config) if group.state for name in group.layers}
     memories: list[torch.Tensor] = []
     memory_of: dict[int, int] = {}
     segments: list[tuple[Segment, ...]] = []
@@ -162,7 +163,10 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
                 memory_of[storage.data_ptr()] = len(memories)
                 flat = tensor.view(torch.uint8)
                 memories.append(torch.as_strided(flat, (storage.nbytes(),), (1,), 0))
-        found = _segments(name, cache, memory_of, num_bytes, kv_cache_config.num_blocks)
+        if name in states:
+            found = _state_page(name, cache, memory_of, num_bytes)
+        else:
+            found = _segments(name, cache, memory_of, num_bytes, kv_cache_config.num_blocks)
         index_of[name] = len(segments)
         segments.append(found)
     starts = [memories[layer[0].memory].data_ptr() + layer[0].offset for layer in segments]
@@ -178,6 +182,23 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
         num_blocks=kv_cache_config.num_blocks,
     )
     return KVCaches(layout, index_of, memories[0].device)
+
+
+def _state_page(
+    name: str, cache: Cache, memory_of: Mapping[int, int], page_bytes: int
+) -> tuple[Segment, ...]:
+    """The run of bytes that a state has, with what pads it to a page of full attention."""
+    tensor = parts(cache)[0]
+    stride = _row_stride(tensor)
+    if len(parts(cache)) > 1 or not _run_bytes(name, tensor) <= page_bytes <= stride:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts(cache))
+        raise ConfigError(
+            f"InEngine does not know these states: {name} has {shapes} every {stride} bytes, where"
+            f" full attention has pages of {page_bytes} bytes"
+        )
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    memory = memory_of[tensor.untyped_storage().data_ptr()]
+    return (Segment(memory, offset, stride, page_bytes),)
 
 
 def _segments(
