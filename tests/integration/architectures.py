@@ -74,9 +74,10 @@ def _config(name: str) -> Any:
             position_embedding_type="rope",
             num_local_experts=0,
             shared_intermediate_size=256,
-            mamba_n_heads=8,
+            mamba_expand=1,
+            mamba_n_heads=4,
             mamba_d_head=32,
-            mamba_d_state=8,
+            mamba_d_state=16,
         )
     if name == "mla":
         return transformers.DeepseekV2Config(

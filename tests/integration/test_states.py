@@ -27,6 +27,8 @@ PAGE_BYTES = 2 * BLOCK_SIZE * 4 * 256 * 2
 CHUNKED = 600
 """More tokens than an engine of these tests computes in two steps."""
 SHORT, LONG = 20, 300
+TIE = 0.15
+"""In logprobs, of which bfloat16 tells apart 0.03 or 0.06 here."""
 FAULTY = {"staging_slot_bytes": 128 * 1024, "staging_slots": 128}
 
 
@@ -53,8 +55,25 @@ class States:
         return self.fleet.engine(config)
 
     def assert_right(self, answer: Answer, prompt: list[int]) -> None:
-        expected = self.single.ask(prompt, len(answer.token_ids))
-        assert answer.token_ids == expected.token_ids
+        assert_likeliest(self.single, prompt, answer.token_ids)
+
+
+def assert_likeliest(single: Engine, prompt: list[int], token_ids: list[int]) -> None:
+    """Token by token what one engine says, or as good as that.
+
+    vLLM's kernels for states on a CPU take bfloat16 only, in which two tokens are now and then
+    equally likely: then a step of other requests, or one that begins elsewhere, may turn them.
+    """
+    known: list[int] = []
+    while rest := token_ids[len(known) :]:
+        expected = single.ask(prompt + known, len(rest), logprobs=5)
+        pairs = enumerate(zip(rest, expected.token_ids, strict=True))
+        first = next((i for i, (ours, theirs) in pairs if ours != theirs), None)
+        if first is None:
+            return
+        likely = expected.logprobs[first]
+        assert max(likely.values()) - likely.get(rest[first], -100) < TIE, (prompt, token_ids)
+        known += rest[: first + 1]
 
 
 @pytest.fixture
@@ -171,11 +190,11 @@ def test_another_prompt_never_gets_the_state(
 
 
 def test_preemption(states: States, prompt_of: Callable[..., list[int]]) -> None:
-    consumer = states.other("kv_consumer", num_blocks=61, max_model_len=640)
+    consumer = states.other("kv_consumer", num_blocks=50, max_model_len=640)
     prompts = {name: prompt_of(190, name) for name in "abcd"}
     before = consumer.metrics()["preemptions"], consumer.counts()
     for name, prompt in prompts.items():
-        consumer.add(name, prompt, 100, states.producer.prefill(prompt))
+        consumer.add(name, prompt, 200, states.producer.prefill(prompt))
     answers = consumer.run()
     assert consumer.metrics()["preemptions"] > before[0]
     for name, prompt in prompts.items():
@@ -217,6 +236,6 @@ def test_states_of_mamba2(
     single, both = fleet.engines(config, replace(config, role="kv_both"))
     prompt = prompt_of(LONG)
     answer = both.ask(prompt, 40, both.prefill(prompt))
-    assert answer.token_ids == single.ask(prompt, 40).token_ids
+    assert_likeliest(single, prompt, answer.token_ids)
     rest = LONG % BLOCK_SIZE
     assert answer.sources == (LONG - rest, rest, 0)
