@@ -114,3 +114,28 @@ def test_tokens_say_which_blocks_of_each_group_may_be_read(
 ) -> None:
     begin_step(pair, 3, 3)
     assert pair.run(spec_of(pair, end, blocks=blocks)).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "end", "index", "cause"),
+    [
+        (3, 3, 1, ""),
+        (4, 4, 1, ""),
+        (4, 2, 0, ""),
+        (4, 3, 1, Cause.NOT_COMPUTED.value),
+        (2, 1, 0, Cause.NOT_COMPUTED.value),
+    ],
+    ids=["tail", "full tail", "boundary before", "tail behind one more", "block behind one more"],
+)
+def test_a_state_is_that_behind_the_tokens_that_are_asked_for(
+    num_computed: int, end: int, index: int, cause: str
+) -> None:
+    pair = Pair(
+        FaultScript(), make_groups=lambda layout: (GroupPages.of(layout, 2, LAYERS[1], True),)
+    )
+    try:
+        pair.grants.begin_step([Grant(pair.lease(), "e", THEIRS[1:], num_computed, num_computed)])
+        blocks = (LoadBlocks(0, (index,), OURS[1][:1]),)
+        assert pair.run(spec_of(pair, end, blocks=blocks)).cause == cause
+    finally:
+        pair.stop()

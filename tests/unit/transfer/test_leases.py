@@ -119,6 +119,14 @@ def test_token_after_the_lease_is_for_who_asks_for_no_more_and_no_less(book: Lea
     assert tokens == [(64, 77), (64, None), (51, None)]
 
 
+def test_a_tail_that_is_whole_is_matched_to_its_end_only() -> None:
+    """A state behind 52 tokens is none behind 51; that at the boundary before may do."""
+    lease = make_lease()
+    lease.tails = (lease.tails[0]._replace(is_whole=True),)
+    ends = [lease.match(make_open(num_tail_tokens=count)) for count in (1, 3, 4)]
+    assert ends == [48, 48, 52]
+
+
 def test_groups_of_a_span_are_matched_each_by_its_own_blocks() -> None:
     """75 tokens: four blocks of 16 and eleven tokens, two of 32 and the same eleven."""
     tail = Tail(tuple(range(11)), KEYS)
