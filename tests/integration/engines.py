@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.zygote import ENVIRONMENT
+
 BLOCK_SIZE = 32
 START_TIMEOUT_S = 400.0
 CALL_TIMEOUT_S = 120.0
@@ -446,11 +448,9 @@ class Fleet:
         listener = self._listen()
         environment = {
             **os.environ,
+            **ENVIRONMENT,
             "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "passive",  # n-gram drafts have threads all the same, which spin
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",

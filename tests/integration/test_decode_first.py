@@ -5,68 +5,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine, assert_no_leak
+from tests.integration.engines import BLOCK_SIZE, assert_no_leak
+from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
 pytestmark = pytest.mark.engine
-
-CHUNKED = 700
-"""More tokens than an engine of these tests computes in one step."""
-EVERY_LAYER = {"push_mode": "layer"}
-
-
-class Pair:
-    """What a router does: it knows where the producer is, and chooses the transfer ids."""
-
-    def __init__(self, producer: Engine, consumer: Engine, prompt: list[int]) -> None:
-        """``prompt`` is one that nobody else asks for."""
-        self.producer = producer
-        self.consumer = consumer
-        known = producer.prefill(prompt)
-        assert known["supports_concurrent"]
-        consumer.ask(prompt, 1, known)
-        producer.wait_count("leases", 0)
-        names = ("remote_engine_id", "remote_host", "remote_port", "remote_key")
-        self._where = {name: known[name] for name in names}
-        self._num_transfers = 0
-
-    def new_id(self) -> str:
-        self._num_transfers += 1
-        return f"{id(self)}-{self._num_transfers}"
-
-    def add_prefill(self, name: str, prompt: list[int], transfer_id: str, **more: Any) -> None:
-        params = {"do_remote_decode": True, "transfer_id": transfer_id}
-        self.producer.add(name, prompt, 1, params, **more)
-
-    def add_decode(
-        self, name: str, prompt: list[int], transfer_id: str, max_tokens: int = 16, **more: Any
-    ) -> None:
-        params = {
-            "do_remote_prefill": True,
-            "transfer_id": transfer_id,
-            "return_provenance": True,
-            **self._where,
-        }
-        self.consumer.add(name, prompt, max_tokens, params, **more)
-
-    def run(self) -> dict[str, Answer]:
-        """Both engines at once; what the consumer answered."""
-        self.consumer.start_run()
-        self.producer.run()
-        return self.consumer.join_run()
-
-    def ask(self, prompt: list[int], prefill: dict[str, Any] | None = None, **more: Any) -> Answer:
-        """``prefill`` are options of the producer's request, ``more`` of the consumer's."""
-        transfer_id = self.new_id()
-        self.add_decode("both", prompt, transfer_id, **more)
-        self.add_prefill("both", prompt, transfer_id, **(prefill or {}))
-        return self.run()["both"]
 
 
 @pytest.fixture

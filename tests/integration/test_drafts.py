@@ -18,8 +18,8 @@ import pytest
 from tests.integration.conftest import SingleEngine
 from tests.integration.drafters import START, make_drafted
 from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, EngineError, Fleet
+from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.pool_steps import POOL, delta, provenance, store
-from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.test_moves import move, two
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
 

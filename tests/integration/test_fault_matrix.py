@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.integration.engines import Engine, assert_no_leak, make_prompt
-from tests.integration.test_decode_first import EVERY_LAYER, Pair
+from tests.integration.pairs import EVERY_LAYER, Pair
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.engines import Answer, EngineConfig, EngineError, Fleet
-from tests.integration.test_decode_first import EVERY_LAYER, Pair
+from tests.integration.pairs import EVERY_LAYER, Pair
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,16 @@ import pytest
 from tests.integration.engines import (
     BLOCK_SIZE,
     Engine,
-    assert_no_leak,
+)
+from tests.integration.pairs import (
+    CHUNKED,
+    EVERY_LAYER,
+    Pair,
+    expect_abort_of_a_load,
+    expect_recovery,
+    expect_tokens_of_one_worker,
 )
 from tests.integration.pool_steps import POOL, provenance, store
-from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.test_moves import NUM_OUTPUT, move, outcome_of, two
 from tests.integration.test_preemption import NAMES, NUM_TOKENS, SMALL, decode_all
 
@@ -55,15 +61,7 @@ def test_tokens_are_those_of_one_worker(
     engines: Engines, single: SingleEngine, prompt_of: PromptOf, llms: tuple[str, str]
 ) -> None:
     pair = pair_of(engines, llms, prompt_of(5, "where"))
-    for num_tokens in (40, 96, CHUNKED):
-        prompt = prompt_of(num_tokens, f"prefill first {num_tokens}")
-        answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
-        assert answer.token_ids == single(prompt, 16).token_ids
-        assert answer.sources == (0, num_tokens, 0)
-        prompt = prompt_of(num_tokens, f"decode first {num_tokens}")
-        answer = pair.ask(prompt)
-        assert answer.token_ids == single(prompt, 16).token_ids
-        assert answer.sources == (0, num_tokens, 0)
+    expect_tokens_of_one_worker(pair, single, prompt_of)
 
 
 @pytest.mark.parametrize("mode", ["step", "park"])
@@ -132,13 +130,7 @@ def test_a_load_that_fails_in_one_stage_is_recovered_from(
     for stage in (0, 1) if llms[0] == TWO else (0,):
         for script in ("corrupt", "fail", "ok,corrupt"):
             prompt = prompt_of(300, f"{script} in {stage}")
-            params = pair.producer.prefill(prompt)
-            pair.producer.set_faults(script, stage)
-            answer = pair.consumer.ask(prompt, 16, params)
-            assert answer.token_ids == single(prompt, 16).token_ids, (script, stage)
-            if script != "ok,corrupt":
-                assert answer.outcome in ("checksum", "transfer_failed")
-            pair.producer.set_faults("ok*")
+            expect_recovery(pair, single, prompt, script, stage)
 
 
 @pytest.mark.parametrize("mode", ["step", "park"])
@@ -159,19 +151,7 @@ def test_a_load_is_aborted_in_every_stage(
     engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     pair = pair_of(engines, (TWO, TWO), prompt_of(5, "where"))
-    before = pair.consumer.counts()
-    prompt = prompt_of(CHUNKED)
-    transfer_id = pair.new_id()
-    pair.add_prefill("both", prompt, transfer_id)
-    pair.add_decode("both", prompt, transfer_id)
-    pair.consumer.step_until("both", "loads", 1)
-    pair.producer.step()
-    pair.consumer.abort("both")
-    pair.consumer.run()
-    pair.producer.run()
-    assert_no_leak(pair.consumer, before)
-    again = prompt_of(97)
-    assert pair.ask(again).token_ids == single(again, 16).token_ids
+    expect_abort_of_a_load(pair, single, prompt_of)
 
 
 @pytest.fixture(params=[TWO, TWO_OF_TWO], ids=["2", "2x2"])

@@ -13,8 +13,8 @@ import pytest
 
 from tests.integration.conftest import SingleEngine
 from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
+from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.pool_steps import POOL, delta, provenance, settle
-from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.test_pool import master  # noqa: F401
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
 

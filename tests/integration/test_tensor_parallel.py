@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import EngineConfig, EngineError, Fleet, assert_no_leak
-from tests.integration.test_decode_first import CHUNKED, EVERY_LAYER, Pair
+from tests.integration.engines import EngineConfig, EngineError, Fleet
+from tests.integration.pairs import (
+    EVERY_LAYER,
+    Pair,
+    expect_abort_of_a_load,
+    expect_recovery,
+    expect_tokens_of_one_worker,
+)
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -39,15 +45,7 @@ def test_tokens_are_those_of_one_worker(
     sizes: tuple[int, int],
 ) -> None:
     pair = pair_of(engines, sizes, prompt_of(5, "where"))
-    for num_tokens in (40, 96, CHUNKED):
-        prompt = prompt_of(num_tokens, f"prefill first {num_tokens}")
-        answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
-        assert answer.token_ids == single(prompt, 16).token_ids
-        assert answer.sources == (0, num_tokens, 0)
-        prompt = prompt_of(num_tokens, f"decode first {num_tokens}")
-        answer = pair.ask(prompt)
-        assert answer.token_ids == single(prompt, 16).token_ids
-        assert answer.sources == (0, num_tokens, 0)
+    expect_tokens_of_one_worker(pair, single, prompt_of)
 
 
 @pytest.mark.parametrize("mode", ["step", "park"])
@@ -77,35 +75,16 @@ def test_a_write_that_fails_is_recovered_from(
     """Also when only one of the workers is hit: the first write of each engine is corrupt."""
     pair = pair_of(engines, sizes, prompt_of(5, "where"), faults="ok*")
     llm = TWO if sizes[1] == 2 else ONE
-    consumer = engines.shared("kv_consumer", llm=llm, transfer={"load_mode": mode})
+    pair.consumer = engines.shared("kv_consumer", llm=llm, transfer={"load_mode": mode})
     for script in ("corrupt", "fail", "ok,corrupt", "ok,ok,fail"):
-        prompt = prompt_of(300, script)
-        params = pair.producer.prefill(prompt)
-        pair.producer.set_faults(script)
-        answer = consumer.ask(prompt, 16, params)
-        assert answer.token_ids == single(prompt, 16).token_ids, script
-        if not script.startswith("ok"):
-            assert answer.outcome in ("checksum", "transfer_failed")
-        pair.producer.set_faults("ok*")
+        expect_recovery(pair, single, prompt_of(300, script), script)
 
 
 def test_a_load_is_aborted_on_every_worker(
     engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
     pair = pair_of(engines, (1, 2), prompt_of(5, "where"))
-    before = pair.consumer.counts()
-    prompt = prompt_of(CHUNKED)
-    transfer_id = pair.new_id()
-    pair.add_prefill("both", prompt, transfer_id)
-    pair.add_decode("both", prompt, transfer_id)
-    pair.consumer.step_until("both", "loads", 1)
-    pair.producer.step()
-    pair.consumer.abort("both")
-    pair.consumer.run()
-    pair.producer.run()
-    assert_no_leak(pair.consumer, before)
-    again = prompt_of(97)
-    assert pair.ask(again).token_ids == single(again, 16).token_ids
+    expect_abort_of_a_load(pair, single, prompt_of)
 
 
 @pytest.mark.parametrize(

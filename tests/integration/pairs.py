@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A producer and a consumer that get their requests at once, and what each such pair must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.integration.engines import Answer, Engine, assert_no_leak
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import SingleEngine
+
+CHUNKED = 700
+"""More tokens than an engine of these tests computes in one step."""
+EVERY_LAYER = {"push_mode": "layer"}
+
+
+class Pair:
+    """What a router does: it knows where the producer is, and chooses the transfer ids."""
+
+    def __init__(self, producer: Engine, consumer: Engine, prompt: list[int]) -> None:
+        """``prompt`` is one that nobody else asks for."""
+        self.producer = producer
+        self.consumer = consumer
+        known = producer.prefill(prompt)
+        assert known["supports_concurrent"]
+        consumer.ask(prompt, 1, known)
+        producer.wait_count("leases", 0)
+        names = ("remote_engine_id", "remote_host", "remote_port", "remote_key")
+        self._where = {name: known[name] for name in names}
+        self._num_transfers = 0
+
+    def new_id(self) -> str:
+        self._num_transfers += 1
+        return f"{id(self)}-{self._num_transfers}"
+
+    def add_prefill(self, name: str, prompt: list[int], transfer_id: str, **more: Any) -> None:
+        params = {"do_remote_decode": True, "transfer_id": transfer_id}
+        self.producer.add(name, prompt, 1, params, **more)
+
+    def add_decode(
+        self, name: str, prompt: list[int], transfer_id: str, max_tokens: int = 16, **more: Any
+    ) -> None:
+        params = {
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "return_provenance": True,
+            **self._where,
+        }
+        self.consumer.add(name, prompt, max_tokens, params, **more)
+
+    def run(self) -> dict[str, Answer]:
+        """Both engines at once; what the consumer answered."""
+        self.consumer.start_run()
+        self.producer.run()
+        return self.consumer.join_run()
+
+    def ask(self, prompt: list[int], prefill: dict[str, Any] | None = None, **more: Any) -> Answer:
+        """``prefill`` are options of the producer's request, ``more`` of the consumer's."""
+        transfer_id = self.new_id()
+        self.add_decode("both", prompt, transfer_id, **more)
+        self.add_prefill("both", prompt, transfer_id, **(prefill or {}))
+        return self.run()["both"]
+
+
+def expect_tokens_of_one_worker(
+    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    """Prompts of several lengths, in both orders; all of their KV comes from the producer."""
+    for num_tokens in (40, 96, CHUNKED):
+        prompt = prompt_of(num_tokens, f"prefill first {num_tokens}")
+        answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert answer.sources == (0, num_tokens, 0)
+        prompt = prompt_of(num_tokens, f"decode first {num_tokens}")
+        answer = pair.ask(prompt)
+        assert answer.token_ids == single(prompt, 16).token_ids
+        assert answer.sources == (0, num_tokens, 0)
+
+
+def expect_recovery(
+    pair: Pair, single: SingleEngine, prompt: list[int], script: str, worker: int | None = None
+) -> None:
+    """From writes of one worker, or of each, that go as the script says; the first ones fail."""
+    params = pair.producer.prefill(prompt)
+    pair.producer.set_faults(script, worker)
+    answer = pair.consumer.ask(prompt, 16, params)
+    assert answer.token_ids == single(prompt, 16).token_ids, (script, worker)
+    if not script.startswith("ok"):
+        assert answer.outcome in ("checksum", "transfer_failed")
+    pair.producer.set_faults("ok*")
+
+
+def expect_abort_of_a_load(
+    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+) -> None:
+    """Every worker gives it up, and the engines go on."""
+    before = pair.consumer.counts()
+    prompt = prompt_of(CHUNKED)
+    transfer_id = pair.new_id()
+    pair.add_prefill("both", prompt, transfer_id)
+    pair.add_decode("both", prompt, transfer_id)
+    pair.consumer.step_until("both", "loads", 1)
+    pair.producer.step()
+    pair.consumer.abort("both")
+    pair.consumer.run()
+    pair.producer.run()
+    assert_no_leak(pair.consumer, before)
+    again = prompt_of(97)
+    assert pair.ask(again).token_ids == single(again, 16).token_ids
