@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.session_world import BLOCK_SIZE, make_common, make_manager, make_request
+from tests.engine.peer_world import BLOCK_SIZE, make_common, make_manager, make_request
 from tests.engine.test_pool_scheduler import World
 from vllm_ascend_pd.config import Role
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer

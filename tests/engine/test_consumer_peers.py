@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.session_world import Clock, ConsumerProcess, Network, ProducerProcess
+from tests.engine.peer_world import Clock, ConsumerProcess, Network, ProducerProcess
 from vllm_ascend_pd.config import SecurityConfig
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint
@@ -39,7 +39,7 @@ class World:
     def outcome(self) -> str:
         """Of a request that asks for the prompt; empty when it can be loaded."""
         assert self.consumer.add(PROMPT, self.params) is None
-        session = self.consumer.session(self.consumer.requests[0])
+        session = self.consumer.remote(self.consumer.requests[0])
         self.consumer.turn()
         while frames := self.network.under_way():
             link, upwards, place = frames[0]

@@ -16,33 +16,33 @@ class FakeFleet:
     """Engines that each has room for."""
     comes_up: bool = True
     """Who starts is ready at the next look."""
-    _members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
 
     async def start(self, name: str) -> None:
-        if name in self._members:
+        if name in self.members:
             raise ValueError(f"{name} was asked for before")
-        self._members[name] = Member(name, Phase.WAITING)
+        self.members[name] = Member(name, Phase.WAITING)
 
     async def look(self) -> tuple[Member, ...]:
-        for one in list(self._members.values()):
+        for one in list(self.members.values()):
             if one.phase is Phase.WAITING:
                 self._place(one.name)
             elif one.phase is Phase.STARTING and self.comes_up:
                 self._set(one.name, Phase.READY, one.node)
             elif one.phase is Phase.ENDING:
                 self._set(one.name, Phase.ENDED, one.node)
-        told = tuple(self._members.values())
-        self._members = {one.name: one for one in told if not one.is_over}
+        told = tuple(self.members.values())
+        self.members = {one.name: one for one in told if not one.is_over}
         return told
 
     async def end(self, name: str) -> None:
-        one = self._members.get(name)
+        one = self.members.get(name)
         if one is not None and not one.is_over:
             phase = Phase.ENDED if one.phase is Phase.WAITING else Phase.ENDING
             self._set(name, phase, one.node)
 
     async def close(self) -> None:
-        for name in self._members:
+        for name in self.members:
             await self.end(name)
 
     def remove_node(self, node: str) -> None:
@@ -53,10 +53,10 @@ class FakeFleet:
 
     def kill(self, name: str, note: str = "killed by SIGKILL") -> None:
         """The engine's process."""
-        self._set(name, Phase.ENDED, self._members[name].node, note)
+        self._set(name, Phase.ENDED, self.members[name].node, note)
 
     def _on(self, node: str) -> list[Member]:
-        return [one for one in self._members.values() if one.node == node and not one.is_over]
+        return [one for one in self.members.values() if one.node == node and not one.is_over]
 
     def _place(self, name: str) -> None:
         for node, room in self.nodes.items():
@@ -66,4 +66,4 @@ class FakeFleet:
         self._set(name, Phase.WAITING, note=f"no room on {sorted(self.nodes)}")
 
     def _set(self, name: str, phase: Phase, node: str = "", note: str = "") -> None:
-        self._members[name] = Member(name, phase, note, node)
+        self.members[name] = Member(name, phase, note, node)

@@ -40,7 +40,7 @@ def test_what_is_left_for_long_is_an_error_once(
 def test_what_was_gone_meanwhile_is_no_leak() -> None:
     idle = Idle()
     for _ in range(3):
-        assert idle.look(LASTS_S / 2, sessions=1) == 0
+        assert idle.look(LASTS_S / 2, remote_prompts=1) == 0
         assert idle.look(LASTS_S / 2) == 0
 
 

@@ -114,19 +114,19 @@ class Consumer(Part):
                 "kv_transfer_params.remote_key is missing: the router must pass on all that the"
                 " producer returned, or security.secret_file be set on all engines"
             )
-        session = RemotePrompt(request, remote, self, (request.request_id, next(self._numbers)))
-        self.open[request.request_id] = session
-        self._users.setdefault(session.lease, set()).add(session)
+        prompt = RemotePrompt(request, remote, self, (request.request_id, next(self._numbers)))
+        self.open[request.request_id] = prompt
+        self._users.setdefault(prompt.lease, set()).add(prompt)
         if request.num_tokens < 2 or request.skip_reading_prefix_cache:
             # One token is computed in any case; prompt logprobs need the whole prompt computed.
-            session.provenance.outcome = Cause.NOT_NEEDED.value
-            session.aborted()
+            prompt.provenance.outcome = Cause.NOT_NEEDED.value
+            prompt.aborted()
             return None
         sampling_key = self._sampling_key(request)
-        end = session.end - (not sampling_key)
+        end = prompt.end - (not sampling_key)
         self.client.open(
-            session.key,
-            session.control,
+            prompt.key,
+            prompt.control,
             Open(
                 version=WIRE_VERSION,
                 fingerprint=self._fingerprint,
@@ -134,7 +134,7 @@ class Consumer(Part):
                 epoch=remote.remote_epoch,
                 end=end,
                 groups=tuple(
-                    group_hashes(request, group, session.end, end) for group in self._common.groups
+                    group_hashes(request, group, prompt.end, end) for group in self._common.groups
                 ),
                 sampling_key=sampling_key,
             ),
@@ -146,16 +146,16 @@ class Consumer(Part):
         while not self.client.outcomes.empty():
             outcome = self.client.outcomes.get_nowait()
             request_id = outcome.key[0]
-            session = self.open.get(request_id)
-            if session is None or session.key != outcome.key:
+            prompt = self.open.get(request_id)
+            if prompt is None or prompt.key != outcome.key:
                 continue
             if isinstance(outcome.answer, FirstToken):
-                self._note_first_token(session, outcome.answer.token_id)
+                self._note_first_token(prompt, outcome.answer.token_id)
                 continue
             if outcome.answer is None:
-                session.lose_first_token()
+                prompt.lose_first_token()
                 continue
-            if not session.pending:
+            if not prompt.pending:
                 continue
             answer = outcome.answer
             if isinstance(answer, Opened):
@@ -163,7 +163,7 @@ class Consumer(Part):
             if not isinstance(answer, Opened):
                 if not isinstance(answer, Refused):
                     answer = Refused("", Cause.BAD_PARAMS.value, f"answered {answer!r:.64}")
-                session.refused(answer.cause)
+                prompt.refused(answer.cause)
                 logger.warning(
                     "request %s: its prompt will be computed here: %s (%s)",
                     request_id,
@@ -171,53 +171,53 @@ class Consumer(Part):
                     answer.detail,
                 )
                 continue
-            session.opened(answer)
-            self._kept_epochs[session.lease] = session.epoch
-            self.client.keep(session.control, session.remote.transfer_id, session.epoch)
+            prompt.opened(answer)
+            self._kept_epochs[prompt.lease] = prompt.epoch
+            self.client.keep(prompt.control, prompt.remote.transfer_id, prompt.epoch)
             if answer.first_token_id is not None:
-                self._note_first_token(session, answer.first_token_id)
+                self._note_first_token(prompt, answer.first_token_id)
 
-    def _note_first_token(self, session: RemotePrompt, token_id: int) -> None:
+    def _note_first_token(self, prompt: RemotePrompt, token_id: int) -> None:
         if not 0 <= token_id < self._vocab_size:
             logger.error(
                 "request %s: %s sent a first token that is none: %d",
-                session.request.request_id,
-                session.control,
+                prompt.request.request_id,
+                prompt.control,
                 token_id,
             )
             return
-        session.first_token_id = token_id
-        self._first_tokens.append(session)
+        prompt.first_token_id = token_id
+        self._first_tokens.append(prompt)
 
     def origin_of(self, request: Request) -> Provenance | None:
         """Of a request that has, or had, a peer."""
-        session = self.find(request)
-        return session.provenance if session is not None else None
+        prompt = self.find(request)
+        return prompt.provenance if prompt is not None else None
 
     def take_first_tokens(self) -> list[RemotePrompt]:
         """Requests whose first token is to be delivered now."""
         if not self._first_tokens:
             return []
-        sessions, self._first_tokens = self._first_tokens, []
+        prompts, self._first_tokens = self._first_tokens, []
         return [
-            session
-            for session in sessions
-            if session.has_first_token and not session.request.is_finished()
+            prompt
+            for prompt in prompts
+            if prompt.has_first_token and not prompt.request.is_finished()
         ]
 
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
         self.collect()
-        for session in self.take_first_tokens():
-            request, common = session.request, self._common
+        for prompt in self.take_first_tokens():
+            request, common = prompt.request, self._common
             block_size = common.block_size
-            num_full = session.end // block_size
+            num_full = prompt.end // block_size
             num_cached = common.phantoms.num_leading_hits(request, num_full) * block_size
-            num_local = max(0, num_cached - session.num_parked_tokens)
-            assert session.first_token_id is not None
-            session.provenance.first_token = "peer"
-            output = deliver(common.scheduler, request, session.first_token_id, num_local)
+            num_local = max(0, num_cached - prompt.num_parked_tokens)
+            assert prompt.first_token_id is not None
+            prompt.provenance.first_token = "peer"
+            output = deliver(common.scheduler, request, prompt.first_token_id, num_local)
             outputs[request.client_index].append(output)
-            common.parking.cache_full_tail(session)
+            common.parking.cache_full_tail(prompt)
 
     def settle(self) -> bool:
         self.collect()
@@ -232,17 +232,17 @@ class Consumer(Part):
         gets the blocks back: else two engines could wait for each other's for ever.
         """
         self._overdue_at = now + _OVERDUE_S
-        for session in [x for x in self.open.values() if x.is_overdue(now)]:
-            self._common.parking.drop_tail(session)
-            self._common.phantoms.withdraw(session)
-            session.give_up(Cause.DEADLINE)
+        for prompt in [x for x in self.open.values() if x.is_overdue(now)]:
+            self._common.parking.drop_tail(prompt)
+            self._common.phantoms.withdraw(prompt)
+            prompt.give_up(Cause.DEADLINE)
 
     def end_step(self) -> None:
         self._stats.add_errors(self.client.take_errors())
 
     def forsake(self, request: Request) -> None:
-        if (session := self.find(request)) is not None:
-            session.forsake()
+        if (prompt := self.find(request)) is not None:
+            prompt.forsake()
 
     def identify(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
@@ -252,7 +252,7 @@ class Consumer(Part):
 
     def counts(self) -> dict[str, int]:
         used = self._users.keys() | self._kept_epochs.keys()
-        return {"sessions": len(self.open), "used_leases": len(used)}
+        return {"remote_prompts": len(self.open), "used_leases": len(used)}
 
     def allows(self, host: str) -> bool:
         """Whether this engine may connect to it."""
@@ -305,26 +305,26 @@ class Consumer(Part):
             self.client.release(prompt.control, prompt.remote.transfer_id, epoch)
 
     def finish(self, request: Request, ending: Ending) -> None:
-        session = self.open.pop(request.request_id, None)
-        if session is None:
+        prompt = self.open.pop(request.request_id, None)
+        if prompt is None:
             return
-        session.aborted()
-        self._common.phantoms.withdraw(session)
-        self._count(session)
-        ending.provenance = session.provenance
+        prompt.aborted()
+        self._common.phantoms.withdraw(prompt)
+        self._count(prompt)
+        ending.provenance = prompt.provenance
 
-    def _count(self, session: RemotePrompt) -> None:
-        prompt = session.provenance
-        self._stats.add("requests", label=prompt.outcome or "unknown")
-        self._stats.add("first_tokens", label=prompt.first_token)
+    def _count(self, prompt: RemotePrompt) -> None:
+        origin = prompt.provenance
+        self._stats.add("requests", label=origin.outcome or "unknown")
+        self._stats.add("first_tokens", label=origin.first_token)
         for source, count in (
-            ("local", prompt.num_local_tokens),
-            ("peer", prompt.num_peer_tokens),
-            ("computed", prompt.num_computed_tokens),
+            ("local", origin.num_local_tokens),
+            ("peer", origin.num_peer_tokens),
+            ("computed", origin.num_computed_tokens),
         ):
             if count:
                 self._stats.add("prompt_tokens", count, source)
-        logger.debug("request %s: %s", session.request.request_id, prompt)
+        logger.debug("request %s: %s", prompt.request.request_id, origin)
 
 
 def group_hashes(request: Request, group: KVGroup, known: int, end: int) -> GroupHashes:

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OF_REQUESTS = ("phantoms", "loads", "sessions", "pool_prompts", "resumes", "moves_out", "moves_in")
+OF_REQUESTS = (
+    "phantoms",
+    "loads",
+    "remote_prompts",
+    "pool_prompts",
+    "resumes",
+    "moves_out",
+    "moves_in",
+)
 """Counts of ``SchedulerSide.counts`` that go back to zero when the last request has ended: leases
 wait for consumers, and saves end by themselves."""
 LASTS_S = 60.0

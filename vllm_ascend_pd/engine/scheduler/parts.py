@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.types import LeaseRef, LoadId
 
 COUNTS = (
-    "sessions",
+    "remote_prompts",
     "used_leases",
     "prompts",
     "leases",

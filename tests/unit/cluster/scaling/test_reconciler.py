@@ -53,7 +53,7 @@ class RouterOfFleet:
     async def instances(self) -> list[InstanceStatus]:
         if self.is_away:
             raise RouterAway("no router answers")
-        members = self.fleet._members.values()
+        members = self.fleet.members.values()
         return [self.status(one.name) for one in members if one.phase is Phase.READY]
 
     async def use_for(self, instance_id: str, role: Role) -> None:
@@ -109,7 +109,7 @@ class World:
     @property
     def have(self) -> Counts:
         """By what the router was told."""
-        members = self.fleet._members.values()
+        members = self.fleet.members.values()
         names = [one.name for one in members if one.phase is Phase.READY]
         roles = [self.router.roles.get(n) for n in names if n not in self.router.draining]
         return Counts(roles.count("prefill"), roles.count("decode"))
@@ -220,11 +220,11 @@ def test_what_goes_is_drained_and_ends_when_it_is_empty() -> None:
     leaving = [one.name for one in world.status.engines if one.state == "draining"]
     assert len(leaving) == 2
     assert world.router.draining == set(leaving)
-    assert len(world.fleet._members) == 4
+    assert len(world.fleet.members) == 4
     assert not world.status.is_settled
     world.router.num_active = {}
     assert world.until_settled() == (1, 1)
-    assert not set(leaving) & set(world.fleet._members)
+    assert not set(leaving) & set(world.fleet.members)
 
 
 @pytest.mark.parametrize("room", [3, 4])
@@ -265,7 +265,7 @@ def test_requests_that_never_end_hold_an_engine_for_so_long_only() -> None:
     world.aim("1:1", 2)
     world.step()
     world.step(20)
-    assert len(world.fleet._members) == 3
+    assert len(world.fleet.members) == 3
     world.now += DRAIN_S
     assert world.until_settled() == (1, 1)
 
@@ -291,11 +291,11 @@ def test_without_a_router_engines_are_replaced_and_nobody_is_stopped() -> None:
     world.router.is_away = True
     world.aim("1:2", 2)
     world.step(5)
-    assert len(world.fleet._members) == 3
+    assert len(world.fleet.members) == 3
     world.aim("1:2", 3)
     world.fleet.kill("engine-1")
     world.step(5)
-    assert "engine-3" in world.fleet._members
+    assert "engine-3" in world.fleet.members
     world.router.is_away = False
     assert world.until_settled() == (1, 2)
 
@@ -325,7 +325,7 @@ def test_engines_that_fail_are_asked_for_more_and_more_slowly() -> None:
     world.fleet.kill("engine-2")
     for _ in range(100):
         world.step()
-        for one in list(world.fleet._members.values()):
+        for one in list(world.fleet.members.values()):
             if one.phase is Phase.STARTING:
                 world.fleet.kill(one.name, "exited with code 1")
     assert 6 <= sum("asked for" in line for line in world.lines) - 3 <= 10
@@ -352,7 +352,7 @@ def test_whatever_happens_the_nearest_ratio_is_reached(seed: int) -> None:
                 world.fleet.remove_node(random.choice(list(nodes)))
             case 2 if ready:
                 name = random.choice(ready)
-                if world.fleet._members[name].phase is Phase.READY:
+                if world.fleet.members[name].phase is Phase.READY:
                     world.fleet.kill(name)
             case 3:
                 world.aim(f"{random.randint(1, 3)}:{random.randint(1, 3)}", random.randint(2, 7))

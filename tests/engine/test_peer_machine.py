@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every transfer ends once, and nothing is left, whatever the network and the processes do.
 
-Hypothesis drives two producers and a consumer (``session_world``) through any order of prefills,
+Hypothesis drives two producers and a consumer (``peer_world``) through any order of prefills,
 requests, loads, frames that are delivered, lost, doubled or overtaken, broken connections, time,
 aborts, and processes that die and start again. At the end everybody goes on as usual for some
 time: requests end, clocks tick. Then there must be nothing left.
@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.session_world import (
+from tests.engine.peer_world import (
     ARRIVAL_TIMEOUT_S,
     BLOCK_SIZE,
     HEARTBEAT_S,
@@ -86,14 +86,14 @@ class Transfers(RuleBasedStateMachine):
         return list(self.network.producers.values())
 
     @property
-    def sessions(self) -> list[tuple[Request, RemotePrompt]]:
+    def remote_prompts(self) -> list[tuple[Request, RemotePrompt]]:
         """Of requests that have not ended."""
         if self.consumer is None:
             return []
-        return [(request, self.consumer.session(request)) for request in self.consumer.requests]
+        return [(request, self.consumer.remote(request)) for request in self.consumer.requests]
 
-    def sessions_in(self, *states: SourceState) -> list[tuple[Request, RemotePrompt]]:
-        return [(r, s) for r, s in self.sessions if s.state in states]
+    def prompts_in(self, *states: SourceState) -> list[tuple[Request, RemotePrompt]]:
+        return [(r, s) for r, s in self.remote_prompts if s.state in states]
 
     # Producers.
 
@@ -208,28 +208,28 @@ class Transfers(RuleBasedStateMachine):
         assert self.consumer is not None
         self.consumer.turn()
 
-    @precondition(lambda self: self.sessions_in(SourceState.READY))
+    @precondition(lambda self: self.prompts_in(SourceState.READY))
     @rule(which=pick, loads=st.booleans())
     def schedule(self, which: int, loads: bool) -> None:
         """The request is scheduled, with a load in its step or with everything at hand."""
-        ready = self.sessions_in(SourceState.READY)
+        ready = self.prompts_in(SourceState.READY)
         request, _ = ready[which % len(ready)]
         assert self.consumer is not None
         if loads:
             self.consumer.load(request)
         self.consumer.admit(request)
 
-    @precondition(lambda self: self.sessions_in(SourceState.READY))
+    @precondition(lambda self: self.prompts_in(SourceState.READY))
     @rule(which=pick)
     def load_beside_the_steps(self, which: int) -> None:
-        ready = self.sessions_in(SourceState.READY)
+        ready = self.prompts_in(SourceState.READY)
         assert self.consumer is not None
         self.consumer.load(ready[which % len(ready)][0])
 
-    @precondition(lambda self: self.sessions_in(SourceState.FAILED))
+    @precondition(lambda self: self.prompts_in(SourceState.FAILED))
     @rule(which=pick)
     def schedule_without_its_peer(self, which: int) -> None:
-        failed = self.sessions_in(SourceState.FAILED)
+        failed = self.prompts_in(SourceState.FAILED)
         assert self.consumer is not None
         self.consumer.admit(failed[which % len(failed)][0])
 
@@ -337,26 +337,26 @@ class Transfers(RuleBasedStateMachine):
 
     @invariant()
     def final_is_final(self) -> None:
-        for _, session in self.sessions:
-            if session in self.final_states:
-                assert session.state is self.final_states[session]
-            elif session.state.final:
-                self.final_states[session] = session.state
+        for _, remote in self.remote_prompts:
+            if remote in self.final_states:
+                assert remote.state is self.final_states[remote]
+            elif remote.state.final:
+                self.final_states[remote] = remote.state
 
     @invariant()
     def nobody_reads_another_prompt(self) -> None:
-        for request, session in self.sessions:
-            theirs = self.prompt_of.get(session.remote.transfer_id, [])
+        for request, remote in self.remote_prompts:
+            theirs = self.prompt_of.get(remote.remote.transfer_id, [])
             ours = list(request.prompt_token_ids or ())
-            num_read = session.num_blocks * BLOCK_SIZE + session.num_tail_tokens
+            num_read = remote.num_blocks * BLOCK_SIZE + remote.num_tail_tokens
             assert ours[:num_read] == theirs[:num_read]
-            assert not num_read or session.remote.remote_epoch != "another"
+            assert not num_read or remote.remote.remote_epoch != "another"
 
     @invariant()
     def nobody_takes_the_token_of_another_prompt(self) -> None:
-        for request, session in self.sessions:
+        for request, remote in self.remote_prompts:
             token = first_token_of(request.prompt_token_ids or ())
-            assert session.first_token_id in (None, token)
+            assert remote.first_token_id in (None, token)
             assert list(request.output_token_ids) in ([], [token])
 
     @invariant()
@@ -384,12 +384,12 @@ class Transfers(RuleBasedStateMachine):
             for request in list(producer.arrived):
                 producer.end_prefill(request, RequestStatus.FINISHED_ABORTED)
         if self.consumer is not None:
-            for session in list(self.consumer.loading):
-                self.consumer.end_load(session, "")
+            for remote in list(self.consumer.loading):
+                self.consumer.end_load(remote, "")
             self.consumer.turn()
             self.clock.now += ARRIVAL_TIMEOUT_S + PEER_TIMEOUT_S
             self.consumer.tick()
-            assert not self.sessions_in(SourceState.ASKED), "a request waits for ever"
+            assert not self.prompts_in(SourceState.ASKED), "a request waits for ever"
             for request in list(self.consumer.requests):
                 self.consumer.finish(request)
         for _ in range(2 * int(LEASE_S / HEARTBEAT_S) + 2):
@@ -415,8 +415,8 @@ class Transfers(RuleBasedStateMachine):
             assert self.consumer.client.outcomes.empty()
             self.ended += self.consumer.ended
         assert len(self.ended) + self.num_of_the_dead == self.num_added
-        for _, session, provenance in self.ended:
-            assert session.state.final
+        for _, remote, provenance in self.ended:
+            assert remote.state.final
             assert provenance.outcome in OUTCOMES
             total = (
                 provenance.num_local_tokens
@@ -475,7 +475,7 @@ def test_request_without_an_answer_beside_one_with_leaves_no_heartbeat() -> None
         world.time_passes(seconds=HEARTBEAT_S)
         world.clock_is_looked_at(which=len(PORTS))
         assert world.consumer is not None
-        assert {session.state for _, session in world.sessions} == {
+        assert {remote.state for _, remote in world.remote_prompts} == {
             SourceState.DONE,
             SourceState.FAILED,
         }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Producers and consumers without threads: real sessions, a scripted network, one clock.
+"""Producers and consumers without threads: real remote prompts, a scripted network, one clock.
 
-Everything from the scheduler's session and lease down to the frame is the real code; only sockets
+Everything from the remote prompt and the lease down to the frame is the real code; only sockets
 are scripted. Nothing happens by itself: the test hands over frames, runs turns, moves the clock.
 
     ConsumerProcess                                   ProducerProcess
@@ -342,18 +342,18 @@ class ConsumerProcess:
             self.requests.append(request)
         return refused
 
-    def session(self, request: Request) -> RemotePrompt:
-        session = self.consumer.find(request)
-        assert session is not None
-        return session
+    def remote(self, request: Request) -> RemotePrompt:
+        remote = self.consumer.find(request)
+        assert remote is not None
+        return remote
 
     def turn(self) -> None:
         """The control thread's queue, then what the scheduler makes of the answers."""
         self.client.run_commands()
         self.consumer.collect()
-        for session in self.consumer.take_first_tokens():
-            assert session.first_token_id is not None
-            session.request.append_output_token_ids(session.first_token_id)
+        for remote in self.consumer.take_first_tokens():
+            assert remote.first_token_id is not None
+            remote.request.append_output_token_ids(remote.first_token_id)
 
     def tick(self) -> None:
         self.turn()
@@ -361,27 +361,27 @@ class ConsumerProcess:
         self.consumer.collect()
 
     def load(self, request: Request) -> None:
-        session = self.session(request)
-        session.load_started()
-        self.loading.append(session)
+        remote = self.remote(request)
+        remote.load_started()
+        self.loading.append(remote)
 
     def admit(self, request: Request) -> None:
-        session = self.session(request)
-        num_peer = request.num_tokens - 1 if session.num_loads else 0
-        session.admit(0, num_peer, [])
+        remote = self.remote(request)
+        num_peer = request.num_tokens - 1 if remote.num_loads else 0
+        remote.admit(0, num_peer, [])
 
-    def end_load(self, session: RemotePrompt, cause: str) -> None:
-        self.loading.remove(session)
+    def end_load(self, remote: RemotePrompt, cause: str) -> None:
+        self.loading.remove(remote)
         result = LoadResult(LoadId(0), cause, 100, 1.0)
-        session.load_ended(result, {}, was_parked=session.parked)
+        remote.load_ended(result, {}, was_parked=remote.parked)
 
     def finish(self, request: Request) -> None:
-        session = self.session(request)
+        remote = self.remote(request)
         self.requests.remove(request)
         ending = Ending()
         self.consumer.finish(request, ending)
         assert ending.provenance is not None
-        self.ended.append((request, session, ending.provenance))
+        self.ended.append((request, remote, ending.provenance))
 
     def stop(self) -> None:
         self.network.links = [link for link in self.network.links if link.consumer is not self]
