@@ -17,7 +17,7 @@ from tests.integration.engines import (
     Fleet,
     assert_no_leak,
 )
-from tests.integration.test_decode_first import EVERY_LAYER, Pair
+from tests.integration.pairs import EVERY_LAYER, Pair
 
 pytestmark = pytest.mark.engine
 
