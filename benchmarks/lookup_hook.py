@@ -122,16 +122,8 @@ def add_waiting(
         )
         scheduler.pd.on_request_added(request)
         session = scheduler.pd.part(Consumer).find(request)
-        num_full = (num_tokens - 1) // block_size
-        session.opened(
-            Opened(
-                f"t{number}",
-                num_full,
-                num_tokens - 1 - num_full * block_size,
-                (Worker("127.0.0.1", 1, Ticket(1, num_full + 1, b""), "key"),),
-                "e",
-            )
-        )
+        worker = Worker("127.0.0.1", 1, Ticket(1, num_tokens, b""), "key")
+        session.opened(Opened(f"t{number}", num_tokens - 1, (worker,), "e"))
         requests.append(request)
     return requests
 

@@ -79,6 +79,16 @@ def _config(name: str) -> Any:
             mamba_d_head=32,
             mamba_d_state=16,
         )
+    if name == "chunks":
+        return transformers.Llama4TextConfig(
+            **{**_COMMON, "num_hidden_layers": 4},
+            **heads,
+            num_key_value_heads=2,
+            attention_chunk_size=64,
+            intermediate_size_mlp=256,
+            interleave_moe_layer_step=8,
+            num_local_experts=2,
+        )
     if name == "mla":
         return transformers.DeepseekV2Config(
             **_COMMON,

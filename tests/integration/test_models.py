@@ -80,11 +80,15 @@ def test_one_kv_head(
     assert answers[0].token_ids != answers[1].token_ids
 
 
+@pytest.mark.parametrize("architecture", ["sliding", "chunks"])
 def test_sliding_windows_beside_full_attention(
-    three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]]
+    three: Callable[..., Three],
+    models: Callable,
+    prompt_of: Callable[..., list[int]],
+    architecture: str,
 ) -> None:
     """Each kind of layer in groups of its own, on all engines."""
-    engines = three(model=models("sliding"))
+    engines = three(model=models(architecture))
     answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
     assert answers[0].token_ids != answers[1].token_ids
 

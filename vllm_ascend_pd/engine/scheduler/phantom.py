@@ -21,7 +21,7 @@ With several KV cache groups the hits end where every group has what a request n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block, enter_blocks
 from vllm_ascend_pd.kv.span import Wanted
@@ -173,17 +173,18 @@ class PhantomBlocks:
             if len(missing) <= num_free:
                 break
             self._pool.free_blocks(reversed(kept))
-            stop = missing[num_free].block_index
+            stop = missing[num_free].block_index  # where windows end there, too, is looked up
         new = self._pool.get_new_blocks(len(missing))
         for place, block in zip(missing, new, strict=True):
             tables[place.group][place.block_index] = block
         for group in self._groups:
-            self._enter(request, tables[group.id], [i for i, g in missing if g == group.id], group)
+            indices = [index for index, group_id in missing if group_id == group.id]
+            self._enter(request, tables[group.id], indices, group)
         for place, block in zip(missing, new, strict=True):
             self._phantoms[block.block_id] = Phantom(block, block.block_hash, source, place)
         self._pool.free_blocks(reversed(new))
         self._pool.free_blocks(reversed(kept))
-        return tuple([block for block in table if block is not None] for table in tables)
+        return tuple(cast("list[KVCacheBlock]", table) for table in tables)  # nothing is missing
 
     def cache(
         self, request: Request, places: Sequence[Wanted], blocks: Sequence[KVCacheBlock]
@@ -229,16 +230,21 @@ class PhantomBlocks:
 
 def _missing(tables: Sequence[Table]) -> list[Wanted]:
     """In the order of their indices."""
-    return sorted(
+    missing = [
         Wanted(index, group)
         for group, table in enumerate(tables)
         for index, block in enumerate(table)
         if block is None
-    )
+    ]
+    if len(tables) > 1:
+        missing.sort()
+    return missing
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
     """``[2, 3, 7]`` -> ``[(2, 4), (7, 8)]``."""
+    if indices and indices[-1] - indices[0] == len(indices) - 1:
+        return [(indices[0], indices[-1] + 1)]
     runs: list[tuple[int, int]] = []
     for index in indices:
         if runs and runs[-1][1] == index:
