@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines that can do both, and say so to the router: their streams move between them, and one
-that answers computes prompts a moment later."""
+"""Real engines that can do both, and say so to the router: their streams and whole answers move
+between them, and one that answers computes prompts a moment later."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -87,3 +89,55 @@ def test_streams_move_to_and_fro_and_their_engine_gets_another_role(
     assert_whole(got, expected)
     for engine in engines.values():
         assert scraped(engine.url, "num_requests_running") == 0
+
+
+def answer(url: str, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Of a request that does not stream; what does not depend on when and where."""
+    path = "chat/completions" if "messages" in body else "completions"
+    sent = {"model": "tiny", **body, "stream_options": None}
+    headers = {"x-request-id": request_id}
+    response = requests.post(f"{url}/v1/{path}", json=sent, headers=headers, timeout=240)
+    assert response.status_code == 200, response.text
+    told: dict[str, Any] = response.json()
+    for choice in told["choices"]:
+        for call in choice.get("message", {}).get("tool_calls", ()):
+            del call["id"]
+    return {name: told[name] for name in ("id", "choices", "usage")}
+
+
+def test_whole_answers_move_and_their_engine_may_die(
+    engines: dict[str, ForkedEngine], tmp_path: Path, router_port: int
+) -> None:
+    sent = {
+        name: body if "structured_outputs" in body or "tools" in body else {**body, **LONG}
+        for name, body in REQUESTS.items()
+    }
+    sent["samples"] = {**sent["seed"], "n": 2}
+    num_long = 1 + sum("structured_outputs" not in b and "tools" not in b for b in sent.values())
+    ids = {name: name.replace(" ", "-") for name in sent}
+    stays = 'pd_router_not_moved_total{cause="n",reason="drain"}'
+    with routing(tmp_path, [], *PARSER, port=router_port) as url, ThreadPoolExecutor(8) as pool:
+        until(lambda: len(requests.get(f"{url}/instances", timeout=10).json()) == 3)
+        for name, role in (("e0", "prefill"), ("e1", "decode"), ("e2", "decode")):
+            assert f"{name} is used for {role}" in run(url, "role", name, role)
+        run(url, "drain", "e2")
+        before = scraped(engines["e1"].url, COPIED)
+        got = {name: pool.submit(answer, url, ids[name], body) for name, body in sent.items()}
+        until(lambda: len(requests.get(f"{url}/requests", timeout=10).json()) >= num_long - 1)
+        until(lambda: scraped(engines["e1"].url, "num_requests_running") >= num_long)
+        run(url, "drain", "e2", "--undo")
+        assert run(url, "drain", "e1").endswith("e1 is empty: it may be stopped\n")
+        copied = scraped(engines["e1"].url, COPIED) - before
+        engines["e1"].kill()
+        answers = {name: one.result() for name, one in got.items()}
+        alone = {
+            name: pool.submit(answer, engines["e0"].url, ids[name], body)
+            for name, body in sent.items()
+        }
+        moved = scraped(url, MOVED.format("drain"))
+        failed = scraped(url, 'pd_router_requests_total{outcome="ok"}') - len(sent)
+        assert scraped(url, stays) == 1
+        expected = {name: one.result() for name, one in alone.items()}
+    assert failed == 0
+    assert copied == moved >= 3  # others may have ended before
+    assert answers == expected
