@@ -109,3 +109,16 @@ def expect_abort_of_a_load(
     assert_no_leak(pair.consumer, before)
     again = prompt_of(97)
     assert pair.ask(again).token_ids == single(again, 16).token_ids
+
+
+def abort_early_and_late(pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+    """The consumer's request, before its prompt is computed and while its load is under way."""
+    for part in ("early", "late"):
+        prompt, transfer_id = prompt_of(CHUNKED, part), pair.new_id()
+        pair.add_decode("r", prompt, transfer_id)
+        pair.add_prefill("r", prompt, transfer_id)
+        pair.consumer.step_until("r", "loads", 1)
+        if part == "late":
+            pair.producer.step()
+        pair.consumer.abort("r")
+        pair.run()

@@ -17,7 +17,7 @@ from tests.integration.engines import (
     Fleet,
     assert_no_leak,
 )
-from tests.integration.pairs import EVERY_LAYER, Pair
+from tests.integration.pairs import EVERY_LAYER, Pair, abort_early_and_late
 
 pytestmark = pytest.mark.engine
 
@@ -202,17 +202,8 @@ def test_preemption(states: States, prompt_of: Callable[..., list[int]]) -> None
     assert_no_leak(consumer, before[1])
 
 
-def test_abort(states: States, pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
-    """Of the consumer's request, before its prompt is computed and while its load is under way."""
-    for part in ("early", "late"):
-        prompt, transfer_id = prompt_of(CHUNKED, part), pair.new_id()
-        pair.add_decode("r", prompt, transfer_id)
-        pair.add_prefill("r", prompt, transfer_id)
-        pair.consumer.step_until("r", "loads", 1)
-        if part == "late":
-            pair.producer.step()
-        pair.consumer.abort("r")
-        pair.run()
+def test_abort(pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+    abort_early_and_late(pair, prompt_of)
 
 
 def test_a_producer_that_would_go_on_keeps_nothing(
