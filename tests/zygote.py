@@ -23,6 +23,7 @@ IMPORTS = (
     "vllm_ascend_pd.engine.worker.side",
 )
 _SPIN_S = 0.001
+_LOOK_MS = 50
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",  # n-gram drafts have threads all the same
@@ -47,8 +48,8 @@ def prepare_to_fork(*more_imports: str) -> None:
 
 def fork_processes() -> None:
     """The processes of an engine are forks of the one that has imported everything."""
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
@@ -61,7 +62,10 @@ def fork_processes() -> None:
     registry._run_in_subprocess = lambda look: look()
     # An engine and its worker spin for a second after each message: engines that have nothing to
     # do would keep every core from those that are tested.
-    SpinCondition.__init__.__defaults__ = (_SPIN_S,)
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (_SPIN_S,)
+    # One that sleeps misses the wake-up that comes within a millisecond of the one before (ZMQ has
+    # not heard yet that there is room for it), and would look for itself after five seconds.
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = _LOOK_MS
     # Through shared memory, which pipelines need, workers spin until the others are as far: with
     # more workers than cores those do not get there.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: (
