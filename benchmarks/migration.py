@@ -77,7 +77,10 @@ def serve(pipe: Connection, options: argparse.Namespace) -> None:
                     extra_args={"kv_transfer_params": kv} if kv else None,
                 )
                 engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
-        for output in engine.step():
+        outputs = engine.step()
+        if not outputs:  # as vLLM's engine process does when a step has computed nothing
+            time.sleep(0.001)
+        for output in outputs:
             sample = output.outputs[0]
             said = list(sample.token_ids), sample.finish_reason
             pipe.send((output.request_id, time.monotonic(), *said))
