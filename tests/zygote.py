@@ -48,6 +48,7 @@ def prepare_to_fork(*more_imports: str) -> None:
 
 def fork_processes() -> None:
     """The processes of an engine are forks of the one that has imported everything."""
+    import torch
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.models import registry
@@ -66,6 +67,8 @@ def fork_processes() -> None:
     # One that sleeps misses the wake-up that comes within a millisecond of the one before (ZMQ has
     # not heard yet that there is room for it), and would look for itself after five seconds.
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = _LOOK_MS
+    # The same kernels on every host: those for AMX take no float32, in which tokens are compared.
+    torch.cpu._is_amx_tile_supported = lambda: False
     # Through shared memory, which pipelines need, workers spin until the others are as far: with
     # more workers than cores those do not get there.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: (

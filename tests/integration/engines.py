@@ -30,6 +30,8 @@ MAX_SHARED = 10
 """Engines that a process of tests keeps for later ones; each takes half a gigabyte. No test uses so
 many.
 """
+MAX_ENDING = 4
+"""That are on their way out while tests go on."""
 
 _PROCESS = Path(__file__).with_name("engine_process.py")
 _ROOT = Path(__file__).parents[2]
@@ -441,6 +443,7 @@ class Fleet:
     _shared: dict[EngineConfig, Engine] = field(default_factory=dict)
     _kept: set[EngineConfig] = field(default_factory=set)
     _engines: list[Engine] = field(default_factory=list)
+    _ending: list[Engine] = field(default_factory=list)
 
     def __enter__(self) -> Fleet:
         # Paths of sockets must be short.
@@ -476,6 +479,7 @@ class Fleet:
         trace: TracebackType | None,
     ) -> None:
         self.retire(*self._engines)
+        self._reap()
         self._connection.close()
         try:
             self._zygote.wait(60)
@@ -558,14 +562,25 @@ class Fleet:
             Path(path).unlink(missing_ok=True)
 
     def retire(self, *engines: Engine) -> None:
-        """End those that are alive, all at the same time."""
+        """End those that are alive. Nobody waits for it while few are at it: Mooncake takes a
+        second to close, and three with a master.
+        """
         alive = [engine for engine in engines if engine.alive]
         for engine in alive:
             engine.alive = False
             engine.stop()
-        for engine in alive:
-            if not self._ask_zygote("reap", process_id=engine.process_id, timeout=60.0):
+        self._ending += alive
+        self._reap(MAX_ENDING)
+
+    def _reap(self, num_left: int = 0) -> None:
+        """Those that have ended; wait for the first ones until no more are left than these."""
+        for engine in list(self._ending):
+            timeout = 60.0 if len(self._ending) > num_left else 0.0
+            if not self._ask_zygote("reap", process_id=engine.process_id, timeout=timeout):
+                if not timeout:
+                    continue
                 self.kill(engine)
+            self._ending.remove(engine)
 
     def _listen(self) -> Listener:
         return Listener(f"{self._sockets.name}/{next(_numbers)}", "AF_UNIX")
