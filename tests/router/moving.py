@@ -43,6 +43,11 @@ class Client:
         await self.task
         return events(self.body)
 
+    async def rest(self) -> list[Any]:
+        """All events, the rest of which comes at once."""
+        self._d.hurry()
+        return await self.events()
+
 
 def is_whole(got: list[Any], engine: ScriptedEngine) -> bool:
     """What one engine would have streamed, once; ``engine`` has received a leg of it."""

@@ -122,12 +122,13 @@ class Answer:
     async def send(
         self,
         writer: asyncio.StreamWriter,
-        token_s: float,
+        pace: Callable[[], float],
         fault: str,
         running: Running | None = None,
     ) -> None:
-        for _ in self.tokens[self.num_resumed :] if token_s else ():
-            await asyncio.sleep(token_s)
+        for _ in self.tokens[self.num_resumed :]:
+            if token_s := pace():
+                await asyncio.sleep(token_s)
             if running is not None and running.is_gone:
                 writer.write(error(409, HAS_MOVED))
                 return
@@ -149,7 +150,7 @@ class Answer:
     async def stream(
         self,
         writer: asyncio.StreamWriter,
-        token_s: float,
+        pace: Callable[[], float],
         fault: str,
         number: int,
         running: Running,
@@ -160,7 +161,7 @@ class Answer:
             begun = {"index": 0, "delta": {"role": "assistant", "content": ""}}
             writer.write(_chunk(_event({"model": self.model, "choices": [begun]})))
             await writer.drain()
-            await asyncio.sleep(token_s)
+            await asyncio.sleep(pace())
         num_left = number
         for at, event in enumerate(self.events()):
             if fault in ("break", "truncate") and at == number:
@@ -175,7 +176,7 @@ class Answer:
                 break
             if fault == "stall" and at == number:
                 await asyncio.Event().wait()
-            if token_s:
+            if token_s := pace():
                 await asyncio.sleep(token_s)
             if running.is_gone:
                 writer.writelines(map(_chunk, LAST_WORDS["elsewhere"]))

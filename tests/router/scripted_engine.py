@@ -97,7 +97,7 @@ class ScriptedEngine:
     rank: int | None = None
     """The data parallel rank that its front end chooses for a request that names none."""
     token_s: float = 0.0
-    """Seconds per token of an answer."""
+    """Seconds per token of an answer, of those under way too."""
     compute_token_s: float = 0.0
     """Seconds per token of a prompt that it computes."""
     max_tokens: int = 1_000_000
@@ -324,11 +324,15 @@ class ScriptedEngine:
         prefix = PREFIXES.get(request.path, "")
         name = CHUNK_ID if answer.streamed else prefix + request.headers.get("x-request-id", "")
         running = self.running[name] = Running(answer.num_resumed)
+
+        def pace() -> float:
+            return self.token_s
+
         try:
             if answer.streamed:
-                await answer.stream(writer, self.token_s, fault, number, running)
+                await answer.stream(writer, pace, fault, number, running)
             else:
-                await answer.send(writer, self.token_s, fault, running)
+                await answer.send(writer, pace, fault, running)
         finally:
             if self.running.get(name) is running:
                 del self.running[name]

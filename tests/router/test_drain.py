@@ -60,7 +60,7 @@ def test_all_streams_of_an_engine_that_drains_move_and_no_client_notices(who: st
             num_received = len(leaving.received)
             late = Client(d, "late", max_tokens=60)
             for client in (*clients, late):
-                assert is_whole(await client.events(), leaving)
+                assert is_whole(await client.rest(), leaving)
             assert len(leaving.received) == num_received
             assert len(resumes(d)) == num_there == leaving.num_given_up
             assert d.count("moves_total", reason="drain", outcome="moved", cause="") == num_there
@@ -84,7 +84,7 @@ def test_engine_that_says_that_it_ends_is_emptied() -> None:
                 await registers(d, late, state="draining")
                 await until(lambda: late.num_in_progress == 0)
                 for client in clients:
-                    assert is_whole(await client.events(), late)
+                    assert is_whole(await client.rest(), late)
             finally:
                 await late.stop()
                 d.router.registry.remove("late", "the test ends")
@@ -106,7 +106,7 @@ def test_what_cannot_move_is_waited_for_and_told() -> None:
             assert lines[-1] == f"{name(leaving)} is empty: it may be stopped"
             assert leaving.num_in_progress == 0
             for client in clients:
-                assert is_whole(await client.events(), leaving)
+                assert is_whole(await client.rest(), leaving)
             assert d.count("not_moved_total", reason="drain", cause="logprobs") == 1
 
     run(test)

@@ -57,7 +57,7 @@ def test_request_is_handed_over_and_each_token_is_computed_once(kind: str) -> No
             client, source, target = await running(d, **fields)
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "moved"
-            got = await client.events()
+            got = await client.rest()
             assert is_whole(got, source)
             assert got[-2]["provenance"] == {"resumed": 0, "kind": kind, "moved": 1}
             (leg,) = resumes(d)
@@ -80,7 +80,7 @@ def test_chat_is_handed_over_though_it_begins_with_an_event_without_tokens() -> 
             target.script("role")
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "moved"
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             assert sources(d) == [True]
 
     run(test)
@@ -93,7 +93,7 @@ def test_target_that_copies_nothing_gets_the_tokens() -> None:
             target.script("dead(0)")
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "moved"
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             assert sources(d) == [True, False]
 
     run(test)
@@ -106,7 +106,7 @@ def test_target_that_takes_neither_leaves_the_stream_where_it_is() -> None:
             target.script("dead(0), dead(0)")
             [report] = await move(d, to=name(target))
             assert (report["outcome"], report["cause"]) == ("stayed", "refused")
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             assert source.num_given_up == 0
 
     run(test)
@@ -118,7 +118,7 @@ def test_answer_that_ends_while_it_is_copied_needs_no_move() -> None:
             client, source, target = await running(d, max_tokens=8)
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "not_needed"
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             await until(lambda: target.num_given_up == 1)
 
     run(test)
@@ -134,7 +134,7 @@ def test_source_that_dies_while_it_is_copied_is_followed_by_the_target() -> None
                 engine.script_nothing()
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "moved"
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             assert sources(d) == [True, False]
             assert len([e for e in d.decodes if e.received]) == 2
 
@@ -151,7 +151,7 @@ def test_target_that_dies_with_the_request_in_its_hands_loses_no_token(again: st
             target.script("lost" + again)
             [report] = await move(d, to=name(target))
             assert report["outcome"] == ("broken" if again else "moved")
-            got = await client.events()
+            got = await client.rest()
             assert is_whole(got, source)
             assert got[-2]["provenance"]["resumed"] == bool(again)
 
@@ -180,7 +180,7 @@ def test_request_is_handed_to_and_fro() -> None:
             num_moved = 0
             while not client.task.done() and num_moved < 30:
                 num_moved += (await move(d))[0]["outcome"] == "moved"
-            got = await client.events()
+            got = await client.rest()
             assert is_whole(got, source)
             assert num_moved >= 20
             assert all(sources(d))

@@ -39,7 +39,7 @@ def test_stream_moves_and_its_client_gets_each_token_once(path: str, num_events:
             source, target = source_and_target(d)
             [report] = await move(d, to=name(target))
             assert (report["outcome"], report["target"]) == ("moved", name(target))
-            got = await client.events()
+            got = await client.rest()
             assert is_whole(got, source)
             ids = [i for chunk in got[:-1] for told in told_ids(chunk) for i in told or ()]
             assert ids == [token_id(token) for token in text(got).split()]
@@ -88,7 +88,7 @@ def test_target_that_does_not_begin_leaves_the_stream_where_it_is(fault: str, ca
             [report] = await move(d, to=name(target))
             assert (report["outcome"], report["cause"]) == ("stayed", cause)
             await until(lambda: target.num_in_progress == 0)
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             assert source.num_given_up == 0
             assert d.count("moves_total", reason="operator", outcome="stayed", cause=cause) == 1
 
@@ -104,7 +104,7 @@ def test_target_that_begins_with_other_tokens_gets_nothing() -> None:
             target.differs = True
             [report] = await move(d, to=name(target))
             assert (report["outcome"], report["cause"]) == ("stayed", "differs")
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
 
     run(test)
 
@@ -118,7 +118,7 @@ def test_request_that_has_failed_to_move_can_move() -> None:
             target.script("close")
             outcomes = [(await move(d, to=name(target)))[0]["outcome"] for _ in range(2)]
             assert outcomes == ["stayed", "moved"]
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
 
     run(test)
 
@@ -132,7 +132,7 @@ def test_answer_that_ends_before_the_target_begins_needs_no_move() -> None:
             target.script("hang")
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "not_needed"
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             await until(lambda: target.num_given_up == 1)
 
     run(test)
@@ -152,7 +152,7 @@ def test_source_that_breaks_meanwhile_is_followed_by_the_target_that_was_asked()
             target.script("delay(0.3)")
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "moved"
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             assert [e for e in d.decodes if e.received] == [
                 e for e in d.decodes if e in (source, target)
             ]
@@ -191,7 +191,7 @@ def test_target_that_dies_after_the_move_is_followed_by_another() -> None:
             target.script("break(3)")
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "moved"
-            got = await client.events()
+            got = await client.rest()
             assert is_whole(got, source)
             assert got[-2]["provenance"] == {"resumed": 1, "kind": "exact", "moved": 1}
 
@@ -208,7 +208,7 @@ def test_one_request_moves_many_times() -> None:
             while not client.task.done() and num_moved < 40:
                 reports = await move(d)
                 num_moved += reports[0]["outcome"] == "moved"
-            got = await client.events()
+            got = await client.rest()
             assert is_whole(got, source)
             assert num_moved >= 20
             assert got[-2]["provenance"] == {"resumed": 0, "kind": "exact", "moved": num_moved}
@@ -228,7 +228,7 @@ def test_many_move_at_once_without_a_name_of_the_target() -> None:
             reports = await asyncio.gather(*(move(d, c.request_id) for c in clients))
             assert {report["outcome"] for [report] in reports} == {"moved"}
             for client in clients:
-                got = await client.events()
+                got = await client.rest()
                 assert is_whole(got, next(e for e in d.decodes if e.received))
                 assert got[-2]["provenance"]["moved"] == 1
 
@@ -256,6 +256,7 @@ def test_request_that_cannot_move_says_why_and_stays(fields: dict[str, Any], cau
             [report] = await move(d)
             assert (report["outcome"], report["cause"]) == ("stayed", cause)
             assert d.count("not_moved_total", reason="operator", cause=cause) == 1
+            d.hurry()
             await client.task
             assert sum(len(e.received) for e in d.decodes) == 1
 
@@ -284,7 +285,7 @@ def test_running_requests_are_listed_with_their_engines() -> None:
             assert status["instance"] == name(target)
             [again] = await move(d, to=name(target))
             assert again["cause"] == "same_instance"
-            await client.events()
+            await client.rest()
             assert await listed(d) == []
 
     run(test)
@@ -300,7 +301,7 @@ def test_sampled_stream_leaves_its_engine_before_another_goes_on() -> None:
             source, target = source_and_target(d)
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "moved"
-            assert is_whole(await client.events(), source)
+            assert is_whole(await client.rest(), source)
             (resumed,) = resumes(d)
             assert not resumed.params["resume"]["only_exact"]
 
@@ -337,7 +338,7 @@ def test_move_waits_for_room_while_the_stream_goes_on() -> None:
             assert report["outcome"] == "moved"
             assert second.task.done()
             source = next(e for e in d.decodes if e is not target)
-            assert is_whole(await first.events(), source)
+            assert is_whole(await first.rest(), source)
 
     run(test)
 
@@ -376,7 +377,7 @@ def test_client_can_move_nothing(tmp_path: Path) -> None:
             headers = {"authorization": "Bearer " + "t" * 40}
             async with d.http.get(f"{d.url}/requests", headers=headers) as response:
                 assert response.status == 200
-            await client.events()
+            await client.rest()
             assert not resumes(d)
 
     run(test)
@@ -396,7 +397,7 @@ def test_streams_move_from_a_full_engine_to_an_empty_one() -> None:
             await until(lambda: full.num_in_progress < num_there)
             empty.metrics = full.metrics
             for client in clients:
-                assert is_whole(await client.events(), full)
+                assert is_whole(await client.rest(), full)
             assert d.count("moves_total", reason="load", outcome="moved", cause="") >= 1
             assert sum(i.num_failures for i in d.router.registry) == 0
 
@@ -417,9 +418,11 @@ def test_stream_that_stands_still_goes_on_elsewhere() -> None:
             clients = [Client(d, f"r{i}", max_tokens=350) for i in range(12)]
             await until(lambda: sum(c.body.count(b"\n\n") > 200 for c in clients) == 11)
             empty.metrics = "vllm:kv_cache_usage_perc{} 0.1\n"
+            moved = {"reason": "preempted", "outcome": "moved", "cause": ""}
+            await until(lambda: d.count("moves_total", **moved) == 1)
             for client in clients:
-                assert is_whole(await client.events(), full)
-            assert d.count("moves_total", reason="preempted", outcome="moved", cause="") == 1
+                assert is_whole(await client.rest(), full)
+            assert d.count("moves_total", **moved) == 1
             assert sum(i.num_failures for i in d.router.registry) == 0
 
     run(test)

@@ -84,7 +84,7 @@ def test_what_an_engine_answers_moves_before_it_computes_prompts() -> None:
             assert lines[-1] == f"{name(switching)} is used for prefill"
             assert (switching.num_in_progress, other.num_in_progress) == (0, 6)
             for client in clients:
-                assert is_whole(await client.events(), other)
+                assert is_whole(await client.rest(), other)
             moved = d.count("moves_total", reason="drain", outcome="moved", cause="")
             assert moved == 3
 
