@@ -205,7 +205,7 @@ class ScriptedEngine:
         elif path in FORMS and (transfer_id := request.params.get("release_transfer_id")):
             self.released.append(transfer_id)
             self.kept.discard(transfer_id)
-            await Answer.make(self, request).send(writer, 0, "ok")
+            await Answer.make(self, request).send(writer, lambda: 0, "ok")
         elif path in FORMS:
             return await self._generate(request, reader, writer)
         elif (response_id := path.removeprefix("/v1/responses/")) in self.stored:
