@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from two_engines import SAMPLING, make_engines, parse_options
+from two_engines import SAMPLING, STOP_S, make_engines, parse_options
 
 PROMPTS = ["Hello, my name is", "Tell me a very long story " * 20, "One, two, three, four, five,"]
 
@@ -84,7 +84,7 @@ def main() -> None:
                 f" {len(tokens) - num_there} here: {verdict}"
             )
     for llm in (first, second):
-        llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown(timeout=STOP_S)
     if failed:
         sys.exit(f"error: {failed} answers did not move, or differ from those of one engine")
     print(f"verified: {len(SAMPLING) * len(PROMPTS)} answers are those of one engine")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from two_engines import SAMPLING, make_engines, parse_options
+from two_engines import SAMPLING, STOP_S, make_engines, parse_options
 
 PROMPTS = ["Hello, my name is", "Tell me a very long story", "One, two, three, four, five,"]
 
@@ -60,7 +60,7 @@ def main() -> None:
                 f" {len(tokens) - len(begun[1])} here: {'equal' if is_equal else 'DIFFERENT'}"
             )
     for llm in (first, second):
-        llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown(timeout=STOP_S)
     if num_different:
         sys.exit(f"error: {num_different} answers differ from those of one engine")
     print(f"verified: {len(SAMPLING) * len(PROMPTS)} answers are those of one engine")

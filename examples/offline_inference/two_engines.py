@@ -15,6 +15,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 PATIENT = {"lease_s": 300, "peer_timeout_s": 60, "step_load_timeout_s": 60}
 """What a machine that is slow or busy needs; the defaults are for a service, where others wait."""
+STOP_S = 120.0
+"""What an engine has to end in; on a slow or busy machine vLLM's own 5 s are not enough."""
 
 
 def parse_options(description: str, max_tokens: int) -> argparse.Namespace:
@@ -31,6 +33,7 @@ def make_engines(options: argparse.Namespace) -> tuple[Any, Any]:
     """Without ``security.secret_file`` engines on loopback take what nobody has signed."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(int(STOP_S)))
     return _make_engine(options), _make_engine(options)
 
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +59,35 @@ def test_each_prompt_that_was_computed_again_is_named_with_its_cause(example: Mo
     assert "lease_expired" in missed[0]
     assert "prompt 2: 128 of 300 tokens" in missed[1]
     assert "prompt 3" in missed[2]
+
+
+@pytest.mark.parametrize("outcome", ["loaded", "lease_expired"])
+def test_each_prompt_is_handed_over_before_the_next_is_computed(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    asked = []
+
+    class Engine:
+        def __init__(self, name: str, *_: Any) -> None:
+            self.name = name
+
+        def wait_ready(self, started: float) -> None: ...
+
+        def stop(self) -> None: ...
+
+        def generate(self, prompt: str, *_: Any) -> Any:
+            asked.append((self.name, prompt))
+            return answer(example, outcome if prompt == "b" else "loaded")
+
+    monkeypatch.setattr(example, "Engine", Engine)
+    monkeypatch.setattr(example, "print_table", lambda *_: None)
+    options = SimpleNamespace(one_device=False, max_tokens=2, verify=False)
+    if outcome == "loaded":
+        example.run(options, ["a", "b"])
+    else:
+        with pytest.raises(SystemExit, match="1 of 2 prompts were not handed over"):
+            example.run(options, ["a", "b"])
+    assert asked == [(name, prompt) for prompt in "ab" for name in ("producer", "consumer")]
 
 
 def run_example(

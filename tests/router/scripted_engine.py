@@ -213,6 +213,9 @@ class ScriptedEngine:
         elif path == BATCH and not isinstance(request.json.get("messages") or None, list):
             self.received.append(request)
             writer.write(error(400, "messages"))
+        elif path == "/v1/hangs":
+            await reader.read()
+            return False
         elif path == "/v1/audio/transcriptions":
             self.received.append(request)
             writer.write(whole_answer(200, b'data: {"text": "a"}\n\n', b"text/event-stream"))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.router.harness import FAST, deployed, run
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.router.access_log import as_json, as_text, describe
+from vllm_ascend_pd.router.access_log import AccessLog, as_json, as_text, describe, set_up
 from vllm_ascend_pd.router.trace import Trace
 
 ACCESS = "vllm_ascend_pd.router.access"
@@ -48,6 +48,23 @@ def test_json_line_says_who_served_the_request(caplog: pytest.LogCaptureFixture)
             }
 
     run(test)
+
+
+def test_json_lines_stand_alone_on_the_standard_output(
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+    logger = logging.getLogger(ACCESS)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    set_up("json")
+    request = SimpleNamespace(method="GET", path="/v1/x", remote=None)
+    AccessLog("json").write(Trace(request, "id"))  # type: ignore[arg-type]
+    [line] = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["path"] == "/v1/x"
+    assert not caplog.records  # what the rest of the log gets
 
 
 def test_text_of_a_client_cannot_begin_a_line_or_colour_a_terminal() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.router.harness import FAST, STRICT, deployed, events, run, until
 from vllm_ascend_pd.router.config import Probes, Retries, Timeouts
@@ -165,6 +167,18 @@ def test_deadline_of_each_phase(leg: str, fault: str, stream: bool) -> None:
     run(test)
 
 
+def test_deadline_of_what_is_passed_on() -> None:
+    async def test() -> None:
+        timeouts = replace(FAST.timeouts, answer_s=0.2)
+        async with deployed(config=replace(FAST, timeouts=timeouts)) as d:
+            async with d.http.post(f"{d.url}/v1/hangs", json={"model": "tiny"}) as response:
+                assert response.status == 504
+                assert "took longer than" in error(await response.read())["message"]
+            assert d.count("requests_total", outcome="timeout") == 1
+
+    run(test)
+
+
 @pytest.mark.parametrize("fault", ["break(2)", "stall(2)"])
 def test_stream_that_breaks_ends_with_an_error_event(fault: str) -> None:
     async def test() -> None:
@@ -200,6 +214,24 @@ def test_client_that_leaves_ends_both_legs(order: str, moment: str) -> None:
             await until(lambda: not prefill.num_in_progress and not decode.num_in_progress)
             assert prefill.num_given_up + decode.num_given_up >= 1
             await until(lambda: d.count("requests_total", outcome="disconnected") == 1)
+
+    run(test)
+
+
+def test_client_that_leaves_while_it_is_written_to_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def leave(*_: Any) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "write", leave)
+
+    async def test() -> None:
+        async with deployed() as d:
+            with pytest.raises(aiohttp.ClientError):
+                await d.post(stream=True)
+            assert d.count("requests_total", outcome="disconnected") == 1
+        assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
 
     run(test)
 

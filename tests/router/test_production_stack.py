@@ -62,7 +62,11 @@ def test_label_says_the_role_of_a_backend() -> None:
         config = replace(FAST, prefill_labels=("p",), decode_labels=("d",))
         labelled = (Backend(p, "tiny", "p"), Backend(d, "tiny", "d"))
         async with deployed(0, 0, replace(config, backends=labelled)) as deployment:
-            assert [i.spec.role for i in deployment.router.registry] == ["prefill", "decode"]
+            specs = [i.spec for i in deployment.router.registry]
+            assert [(s.role, s.models) for s in specs] == [
+                ("prefill", ("tiny",)),
+                ("decode", ("tiny",)),
+            ]
             for _ in range(3):
                 assert (await deployment.post())[0] == 200
             assert [len(engine.received) for engine in engines] == [3, 3, 0]
@@ -171,6 +175,9 @@ def test_request_stats_are_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
                 status = await response.json()
             assert status["answers_per_s"] == 0.5
             assert status["ttft_mean_s"] > 0
+        async with deployed(config=replace(FAST, stats_window_s=0.01)) as d:
+            await d.post()
+            await until(lambda: d.router.metrics.snapshot().num_recent == 0)
 
     run(test)
 

@@ -53,7 +53,10 @@ def up(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Topology file, instead of MODEL and the options above.", dir_okay=False),
+        typer.Option(
+            help="Topology file, instead of MODEL, the options above, and --access-log.",
+            dir_okay=False,
+        ),
     ] = None,
     host: Annotated[
         str | None,
@@ -124,7 +127,7 @@ def up(
         "router": {"port": port, "args": {"access-log": access_log}},
         "extra_config": {"pool": {"dram_size": pool}} if pool else {},
     }
-    plan_of = _topology(config, given)
+    plan_of = _topology(context, config, given)
     plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
     _refuse(
         observe=observe,
@@ -190,7 +193,7 @@ def _manner(
     )
 
 
-def _topology(config: Path | None, given: dict[str, Any]) -> Topology:
+def _topology(context: typer.Context, config: Path | None, given: dict[str, Any]) -> Topology:
     """Of the file, or of what the options say."""
     from vllm_ascend_pd.cluster import topology
 
@@ -200,6 +203,11 @@ def _topology(config: Path | None, given: dict[str, Any]) -> Topology:
         return topology.parse(given)
     if given["model"] is not None:
         raise typer.BadParameter("the topology file names the model", param_hint="MODEL")
+    for name in ("prefill", "decode", "port", "served_model_name", "pool", "access_log"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter("the topology file says it", param_hint=option)
     return topology.load(config)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 CHECK_S = 2.0
 
@@ -45,14 +48,26 @@ class Rotation:
         if not self.num_old:
             return
         old = [log.with_name(f"{log.name}.{n}") for n in range(1, self.num_old + 1)]
-        for newer, older in reversed(list(itertools.pairwise(old))):
-            with contextlib.suppress(FileNotFoundError):
-                newer.replace(older)
-        shutil.copyfile(log, old[0])
+        copy = log.with_name(f"{log.name}.new")
+        try:
+            shutil.copyfile(log, copy)
+            for newer, older in reversed(list(itertools.pairwise(old))):
+                with contextlib.suppress(FileNotFoundError):
+                    newer.replace(older)
+            copy.replace(old[0])
+        finally:
+            copy.unlink(missing_ok=True)  # a part, where the disk is full
 
     async def keep(self, logs: Sequence[Path]) -> None:
-        """Until cancelled."""
+        """Until cancelled. One that cannot be copied grows until it can."""
+        growing: set[Path] = set()
         while True:
             await asyncio.sleep(CHECK_S)
             for log in logs:
-                await asyncio.to_thread(self.rotate, log)
+                try:
+                    await asyncio.to_thread(self.rotate, log)
+                    growing.discard(log)
+                except OSError as e:
+                    if log not in growing:
+                        logger.warning("%s is not rotated, and grows: %s", log, e)
+                    growing.add(log)

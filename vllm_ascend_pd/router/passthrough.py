@@ -14,7 +14,7 @@ from vllm_ascend_pd.router.answers import (
     whole_answer,
 )
 from vllm_ascend_pd.router.bodies import parse_other
-from vllm_ascend_pd.router.failures import Failure
+from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.front import TARGET
 from vllm_ascend_pd.router.incoming import read_body, session_of
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs
@@ -132,7 +132,10 @@ class Passthrough:
             return answered
 
     def _failed(self, trace: Trace, failed: LegFailed) -> web.Response:
-        trace.status, trace.outcome, trace.error = 502, "failed", str(failed.failure)
+        kind = failed.failure.kind
+        late = kind is FailureKind.TIMEOUT
+        trace.status, trace.outcome = (504, "timeout") if late else (502, "failed")
+        trace.error = str(failed.failure)
         message = f"the engine failed: {told_to_client(failed.failure)}"
         headers = {"x-request-id": trace.request_id}
-        return error_response(502, failed.failure.kind.value, message, headers=headers)
+        return error_response(trace.status, kind.value, message, headers=headers)

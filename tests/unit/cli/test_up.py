@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from vllm_ascend_pd.cli import main
+from vllm_ascend_pd.cli import main, up
+from vllm_ascend_pd.cluster import topology
 from vllm_ascend_pd.cluster.doctor import host
 from vllm_ascend_pd.cluster.doctor.findings import fail
+from vllm_ascend_pd.cluster.log_rotation import Rotation
 
 TOPOLOGY = """
 model: m
@@ -48,6 +50,13 @@ def test_dry_run_prints_commands_that_a_shell_reads() -> None:
     assert len(serves) == 3
     assert all("--max-model-len=9" in words and "float32" in words for words in serves)
     assert commands[-1][:2] == ["vllm-pd", "router"]
+    result = run("m", "--access-log", "json", "--dry-run")
+    assert "--access-log json" in result.output.splitlines()[-1]
+
+
+def test_sizes_of_logs_are_taken() -> None:
+    manner = up._manner(topology.parse({"model": "m"}), Path("logs"), 1, "2KiB", 3)
+    assert manner.rotation == Rotation(2048, 3)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +100,9 @@ def test_dry_run_of_several_hosts(tmp_path: Path) -> None:
         (["--config", "{topology}", "--host", "c"], "--host: 'c' is not in hosts ['a', 'b']"),
         (["--config", "/no/such/file"], "/no/such/file: cannot be read"),
         (["m", "--prefill", "0"], "greater than or equal to 1"),
+        (["--config", "{topology}", "-p", "2"], "--prefill: the topology file says it"),
+        (["--config", "{topology}", "--port", "8000"], "--port: the topology file says it"),
+        (["--config", "{topology}", "--access-log", "json"], "--access-log: the topology file"),
     ],
 )
 def test_wrong_options_are_named(words: list[str], message: str, tmp_path: Path) -> None:

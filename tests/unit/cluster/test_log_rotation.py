@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
 
+from vllm_ascend_pd.cluster import log_rotation
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 
 
@@ -39,3 +42,37 @@ def test_without_old_logs_it_is_cut(tmp_path: Path, exists: bool) -> None:
         log.write_text("1234567")
     assert Rotation(max_bytes=6, num_old=0).rotate(log) is exists
     assert texts(tmp_path) == ({"a.log": ""} if exists else {})
+
+
+def test_a_log_that_cannot_be_copied_keeps_the_old_ones_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy, num_tries = shutil.copyfile, 0
+
+    def fill_disk(source: Path, target: Path) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries > 3:
+            copy(source, target)
+            return
+        target.write_text("a part")
+        raise OSError(28, "No space left on device")
+
+    log = tmp_path / "a.log"
+    log.write_text("1234567")
+    log.with_name("a.log.1").write_text("older")
+    monkeypatch.setattr(shutil, "copyfile", fill_disk)
+    monkeypatch.setattr(log_rotation, "CHECK_S", 0)
+
+    async def keep() -> None:
+        keeping = asyncio.create_task(Rotation(max_bytes=6, num_old=2).keep([log]))
+        while log.stat().st_size and not keeping.done():
+            await asyncio.sleep(0)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+    asyncio.run(keep())
+    assert texts(tmp_path) == {"a.log": "", "a.log.1": "1234567", "a.log.2": "older"}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{log} is not rotated, and grows: [Errno 28] No space left on device"
+    ]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``vllm-pd up`` does beside its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from vllm_ascend_pd.cluster import log_rotation
+from vllm_ascend_pd.cluster.launch import Manner, launch
+from vllm_ascend_pd.cluster.log_rotation import Rotation
+from vllm_ascend_pd.cluster.plan import Command, Plan
+from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
+
+TALKS = (sys.executable, "-c", "import time; print('x' * 5000, flush=True); time.sleep(600)")
+ASKED = "http://127.0.0.1:9/health"
+
+
+async def until_rotated(folder: Path) -> None:
+    while not (folder / "talks.log.1").exists():
+        await asyncio.sleep(0.01)
+    assert (folder / "talks.log.1").read_text() == "x" * 5000 + "\n"
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(log_rotation, "CHECK_S", 0.01)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_logs_of_its_processes_are_rotated(tmp_path: Path) -> None:
+    async def test() -> None:
+        command = Command("talks", "router", "localhost", TALKS, {}, ASKED.removesuffix("/health"))
+        manner = Manner(tmp_path, rotation=Rotation(1000, 1))
+        plan = Plan((command,), command.url)
+        launching = asyncio.create_task(launch(plan, [command], "m", Console(quiet=True), manner))
+        await until_rotated(tmp_path)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await launching == 0
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_log_of_an_engine_on_ray_is_rotated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, keepers = os.pipe()
+    order = KeeperOrder("talks", TALKS, {}, ASKED, str(tmp_path), {}, 60, 1000, 1, False)
+
+    async def test() -> None:
+        keeping = asyncio.create_task(keep(order))
+        await until_rotated(tmp_path)
+        os.close(keepers)
+        await keeping
+
+    with os.fdopen(ours) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        asyncio.run(asyncio.wait_for(test(), 60))
