@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from tests.engine.test_worker_step import GRANT, LEASE, NAMES, Side, load_spec
 from tests.engine.test_worker_step import side as side
 from vllm_ascend_pd.engine.metadata import StepMeta
+from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
+from vllm_ascend_pd.engine.suspension import resume, suspend
 from vllm_ascend_pd.engine.worker import step
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.types import Cause
@@ -80,6 +83,25 @@ def test_pages_that_are_still_read_are_not_let_go(
     with pytest.raises(TransferError, match="still read"):
         direct.worker.suspend()
     assert direct.transports.num_regions() == regions
+
+
+def test_worker_that_cannot_let_go_has_the_others_take_theirs_again() -> None:
+    asked = []
+
+    class Executor:
+        def collective_rpc(self, method: Any) -> None:
+            asked.append(method)
+            if method is suspend:
+                raise TransferError("still read")
+
+    side: Any = SimpleNamespace(
+        common=SimpleNamespace(loads=[]),
+        parts=[],
+        engine_core=SimpleNamespace(model_executor=Executor()),
+    )
+    with pytest.raises(TransferError, match="still read"):
+        SchedulerSide.before_sleep(side, 1)
+    assert asked == [suspend, resume]
 
 
 class _Rings:

@@ -187,7 +187,12 @@ class SchedulerSide:
         if level > 1:
             self.identity.weights_changed()
         assert self.engine_core is not None
-        self.engine_core.model_executor.collective_rpc(suspend)
+        executor = self.engine_core.model_executor
+        try:
+            executor.collective_rpc(suspend)
+        except Exception:  # of one worker; the others have let go, and nobody will wake them
+            executor.collective_rpc(resume)
+            raise
 
     def after_wake_up(self, tags: list[str] | None) -> None:
         if tags is None or "kv_cache" in tags:
