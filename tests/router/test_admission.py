@@ -22,6 +22,7 @@ from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import Role
 from vllm_ascend_pd.router.config import Queueing, RouterConfig, Timeouts
+from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import InstanceSpec
 
 PATIENT = Timeouts(connect_s=10, prefill_s=40, first_token_s=40, idle_s=40, answer_s=40)
@@ -270,6 +271,17 @@ def test_connections_that_come_too_late_take_no_engine_out() -> None:
             assert d.count("legs_total", outcome="connect_timeout", **legs) >= 3
             assert instance.is_available  # it answers probes
             assert instance.num_failures >= 3
+
+    run(test)
+
+
+def test_what_the_router_itself_lacks_takes_no_engine_out() -> None:
+    async def test() -> None:
+        async with deployed(0, 1) as d:
+            (instance,) = d.router.registry.decodes
+            for _ in range(9):
+                instance.failed(Failure(FailureKind.ROUTER, "too many open files"), "decode")
+            assert instance.is_available
 
     run(test)
 

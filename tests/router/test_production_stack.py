@@ -121,6 +121,32 @@ def test_session_is_in_a_header_or_in_the_body(where: str) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("where", ["header", "body"])
+def test_session_of_what_is_passed_on_is_that_of_its_answers(where: str) -> None:
+    async def test() -> None:
+        config = replace(FAST, policy="session-affinity", session_key="X-Mine")
+        async with deployed(1, 4, config) as d:
+            for session in "abcdefgh":
+                told = {"X-Mine": session}
+                sent: dict[str, Any] = {"headers": told} if where == "header" else told
+                before = [len(engine.received) for engine in d.decodes]
+                assert (await d.post(**sent))[0] == 200
+                body = {"model": "tiny", **(told if where == "body" else {})}
+                async with d.http.post(
+                    f"{d.url}/v1/embeddings", json=body, headers=sent.get("headers")
+                ) as response:
+                    assert response.status == 200
+                after = [len(engine.received) for engine in d.decodes]
+                assert sorted(a - b for a, b in zip(after, before, strict=True)) == [0, 0, 0, 2]
+            async with d.http.post(
+                f"{d.url}/v1/embeddings", json={"model": "tiny", "X-Mine": 7}
+            ) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["param"] == "X-Mine"
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("options", "required"),
     [

@@ -147,13 +147,17 @@ def split_batch(raw: bytes) -> list[bytes] | None:
     return [_encoder.encode({**fields, "messages": messages}) for messages in chats] or None
 
 
-def parse_other(raw: bytes) -> tuple[bytes, str | None]:
-    """Any other JSON request: without the fields that name a peer of the engine, and its model."""
+def parse_other(raw: bytes, *names: str) -> tuple[bytes, list[str | None]]:
+    """Any other JSON request: without the fields that name a peer of the engine; and what it says
+    in the fields of these names, ``BadRequest`` for one that is no string."""
     value = _decode_any(raw)
-    model = value.get("model") if isinstance(value, dict) else None
-    if model is not None and not isinstance(model, str):
-        raise BadRequest("'model' must be a string", "model")
-    return _encoder.encode(value) if _drop_params(value) else raw, model or None
+    told = []
+    for name in names:
+        text = value.get(name) if isinstance(value, dict) else None
+        if text is not None and not isinstance(text, str):
+            raise BadRequest(f"'{name}' must be a string", name)
+        told.append(text or None)
+    return _encoder.encode(value) if _drop_params(value) else raw, told
 
 
 def _decode_fields(raw: bytes) -> Fields:

@@ -81,14 +81,15 @@ class Passthrough:
 
     async def send(self, trace: Trace, raw: bytes) -> web.StreamResponse:
         """``BadRequest`` if it cannot be told which engine is meant."""
-        request, model = trace.request, None
+        request, model, key = trace.request, None, self.config.session_key
+        session = session_of(request, key)
         if request.content_type.startswith("multipart/"):
             model = model_of_form(raw, request.headers["Content-Type"])
         elif raw:
-            raw, model = parse_other(raw)
+            raw, (model, *named) = parse_other(raw, "model", *([key] if key else []))
+            session = session or next(iter(named), None)
         if raw:
             check_model(model, self.selector.decodes)
-        session = session_of(request, self.config.session_key)
         routed = Routed(
             session=session,
             model=model,
