@@ -28,7 +28,9 @@ from vllm_ascend_pd.types import Cause, Endpoint, Layers
 #              far something can be read is said in tokens.
 #          9 - a running request is handed over: open names it; extend, extended, ready, go.
 #         10 - pipeline parallel: each worker of opened says which layers it has.
-WIRE_VERSION = 10
+#         11 - a running request of several KV cache groups is handed over: extended says which
+#              blocks of each are left.
+WIRE_VERSION = 11
 
 _MAX_PARAM_LENGTH = 256
 _MAX_ITEMS = 1 << 18
@@ -143,7 +145,8 @@ class Extend(msgspec.Struct, frozen=True, tag="extend"):
 
 
 class Extended(msgspec.Struct, frozen=True, tag="extended"):
-    """Producer: these are the output tokens after the known ones, and [0, ``end``) can be read.
+    """Producer: these are the output tokens after the known ones, and [0, ``end``) can be read: of
+    each KV cache group the blocks from its ``first_blocks`` on, as it has given up those before.
 
     When it ``is_frozen``, all tokens are known and only the last one is not computed; else ``end``
     is a boundary of blocks, as the last block is still written.
@@ -153,6 +156,7 @@ class Extended(msgspec.Struct, frozen=True, tag="extended"):
     epoch: Name
     token_ids: Indices
     end: int
+    first_blocks: Indices
     workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=4096)]
     is_frozen: bool
     open_id: int = 0

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.integration.engines import Answer, Engine, assert_no_leak
+from tests.integration.engines import Answer, Engine, EngineConfig, Fleet, assert_no_leak
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from tests.integration.conftest import SingleEngine
 
 CHUNKED = 700
@@ -62,6 +65,41 @@ class Pair:
         self.add_decode("both", prompt, transfer_id, **more)
         self.add_prefill("both", prompt, transfer_id, **(prefill or {}))
         return self.run()["both"]
+
+
+@dataclass
+class Three:
+    """An ordinary engine, a producer and a consumer of one model."""
+
+    fleet: Fleet
+    config: EngineConfig
+    faulty: dict[str, Any]
+    """Options of transfers of many pieces, of which some may fail."""
+    single: Engine
+    producer: Engine
+    consumer: Engine
+
+    @classmethod
+    def of(cls, fleet: Fleet, config: EngineConfig, faulty: dict[str, Any]) -> Iterator[Self]:
+        """For a fixture: nothing is left in them in the end."""
+        engines = fleet.engines(
+            config,
+            replace(config, role="kv_producer", faults="ok*").with_transfer(**faulty),
+            replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER, **faulty),
+        )
+        before = [engine.counts() for engine in engines]
+        engines[1].set_faults("ok*")
+        yield cls(fleet, config, faulty, *engines)
+        for engine, counts in zip(engines, before, strict=True):
+            assert_no_leak(engine, counts)
+
+    def other(self, role: str, transfer: dict[str, Any] | None = None, **options: Any) -> Engine:
+        config = replace(self.config, role=role, **options)
+        return self.fleet.engine(config.with_transfer(**self.faulty, **(transfer or {})))
+
+    def assert_right(self, answer: Answer, prompt: list[int]) -> None:
+        expected = self.single.ask(prompt, len(answer.token_ids))
+        assert answer.token_ids == expected.token_ids
 
 
 def expect_tokens_of_one_worker(

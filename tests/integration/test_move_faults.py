@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     BLOCK_SIZE,
     POLL_LIMIT_S,
+    SPEC,
+    STATE,
+    WINDOW,
     Engine,
     Engines,
     base_config,
@@ -29,15 +33,32 @@ from vllm_ascend_pd.engine.vllm_api.status import preempt
 from vllm_ascend_pd.resume import ResumeKey, Source
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.grants import Grant
+from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import Extend, Extended, Go, Open, Ready, decode_control
 
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "full": (),
+    "windows": (SPEC, WINDOW),
+    "states": (SPEC, STATE, WINDOW),
+}
+"""Of KV cache groups."""
 NUM_OUTPUT = 150
 PROMPT = prompt_of(5 * BLOCK_SIZE + 3)
 NUM_TURNS, NUM_BLOCKS = 200, 128
 QUICK = {"peer_timeout_s": 0.4, "max_freeze_s": 0.3, "lease_s": 1.0}
 PATIENCE = 1, 5, 25
 """Times ``QUICK``: on a slow host a move may be given up before the message in question is sent."""
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest, engines: Engines) -> str:  # noqa: F811
+    """That of the engines of this test."""
+    engines.specs = SHAPES[request.param]
+    return request.param
+
+
+EACH_SHAPE = pytest.mark.usefixtures("shape")
 
 
 def kind_of(message: object) -> str:
@@ -92,11 +113,14 @@ class Move:
         """Steps of the source, after each of them; as many as it likes with ``None``."""
         self.grants: list[Grant] = []
         """Of the source."""
+        self.loads: list[LoadSpec] = []
+        """Of the target."""
+        self.loads_end = True
         self._num_turns = 0
 
-    def begin(self, num_output: int = NUM_OUTPUT) -> None:
+    def begin(self, num_output: int = NUM_OUTPUT, num_known: int = 3) -> None:
         self.source.add("r", PROMPT, max_tokens=num_output, temperature=0)
-        self.source.run(lambda: len(self.source.tokens["r"]) >= 3)
+        self.source.run(lambda: len(self.source.tokens["r"]) >= num_known)
         self.resume = coming("r", self.source)
         params = {"resume": self.resume}
         self.target.add("t", PROMPT, params, max_tokens=num_output, temperature=0)
@@ -117,9 +141,11 @@ class Move:
                 self.grants += step.meta.grants if step.output.pd_metadata is not None else ()
                 assert not (self.is_here and "r" in step.output.num_scheduled_tokens)
                 self._keep_in_flight()
-            elif "t" in step.output.num_scheduled_tokens:
-                self.is_here = True
-            self.end_loads(engine)
+            else:
+                self.loads += step.loads
+                self.is_here |= "t" in step.output.num_scheduled_tokens
+            if self.loads_end:
+                self.end_loads(engine)
 
     def _keep_in_flight(self) -> None:
         if self.num_in_flight is None or not self.source.scheduler.running:
@@ -222,6 +248,7 @@ def coming(name: str, source: Engine, prompt: list[int] = PROMPT) -> dict[str, A
 KINDS = ["open", "extended", "extend", "freeze", "frozen", "ready", "go"]
 
 
+@EACH_SHAPE
 def test_lease_grows_by_what_is_not_written_any_more(engines: Engines) -> None:  # noqa: F811
     """By full blocks while the request runs; by the tail, too, when it has stopped."""
     move = Move(engines, **QUICK)
@@ -236,6 +263,99 @@ def test_lease_grows_by_what_is_not_written_any_more(engines: Engines) -> None: 
     assert [grant.num_ready for grant in move.grants] == ends
 
 
+def use_all_blocks(engine: Engine, beside: str = "") -> None:
+    """Others are given those that are free, ``beside`` a request that runs on."""
+    for i in range(12):
+        name = f"other {i}"
+        engine.add(name, prompt_of(2 * BLOCK_SIZE, 2000 + 100 * i))
+        engine.run(lambda name=name: bool(engine.tokens[name]))
+        assert not beside or engine.requests[beside] in engine.scheduler.running
+
+
+@pytest.mark.parametrize("num_known", [3, 13, 14, 15])
+def test_windows_slide_while_they_are_copied(
+    engines: Engines,  # noqa: F811
+    num_known: int,
+) -> None:
+    """What they leave behind is not another request's before it is there; no block is loaded twice,
+    nor one that was out of the window before.
+    """
+    window = 2 * BLOCK_SIZE + 8
+    engines.specs = (SPEC, replace(WINDOW, sliding_window=window))
+    move = Move(engines, num_blocks=40, peer_timeout_s=60, max_freeze_s=60)
+    move.begin(num_known=num_known)
+    move.loads_end = False
+    while not move.loads:
+        move.step()
+    use_all_blocks(move.source, "r")
+    move.loads_end = True
+    while move.target.worker.parked:
+        move.step()
+    use_all_blocks(move.target)
+    move.run()
+    move.expect_one_answer()
+    assert move.outcome == "exact"
+    loaded = [{(b.group, i) for b in load.blocks for i in b.indices} for load in move.loads]
+    assert len(loaded) > 1
+    assert sum(map(len, loaded)) == len(set[tuple[int, int]]().union(*loaded))
+    num_computed = len(PROMPT) + num_known - 1
+    first_needed = (num_computed - window + 1) // BLOCK_SIZE
+    assert min(i for group, i in loaded[0] if group) >= first_needed
+    left_for_the_stop = {i for _, i in loaded[-1]}
+    assert len(left_for_the_stop) <= 3, "two blocks and the tail"
+
+
+@pytest.mark.parametrize("num_known", [3, 13, 14, 15])
+def test_request_goes_on_from_the_last_boundary_where_it_is_preempted(
+    engines: Engines,  # noqa: F811
+    num_known: int,
+) -> None:
+    """Its state there comes along, and before it is stopped."""
+    engines.specs = (SPEC, STATE)
+    move = Move(engines, peer_timeout_s=60, max_freeze_s=60)
+    move.begin(num_known=num_known)
+    while not move.is_here:
+        move.step()
+    target = move.target
+    while target.in_flight:
+        target.finish_step()
+    preempt(target.scheduler, target.requests["t"], time.monotonic())
+    num_scheduled = target.schedule().output.num_scheduled_tokens["t"]
+    assert num_scheduled <= BLOCK_SIZE
+    while_it_ran = {blocks.group for load in move.loads[:-1] for blocks in load.blocks}
+    assert while_it_ran == {0, 1}
+    move.run()
+    move.expect_one_answer()
+
+
+@EACH_SHAPE
+def test_request_that_computes_its_output_again_does_not_move(
+    engines: Engines,  # noqa: F811
+) -> None:
+    """After a preemption: its windows and states are behind what is known of it."""
+    move = Move(engines, scheduler_fields={"max_num_batched_tokens": BLOCK_SIZE}, **QUICK)
+    source, target = move.source, move.target
+    source.add("r", PROMPT, max_tokens=NUM_OUTPUT, temperature=0)
+    source.run(lambda: len(source.tokens["r"]) >= 3 * BLOCK_SIZE)
+    while source.in_flight:
+        source.finish_step()
+    preempt(source.scheduler, source.requests["r"], time.monotonic())
+    source.scheduler.reset_prefix_cache()
+    source.run(lambda: source.requests["r"].num_computed_tokens > len(PROMPT) + BLOCK_SIZE)
+    params = {"resume": coming("r", source)}
+    target.add("t", PROMPT, params, max_tokens=NUM_OUTPUT, temperature=0)
+
+    def is_answered() -> bool:
+        source.counts()  # it answers
+        return not target.scheduler.has_requests()
+
+    target.run(is_answered)
+    assert move.outcome == "move_not_running"
+    source.run_to_end()
+    move.expect_one_answer()
+
+
+@EACH_SHAPE
 @pytest.mark.parametrize("fate", ["lost", "twice", "late"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_becomes_of_a_message_one_engine_computes(
@@ -277,6 +397,7 @@ ACTS: dict[str, Callable[[Move], object]] = {
 }
 
 
+@EACH_SHAPE
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act", ACTS)
 def test_whatever_happens_meanwhile_one_engine_computes(
@@ -296,6 +417,7 @@ def test_whatever_happens_meanwhile_one_engine_computes(
     assert move.has_left or len(move.source.tokens["r"]) == NUM_OUTPUT
 
 
+@EACH_SHAPE
 @pytest.mark.parametrize("kind", KINDS)
 def test_client_of_the_source_leaves(
     engines: Engines,  # noqa: F811
@@ -308,6 +430,7 @@ def test_client_of_the_source_leaves(
     assert move.has_left <= (move.outcome == "exact")
 
 
+@EACH_SHAPE
 @pytest.mark.parametrize("num_output", range(4, 60, 5))
 def test_request_that_ends_meanwhile_is_not_needed(
     engines: Engines,  # noqa: F811
@@ -377,6 +500,7 @@ def test_engine_that_others_reach_believes_no_unsigned_tokens(
 ASYNC = pytest.mark.parametrize("engines", [AsyncScheduler], ids=["async"], indirect=True)
 
 
+@EACH_SHAPE
 @ASYNC
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_steps_in_flight_are_waited_for(engines: Engines, num_steps: int) -> None:  # noqa: F811
@@ -388,6 +512,7 @@ def test_steps_in_flight_are_waited_for(engines: Engines, num_steps: int) -> Non
     assert (move.outcome, move.has_left) == ("exact", True)
 
 
+@EACH_SHAPE
 @ASYNC
 def test_requests_move_to_and_fro_and_nothing_is_left_of_a_turn(
     engines: Engines,  # noqa: F811

@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_move_faults import KINDS, PATIENCE, QUICK, Wire, coming
+from tests.integration.test_move_faults import (  # noqa: F401
+    KINDS,
+    PATIENCE,
+    QUICK,
+    Wire,
+    coming,
+    shape,
+)
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     BLOCK_SIZE,
     POLL_LIMIT_S,
@@ -40,7 +47,7 @@ class Crowd:
     def __init__(self, engines: Engines, **transfer: float) -> None:  # noqa: F811
         self._engines = engines
         fields = {"max_num_seqs": NUM_REQUESTS}
-        make = partial(engines.make, "kv_both", 256, fields, **transfer)
+        make = partial(engines.make, "kv_both", 512, fields, **transfer)
         self.source, self.target, self.third = make(), make(), make()
         self.alive = [self.source, self.target]
         self._num_turns = 0
@@ -119,6 +126,8 @@ class Crowd:
         return None if params is None else params["resume"]
 
 
+@pytest.mark.parametrize("shape", ["full", "states"], indirect=True)
+@pytest.mark.usefixtures("shape")
 @pytest.mark.parametrize("who", ["source", "target", "router"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whoever_dies_each_answer_is_whole_and_nothing_is_left(

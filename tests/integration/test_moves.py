@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.conftest import SingleEngine
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet
+from tests.integration.engines import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineConfig,
+    Fleet,
+    assert_no_leak,
+)
 from tests.integration.pool_steps import POOL, delta, settle
 from tests.integration.test_identity import LORA
+from tests.integration.test_prefill_first import moved
 from tests.integration.test_resume import SAMPLING, SEED
 from tests.integration.test_speculation import LLM as DRAFTS
 from vllm_ascend_pd.resume import ResumeKey, Source
@@ -23,6 +31,7 @@ from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines
+    from tests.integration.pairs import Three
 
 pytestmark = pytest.mark.engine
 
@@ -68,6 +77,29 @@ def two(engines: Engines, **options: Any) -> tuple[Engine, Engine]:
         for load_timeout_s in (60, 61)
     )
     return first, second
+
+
+def num_bytes_of_move(three: Three, prompt: list[int], cut: int, **options: Any) -> tuple[int, int]:
+    """A request moves from its output token ``cut`` on between engines with these options. How many
+    of its tokens were computed then, and how many bytes were copied.
+    """
+    source, target = (
+        three.other("kv_both", {**PATIENT, "load_timeout_s": n}, **options) for n in (60, 61)
+    )
+    before = [(engine, engine.counts()) for engine in (source, target)]
+    moved_before = moved(target.metrics())
+    source.add("r", prompt, NUM_OUTPUT)
+    source.step_until("r", "num_output_tokens", cut)
+    left, right = move(source, target, prompt)
+    three.assert_right(right, prompt)
+    assert outcome_of(right) == {"outcome": "exact"}
+    assert (left.finish_reason, len(right.token_ids)) == ("abort", NUM_OUTPUT)
+    assert left.token_ids == right.token_ids[: len(left.token_ids)]
+    num_computed = len(prompt) + len(left.token_ids) - 1
+    assert right.sources == (0, num_computed, 1)
+    for engine, counts in before:
+        assert_no_leak(engine, counts)
+    return num_computed, int(moved(target.metrics()) - moved_before)
 
 
 @pytest.fixture

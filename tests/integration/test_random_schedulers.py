@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.integration.stress.rounds import OPERATIONS
-from tests.integration.test_move_faults import coming
+from tests.integration.test_move_faults import SHAPES, coming
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
     POLL_LIMIT_S,
     SPEC,
@@ -266,9 +266,14 @@ def test_random_operations_with_windows(
         rounds.run()
 
 
+@pytest.mark.parametrize("specs", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("seed", range(3))
-def test_random_operations_with_moves(engines: Engines, seed: int) -> None:  # noqa: F811
-    rounds = Rounds(engines, seed)
+def test_random_operations_with_moves(
+    engines: Engines,  # noqa: F811
+    seed: int,
+    specs: tuple[Any, ...],
+) -> None:
+    rounds = Rounds(engines, seed, (40, 48, 64) if specs else (20, 24, 40), specs)
     for num_rounds in range(1, 10 * NUM_ROUNDS):
         rounds.run({**OPERATIONS, "alone": 20, "move": 20})
         if num_rounds >= NUM_ROUNDS and rounds.num_moved:

@@ -511,6 +511,9 @@ def kv_cache_config_of(num_blocks: int, *specs: Any) -> KVCacheConfig:
 class Engines:
     """Makes engines of one scheduler class, and ends them all."""
 
+    specs: Sequence[Any] = ()
+    """Of the KV cache groups of those that are made without: one of full attention unless set."""
+
     def __init__(self, scheduler_class: type[Scheduler], base: VllmConfig) -> None:
         self.scheduler_class = scheduler_class
         self.base = base
@@ -549,7 +552,7 @@ class Engines:
         specs: Sequence[Any] = (),
         **transfer: Any,
     ) -> Engine:
-        """``specs`` are of its KV cache groups, one of full attention unless given."""
+        """``specs`` are of its KV cache groups."""
         transfer = {"load_mode": "step", "first_token": "compute", **transfer}
         config = self.config(role, transfer, **(scheduler_fields or {}))
         config.kv_transfer_config.kv_ip = at
@@ -560,7 +563,7 @@ class Engines:
                 config.kv_transfer_config.kv_connector_extra_config[name] = section
         scheduler = self.scheduler_class(
             vllm_config=config,
-            kv_cache_config=kv_cache_config_of(num_blocks, *specs),
+            kv_cache_config=kv_cache_config_of(num_blocks, *(specs or self.specs)),
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,8 @@ from tests.integration.engines import (
     Fleet,
     assert_no_leak,
 )
-from tests.integration.pairs import EVERY_LAYER, Pair, abort_early_and_late
+from tests.integration.pairs import Pair, Three, abort_early_and_late
+from tests.integration.test_moves import num_bytes_of_move
 
 pytestmark = pytest.mark.engine
 
@@ -40,20 +40,7 @@ def num_bytes(num_tokens: int) -> int:
     return (-(-num_tokens // BLOCK_SIZE) + NUM_STATES * num_states) * PAGE_BYTES
 
 
-@dataclass
-class States:
-    fleet: Fleet
-    config: EngineConfig
-    single: Engine
-    producer: Engine
-    consumer: Engine
-
-    def other(self, role: str, transfer: dict[str, Any] | None = None, **options: Any) -> Engine:
-        config = replace(self.config, role=role, **options).with_transfer(
-            **FAULTY, **(transfer or {})
-        )
-        return self.fleet.engine(config)
-
+class States(Three):
     def assert_right(self, answer: Answer, prompt: list[int]) -> None:
         assert_likeliest(self.single, prompt, answer.token_ids)
 
@@ -81,16 +68,7 @@ def states(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[States]:
     config = replace(base_config, executor="uni", model=models("gdn"), dtype="bfloat16")
-    engines = fleet.engines(
-        config,
-        replace(config, role="kv_producer", faults="ok*").with_transfer(**FAULTY),
-        replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER, **FAULTY),
-    )
-    before = [engine.counts() for engine in engines]
-    engines[1].set_faults("ok*")
-    yield States(fleet, config, *engines)
-    for engine, counts in zip(engines, before, strict=True):
-        assert_no_leak(engine, counts)
+    yield from States.of(fleet, config, FAULTY)
 
 
 @pytest.fixture
@@ -214,6 +192,30 @@ def test_a_producer_that_would_go_on_keeps_nothing(
     states.producer.add("long", prompt, 2, {"do_remote_decode": True})
     assert not states.producer.run()["long"].kv_transfer_params.get("transfer_id")
     states.producer.wait_log("send the producer max_tokens 1")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cut", "runs_ahead"),
+    [
+        (SHORT, 1, False),
+        (BLOCK_SIZE, 4, True),
+        (LONG, 3, True),
+        (LONG, 5, False),
+        (LONG, 20, False),
+    ],
+)
+def test_request_moves_while_it_runs(
+    states: Three,
+    prompt_of: Callable[..., list[int]],
+    num_tokens: int,
+    cut: int,
+    runs_ahead: bool,
+) -> None:
+    """A state only when it has stopped, or is at a boundary of blocks."""
+    prompt = prompt_of(num_tokens)
+    num_computed, copied = num_bytes_of_move(states, prompt, cut, runs_ahead=runs_ahead)
+    num_states = copied // PAGE_BYTES - -(-num_computed // BLOCK_SIZE)
+    assert NUM_STATES <= num_states <= 3 * NUM_STATES
 
 
 def test_states_of_mamba2(

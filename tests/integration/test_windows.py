@@ -5,21 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from tests.integration.engines import (
-    BLOCK_SIZE,
-    Answer,
-    Engine,
-    EngineConfig,
-    Fleet,
-    assert_no_leak,
-)
-from tests.integration.pairs import EVERY_LAYER, Pair, abort_early_and_late
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, assert_no_leak
+from tests.integration.pairs import Pair, Three, abort_early_and_late
+from tests.integration.test_moves import num_bytes_of_move
 from tests.integration.test_pool import POOL
+from tests.integration.test_speculation import LLM as DRAFTS
 
 pytestmark = pytest.mark.engine
 
@@ -44,44 +38,16 @@ def num_bytes(num_tokens: int) -> int:
     return num_blocks * PAGE_BYTES
 
 
-@dataclass
-class Windows:
-    fleet: Fleet
-    config: EngineConfig
-    single: Engine
-    producer: Engine
-    consumer: Engine
-
-    def other(self, role: str, transfer: dict[str, Any] | None = None, **options: Any) -> Engine:
-        config = replace(self.config, role=role, **options).with_transfer(
-            **FAULTY, **(transfer or {})
-        )
-        return self.fleet.engine(config)
-
-    def assert_right(self, answer: Answer, prompt: list[int]) -> None:
-        expected = self.single.ask(prompt, len(answer.token_ids))
-        assert answer.token_ids == expected.token_ids
-
-
 @pytest.fixture
 def windows(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
-) -> Iterator[Windows]:
+) -> Iterator[Three]:
     config = replace(base_config, executor="uni", model=models("windows"))
-    engines = fleet.engines(
-        config,
-        replace(config, role="kv_producer", faults="ok*").with_transfer(**FAULTY),
-        replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER, **FAULTY),
-    )
-    before = [engine.counts() for engine in engines]
-    engines[1].set_faults("ok*")
-    yield Windows(fleet, config, *engines)
-    for engine, counts in zip(engines, before, strict=True):
-        assert_no_leak(engine, counts)
+    yield from Three.of(fleet, config, FAULTY)
 
 
 @pytest.fixture
-def pair(windows: Windows, prompt_of: Callable[..., list[int]]) -> Pair:
+def pair(windows: Three, prompt_of: Callable[..., list[int]]) -> Pair:
     return Pair(windows.producer, windows.consumer, prompt_of(5, "where"))
 
 
@@ -90,7 +56,7 @@ LENGTHS = [SHORT, WINDOW, WINDOW + 1, 4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1, LONG, 
 
 @pytest.mark.parametrize("num_tokens", [*LENGTHS, 8 * BLOCK_SIZE - 1])
 def test_only_what_is_needed_to_go_on_moves(
-    windows: Windows, prompt_of: Callable[..., list[int]], num_tokens: int
+    windows: Three, prompt_of: Callable[..., list[int]], num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     answer = windows.consumer.ask(prompt, 24, windows.producer.prefill(prompt))
@@ -101,7 +67,7 @@ def test_only_what_is_needed_to_go_on_moves(
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_decode_first(
-    windows: Windows, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int
+    windows: Three, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     answer = pair.ask(prompt, max_tokens=24)
@@ -113,7 +79,7 @@ def test_decode_first(
 @pytest.mark.parametrize("load_mode", ["step", "park"])
 @pytest.mark.parametrize("num_tokens", [LONG, 4 * BLOCK_SIZE, 10 * BLOCK_SIZE - 1])
 def test_where_the_consumer_samples_the_first_token(
-    windows: Windows, prompt_of: Callable[..., list[int]], load_mode: str, num_tokens: int
+    windows: Three, prompt_of: Callable[..., list[int]], load_mode: str, num_tokens: int
 ) -> None:
     consumer = windows.other("kv_consumer", {"load_mode": load_mode, "first_token": "compute"})
     prompt = prompt_of(num_tokens)
@@ -123,7 +89,7 @@ def test_where_the_consumer_samples_the_first_token(
 
 
 def test_a_request_holds_as_many_blocks_as_in_one_engine(
-    windows: Windows, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: Callable[..., list[int]]
 ) -> None:
     """While it decodes, and what its prompt holds for a consumer that has not come."""
     prompt = prompt_of(LONG)
@@ -145,7 +111,7 @@ def test_a_request_holds_as_many_blocks_as_in_one_engine(
 
 
 def test_what_the_consumer_has_is_not_sent(
-    windows: Windows, pair: Pair, prompt_of: Callable[..., list[int]]
+    windows: Three, pair: Pair, prompt_of: Callable[..., list[int]]
 ) -> None:
     """A prefix is there in all groups, then a longer one, of which it has all but the window."""
     prefix = prompt_of(5 * BLOCK_SIZE, "prefix")
@@ -160,7 +126,7 @@ def test_what_the_consumer_has_is_not_sent(
 
 
 def test_a_prompt_of_which_only_the_window_is_missing(
-    windows: Windows, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: Callable[..., list[int]]
 ) -> None:
     """The consumer has gone on with it, and given the prompt's window up since."""
     prompt = prompt_of(LONG)
@@ -174,7 +140,7 @@ def test_a_prompt_of_which_only_the_window_is_missing(
 @pytest.mark.parametrize("order", ["prefill first", "decode first"])
 @pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*9,corrupt"])
 def test_failed_load_goes_on_from_what_is_whole(
-    windows: Windows, pair: Pair, prompt_of: Callable[..., list[int]], script: str, order: str
+    windows: Three, pair: Pair, prompt_of: Callable[..., list[int]], script: str, order: str
 ) -> None:
     prefix = prompt_of(5 * BLOCK_SIZE, "prefix")
     windows.consumer.ask(prefix + prompt_of(4, "first"), 4)
@@ -193,7 +159,7 @@ def test_failed_load_goes_on_from_what_is_whole(
 
 
 def test_requests_that_share_what_fails(
-    windows: Windows, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: Callable[..., list[int]]
 ) -> None:
     prompt = prompt_of(LONG)
     known = windows.producer.prefill(prompt)
@@ -208,7 +174,7 @@ def test_requests_that_share_what_fails(
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
-def test_preemption(windows: Windows, prompt_of: Callable[..., list[int]], load_mode: str) -> None:
+def test_preemption(windows: Three, prompt_of: Callable[..., list[int]], load_mode: str) -> None:
     small = {"num_blocks": 61, "max_model_len": 640}
     consumer = windows.other("kv_consumer", {"load_mode": load_mode}, **small)
     prompts = {name: prompt_of(190, name) for name in "abcd"}
@@ -223,7 +189,7 @@ def test_preemption(windows: Windows, prompt_of: Callable[..., list[int]], load_
 
 
 def test_producer_that_goes_on_keeps_what_it_has_promised(
-    windows: Windows, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: Callable[..., list[int]]
 ) -> None:
     """It gives the prompt's window up itself while it decodes."""
     prompt = prompt_of(LONG)
@@ -239,7 +205,7 @@ def test_abort(pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
 
 
 def test_engines_that_group_layers_otherwise_exchange_nothing(
-    windows: Windows, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: Callable[..., list[int]]
 ) -> None:
     llm = json.dumps({"disable_hybrid_kv_cache_manager": True})
     consumer = windows.other("kv_consumer", llm=llm)
@@ -253,7 +219,7 @@ def test_engines_that_group_layers_otherwise_exchange_nothing(
 
 
 def test_with_a_pool_windows_are_kept_in_one_group(
-    windows: Windows, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: Callable[..., list[int]]
 ) -> None:
     engine = windows.other("kv_both", pool=json.dumps(POOL))
     prompt = prompt_of(LONG)
@@ -263,3 +229,34 @@ def test_with_a_pool_windows_are_kept_in_one_group(
     engine.step()
     assert free - engine.counts()["free_blocks"] == -(-LONG // BLOCK_SIZE)
     windows.assert_right(engine.run()["r"], prompt)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cut", "runs_ahead"),
+    [(SHORT, 1, False), (WINDOW, 5, True), (LONG, 3, True), (LONG, 20, False), (LONG, 21, False)],
+)
+def test_request_moves_while_it_runs(
+    windows: Three,
+    prompt_of: Callable[..., list[int]],
+    num_tokens: int,
+    cut: int,
+    runs_ahead: bool,
+) -> None:
+    """Of windows as much is copied as slides by meanwhile, and no more."""
+    prompt = prompt_of(num_tokens)
+    num_computed, copied = num_bytes_of_move(windows, prompt, cut, runs_ahead=runs_ahead)
+    num_slid = (num_computed - num_tokens) // BLOCK_SIZE + 1
+    least = num_bytes(num_computed)
+    assert least <= copied <= least + NUM_WINDOWS * num_slid * PAGE_BYTES
+
+
+def test_request_with_chunked_local_attention_moves(
+    windows: Three, models: Callable[[str], str], prompt_of: Callable[..., list[int]]
+) -> None:
+    config = replace(windows.config, model=models("chunks"))
+    chunks = replace(windows, config=config, single=windows.fleet.engine(config))
+    num_bytes_of_move(chunks, prompt_of(LONG), 5)
+
+
+def test_request_with_drafts_moves(windows: Three, prompt_of: Callable[..., list[int]]) -> None:
+    num_bytes_of_move(windows, (prompt_of(7) * 30)[:LONG], 5, llm=DRAFTS)

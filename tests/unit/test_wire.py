@@ -49,7 +49,7 @@ CONTROL = [
     Heartbeat(("t", "u"), "e"),
     Release("t", "e"),
     Extend("t", "e", 7, True, 4),
-    Extended("t", "e", (5, 6), 35, (Worker("127.0.0.1", 5, TICKET, "key"),), True, 4),
+    Extended("t", "e", (5, 6), 35, (0, 2), (Worker("127.0.0.1", 5, TICKET, "key"),), True, 4),
     Ready("t", "e", 5),
     Go("t", 5),
 ]

@@ -85,6 +85,11 @@ class KVGroup:
         return self.first_needed(end - 1)
 
 
+def has_states(groups: Sequence[KVGroup]) -> bool:
+    """Whether some layers keep a state."""
+    return any(group.state for group in groups)
+
+
 class Wanted(NamedTuple):
     """A full block of a sequence that is to be loaded: its index, and its group's id."""
 
@@ -100,6 +105,12 @@ class GroupBlocks(NamedTuple):
     block_size: int
     block_ids: tuple[int, ...] = ()
     hashes: tuple[bytes, ...] = ()
+
+    @property
+    def first(self) -> int:
+        """The index of the first block that is left; behind the end if none is."""
+        left = (i for i, block_id in enumerate(self.block_ids) if block_id != NO_BLOCK)
+        return next(left, len(self.block_ids))
 
 
 class LoadBlocks(NamedTuple):

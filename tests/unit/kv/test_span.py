@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.kv.span import GroupBlocks, KVGroup, Span
+from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, KVGroup, Span
 
 
 def make_span(start: int, end: int, *block_sizes: int) -> Span:
@@ -58,6 +58,15 @@ def test_blocks_from_a_token_on_are_those_that_hold_it_or_what_follows() -> None
     assert span.block_ids_from(112) == {3, 101}
     assert span.block_ids_from(80) == {1, 2, 3, 100, 101}
     assert span.block_ids_from(0) == set(span.block_ids)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "first"), [((), 0), ((4, 5), 0), ((NO_BLOCK, NO_BLOCK, 5), 2), ((NO_BLOCK,), 1)]
+)
+def test_first_block_that_is_left_comes_behind_those_that_were_given_up(
+    block_ids: tuple[int, ...], first: int
+) -> None:
+    assert GroupBlocks(16, block_ids).first == first
 
 
 @pytest.mark.parametrize(("start", "sizes"), [(8, (16,)), (16, (16, 32))])

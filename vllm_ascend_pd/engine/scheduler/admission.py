@@ -49,7 +49,7 @@ class Admission:
         self._transfer = common.config.transfer
         self._groups = common.groups
         self._has_windows = any(not group.keeps_all for group in common.groups)
-        self._has_states = any(group.state for group in common.groups)
+        self._has_states = common.has_states
         """Whether a tail is worth a load by itself: blocks with states are of many tokens."""
         self._block_size = common.block_size
         self._collect_at = 0.0

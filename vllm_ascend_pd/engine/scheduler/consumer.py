@@ -66,6 +66,7 @@ class Consumer(Part):
         """
         self.transfer = common.config.transfer
         self.groups = common.groups
+        self.has_states = common.has_states
         self.speed = Speed(_FIRST_BYTES_PER_MS)
         self.prefill = common.prefill
         self._common = common

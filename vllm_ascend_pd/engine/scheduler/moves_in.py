@@ -7,6 +7,8 @@ prompt fill is loaded beside the steps, round by round, and held:
     |<------------- held ------------->|<- missing: this round ->|
     [cached here][loaded by past rounds][ b ][ b ][ b ]          [still written there
     when it has stopped                                  [ b ][tail]
+
+Windows slide meanwhile: what is behind one is given up again, here as there.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
-    from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
+    from vllm_ascend_pd.kv.span import KVGroup, LoadBlocks, Wanted
     from vllm_ascend_pd.resume import Source
     from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
     from vllm_ascend_pd.wire import Ask
@@ -59,12 +61,12 @@ class _Move:
     """What it goes back to once it is here."""
     peer: Endpoint
     epoch: str
+    held: dict[KVGroup, dict[int, KVCacheBlock]]
+    """What is here of what it needs to go on, by index, so that none is evicted meanwhile."""
     transfer_id: str = field(default_factory=lambda: secrets.token_hex(16))
     state: Coming = Coming.ASKED
     num_rounds: int = 0
     round: Round | None = None
-    held: list[KVCacheBlock] = field(default_factory=list)
-    """The leading blocks that are here, so that none is evicted meanwhile."""
     num_peer_tokens: int = 0
 
 
@@ -102,7 +104,8 @@ class MovesIn(Part):
         if not source.key and self.common.config.security.secret_file is None:
             return Refusal("malformed", "resume.source: key is empty, and no security.secret_file")
         peer = Endpoint(source.host, source.port, source.key)
-        move = _Move(request, request.status, peer, source.epoch)
+        held: dict[KVGroup, dict[int, KVCacheBlock]] = {group: {} for group in self.common.groups}
+        move = _Move(request, request.status, peer, source.epoch, held)
         assert request.sampling_params is not None
         end = request.num_prompt_tokens
         message = Open(
@@ -159,17 +162,23 @@ class MovesIn(Part):
             self._fail(move, Cause.INCOMPATIBLE.value, "it has tokens that are none here")
             return
         _, ended = append_output(self.common.scheduler, request, answer.token_ids)
-        if ended is not None or not 0 <= answer.end < request.num_tokens:
+        num_computed = request.num_tokens - 1
+        if (
+            ended is not None
+            or not 0 <= answer.end <= num_computed
+            or (answer.is_frozen and answer.end < num_computed)
+            or len(answer.first_blocks) != len(self.common.groups)
+        ):
             self._fail(move, Cause.INCOMPATIBLE.value, "what it says would have ended here")
             return
         self._advance(move, ComingEvent.FROZEN if answer.is_frozen else ComingEvent.EXTENDED)
         self._leave_round(move)
         move.round = Round(move, self, answer)
         self._hold(move)
-        missing = self.common.phantoms.find_missing(request, move.round)
+        missing = self.common.phantoms.find_missing(request, move.round, not answer.is_frozen)
         if answer.is_frozen and not missing and not move.round.num_tail_tokens:
             self._ready(move)
-        elif not answer.is_frozen and len(missing) <= _MAX_MISSING:
+        elif not answer.is_frozen and len({place.block_index for place in missing}) <= _MAX_MISSING:
             self._advance(move, ComingEvent.FREEZE)
             self._ask_more(move, freeze=True)
         elif move.num_rounds == _MAX_ROUNDS:
@@ -201,14 +210,19 @@ class MovesIn(Part):
         self._ask(move, Ready(move.transfer_id, move.epoch))
 
     def _hold(self, move: _Move) -> None:
-        """The leading blocks that are here by now."""
-        hashes, group = move.request.block_hashes, self.common.group
-        for block_hash in hashes[len(move.held) : group.tail_index(move.request.num_tokens)]:
-            block = cached_block(self._pool, block_hash, group)
-            if block is None:
-                break
-            self._pool.touch([block])
-            move.held.append(block)
+        """What is here by now, and no more what its windows have left behind."""
+        request = move.request
+        end = request.num_tokens - 1
+        for group, held in move.held.items():
+            wanted = range(group.first_kept(end), end // group.block_size)
+            self._pool.free_blocks([held.pop(index) for index in [*held] if index not in wanted])
+            for index in wanted:
+                if index in held:
+                    continue
+                block = cached_block(self._pool, request.block_hashes[index], group)
+                if block is not None:
+                    self._pool.touch([block])
+                    held[index] = block
 
     def _arrive(self, move: _Move) -> None:
         """It is this engine's from here on, and queues as one that was preempted on its blocks."""
@@ -237,8 +251,9 @@ class MovesIn(Part):
         self._client.release(move.peer, move.transfer_id, move.epoch)
 
     def _release_blocks(self, move: _Move) -> None:
-        self._pool.free_blocks(reversed(move.held))
-        move.held.clear()
+        for held in move.held.values():
+            self._pool.free_blocks([held[index] for index in sorted(held, reverse=True)])
+            held.clear()
 
     def _leave_round(self, move: _Move) -> None:
         """What a load of it still brings in is not wanted."""
@@ -290,6 +305,7 @@ class Round(BlockSource):
         self._answer = answer
         self._block_size = self._common.block_size
         self.end = answer.end
+        self._num_computed = request.num_tokens - 1
         self.advance(SourceEvent.FOUND)
 
     def arrive(self, num_peer_tokens: int) -> None:
@@ -305,13 +321,14 @@ class Round(BlockSource):
 
     @property
     def num_tail_tokens(self) -> int:
-        return self.end % self._block_size
+        """Also while it is still written there: windows slide with every token."""
+        return self._num_computed % self._block_size
 
     def has_block(self, index: int, group: int = 0) -> bool:
-        return index < self.num_blocks
+        return self._answer.first_blocks[group] <= index < self.num_blocks
 
     def has_tail(self, index: int) -> bool:
-        return self.num_tail_tokens > 0 and index == self.num_blocks
+        return self._answer.is_frozen and self.num_tail_tokens > 0 and index == self.num_blocks
 
     def load_ms(self, place: Wanted) -> float:
         return 0.0

@@ -150,7 +150,7 @@ class MovesOut(Part):
             not is_running(request)
             or params is None
             or request.resumable
-            or num_landed_tokens(request) < request.num_prompt_tokens
+            or num_landed_tokens(request) < request.num_tokens - 1
             or not request.num_output_tokens
             or self._common.loads.is_under(request)
         ):
@@ -159,8 +159,6 @@ class MovesOut(Part):
             return Cause.INCOMPATIBLE  # nobody knows how often it drew from the seed
         if computes_in_lock_step(self._scheduler.vllm_config):
             return Cause.INCOMPATIBLE  # stopped it does not count: the others would rest without it
-        if not self._common.has_one_group:
-            return Cause.INCOMPATIBLE  # it gives blocks up that it is copied by
         return None
 
     def _extended(self, move: _Move, num_known: int) -> Extended:
@@ -176,6 +174,7 @@ class MovesOut(Part):
             self._producer.epoch,
             tuple(request.output_token_ids[num_known:]),
             end,
+            tuple(group.first for group in lease.span.groups),
             self._book.admit(lease, end),
             is_frozen,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.kv.cost import Speed
+from vllm_ascend_pd.kv.span import has_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,13 +70,13 @@ class Common:
         return self.scheduler.kv_cache_manager
 
     @property
-    def has_one_group(self) -> bool:
-        """Whether a request keeps every block that it has filled, in one group."""
-        return len(self.groups) == 1 and self.groups[0].keeps_all
+    def has_states(self) -> bool:
+        """Whether some layers keep a state."""
+        return has_states(self.groups)
 
     @property
     def group(self) -> KVGroup:
-        """The only one: with a pool, see ``supported``, and for requests that move."""
+        """The only one: with a pool, see ``supported``."""
         (group,) = self.groups
         return group
 

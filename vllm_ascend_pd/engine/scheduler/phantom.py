@@ -82,11 +82,15 @@ class PhantomBlocks:
         tables = self._reach(request, nothing, stop, 0, False, lambda i, group: False)
         return len(tables[0])
 
-    def find_missing(self, request: Request, source: BlockSource) -> list[Wanted]:
-        """What ``source`` has and is not cached here, up to the first block that is neither."""
+    def find_missing(
+        self, request: Request, source: BlockSource, tail_follows: bool = False
+    ) -> list[Wanted]:
+        """What ``source`` has and is not cached here, up to the first block that is neither.
+        ``tail_follows``, if it has none yet.
+        """
         stop = self._size.tail_index(request.num_tokens)
         nothing: list[Sequence[KVCacheBlock]] = [[] for _ in self._groups]
-        has_tail = source.has_tail(stop)
+        has_tail = tail_follows or source.has_tail(stop)
         tables = self._reach(
             request, nothing, stop, source.num_tail_tokens, has_tail, source.has_block
         )

@@ -14,6 +14,7 @@ from vllm_ascend_pd.engine.vllm_api.groups import (
     block_ids,
     known_end,
     lasting_blocks,
+    movable_blocks,
 )
 from vllm_ascend_pd.engine.vllm_api.hashes import extra_keys
 from vllm_ascend_pd.engine.vllm_api.status import is_completed
@@ -78,7 +79,6 @@ class Producer(Part):
         self._common = common
         self._stats = common.stats
         self._manager = common.manager
-        self._has_states = any(group.state for group in common.groups)
         unopened_share = common.config.transfer.unopened_share
         self._max_unopened_blocks = int(unopened_share * self._manager.block_pool.num_gpu_blocks)
         self.server = server
@@ -102,7 +102,7 @@ class Producer(Part):
 
     def expect(self, request: Request) -> tuple[Cause, str] | None:
         """This request asks for its KV to be kept for a consumer; why it is not, or ``None``."""
-        if self._has_states and request.max_tokens > 1:
+        if self._common.has_states and request.max_tokens > 1:
             return Cause.BAD_PARAMS, (
                 "the model has layers that keep a state, which is written over as a request goes"
                 " on: send the producer max_tokens 1"
@@ -304,7 +304,9 @@ class Producer(Part):
     # Of a running request.
 
     def lend(self, request: Request, transfer_id: TransferId) -> Lease:
-        """A lease of what it has so far: nothing is pinned, so it ends before the blocks go."""
+        """A lease of what it has so far. It ends before the request's blocks go, so only those are
+        pinned that it gives up itself while it goes on, see ``extend``.
+        """
         lease = self._make_lease(request, transfer_id, False)
         self._keep(transfer_id, lease)
         self.book.finish(lease)
@@ -312,13 +314,29 @@ class Producer(Part):
         return lease
 
     def extend(self, lease: Lease, request: Request, end: int) -> None:
-        """Its first ``end`` tokens are computed and not written any more."""
+        """Its first ``end`` tokens are computed and not written any more. What could be read of it
+        before and was given up since, nobody reads by now.
+        """
         blocks = (
             GroupBlocks(group.block_size, (), block_hashes(request, group, end))
             for group in self._common.groups
         )
-        lease.span = self._hold(Span(0, end, tuple(blocks)), request)
+        tables = [
+            movable_blocks(self._manager, request, group, end) for group in self._common.groups
+        ]
+        lease.span = Span(0, end, tuple(blocks)).holding([block_ids(table) for table in tables])
         self._extended[lease] = self._grant(lease, end, end)
+        sliding = [
+            block
+            for group, table in zip(self._common.groups, tables, strict=True)
+            if not group.keeps_all
+            for block in table
+            if not block.is_null
+        ]
+        prompt = self._prompts[lease.transfer_id]
+        self._manager.block_pool.touch(sliding)
+        self._manager.block_pool.free_blocks(reversed(prompt.pinned))
+        prompt.pinned = sliding
 
     def take_back(self, lease: Lease) -> None:
         """Nothing of it may be read from the next step on."""

@@ -54,8 +54,7 @@ class RemotePrompt(BlockSource):
         self._transfer = peers.transfer
         self._groups = peers.groups
         # States are copied on before the forward, whose layers wait for what a step loads.
-        self._has_states = any(group.state for group in peers.groups)
-        self.parked_only = peers.transfer.places_directly or self._has_states
+        self.parked_only = peers.transfer.places_directly or peers.has_states
         self._size = peers.groups[0]
         self._workers: tuple[Worker, ...] = ()
         self._num_blocks = 0
@@ -161,7 +160,9 @@ class RemotePrompt(BlockSource):
         """
         num_tokens = self._num_tail_tokens
         num_known = (self.request.num_tokens - 1) % self._size.block_size
-        return 0 if self._has_states and num_known < num_tokens else min(num_tokens, num_known)
+        if self._peers.has_states and num_known < num_tokens:
+            return 0
+        return min(num_tokens, num_known)
 
     def has_block(self, index: int, group: int = 0) -> bool:
         """Its peer keeps what whoever goes on behind the span needs."""

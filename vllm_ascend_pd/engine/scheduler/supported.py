@@ -17,6 +17,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
 )
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.span import has_states
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
@@ -210,7 +211,7 @@ def check_supported(scheduler: Scheduler) -> None:
             "several KV cache groups with pipeline parallel sizes above 1",
         ),
         (
-            any(group.state for group in groups) and scheduler.block_size > most,
+            has_states(groups) and scheduler.block_size > most,
             (
                 f"blocks of {scheduler.block_size} tokens, at whose ends states are kept, where a"
                 f" step computes {most} tokens of a prompt (raise --max-num-batched-tokens, and"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
 from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, KVGroup, Span
 
 if TYPE_CHECKING:
@@ -116,6 +117,20 @@ def lasting_blocks(
     null = manager.block_pool.null_block
     blocks = block_table(manager, request, group)[: group.tail_index(end) + 1]
     return [block if index >= first else null for index, block in enumerate(blocks)]
+
+
+def movable_blocks(
+    manager: KVCacheManager, request: Request, group: KVGroup, end: int
+) -> list[KVCacheBlock]:
+    """As ``lasting_blocks``, of a request that goes on: also the state at the last boundary, which
+    it has given up, as long as that is in the prefix cache.
+    """
+    blocks = lasting_blocks(manager, request, group, end)
+    index = end // group.block_size - 1
+    if group.state and index >= 0 and blocks[index].is_null:
+        cached = cached_block(manager.block_pool, request.block_hashes[index], group)
+        blocks[index] = cached or blocks[index]
+    return blocks
 
 
 def allocated_span(manager: KVCacheManager, groups: Sequence[KVGroup], request: Request) -> Span:
