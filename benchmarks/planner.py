@@ -201,16 +201,19 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def costs(options: argparse.Namespace) -> None:
-    for num_instances in (2, 10, 100, 1000):
-        print(f"choice of a pair of {num_instances}: {1e6 * _choice_s(num_instances):.1f} us")
+    for policy in ("least-loaded", "round-robin", "power-of-two", "session-affinity"):
+        taken = {number: 1e6 * _choice_s(policy, number) for number in (2, 10, 100, 1000)}
+        said = ", ".join(f"{us:.1f} us of {number}" for number, us in taken.items())
+        print(f"choice of a pair, {policy}: {said}")
     print(f"a block in a KV event: {1e6 * _block_event_s():.2f} us")
     print(f"a heartbeat: {1e6 * _heartbeat_s(options.heartbeats):.0f} us of processor time")
 
 
-def _choice_s(num_instances: int) -> float:
+def _choice_s(policy: str, num_instances: int) -> float:
+    """With what the request changes of its engines, at its begin and at its end."""
     from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
-    from vllm_ascend_pd.router.policies.base import Routed
-    from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
+    from vllm_ascend_pd.router.policies import make_policy
+    from vllm_ascend_pd.router.policies.base import Pair, Routed
     from vllm_ascend_pd.router.selection import Labels, Selector
 
     registry = Registry(lambda spec: Instance(spec, None, 3))  # type: ignore[arg-type]
@@ -225,11 +228,28 @@ def _choice_s(num_instances: int) -> float:
                 fingerprint="one",
             )
         )
-    selector = Selector(registry, LeastLoaded(), Labels())
-    taken = []
-    for _ in range(200):
+    selector = Selector(registry, make_policy(policy), Labels())
+    rng, taken = random.Random(0), []
+    running: list[tuple[Pair, int]] = []
+
+    def count(pair: Pair, requests: int, num_tokens: int) -> None:
+        for one in (pair.prefill, pair.decode):
+            one.num_admitted += requests
+            one.num_active += requests
+            one.num_active_tokens += num_tokens
+        pair.decode.num_decoding += requests
+
+    for number in range(500 + 2 * num_instances):
+        num_tokens = rng.randrange(10, 2000)
+        request = Routed(num_prompt_tokens=num_tokens, model="model", session=f"s{number}")
         began = time.perf_counter()
-        selector.choose(Routed(num_prompt_tokens=100, model="model"))
+        pair = selector.choose(request)
+        assert isinstance(pair, Pair)
+        count(pair, 1, num_tokens)
+        running.append((pair, num_tokens))
+        if len(running) > num_instances:
+            pair, num_tokens = running.pop(rng.randrange(len(running)))
+            count(pair, -1, -num_tokens)
         taken.append(time.perf_counter() - began)
     return median(taken)
 

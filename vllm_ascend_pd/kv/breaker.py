@@ -85,6 +85,8 @@ class Breaker:
         """That it is in that state: what every pass of the scheduler asks."""
         self.backoff_s = min_backoff_s
         """Until the next probe of an open breaker."""
+        self.on_change: Callable[[], None] = _nothing
+        """Of its state."""
 
     def allows(self, num_active: int) -> bool:
         """May one more call be made, with ``num_active`` in progress?"""
@@ -137,4 +139,8 @@ class Breaker:
             self.backoff_s = self._min_backoff_s
         if state is BreakerState.OPEN:
             self._next_probe_at = self._clock() + self.backoff_s
+        self.on_change()
         return True
+
+
+def _nothing() -> None: ...

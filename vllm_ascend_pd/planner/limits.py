@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 # Seconds of one core, as `benchmarks/planner.py --part costs` measured them; docs/planner.md.
 REQUEST_S = 114e-6
 """All of one request but its choice of engines and the tokens of its stream."""
-CHOICE_S = 0.65e-6
-"""For each instance that the policy least-loaded looks at."""
+CHOICE_S = 17e-6
+"""By the policy least-loaded, of however many."""
 TOKEN_S = 52e-6
 """One piece of a stream, if each comes by itself; 12 where many come together."""
 HEARTBEAT_COST_S = 200e-6
@@ -46,7 +46,7 @@ def router_needs(trace: RequestTrace, row: Row) -> tuple[Need, ...]:
     blocks = 2 * (prompts * (2 - row.hit_rate) + tokens) / TOKENS_PER_BLOCK
     rates = (
         ("requests", requests, REQUEST_S),
-        ("choice of engines", requests, CHOICE_S * num_instances),
+        ("choice of engines", requests, CHOICE_S),
         ("tokens of streams", tokens, TOKEN_S),
         ("heartbeats", num_instances / HEARTBEAT_S, HEARTBEAT_COST_S),
         ("KV events (prefix-aware)", blocks, BLOCK_EVENT_S),

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -97,9 +97,13 @@ class Instance:
     """State of one engine. Event loop thread."""
 
     def __init__(self, spec: InstanceSpec, client: EngineClient, failure_threshold: int) -> None:
+        self.watch(set())
+        self.number = 0
+        """Of a registry's instances a later one has a greater one."""
         self.spec = spec
         self.client = client
         self.breaker = Breaker(failure_threshold, MIN_BACKOFF_S, MAX_BACKOFF_S)
+        self.breaker.on_change = lambda: self._changed.add(self)
         self.models = spec.models
         """As registered, or as ``/v1/models`` said."""
         self.kv = spec.kv
@@ -120,6 +124,17 @@ class Instance:
         self.prefix_index: PrefixIndex | None = None
         """What its KV events said, if the policy listens to them."""
         self.errors: deque[RecentError] = deque(maxlen=NUM_RECENT_ERRORS)
+
+    def watch(self, changed: set[Instance]) -> None:
+        """Be in this set, from now on after every change."""
+        object.__setattr__(self, "_changed", changed)
+        changed.add(self)
+
+    def __setattr__(self, name: str, value: object, _set: Any = object.__setattr__) -> None:
+        _set(self, name, value)
+        self._changed.add(self)
+
+    _changed: set[Instance]
 
     @property
     def instance_id(self) -> str:
@@ -179,6 +194,9 @@ class Registry:
     prefills: tuple[Instance, ...] = ()
     """Those that can compute prompts for others, ready or not."""
     decodes: tuple[Instance, ...] = ()
+    changed: set[Instance] = field(default_factory=set)
+    """New, gone, or in any way other than before. Who keeps them in order takes them out."""
+    _num_added: int = 0
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self._instances.values()))
@@ -216,6 +234,9 @@ class Registry:
             self.remove(spec.instance_id, "its url, rank or epoch changed")
             self._told[spec.instance_id] = told
         instance = self._instances[spec.instance_id] = self.make(spec)
+        self._num_added += 1
+        instance.number = self._num_added
+        instance.watch(self.changed)
         instance.used_for = self.word(spec.instance_id).role
         self._index()
         logger.info("added %s %s at %s (%s)", spec.role, spec.instance_id, spec.url, spec.source)
@@ -227,6 +248,7 @@ class Registry:
         instance = self._instances.pop(instance_id, None)
         if instance is not None:
             self._index()
+            self.changed.add(instance)
             logger.info("removed %s: %s", instance_id, why)
             self.on_removed(instance)
 

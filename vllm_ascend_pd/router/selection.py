@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_ascend_pd.router import stored
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed
+from vllm_ascend_pd.router.ranking import Rankings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +65,10 @@ class Selector:
     """No engine computes a prompt alone for lack of another one."""
     max_requests: int = 1024
     """For which an instance has room."""
+    _rankings: Rankings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rankings = Rankings(self.registry, self._admits)
 
     @property
     def decodes(self) -> Sequence[Instance]:
@@ -78,6 +83,9 @@ class Selector:
             if isinstance(owner, Unavailable):
                 return owner
             return Pair(owner, owner, request.alone) if self._with_room((owner,)) else Full()
+        ranked = self._choose_ranked(request)
+        if ranked is not None:
+            return ranked
         found = self.candidates(request)
         if isinstance(found, Unavailable):
             return found
@@ -89,6 +97,37 @@ class Selector:
             return Pair(instance, instance, found.alone)
         prefills = _with_partner(self._with_room(found.prefills), decodes)
         return self.policy.choose(request, prefills, decodes) if prefills else Full()
+
+    def _choose_ranked(self, request: Routed) -> Pair | None:
+        """What a look at all would find, where nobody is missing and those who can get the request
+        are alike."""
+        if request.target is not None or request.excluded:
+            return None
+        decodes = self._rankings.find("decode", request.model)
+        if decodes is None:
+            return None
+        if request.alone is not None:
+            instance = self.policy.choose_decode(request, decodes[1])
+            return Pair(instance, instance, request.alone)
+        prefills = self._rankings.find("prefill", request.model)
+        if prefills is None:
+            return None
+        ours, theirs = prefills[0].fingerprint, decodes[0].fingerprint
+        if None not in (ours, theirs) and ours != theirs:
+            return None
+        return self.policy.choose(request, prefills[1], decodes[1])
+
+    def _admits(self, kind: Kind, instance: Instance) -> bool:
+        """Whether a request for one of its models may be given to it now."""
+        spec, labels = instance.spec, getattr(self.labels, kind)
+        return (
+            spec.role in (kind, "both")
+            and instance.num_admitted < self.max_requests
+            and instance.is_available
+            and instance.does(kind)
+            and (not labels or spec.labels.get("model") in labels)
+            and self.registry.get(spec.instance_id) is instance
+        )
 
     def decode(self, request: Routed) -> Instance | Unavailable:
         """One engine, for what needs no room."""

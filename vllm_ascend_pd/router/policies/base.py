@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
+from vllm_ascend_pd.router.ranking import Ranking
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -95,15 +97,8 @@ def are_partners(prefill: Instance, decode: Instance) -> bool:
 
 def partners(prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
     """Those that can decode what ``prefill`` computes; without itself, if there are others."""
+    if isinstance(decodes, Ranking):
+        return decodes.without(prefill)
     found = [decode for decode in decodes if are_partners(prefill, decode)]
     others = [decode for decode in found if decode is not prefill]
     return others or found
-
-
-def queued_tokens(instance: Instance) -> float:
-    """Work in front of a new request: what this router sent, and what the engine says it queues."""
-    return instance.num_active_tokens + WAITING_TOKENS * instance.load.num_waiting
-
-
-WAITING_TOKENS = 512
-"""A request in an engine's queue that another router may have sent counts as so many tokens."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, partners, queued_tokens
+from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, partners
+from vllm_ascend_pd.router.ranking import Others, Ranking, load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,12 +37,7 @@ class LeastLoaded(Policy):
         """Of equals, each in turn: else the first one would get every request of a quiet time."""
         if len(instances) == 1:
             return instances[0]
+        if isinstance(instances, (Ranking, Others)):
+            return instances.least(self._turn)
         start = self._turn % len(instances)
         return min((*instances[start:], *instances[:start]), key=load)
-
-
-def load(instance: Instance) -> tuple[float, float]:
-    """Smaller is better."""
-    # Full KV makes an engine preempt: worse than any queue.
-    full = max(0.0, instance.load.kv_usage - 0.95)
-    return (queued_tokens(instance) * (1 + 20 * full), instance.load.kv_usage)

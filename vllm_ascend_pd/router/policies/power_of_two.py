@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, partners
-from vllm_ascend_pd.router.policies.least_loaded import load
+from vllm_ascend_pd.router.ranking import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,4 +32,4 @@ class PowerOfTwo(Policy):
     def _better_of_two(self, instances: Sequence[Instance]) -> Instance:
         if len(instances) <= 2:
             return min(instances, key=load)
-        return min(self._random.sample(list(instances), 2), key=load)
+        return min((instances[i] for i in self._random.sample(range(len(instances)), 2)), key=load)

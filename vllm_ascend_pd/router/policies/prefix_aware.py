@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, partners, queued_tokens
+from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, partners
 from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
 from vllm_ascend_pd.router.prefix.index import IndexState, chain
 from vllm_ascend_pd.router.prefix.subscriber import Subscriber
+from vllm_ascend_pd.router.ranking import queued_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
