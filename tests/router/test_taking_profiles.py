@@ -49,7 +49,7 @@ def test_every_point_that_fits_is_measured(both_busy: bool) -> None:
             assert (profile.prefill_kv_tokens, profile.decode_kv_tokens) == (1600, 1600)
             assert (profile.max_num_batched_tokens, profile.max_num_seqs) == (2048, 8)
             assert min(p.seconds for p in profile.decode) > 0.001
-            assert len(said) == 1 + 4 + 2 + 5
+            assert len(said) == 1 + 4 + 2 + 1 + 5
             prompts = [tuple(r.json["prompt"]) for r in d.prefills[0].received]
             assert len(set(prompts)) == len(prompts)  # no cache can have any of them
             assert all(300 <= token < 400 for prompt in prompts for token in prompt)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -89,6 +90,7 @@ class Measurement:
         async with self._busy(self._decode, NUM_STREAMS, BUSY_TOKENS):
             prefill = [point async for point in self._prefills()]
             handover = [point async for point in self._handovers(prefill)]
+            sending_s = await self._sending_s(prefill, handover)
         async with self._busy(self._prefill, 1, 1):
             decode = [point async for point in self._decodes()]
         return Profile(
@@ -97,6 +99,7 @@ class Measurement:
             prefill=tuple(prefill),
             decode=tuple(decode),
             handover=tuple(handover),
+            sending_seconds_per_token=sending_s,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
             prefill_kv_tokens=await self._kv_tokens(self._prefill),
@@ -189,6 +192,38 @@ class Measurement:
             seconds = max(0.0, median(taken) - point.seconds)
             self._say(f"hand-over: {point.num_tokens} tokens in {1000 * seconds:.1f} ms")
             yield HandoverPoint(num_tokens=point.num_tokens, seconds=seconds)
+
+    async def _sending_s(
+        self, prefill: Sequence[PrefillPoint], handover: Sequence[HandoverPoint]
+    ) -> float:
+        """By how much slower P is where its prompts are handed over, for each of their tokens."""
+        longest = max(handover, key=lambda point: point.num_tokens)
+        num_tokens = longest.num_tokens
+        alone_s = next(p.seconds for p in prefill if (p.num_tokens, p.batch) == (num_tokens, 1))
+        if 2 * num_tokens > self._grid.most_tokens or longest.seconds > alone_s / 2:
+            self._say("sending: not measured, for P would wait for others")
+            return 0.0
+        service_s = await self._pace_s(self._router, num_tokens, alone_s)
+        seconds = max(0.0, service_s - await self._pace_s(self._prefill, num_tokens, alone_s))
+        self._say(f"sending: {num_tokens} tokens in {1000 * seconds:.1f} ms of P's time")
+        return seconds / num_tokens
+
+    async def _pace_s(self, url: str, num_tokens: int, alone_s: float) -> float:
+        """Seconds for each prompt while one more always waits for P."""
+        ended: list[float] = []
+
+        async def ask() -> None:
+            for _ in range(2 * self._grid.rounds + 1):
+                began = time.perf_counter()
+                ended.append(began + await self._first_token_s(url, self._prompt(num_tokens)))
+
+        async def ask_later() -> None:
+            await asyncio.sleep(alone_s / 2)  # or one step computes both, and nobody waits
+            await ask()
+
+        await asyncio.gather(ask(), ask_later())
+        ended.sort()
+        return median(after - before for before, after in itertools.pairwise(ended))
 
     def _prompt(self, num_tokens: int) -> list[int]:
         return self._random.choices(range(*self._grid.token_ids), k=num_tokens)

@@ -55,6 +55,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[PrefillPoint, ...]
     decode: tuple[DecodePoint, ...]
     handover: tuple[HandoverPoint, ...]
+    sending_seconds_per_token: Seconds = 0.0
+    """Of the hand-over, by tokens of the prompt: what keeps P from computing the next prompt."""
     max_num_batched_tokens: Count
     """Of P: prompts that one step computes have so many tokens together."""
     max_num_seqs: Count

@@ -2,7 +2,8 @@
 """P and D engines as queues, event by event. Pure: the same trace gives the same outcome.
 
     arrival ─► P: first come, first served, ─► hand-over ─► D: continuous batching ─► last token
-               a step for as many prompts as fit
+               each step with as many tokens
+               as fit, of however many prompts
 
 The router gives each request to the P and the D with the fewest tokens in progress. Between two
 changes of its batch all steps of a D are one event: their length grows evenly with the context.
@@ -75,7 +76,10 @@ class Outcome:
 class _Prefill:
     queue: deque[int] = field(default_factory=deque)
     batch: list[int] = field(default_factory=list)
-    """What it computes now."""
+    """What the step under way completes."""
+    is_busy: bool = False
+    computed: int = 0
+    """Tokens that there are of the first one in the queue, from the cache and from steps before."""
     busy_s: float = 0.0
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Ids of the prefixes in its cache, the least recently used first."""
@@ -150,14 +154,12 @@ class _Simulation:
         self._trace, self._speeds, self._split = trace, speeds, split
         self._prompts: list[int] = trace.num_prompt_tokens.tolist()
         self._outputs: list[int] = trace.num_output_tokens.tolist()
-        costs = speeds.prefill_s(trace.num_prompt_tokens) - speeds.prefill_base_s
-        self._costs: list[float] = np.maximum(0.0, costs).tolist()
-        most_ids = max(map(len, trace.prefixes))
-        of_ids = speeds.prefill_s(np.arange(most_ids + 1) * trace.tokens_per_id)
-        self._saved = np.maximum(0.0, of_ids - speeds.prefill_base_s).tolist()
-        self._saved[0] = 0.0
+        self._costs = _costs(speeds, max(self._prompts))
         self._max_ids = speeds.prefill_kv_tokens // trace.tokens_per_id
-        self._handovers: list[float] = speeds.handover_s(trace.num_prompt_tokens).tolist()
+        handovers = speeds.handover_s(trace.num_prompt_tokens)
+        sending = np.minimum(handovers, speeds.sending_s_per_token * trace.num_prompt_tokens)
+        self._sending: list[float] = sending.tolist()
+        self._handovers: list[float] = (handovers - sending).tolist()
         self._prefills = [_Prefill() for _ in range(split.num_prefill)]
         self._decodes = [_Decode() for _ in range(split.num_decode)]
         self._prefill_load, self._decode_load = map(_Least, split)
@@ -199,39 +201,43 @@ class _Simulation:
         self._decode_load.tokens[decode] += self._prompts[request] + self._outputs[request]
         prefill = self._prefills[number]
         prefill.queue.append(request)
-        if not prefill.batch and len(prefill.queue) == 1:
+        if not prefill.is_busy:
+            prefill.is_busy = True
             self._at(now, _PREFILL, number)  # with all that come at this time
 
     # ---------------------------------------------------------------------------------------- P
 
     def _prefill(self, now: float, number: int, _: int = 0) -> None:
-        """Prompts in the order in which they came, as many as fit; a longer one has steps of its
-        own."""
-        prefill = self._prefills[number]
+        """Prompts in the order in which they came, as many tokens as fit: of the last one perhaps
+        only a part, which the next step goes on with."""
+        prefill, costs = self._prefills[number], self._costs
         room = self._speeds.max_num_batched_tokens
         seconds = self._speeds.prefill_base_s
-        while prefill.queue:
+        while prefill.queue and room:
             request = prefill.queue[0]
-            num_hits = self._hits(prefill, request)
-            missing = self._prompts[request] - num_hits * self._trace.tokens_per_id
-            if prefill.batch and missing > room:
-                break
-            room -= missing
-            seconds += max(0.0, self._costs[request] - self._saved[num_hits])
-            self._num_hit_tokens += self._prompts[request] - missing
-            self._remember(prefill, request)
-            prefill.batch.append(prefill.queue.popleft())
+            begin = prefill.computed or self._hits(prefill, request)
+            end = min(self._prompts[request], begin + room)
+            room -= end - begin
+            seconds += costs[end] - costs[begin]
+            prefill.computed = end
+            if end == self._prompts[request]:
+                self._remember(prefill, request)
+                seconds += self._sending[request]
+                prefill.computed = 0
+                prefill.batch.append(prefill.queue.popleft())
         prefill.busy_s += seconds
         self._at(now + seconds, _PREFILLED, number)
 
     def _hits(self, prefill: _Prefill, request: int) -> int:
-        """Ids of its prefix in the cache; the last token is computed in any case."""
-        most = (self._prompts[request] - 1) // self._trace.tokens_per_id
+        """Tokens of its prefix in the cache; the last token is computed in any case."""
+        tokens_per_id = self._trace.tokens_per_id
+        most = (self._prompts[request] - 1) // tokens_per_id
         num_hits = 0
         for hash_id in self._trace.prefixes[request][:most]:
             if hash_id not in prefill.cached:
                 break
-            num_hits += 1
+            num_hits += tokens_per_id
+        self._num_hit_tokens += num_hits
         return num_hits
 
     def _remember(self, prefill: _Prefill, request: int) -> None:
@@ -249,6 +255,7 @@ class _Simulation:
             self._prefill_load.tokens[number] -= self._prompts[request]
             self._at(now + self._handovers[request], _HANDED_OVER, request)
         prefill.batch = []
+        prefill.is_busy = bool(prefill.queue)
         if prefill.queue:
             self._prefill(now, number)
 
@@ -345,6 +352,16 @@ class _Simulation:
             decode_use=use(self._decodes),
             hit_rate=self._num_hit_tokens / int(trace.num_prompt_tokens.sum()),
         )
+
+
+def _costs(speeds: Speeds, num_tokens: int) -> list[float]:
+    """Seconds that so many tokens of one prompt add to their steps, by their number."""
+    tokens = np.arange(num_tokens + 1)
+    steps = -(-tokens // speeds.max_num_batched_tokens)
+    seconds = speeds.prefill_s(tokens) - steps * speeds.prefill_base_s
+    seconds[0] = 0.0
+    costs: list[float] = np.maximum.accumulate(seconds.clip(min=0.0)).tolist()
+    return costs
 
 
 def simulate(trace: RequestTrace, speeds: Speeds, split: Split) -> Outcome:

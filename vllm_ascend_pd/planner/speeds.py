@@ -61,6 +61,8 @@ class Speeds:
     step_slope_s: Sequence[float]
     """Seconds for each token of the requests' mean context, likewise."""
     handover_s: Line
+    sending_s_per_token: float
+    """Of the hand-over: in which P computes nothing else."""
     max_num_batched_tokens: int
     max_num_seqs: int
     prefill_kv_tokens: int
@@ -76,6 +78,7 @@ class Speeds:
             bases,
             slopes,
             Line.through((p.num_tokens, p.seconds) for p in profile.handover),
+            profile.sending_seconds_per_token,
             profile.max_num_batched_tokens,
             profile.max_num_seqs,
             profile.prefill_kv_tokens,

@@ -18,6 +18,7 @@ SPEEDS = Speeds(
     step_base_s=[0.02] * (MAX_SEQS + 1),
     step_slope_s=[0.0] * (MAX_SEQS + 1),
     handover_s=Line.through([(1, 0.01)]),
+    sending_s_per_token=0.0,
     max_num_batched_tokens=100,
     max_num_seqs=MAX_SEQS,
     prefill_kv_tokens=1000,

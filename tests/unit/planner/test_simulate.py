@@ -46,6 +46,41 @@ def test_what_prompts_of_one_step_share_is_spent_once() -> None:
     assert outcome.ttft_s == pytest.approx([0.11, 0.18, 0.18])
 
 
+def test_a_prompt_that_does_not_fit_is_begun_in_the_step_and_ended_in_the_next() -> None:
+    outcome = simulate(trace((0, 60, 1), (0, 60, 1), (0, 60, 1)), SPEEDS, ONE_EACH)
+    # The first step computes 40 of the second one, the next one the rest and the third one.
+    assert outcome.ttft_s == pytest.approx([0.11, 0.19, 0.19])
+
+
+def test_a_long_prompt_has_several_steps_and_leaves_its_rest_of_the_last_one_to_others() -> None:
+    speeds = replace(SPEEDS, prefill_base_s=0.03)
+    alone = simulate(trace((0, 250, 1)), speeds, ONE_EACH)
+    assert alone.ttft_s == pytest.approx([0.26])  # as it was measured
+    outcome = simulate(trace((0, 250, 1), (0, 50, 1), (0, 30, 1)), speeds, ONE_EACH)
+    # The prompt's last 50 and the second one's 50: 30 ms for both, 20 ms for it.
+    assert outcome.ttft_s == pytest.approx([0.28, 0.28, 0.31])
+
+
+def test_a_prompt_that_was_begun_goes_on_from_there_after_what_the_cache_had() -> None:
+    requests = ((0.0, 60, 1), (1.0, 70, 1), (1.0, 100, 1), (1.0, 10, 1))
+    prefixes = ((1, 2, 3), (), (1, 2, 3), ())
+    outcome = simulate(trace(*requests, prefixes=prefixes), SPEEDS, ONE_EACH)
+    # Of the third one 30 tokens are cached, 30 fit in the step, and 40 are left for the next.
+    assert outcome.ttft_s == pytest.approx([0.07, 0.11, 0.16, 0.16])
+    assert outcome.hit_rate == 30 / 240
+
+
+def test_what_p_spends_on_sending_delays_the_next_prompt_and_no_request_twice() -> None:
+    speeds = replace(SPEEDS, sending_s_per_token=5e-5)
+    outcome = simulate(trace((0, 100, 1), (0, 100, 1)), speeds, ONE_EACH)
+    # 5 of the 10 ms of each hand-over.
+    assert outcome.ttft_s == pytest.approx([0.11, 0.215])
+    all_of_it = simulate(
+        trace((0, 100, 1), (0, 100, 1)), replace(speeds, sending_s_per_token=1.0), ONE_EACH
+    )
+    assert all_of_it.ttft_s == pytest.approx([0.11, 0.22])
+
+
 def test_a_request_joins_the_batch_when_the_step_under_way_ends() -> None:
     # The first one's steps begin at 0.06; the second one is there at 0.165, within the sixth.
     outcome = simulate(trace((0, 50, 21), (0.105, 50, 3)), SPEEDS, ONE_EACH)
