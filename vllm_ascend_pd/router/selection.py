@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -151,7 +152,8 @@ class Selector:
 
     def known(self, model: str | None) -> str | None:
         """The model, if an engine told of it."""
-        return model if any(model in i.models for i in self.registry) else None
+        instances = itertools.chain(self.registry.decodes, self.registry.prefills)  # not copied
+        return model if any(model in one.models for one in instances) else None
 
     def _with_room(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         return [i for i in instances if i.num_admitted < self.max_requests]
