@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 
@@ -37,6 +38,8 @@ FAST = RouterConfig(
 )
 STRICT = replace(FAST, require_prefill=True)
 PATIENCE_S = 20.0
+REFRESH_S = 0.1
+"""Instead of a second: files that changed, roles, loads."""
 
 
 @dataclass
@@ -98,21 +101,22 @@ async def deployed(
     )
     sock = bind(config.host, 0)
     server = RouterServer(config)
-    await server.start(sock)
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    try:
-        async with aiohttp.ClientSession() as http:
-            deployment = Deployment(server, url, prefills, decodes, http)
-            router = server.router
-            if ready:
-                known = router.prober.models
-                await until(lambda: all(i in known for i in router.registry), "ready")
-            yield deployment
-            await nothing_in_progress(deployment)
-    finally:
-        await server.stop()
-        for one in (*prefills, *decodes):
-            await one.stop()
+    with patch("vllm_ascend_pd.router.server.REFRESH_S", REFRESH_S):
+        await server.start(sock)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        try:
+            async with aiohttp.ClientSession() as http:
+                deployment = Deployment(server, url, prefills, decodes, http)
+                router = server.router
+                if ready:
+                    known = router.prober.models
+                    await until(lambda: all(i in known for i in router.registry), "ready")
+                yield deployment
+                await nothing_in_progress(deployment)
+        finally:
+            await server.stop()
+            for one in (*prefills, *decodes):
+                await one.stop()
     others = asyncio.all_tasks() - tasks_before
     await until(lambda: all(task.done() for task in others), f"tasks left: {others}")
     await until(lambda: num_sockets() <= files_before, "sockets left")
