@@ -38,6 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[envs.STATE_ERRORS] = "1"  # engines in other processes inherit it
+    # Before anybody imports torch: tests run beside each other, and threads of a parallel region
+    # spin for cores that others compute on.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.option.stress_seed = config.option.stress_seed or random.SystemRandom().randrange(
         1 << 32
     )
