@@ -74,6 +74,8 @@ class Rounds:
         self._prefiller.worker.peers.append(self._decoder.worker)
         self._both = (self._prefiller, self._decoder)
         self._failure_rate = 0.0
+        self._num_sampled = [1] if STATE in specs else [1, 1, 1, 4]
+        """Tokens of a request at the prefiller."""
         for engine in self._both:
             engine.worker.cause_of = lambda load: self._cause()
         known = self._prefiller.prefill("where", prompt_of(3))
@@ -112,7 +114,7 @@ class Rounds:
 
     def _prefill_first(self, prompt: list[int] | None = None) -> None:
         prompt = prompt or self._prompt()
-        self._ask(self._prefiller, prompt, {"do_remote_decode": True}, "prefill", 1)
+        self._ask_prefiller(prompt, {"do_remote_decode": True}, "prefill")
 
     def _burst_of_prefills(self) -> None:
         prompt = self._prompt()
@@ -128,7 +130,7 @@ class Rounds:
         for engine in order:
             if engine is self._prefiller:
                 params = {"do_remote_decode": True, "transfer_id": transfer_id}
-                self._ask(engine, prompt, params, "announced", 1)
+                self._ask_prefiller(prompt, params, "announced")
             else:
                 params = {"do_remote_prefill": True, "transfer_id": transfer_id, **self._where}
                 self._ask(engine, prompt, params, "decode first", draw.choice([1, 2, 5, 20]))
@@ -177,6 +179,15 @@ class Rounds:
         own = draw.choices(range(300, 2000), k=length - shared)
         return [*draw.choice(self._stems)[:shared], *own]
 
+    def _ask_prefiller(self, prompt: list[int], params: dict[str, Any], leg: str) -> None:
+        """For several samples now and then, some of which go on."""
+        num_samples = self._draw.choice([1, 1, 1, 2, 3])
+        self._num_asked += 1
+        for number in range(num_samples):
+            name = f"{number}_r{self._num_asked}" if num_samples > 1 else ""
+            num_tokens = self._draw.choice(self._num_sampled)
+            self._ask(self._prefiller, prompt, params, leg, num_tokens, name=name)
+
     def _ask(
         self,
         engine: Engine,
@@ -185,9 +196,10 @@ class Rounds:
         leg: str,
         num_tokens: int,
         moves_from: str = "",
+        name: str = "",
     ) -> None:
         self._num_asked += 1
-        request_id = f"r{self._num_asked}"
+        request_id = name or f"r{self._num_asked}"
         request = engine.add(request_id, list(prompt), params, num_tokens, temperature=0)
         request.priority = self._draw.choice([0, 0, 1])
         self._asked[request_id] = Asked(engine, prompt, num_tokens, leg, moves_from)

@@ -186,6 +186,26 @@ def test_engine_stats_are_read_as_often_as_asked(monkeypatch: pytest.MonkeyPatch
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--engine-stats-interval", "-1"), "--engine-stats-interval must not be negative"),
+        (("--engine-stats-interval", "nan"), "--engine-stats-interval must not be negative"),
+        (("--port", "65536"), "--port"),
+        (("--k8s-port", "0"), "--k8s-port"),
+        (("--max-body-mb", "0"), "--max-body-mb"),
+        (("--drain-timeout", "-1"), "--drain-timeout"),
+        (("--slo-ttft", "1"), "--slo-ttft and --slo-itl are for --profile"),
+    ],
+)
+def test_number_that_nothing_can_be_done_with_is_refused(
+    monkeypatch: pytest.MonkeyPatch, option: tuple[str, str], message: str
+) -> None:
+    config, said = command(monkeypatch, *option)
+    assert config is None
+    assert message in said
+
+
 def test_request_stats_are_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = command(monkeypatch, "--request-stats-window", "10")
     assert config is not None

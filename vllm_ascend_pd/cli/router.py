@@ -64,13 +64,17 @@ def router(
     k8s_label_selector: Annotated[
         str, option(INSTANCES, "Only pods with these labels, e.g. app=vllm.")
     ] = "",
-    k8s_port: Annotated[int, option(INSTANCES, "Port of the engines in their pods.")] = 8000,
+    k8s_port: Annotated[
+        int, option(INSTANCES, "Port of the engines in their pods.", min=1, max=65535)
+    ] = 8000,
     kubeconfig: Annotated[
         Path | None,
         option(INSTANCES, "Cluster to ask. Without: the service account of the router's pod."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
     workers: Annotated[
         int, typer.Option(help="Processes that share the port; each uses up to one core.")
     ] = 1,
@@ -136,11 +140,13 @@ def router(
         ),
     ] = None,
     slo_ttft: Annotated[
-        float, option(ROUTING, "With --profile: first token in time, seconds.")
-    ] = 2.0,
+        float | None,
+        option(ROUTING, "With --profile: first token in time, seconds.", show_default="2"),
+    ] = None,
     slo_itl: Annotated[
-        float, option(ROUTING, "With --profile: next token in time, seconds.")
-    ] = 0.1,
+        float | None,
+        option(ROUTING, "With --profile: next token in time, seconds.", show_default="0.1"),
+    ] = None,
     rebalance: Annotated[
         str,
         option(
@@ -195,7 +201,7 @@ def router(
     engine_ca: Annotated[
         Path | None, option(SECURITY, "CA bundle for https engines; the system's by default.")
     ] = None,
-    max_body_mb: Annotated[int, option(TIMES, "Largest request body, MiB.")] = 64,
+    max_body_mb: Annotated[int, option(TIMES, "Largest request body, MiB.", min=1)] = 64,
     connect_timeout: Annotated[float, option(TIMES, "Connection to an engine, seconds.")] = 5.0,
     prefill_timeout: Annotated[float, option(TIMES, "The prefill leg, seconds.")] = 300.0,
     first_token_timeout: Annotated[
@@ -241,7 +247,7 @@ def router(
         float, option(TIMES, "What /status tells of now is of so many seconds.")
     ] = 60.0,
     drain_timeout: Annotated[
-        float, option(TIMES, "For requests in progress when the router stops, seconds.")
+        float, option(TIMES, "For requests in progress when the router stops, seconds.", min=0)
     ] = 60.0,
     access_log: Annotated[
         str, typer.Option(help="One line per request: text, json or off.")
@@ -264,6 +270,10 @@ def router(
         raise typer.BadParameter(
             "only disaggregated_prefill_orchestrated", param_hint="--routing-logic"
         )
+    limits = {"slo_ttft_s": slo_ttft, "slo_itl_s": slo_itl}
+    slo = {name: limit for name, limit in limits.items() if limit is not None}
+    if slo and profile is None:
+        raise typer.BadParameter("--slo-ttft and --slo-itl are for --profile")
     config = router_config.RouterConfig(
         host=host,
         port=port,
@@ -277,7 +287,7 @@ def router(
         stats_window_s=request_stats_window,
         order=order,  # type: ignore[arg-type]
         roles=roles,  # type: ignore[arg-type]
-        planning=router_config.Planning(profile, slo_ttft, slo_itl) if profile else None,
+        planning=router_config.Planning(profile, **slo) if profile else None,
         rebalance=rebalance,  # type: ignore[arg-type]
         require_prefill=require_prefill or routing_logic is not None,
         api_keys_file=api_keys_file,

@@ -121,6 +121,8 @@ class Probes:
     def __post_init__(self) -> None:
         if min(self.interval_s, self.timeout_s) <= 0 or self.failure_threshold < 1:
             raise ConfigError("probe interval, timeout and failure threshold must be positive")
+        if not self.load_interval_s >= 0:
+            raise ConfigError("--engine-stats-interval must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
