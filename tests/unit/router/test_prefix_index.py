@@ -91,6 +91,41 @@ def test_blocks_that_a_plain_prompt_cannot_hit_are_left_out(more: dict[str, Any]
     assert hits(index, TOKENS) == 0
 
 
+def in_groups(hashes: list[Any], parent: Any, tokens: list[int]) -> list[dict[str, Any]]:
+    """As of a model whose first layers have a window, and others none."""
+    kinds = ("sliding_window", "full_attention", "full_attention")
+    return [
+        stored(hashes, parent, tokens, group_idx=group, kv_cache_spec_kind=kind)
+        for group, kind in enumerate(kinds)
+    ]
+
+
+def test_prefix_is_known_by_layers_that_keep_all_of_it() -> None:
+    index = PrefixIndex()
+    index.receive(0, batch(*in_groups([b"a"], None, TOKENS[:4])))
+    index.receive(1, batch(*in_groups([b"b"], b"a", TOKENS[4:8]), removed(b"a", group_idx=0)))
+    assert hits(index, TOKENS) == 8
+    index.receive(2, batch(removed(b"b", group_idx=2)))
+    assert hits(index, TOKENS) == 8
+    index.receive(3, batch(removed(b"b", group_idx=1)))
+    assert hits(index, TOKENS) == 4
+    assert len(index) == 1
+
+
+def test_an_engine_that_starts_anew_may_have_other_groups() -> None:
+    index = PrefixIndex()
+    index.receive(0, batch(*in_groups([b"a"], None, TOKENS[:4])))
+    index.receive(0, batch(stored([b"b"], None, TOKENS[:4])))
+    assert hits(index, TOKENS) == 4
+
+
+def test_model_of_windows_only_is_known_by_its_first_layers() -> None:
+    index = PrefixIndex()
+    kind = {"kv_cache_spec_kind": "sliding_window"}
+    index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8], group_idx=0, **kind)))
+    assert hits(index, TOKENS) == 8
+
+
 def test_blocks_that_say_only_which_weights_they_are_of_are_hit() -> None:
     index = PrefixIndex()
     keys = [[GENERATION_SALT + "files-1"], None]

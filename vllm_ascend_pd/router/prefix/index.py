@@ -48,6 +48,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored"):
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
@@ -81,8 +82,14 @@ def chain(token_ids: Sequence[int], block_size: int, start: bytes = ROOT) -> lis
     return hashes
 
 
+_KEEPS_ALL = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
+"""Kinds of layers (vLLM's ``KVCacheSpecKind``) that need all of a prefix, so that their blocks tell
+of it. Windows and states give most of theirs up while a request runs: a hit needs the last only.
+"""
+
+
 class PrefixIndex:
-    """Of one engine. Event loop thread."""
+    """Of one engine, by one of its KV cache groups. Event loop thread."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -93,6 +100,9 @@ class PrefixIndex:
         self._next_seq: int | None = None
         self.state = IndexState.FALLBACK
         self.block_size: int | None = None
+        self._group = 0
+        self._keeps_all = False
+        """Whether ``_group`` does; until one is known that does, it is the first."""
 
     def __len__(self) -> int:
         return len(self._own)
@@ -128,13 +138,22 @@ class PrefixIndex:
     def _apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
         if isinstance(event, AllBlocksCleared):
             self.forget(IndexState.EXACT)
-        elif event.medium not in (None, "GPU") or event.group_idx:
+        elif event.medium not in (None, "GPU"):
             return
         elif isinstance(event, BlockStored):
-            self._store(event)
-        else:
+            if not self._keeps_all and event.kv_cache_spec_kind in _KEEPS_ALL:
+                self._follow(event.group_idx or 0)
+            if (event.group_idx or 0) == self._group:
+                self._store(event)
+        elif (event.group_idx or 0) == self._group:
             for block_hash in event.block_hashes:
                 self._remove(block_hash)
+
+    def _follow(self, group: int) -> None:
+        if group != self._group:
+            self.forget(self.state)
+            self.block_size = None
+        self._group, self._keeps_all = group, True
 
     def _store(self, event: BlockStored) -> None:
         salted = any(key for key in event.extra_keys or () if not _is_generation(key))
@@ -176,6 +195,7 @@ class PrefixIndex:
     def forget(self, state: IndexState) -> None:
         self._own.clear()
         self._counts.clear()
+        self._group, self._keeps_all = 0, False
         self.state = state
 
 
