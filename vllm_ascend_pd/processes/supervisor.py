@@ -199,12 +199,15 @@ class Supervisor:
     async def _wait_silent(self, child: Child, healthy: asyncio.Task[None]) -> None:
         """Once it is up: until it does not answer any more."""
         await asyncio.wait({healthy})
-        answered, is_alive, num_misses = time.monotonic(), child.spec.is_alive, 0
+        if (is_alive := child.spec.is_alive) is None:
+            await asyncio.get_running_loop().create_future()
+            return
+        answered, num_misses = time.monotonic(), 0
         # Twice at least: the first time it may have been this process that was stopped.
         while num_misses < 2 or time.monotonic() - answered < self._patience.silent_s:
             await asyncio.sleep(self._patience.watch_s)
             num_misses += 1
-            if is_alive is None or await is_alive():
+            if await is_alive():
                 answered, num_misses = time.monotonic(), 0
 
     def _ready(self, child: Child) -> None:
