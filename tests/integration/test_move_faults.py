@@ -89,9 +89,9 @@ class Wire:
             deliver()
             return
         self.has_met = True
-        if self._fate == "late":
+        if self._fate in ("late", "again"):
             self._late = partial(reactor.submit, deliver)
-        elif self._fate != "lost":
+        if self._fate not in ("late", "lost"):
             deliver()
         if self._fate == "twice":
             deliver()
@@ -263,9 +263,10 @@ def test_lease_grows_by_what_is_not_written_any_more(engines: Engines) -> None: 
     assert [grant.num_ready for grant in move.grants] == ends
 
 
-def use_all_blocks(engine: Engine, beside: str = "") -> None:
+def use_all_blocks(engine: Engine, beside: str = "", times: int = 1) -> None:
     """Others are given those that are free, ``beside`` a request that runs on."""
-    for i in range(12):
+    num_before = len(engine.requests)
+    for i in range(num_before, num_before + 12 * times):
         name = f"other {i}"
         engine.add(name, prompt_of(2 * BLOCK_SIZE, 2000 + 100 * i))
         engine.run(lambda name=name: bool(engine.tokens[name]))
@@ -303,6 +304,38 @@ def test_windows_slide_while_they_are_copied(
     assert min(i for group, i in loaded[0] if group) >= first_needed
     left_for_the_stop = {i for _, i in loaded[-1]}
     assert len(left_for_the_stop) <= 3, "two blocks and the tail"
+
+
+def test_question_that_comes_again_gives_nothing_up(
+    engines: Engines,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its first answer has told of is still copied."""
+    engines.specs = (SPEC, WINDOW)
+    wire = Wire(monkeypatch, "extend", "again")
+    move = Move(engines, num_blocks=48, peer_timeout_s=60, max_freeze_s=60)
+    move.begin(2 * NUM_OUTPUT)
+    source = move.source
+    move.loads_end = False
+    while not move.loads:
+        move.step()
+    use_all_blocks(source, "r", 5)
+    move.loads_end = True
+    while not wire.has_met:
+        move.step()
+    move.loads_end = False
+    while len(move.loads) < 2:
+        move.step()
+    use_all_blocks(source, "r", 2)
+    wire.deliver_late()
+    asked = source.scheduler.pd.part(Producer).server.of_running
+    source.poll(lambda: not asked.empty())
+    source.counts()
+    use_all_blocks(source, "r")
+    move.loads_end = True
+    move.run()
+    move.expect_one_answer(2 * NUM_OUTPUT)
+    assert move.outcome == "exact"
 
 
 @pytest.mark.parametrize("num_known", [3, 13, 14, 15])

@@ -259,4 +259,4 @@ def test_request_with_chunked_local_attention_moves(
 
 
 def test_request_with_drafts_moves(windows: Three, prompt_of: Callable[..., list[int]]) -> None:
-    num_bytes_of_move(windows, (prompt_of(7) * 30)[:LONG], 5, llm=DRAFTS)
+    num_bytes_of_move(windows, (prompt_of(7) * 50)[:LONG], 1, llm=DRAFTS)

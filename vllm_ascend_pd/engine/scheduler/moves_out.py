@@ -50,6 +50,8 @@ class _Move:
     stopped_until: float = 0.0
     asked: tuple[bytes, Extend] | None = None
     """Who is answered when nothing is in flight any more."""
+    num_told: int = 0
+    """Of its output tokens."""
 
 
 class MovesOut(Part):
@@ -116,6 +118,9 @@ class MovesOut(Part):
             return _refused(message, causes[-1] if causes else Cause.LEASE_EXPIRED, "it is over")
         if isinstance(message, Ready):
             return self._go(move, message)
+        if message.num_known != move.num_told:
+            # What this question was answered with is copied now, and an answer gives it up.
+            return _refused(message, Cause.BAD_PARAMS, "it comes again")
         if message.freeze:
             return self._freeze(move, identity, message)
         return self._extended(move, message.num_known)
@@ -169,6 +174,7 @@ class MovesOut(Part):
         if not is_frozen:
             end -= end % self._common.block_size
         self._producer.extend(lease, request, end)
+        move.num_told = request.num_output_tokens
         return Extended(
             lease.transfer_id,
             self._producer.epoch,
