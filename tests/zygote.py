@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import multiprocessing
 import os
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 IMPORTS = (
     "vllm.model_executor.models.qwen3",
@@ -52,12 +55,13 @@ def fork_processes() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.models import registry
-    from vllm.v1.engine import utils
+    from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
     # The CPU platform asks for "spawn", which imports everything again.
     context = multiprocessing.get_context("fork")
-    multiproc_executor.get_mp_context = utils.get_mp_context = lambda: context
+    for module in (coordinator, multiproc_executor, utils):
+        module.get_mp_context = lambda: context
     # Another process would import vLLM to look at a model's class: that of each new architecture,
     # and once for each engine that meets it at the same time.
     registry._run_in_subprocess = lambda look: look()
@@ -74,6 +78,26 @@ def fork_processes() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: (
         group.unique_name.startswith("pp")
     )
+    _share_gloo_threads()
+
+
+def _share_gloo_threads() -> None:
+    """The groups of a process have one thread that looks after their sockets. An engine has a dozen
+    groups, and each thread would wake up a hundred times a second, whatever the engine does.
+    """
+    from torch.distributed import distributed_c10d
+
+    gloo = distributed_c10d.ProcessGroupGloo
+    device_of = functools.cache(lambda process_id: gloo.create_default_device())
+
+    class OneThread(gloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices = [device_of(os.getpid())]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneThread
 
 
 def forking_plugin(folder: Path) -> dict[str, str]:
