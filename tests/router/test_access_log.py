@@ -12,7 +12,8 @@ import pytest
 
 from tests.router.harness import FAST, deployed, run
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.router.access_log import AccessLog, as_json, as_text, describe, set_up
+from vllm_ascend_pd.router.access_log import AccessLog, as_json, as_text, describe
+from vllm_ascend_pd.router.config import set_up_logging
 from vllm_ascend_pd.router.trace import Trace
 
 ACCESS = "vllm_ascend_pd.router.access"
@@ -59,7 +60,7 @@ def test_json_lines_stand_alone_on_the_standard_output(
     logger = logging.getLogger(ACCESS)
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
-    set_up("json")
+    set_up_logging(replace(FAST, access_log="json"))
     request = SimpleNamespace(method="GET", path="/v1/x", remote=None)
     AccessLog("json").write(Trace(request, "id"))  # type: ignore[arg-type]
     [line] = capsys.readouterr().out.splitlines()

@@ -174,9 +174,7 @@ class Registrar(threading.Thread):
         try:
             answer = msgspec.json.decode(self._request("PUT", body), type=Registered)
         except urllib.error.HTTPError as e:
-            with e:
-                reason = f"{e.code}: {e.read(500).decode(errors='replace')}"
-            self._change(RegistrarState.REFUSED, reason)
+            self._change(RegistrarState.REFUSED, f"{e.code}: {_text_of(e)}")
         except msgspec.MsgspecError as e:
             self._change(RegistrarState.REFUSED, f"it answers, but not as a router does ({e})")
         except _UNREACHABLE as e:
@@ -218,3 +216,12 @@ class Registrar(threading.Thread):
         )
         if not same_state:
             self._on_change()
+
+
+def _text_of(error: urllib.error.HTTPError) -> str:
+    """What the router says of it, as far as it comes."""
+    with error:
+        try:
+            return error.read(500).decode(errors="replace")
+        except _UNREACHABLE as e:
+            return str(e)

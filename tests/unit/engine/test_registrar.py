@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import logging
 import re
 import socket
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +165,29 @@ def test_tells_at_once_that_it_drains(web: Web, engine: Engine) -> None:
     engine.draining = True
     until(lambda: engine.registrar.state is RegistrarState.DRAINING)
     assert web.states() == ["ready", "draining"]
+
+
+def test_router_that_breaks_off_why_it_refuses_is_asked_again(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(io.BytesIO):
+        def read(self, *_: Any) -> bytes:
+            raise ConnectionResetError("Connection reset by peer")
+
+    refusals = [urllib.error.HTTPError(web.url, 503, "no", Message(), Broken())]
+    ask = Registrar._request
+
+    def request(self: Registrar, method: str, body: bytes | None) -> bytes:
+        if refusals:
+            raise refusals.pop()
+        return ask(self, method, body)
+
+    monkeypatch.setattr(Registrar, "_request", request)
+    engine = Engine(web)
+    engine.registrar.start()
+    until(lambda: engine.registrar.state is RegistrarState.READY)
+    assert engine.changes == [RegistrarState.REFUSED, RegistrarState.READY]
+    engine.registrar.stop()
 
 
 def test_finds_a_router_that_comes_back(web: Web, caplog: pytest.LogCaptureFixture) -> None:
