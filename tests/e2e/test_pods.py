@@ -25,6 +25,7 @@ import yaml
 
 from tests.e2e.test_up import ENVIRONMENT, LONG, complete, metric
 from tests.router.fake_kubernetes import FakeKubernetes
+from tests.zygote import forking_plugin
 
 pytestmark = [
     pytest.mark.engine,
@@ -48,6 +49,7 @@ class Pod:
     folders: dict[str, Path]
     """In place of its volumes, by where they are mounted."""
     log: Path
+    plugin: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -78,7 +80,7 @@ class Pod:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*self._words(self.container), *more],
-                env={**ENVIRONMENT, **said, "PATH": path},
+                env={**ENVIRONMENT, **self.plugin, **said, "PATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -157,6 +159,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
     objects = list(yaml.safe_load_all(done.stdout))
     [secret] = [one for one in objects if one["kind"] == "Secret"]
     pods: dict[str, Pod] = {}
+    plugin = forking_plugin(folder)
     deployments = [one for one in objects if one["kind"] == "Deployment"]
     for number, one in enumerate(deployments):
         name = one["metadata"]["name"]
@@ -171,7 +174,8 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
             path.chmod(0o400)
         address = f"127.{os.getpid() % 200 + 20}.0.{number + 2}"
         template = one["spec"]["template"]
-        pods[name] = Pod(f"{name}-x", address, template, folders, folder / f"{name}.log")
+        log = folder / f"{name}.log"
+        pods[name] = Pod(f"{name}-x", address, template, folders, log, plugin)
     try:
         yield pods
     finally:
