@@ -31,7 +31,7 @@ from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.loader import PoolLoader
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
-from vllm_ascend_pd.pool.messages import PoolLoadSpec
+from vllm_ascend_pd.pool.messages import PoolBlocks, PoolLoadSpec
 from vllm_ascend_pd.pool.packed_slot import PackedSlot
 from vllm_ascend_pd.pool.tier import Status, Value
 from vllm_ascend_pd.pool.values import BlockValues
@@ -224,7 +224,7 @@ class FromPool(Subject):
         options: dict[str, Any],
     ) -> Any:
         hashes = tuple(self.hashes[index] for index in indices)
-        return PoolLoadSpec(load_id, hashes, block_ids, **options)
+        return PoolLoadSpec(load_id, (PoolBlocks(hashes, block_ids),), **options)
 
     def spoil(self, kind: str) -> None:
         self.tier.script = TierScript(f"get:{kind}*")

@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks, _runs
@@ -336,6 +348,82 @@ def test_windows_that_do_not_fit_end_the_hits_earlier(pool: BlockPool, both: Pha
     assert len(both) == 4
     pool.free_blocks(held)
     assert pool.get_num_free_blocks() == 19
+
+
+# The rule, against vLLM's own.
+
+
+def coordinator_of(groups: Sequence[KVGroup]) -> KVCacheCoordinator:
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs: list[Any] = [
+        SlidingWindowSpec(**shape, sliding_window=group.window)
+        if group.window
+        else ChunkedLocalAttentionSpec(**shape, attention_chunk_size=group.chunk)
+        if group.chunk
+        else FullAttentionSpec(**shape)
+        for group in groups
+    ]
+    config = KVCacheConfig(100, [], [KVCacheGroupSpec(["layer"], spec) for spec in specs])
+    return get_kv_cache_coordinator(
+        config, 2048, 2048, False, True, False, 1, 1, BLOCK_SIZE, BLOCK_SIZE
+    )
+
+
+class PartSource(Source):
+    """The pool, which has some blocks of each group."""
+
+    def __init__(self, has: set[Wanted]) -> None:
+        super().__init__(max((index + 1 for index, _ in has), default=0))
+        self._has = has
+
+    def has_block(self, index: int, group: int = 0) -> bool:
+        return (index, group) in self._has
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_hits_end_where_those_of_vllm_would_with_all_blocks_here(data: Any) -> None:
+    reaches = [{}, *data.draw(st.lists(st.sampled_from(_REACHES), min_size=1, max_size=3))]
+    groups = [KVGroup(i, BLOCK_SIZE, 1, ("l",), **reach) for i, reach in enumerate(reaches)]
+    num_tokens = data.draw(st.integers(1, 12 * BLOCK_SIZE))
+    request = make_request(num_tokens)
+    places = [Wanted(i, g.id) for g in groups for i in range(len(request.block_hashes))]
+    kinds = data.draw(
+        st.lists(st.sampled_from("hhhpppx"), min_size=len(places), max_size=len(places))
+    )
+    here = [place for place, kind in zip(places, kinds, strict=True) if kind == "h"]
+    source = PartSource({p for p, kind in zip(places, kinds, strict=True) if kind == "p"})
+
+    def enter(coordinator: KVCacheCoordinator, wanted: list[Wanted]) -> PhantomBlocks:
+        phantoms = PhantomBlocks(coordinator.block_pool, groups)
+        wanted = sorted(wanted)
+        if wanted:
+            blocks = coordinator.block_pool.get_new_blocks(len(wanted))
+            phantoms.cache(request, wanted, blocks)
+            coordinator.block_pool.free_blocks(blocks)
+        return phantoms
+
+    stop = num_tokens - 1
+    ours, theirs = coordinator_of(groups), coordinator_of(groups)
+    phantoms = enter(ours, here)
+    enter(theirs, [*here, *source._has])
+    expected, num_expected, _ = theirs.find_longest_cache_hit(request.block_hashes, stop)
+    hits, num_local, _ = ours.find_longest_cache_hit(request.block_hashes, stop)
+    num_leading = phantoms.num_leading_hits(request, stop // BLOCK_SIZE)
+    assert num_leading * BLOCK_SIZE == num_local
+    missing = phantoms.find_missing(request, source)
+    found = phantoms.publish(request, hits, source, 0)
+    assert {len(table) * BLOCK_SIZE for table in found} == {num_expected}
+    assert [p.place for table in found for p in phantoms.claim(table)] == sorted(
+        missing, key=lambda place: (place.group, place.block_index)
+    )
+    assert set(missing) <= source._has
+    for mine, other in zip(found, expected, strict=True):
+        # Behind the window vLLM's lookup may name more than is needed.
+        assert all(a.is_null or not b.is_null for a, b in zip(mine, other, strict=True))
+
+
+_REACHES = [{"window": 17}, {"window": 32}, {"window": 40}, {"chunk": 32}, {"chunk": 48}]
 
 
 @pytest.mark.parametrize(

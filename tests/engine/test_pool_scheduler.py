@@ -20,9 +20,11 @@ from vllm_ascend_pd.engine.scheduler.parking import Parking
 from vllm_ascend_pd.engine.scheduler.parts import Common
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
+from vllm_ascend_pd.engine.vllm_api.blocks import block_key
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import KVGroup, Wanted
 from vllm_ascend_pd.metrics import Provenance, Stats
@@ -36,6 +38,7 @@ from vllm_ascend_pd.pool.messages import (
     Packed,
     Save,
     Saved,
+    split_hashes,
 )
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import LoadId, Place
@@ -53,21 +56,24 @@ class World:
         events: bool = False,
         num_workers: int = 1,
         stores_to: Place = Place.DRAM,
+        groups: tuple[KVGroup, ...] = (GROUP,),
         **options: Any,
     ) -> None:
+        self.groups = groups
         self.now = 1000.0
         self.sent: list[Any] = []
         self.ahead: tuple[AheadSpec, ...] = ()
         self.stats = Stats()
         self.pool = BlockPool(64, True, BLOCK_SIZE, enable_kv_cache_events=events)
-        self.phantoms = PhantomBlocks(self.pool, (GROUP,))
-        self.tables: dict[str, list[Any]] = {}
-        self.known = KnownKeys(self.clock)
-        pool_events = PoolEvents(self.pool, self.known, GROUP, stores_to)
+        self.phantoms = PhantomBlocks(self.pool, groups)
+        self.all_tables: list[dict[str, list[Any]]] = [{} for _ in groups]
+        self.tables = self.all_tables[0]
+        self.known = KnownKeys(1000, self.clock)
+        pool_events = PoolEvents(self.pool, self.known, groups, stores_to)
         self.manager: Any = SimpleNamespace(
             block_pool=self.pool,
             coordinator=SimpleNamespace(
-                single_type_managers=(SimpleNamespace(req_to_blocks=self.tables),)
+                single_type_managers=[SimpleNamespace(req_to_blocks=t) for t in self.all_tables]
             ),
         )
         self.loads = Loads(num_workers)
@@ -82,11 +88,11 @@ class World:
                 pool=PoolConfig(**{"breaker_failures": 2, **options}),
             ),
             stats=self.stats,
-            groups=(GROUP,),
+            groups=groups,
             sharding=Sharding(tp_size=num_workers),
             phantoms=self.phantoms,
             loads=self.loads,
-            parking=Parking(self.manager, (GROUP,), self.phantoms, self.loads),
+            parking=Parking(self.manager, groups, self.phantoms, self.loads),
         )
         self.source = PoolSource(self.common, pool_events, self.sent.append, self.clock)
         self.saves = Saves(
@@ -115,12 +121,19 @@ class World:
         )
 
     def run_step(self, request: Request, num_tokens: int, confirm: bool = True) -> None:
-        """One step of ``num_tokens`` tokens; its blocks are allocated and hashed."""
-        table = self.tables.setdefault(request.request_id, [])
+        """One step of ``num_tokens`` tokens; its blocks are allocated and hashed, and those before
+        its windows given up.
+        """
         total = request.num_computed_tokens + num_tokens
-        table += self.pool.get_new_blocks(-(-total // BLOCK_SIZE) - len(table))
         first, last = request.num_computed_tokens // BLOCK_SIZE, total // BLOCK_SIZE
-        self.pool.cache_full_blocks(request, table, first, last, BLOCK_SIZE, 0)
+        for group, tables in zip(self.groups, self.all_tables, strict=True):
+            table = tables.setdefault(request.request_id, [])
+            for index in range(group.first_needed(request.num_computed_tokens)):
+                if not table[index].is_null:
+                    self.pool.free_blocks([table[index]])
+                    table[index] = self.pool.null_block
+            table += self.pool.get_new_blocks(-(-total // BLOCK_SIZE) - len(table))
+            self.pool.cache_full_blocks(request, table, first, last, BLOCK_SIZE, group.id)
         output: Any = SimpleNamespace(
             total_num_scheduled_tokens=num_tokens,
             num_scheduled_tokens={request.request_id: num_tokens},
@@ -131,7 +144,8 @@ class World:
             self.saves.confirm()
 
     def free(self, request: Request) -> None:
-        self.pool.free_blocks(reversed(self.tables.pop(request.request_id)))
+        for tables in self.all_tables:
+            self.pool.free_blocks(reversed(tables.pop(request.request_id)))
 
     def take(self, kind: type) -> list[Any]:
         found = [message for message in self.sent if isinstance(message, kind)]
@@ -155,6 +169,11 @@ def world() -> World:
 
 def hashes(request: Request, *indices: int) -> tuple[bytes, ...]:
     return tuple(bytes(request.block_hashes[i]) for i in indices)
+
+
+def keys(request: Request, *indices: int) -> tuple[bytes, ...]:
+    """As the scheduler knows them."""
+    return tuple(block_key(request.block_hashes[i], 0) for i in indices)
 
 
 def test_full_blocks_are_saved_after_their_step(world: World) -> None:
@@ -204,7 +223,7 @@ def test_what_is_known_or_on_its_way_is_not_saved_again(world: World) -> None:
     world.run_step(second, 64)
     assert len(world.take(Save)) == 1
     third = world.request(name="c")
-    world.known.note(hashes(third, 0)[0], Place.DRAM)
+    world.known.note(keys(third, 0)[0], Place.DRAM)
     world.run_step(third, 64)
     assert world.take(Save) == []
 
@@ -289,7 +308,7 @@ def test_decoded_blocks_are_not_announced(world: World) -> None:
 
 def test_what_need_not_or_cannot_be_stored_is_not_announced(world: World) -> None:
     first, second = world.request(name="a"), world.request(name="b")
-    world.known.note(hashes(first, 0)[0], Place.DRAM)
+    world.known.note(keys(first, 0)[0], Place.DRAM)
     world.run_step(first, 64, confirm=False)
     (spec,) = world.ahead
     assert spec.block_ids == tuple(block.block_id for block in world.tables["a"][1:4])
@@ -350,8 +369,8 @@ def bypass(world: World, request: Request) -> None:
 
 
 def learn(world: World, request: Request) -> None:
-    for block_hash in hashes(request, 0, 1, 2, 3):
-        world.known.note(block_hash, Place.DRAM)
+    for key in keys(request, 0, 1, 2, 3):
+        world.known.note(key, Place.DRAM)
 
 
 def reset(world: World, request: Request) -> None:
@@ -676,7 +695,7 @@ def test_blocks_that_are_here_are_looked_up_too_and_nobody_waits(world: World) -
     prompt = world.source.find(again)
     assert prompt is not None
     assert not prompt.offers
-    assert [h in world.known for h in hashes(again, 0, 1, 2)] == [True, False, True]
+    assert [key in world.known for key in keys(again, 0, 1, 2)] == [True, False, True]
     world.source.add(world.request(name="soon", num_tokens=64))
     _, refresh = world.take(Lookup)
     assert refresh.hashes == b"".join(hashes(again, 1))
@@ -706,7 +725,7 @@ def test_refresh_without_an_answer_is_no_failure(world: World) -> None:
     assert world.source.breaker.closed
     (*_, last) = world.take(Lookup)
     world.source.on_found(Found(last.lookup_id, b"", False, 0.1), world.now)
-    assert all(h in world.known for h in hashes(first, 0, 1, 2, 3))
+    assert all(key in world.known for key in keys(first, 0, 1, 2, 3))
 
 
 def test_block_that_failed_is_not_tried_again_at_once(world: World) -> None:
@@ -736,7 +755,7 @@ def test_block_that_failed_is_not_tried_again_at_once(world: World) -> None:
 def test_known_keys_are_forgotten_after_a_while_and_when_there_are_too_many() -> None:
     now = [0.0]
     clock: Callable[[], float] = lambda: now[0]  # noqa: E731
-    known = KnownKeys(clock, max_keys=2, ttl_s=10)
+    known = KnownKeys(2, clock, ttl_s=10)
     for key in (b"a", b"b", b"c"):
         known.note(key, Place.DRAM)
     assert (b"a" in known, b"b" in known, b"c" in known) == (False, True, True)
@@ -795,3 +814,261 @@ def test_blocks_that_a_load_brought_in_and_are_gone_again_are_no_source(world: W
     assert prompt.provenance.pool_tokens == {"dram": 0, "remote": 16, "ssd": 0}
     world.source.finish(request)
     assert min(world.stats.take().values()) >= 0
+
+
+# Several KV cache groups.
+
+
+WINDOW = KVGroup(1, BLOCK_SIZE, page_bytes=1000, layers=("window",), window=2 * BLOCK_SIZE)
+
+
+@pytest.fixture
+def both() -> World:
+    """Full attention, and windows."""
+    return World(groups=(GROUP, WINDOW))
+
+
+def saved_blocks(world: World) -> list[tuple[bytes, int]]:
+    """Hash and group of what is to be stored, and stores it."""
+    saves = [message for message in world.sent if isinstance(message, Save)]
+    world.answer()
+    return [(block_hash, save.group) for save in saves for block_hash in save.hashes]
+
+
+def test_each_group_stores_what_it_has_filled(both: World) -> None:
+    request = both.request(48)
+    both.run_step(request, 48, confirm=False)
+    assert [(spec.group, len(spec.block_ids)) for spec in both.ahead] == [(0, 3), (1, 3)]
+    both.saves.confirm()
+    blocks = {save.group: save.block_ids for save in both.sent}
+    assert blocks == {
+        group: tuple(block.block_id for block in both.all_tables[group]["r"]) for group in (0, 1)
+    }
+    assert {save.ahead_id for save in both.sent} == {spec.ahead_id for spec in both.ahead}
+    assert saved_blocks(both) == [(h, g) for g in (0, 1) for h in hashes(request, 0, 1, 2)]
+
+
+def test_what_one_group_has_in_the_pool_another_may_lack(both: World) -> None:
+    request = both.request(48)
+    both.known.note(keys(request, 1)[0], Place.DRAM)
+    both.run_step(request, 48)
+    stored = saved_blocks(both)
+    first, second, third = hashes(request, 0, 1, 2)
+    assert stored == [(first, 0), (third, 0), (first, 1), (second, 1), (third, 1)]
+
+
+def test_blocks_that_were_given_up_before_they_could_be_pinned_are_stored_all_the_same(
+    both: World,
+) -> None:
+    """Eight may be pinned at a time; windows are of two blocks."""
+    request = both.request(130)
+    both.run_step(request, 128)
+    stored = saved_blocks(both)
+    assert len(stored) == 8
+    for _ in range(2):
+        both.run_step(request, 1)
+        stored += saved_blocks(both)
+    window = both.all_tables[1]["r"]
+    assert [block.is_null for block in window] == [True] * 6 + [False] * 3
+    assert sorted(stored) == sorted((h, g) for h in hashes(request, *range(8)) for g in (0, 1))
+    both.free(request)
+    assert both.pool.get_num_free_blocks() == 63
+
+
+def test_blocks_that_others_have_by_now_are_not_stored(both: World) -> None:
+    request = both.request(130)
+    both.run_step(request, 128)
+    lost = {block.block_id for block in both.all_tables[1]["r"][:6]}
+    saves = [message for message in both.sent if isinstance(message, Save)]
+    both.run_step(request, 1)  # gives up six blocks, which nobody may pin yet
+    assert [message for message in both.sent if isinstance(message, Save)] == saves
+    taken = take_all(both)
+    assert lost < {block.block_id for block in taken}
+    both.pool.free_blocks(reversed(taken))
+    stored = saved_blocks(both)
+    both.run_step(request, 1)
+    stored += saved_blocks(both)
+    assert sorted(stored) == sorted(
+        [*((h, 0) for h in hashes(request, *range(8))), *((h, 1) for h in hashes(request, 6, 7))]
+    )
+    assert both.stats.take()["pool_put_blocks/evicted"] == 6
+
+
+def test_blocks_that_nobody_uses_are_left_to_the_steps_where_memory_is_short(both: World) -> None:
+    request = both.request(130)
+    both.run_step(request, 128)
+    num_stored = len(saved_blocks(both))
+    both.run_step(request, 1, confirm=False)
+    held = both.pool.get_new_blocks(both.pool.get_num_free_blocks() - 6)
+    assert not {block.block_id for block in held} & {
+        block.block_id for block in both.pool.free_block_queue.get_all_free_blocks()
+    }
+    both.saves.confirm()
+    assert both.pool.get_num_free_blocks() == 6
+    assert len(saved_blocks(both)) + num_stored == 10
+    both.pool.free_blocks(held)
+
+
+def serve(world: World, *there: tuple[int, int]) -> list[list[tuple[int, int]]]:
+    """Answers lookups until none follows: what was asked for, by index and group. All blocks of
+    full attention are there, and these.
+    """
+    asked = []
+    request = world.request(130)
+    names = {block_hash: i for i, block_hash in enumerate(hashes(request, *range(8)))}
+    while lookups := world.take(Lookup):
+        for lookup in lookups:
+            own = [names[h] for h in split_hashes(lookup.hashes, lookup.hash_bytes)]
+            asked.append(list(zip(own, lookup.groups, strict=True)))
+            places = [Place.DRAM if not g or (i, g) in there else 0 for i, g in asked[-1]]
+            world.source.on_found(Found(lookup.lookup_id, bytes(places), True, 0.1), world.now)
+    return asked
+
+
+FULL = [(i, 0) for i in range(8)]
+
+
+def found(world: World, request: Request) -> PoolPrompt:
+    prompt = world.source.find(request)
+    assert prompt is not None
+    assert prompt.state is SourceState.READY
+    return prompt
+
+
+def test_of_windows_only_those_before_the_end_are_asked_for(both: World) -> None:
+    request = both.request(130)
+    both.source.add(request)
+    assert serve(both, (6, 1), (7, 1)) == [FULL, [(6, 1), (7, 1)]]
+    prompt = found(both, request)
+    missing = both.phantoms.find_missing(request, prompt)
+    assert sorted(missing) == sorted([*FULL, (6, 1), (7, 1)])
+    assert not prompt.has_block(5, 1)
+
+
+def test_of_a_prompt_of_full_blocks_the_tail_is_asked_for_too(both: World) -> None:
+    request = both.request(128)
+    both.source.add(request)
+    assert serve(both, (6, 1), (7, 1)) == [FULL, [(5, 1), (6, 1), (7, 1)]]
+    prompt = found(both, request)
+    assert prompt.num_tail_tokens == BLOCK_SIZE - 1
+    assert [place for place in both.phantoms.find_missing(request, prompt) if place.group] == [
+        (6, 1)
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", [128, 130])
+def test_where_these_are_missing_shorter_hits_are_looked_for(both: World, num_tokens: int) -> None:
+    request = both.request(num_tokens)
+    both.source.add(request)
+    asked = serve(both, (7, 1), (2, 1), (3, 1), (5, 1))
+    first = 5 if num_tokens == 128 else 6
+    assert asked == [FULL, [(i, 1) for i in range(first, 8)], [(i, 1) for i in range(first)]]
+    prompt = found(both, request)
+    missing = both.phantoms.find_missing(request, prompt)
+    assert sorted(missing) == sorted([*FULL[:4], (2, 1), (3, 1)])
+    assert len(both.phantoms.publish(request, [[], []], prompt, 0)[0]) == 4
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_windows_that_are_here_may_be_gone_when_they_are_needed(
+    both: World, preempted: bool
+) -> None:
+    first = both.request(130)
+    both.run_step(first, 128)
+    both.free(first)
+    key = [block_key(first.block_hashes[i], g) for i, g in [(7, 0), (6, 1)]]
+    held = [block.block_id for block in both.pool.blocks if block.block_hash in key]
+    both.take(Save)
+    if not preempted:
+        both.pool.evict_blocks(set(held))
+    request = both.request(130, name="again")
+    both.source.add(request, admitted=preempted)
+    asked = serve(both, (6, 1), (7, 1))
+    assert asked[0] == FULL[0 if preempted else 6 :]
+    assert asked[-1] == [(6, 1), (7, 1)]
+    prompt = found(both, request)
+    both.pool.evict_blocks(set(range(1, 64)))
+    missing = both.phantoms.find_missing(request, prompt)
+    assert len(missing) == (10 if preempted else 0)
+
+
+def test_lookups_of_one_prompt_have_one_deadline(both: World) -> None:
+    request = both.request(130)
+    both.source.add(request)
+    (first,) = both.take(Lookup)
+    both.now += 0.08
+    both.source.on_found(Found(first.lookup_id, bytes([Place.DRAM] * 8), True, 80.0), both.now)
+    (second,) = both.take(Lookup)
+    assert second.before == first.before
+    both.now += 0.03
+    both.source.tick()
+    prompt = both.source.find(request)
+    assert prompt is not None
+    assert prompt.state is SourceState.FAILED
+    assert both.stats.take()["pool_lookups/deadline"] == 1
+
+
+def test_only_the_block_of_the_group_that_failed_is_not_tried_again(both: World) -> None:
+    request = both.request(130)
+    both.source.add(request)
+    serve(both, (6, 1), (7, 1))
+    prompt = found(both, request)
+    wanted = both.phantoms.find_missing(request, prompt)
+    prompt.load_started()
+    places = {10 + i: place for i, place in enumerate(wanted)}
+    (failed,) = (block_id for block_id, place in places.items() if place == (7, 1))
+    prompt.load_ended(LoadResult(LoadId(1), "checksum", 10, 1.0, (failed,)), places, False)
+    again = both.request(130, name="again")
+    both.source.add(again)
+    serve(both, (5, 1), (6, 1), (7, 1))
+    second = found(both, again)
+    assert second.has_block(7, 0)
+    assert not second.has_block(7, 1)
+    assert both.phantoms.find_missing(again, second)[-1] == (6, 1)
+
+
+def test_of_windows_only_what_is_used_is_refreshed(both: World) -> None:
+    first = both.request(130)
+    both.run_step(first, 80)
+    while saved_blocks(both):
+        both.run_step(first, 0)
+    both.now += 60
+    both.source.add(both.request(130, name="again"))
+    waited, refresh, windows = serve(both, (6, 1), (7, 1))
+    assert waited == [(5, 0), (6, 0), (7, 0)]
+    assert refresh == [*((i, 0) for i in range(5)), (3, 1), (4, 1)]
+    assert windows == [(6, 1), (7, 1)]
+
+
+def test_what_a_lookup_has_found_is_not_stored_again(both: World) -> None:
+    request = both.request(130)
+    both.source.add(request)
+    serve(both, (6, 1))
+    both.run_step(request, 128)
+    names = hashes(request, *range(8))
+    assert sorted(saved_blocks(both)) == sorted((names[i], 1) for i in range(8) if i != 6)
+
+
+def test_blocks_of_windows_that_vllm_does_not_cache_are_left_out(both: World) -> None:
+    request = both.request(130)
+    both.run_step(request, 128, confirm=False)
+    both.pool.evict_blocks({block.block_id for block in both.all_tables[1]["r"][:6]})
+    both.saves.confirm()
+    stored = saved_blocks(both)
+    both.run_step(request, 1)
+    stored += saved_blocks(both)
+    assert sorted(stored) == sorted(
+        [*((h, 0) for h in hashes(request, *range(8))), *((h, 1) for h in hashes(request, 6, 7))]
+    )
+
+
+def test_events_name_the_group() -> None:
+    world = World(events=True, groups=(GROUP, WINDOW))
+    world.run_step(world.request(), 40)
+    world.pool.take_events()
+    world.answer()
+    assert [event.group_idx for event in world.pool.take_events()] == [0, 0, 1, 1]
+    world.source.add(world.request(name="other", start=1000))
+    world.find([Place.NOWHERE] * 4, healthy=False)
+    removed = world.pool.take_events()
+    assert [(event.group_idx, len(event.block_hashes)) for event in removed] == [(0, 2), (1, 2)]

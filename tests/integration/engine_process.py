@@ -64,17 +64,24 @@ def _set_pool_faults(worker: object, script: str, rank: int | None) -> None:
         side.pool.tier.script = TierScript(script)
 
 
-def _remove_pool_values(worker: object, hashes: list[bytes], rank: int) -> None:
+def _pool_keys(side: Any, known: list[bytes]) -> list[str]:
+    """What the scheduler knows to be in the pool."""
+    from vllm_ascend_pd.engine.vllm_api.blocks import split_key
+
+    blocks = map(split_key, known)
+    return [side.pool.values[group].key(block_hash) for block_hash, group in blocks]
+
+
+def _remove_pool_values(worker: object, known: list[bytes], rank: int) -> None:
     """Runs in the worker processes."""
     from vllm_ascend_pd import hooks
 
     side: Any = hooks.worker
     if side.rank == rank:
-        (values,) = side.pool.values
-        side.pool.tier.remove([values.key(block_hash) for block_hash in hashes])
+        side.pool.tier.remove(_pool_keys(side, known))
 
 
-def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
+def _flip_pool_bits(worker: object, known: list[bytes], rank: int) -> int:
     """Runs in the worker processes."""
     import ctypes
 
@@ -84,8 +91,7 @@ def _flip_pool_bits(worker: object, hashes: list[bytes], rank: int) -> int:
     if side.rank != rank:
         return 0
     (values,) = side.pool.values
-    keys = [values.key(block_hash) for block_hash in hashes]
-    with side.pool.tier.store.in_own_memory(keys, values.num_bytes) as addresses:
+    with side.pool.tier.store.in_own_memory(_pool_keys(side, known), values.num_bytes) as addresses:
         found = [address for address in addresses if address]
         for address in found:
             ctypes.c_uint8.from_address(address + 1000).value ^= 8
@@ -273,10 +279,10 @@ class EngineServer:
         at = producer.endpoint
         return {"host": at.host, "port": at.port, "key": at.key, "epoch": producer.epoch}
 
-    def block_ids(self, request_id: str) -> list[int]:
+    def block_ids(self, request_id: str, group: int) -> list[int]:
         """The block table of an unfinished request."""
         manager = self._scheduler.kv_cache_manager
-        return list(manager.get_block_ids(self._internal_id(request_id))[0])
+        return list(manager.get_block_ids(self._internal_id(request_id))[group])
 
     def change_tickets(self, request_id: str, **changes: Any) -> None:
         """Of a request whose producer has answered."""
@@ -337,13 +343,13 @@ class EngineServer:
         self._core.model_executor.collective_rpc(_set_pool_faults, args=(script, rank))
 
     def remove_pool_values(self, rank: int) -> None:
-        hashes = list(self._pool_side().known)
-        self._core.model_executor.collective_rpc(_remove_pool_values, args=(hashes, rank))
+        known = list(self._pool_side().known)
+        self._core.model_executor.collective_rpc(_remove_pool_values, args=(known, rank))
 
     def flip_pool_bits(self, rank: int) -> int:
         """In every value of the pool that lies in the memory of this worker; how many."""
-        hashes = list(self._pool_side().known)
-        return self._core.model_executor.collective_rpc(_flip_pool_bits, args=(hashes, rank))[rank]
+        known = list(self._pool_side().known)
+        return self._core.model_executor.collective_rpc(_flip_pool_bits, args=(known, rank))[rank]
 
     def pool_master_id(self) -> int:
         """The process id of the engine's own master."""

@@ -301,9 +301,9 @@ class Engine:
         """What requests are taken over from, as the router knows it."""
         return self._call("source")
 
-    def block_ids(self, request_id: str) -> list[int]:
-        """The block table of an unfinished request."""
-        return self._call("block_ids", request_id=request_id)
+    def block_ids(self, request_id: str, group: int = 0) -> list[int]:
+        """The block table of an unfinished request, in one KV cache group."""
+        return self._call("block_ids", request_id=request_id, group=group)
 
     def change_tickets(self, request_id: str, **changes: Any) -> None:
         """What its producer has told a waiting request to show, with other values in it."""

@@ -117,9 +117,11 @@ class PoolIO:
             started = time.monotonic()
             lookups = [lookup for lookup in lookups if started < lookup.before]
             keys = [
-                self.values[lookup.group].key(block_hash)
+                self.values[group].key(block_hash)
                 for lookup in lookups
-                for block_hash in split_hashes(lookup.hashes, lookup.hash_bytes)
+                for group, block_hash in zip(
+                    lookup.groups, split_hashes(lookup.hashes, lookup.hash_bytes), strict=True
+                )
             ]
             if not keys:
                 continue

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class KnownKeys:
-    """Hashes of blocks that the pool is believed to have, and where, so that they are not stored
-    again. Scheduler thread.
+    """Blocks that the pool is believed to have, by hash and KV cache group, and where, so that they
+    are not stored again. Scheduler thread.
 
     The pool evicts without telling us, so what is believed is forgotten after a while.
     """
 
     def __init__(
         self,
+        max_keys: int,
         clock: Callable[[], float] = time.monotonic,
-        max_keys: int = 200_000,
         ttl_s: float = 600.0,
     ) -> None:
         self._clock = clock
@@ -37,20 +37,20 @@ class KnownKeys:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._found)
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        found = self._found.get(block_hash)
+    def __contains__(self, key: bytes) -> bool:
+        found = self._found.get(key)
         return found is not None and found[0] > self._clock()
 
-    def is_recent(self, block_hash: bytes, age_s: float) -> bool:
+    def is_recent(self, key: bytes, age_s: float) -> bool:
         """Whether it was noted not longer ago than that."""
-        found = self._found.get(block_hash)
+        found = self._found.get(key)
         return found is not None and self._clock() < found[0] - self._ttl_s + age_s
 
-    def note(self, block_hash: bytes, place: Place) -> Place:
+    def note(self, key: bytes, place: Place) -> Place:
         """It is there now (``NOWHERE``: it is gone); where it was believed to be."""
-        _, before = self._found.pop(block_hash, (0.0, Place.NOWHERE))
+        _, before = self._found.pop(key, (0.0, Place.NOWHERE))
         if place is not Place.NOWHERE:
-            self._found[block_hash] = self._clock() + self._ttl_s, place
+            self._found[key] = self._clock() + self._ttl_s, place
             if len(self._found) > self._max_keys:
                 self._found.popitem(last=False)
         return before
@@ -58,4 +58,4 @@ class KnownKeys:
     def clear(self) -> dict[bytes, Place]:
         """Forget everything; what was believed."""
         found, self._found = self._found, OrderedDict()
-        return {block_hash: place for block_hash, (_, place) in found.items()}
+        return {key: place for key, (_, place) in found.items()}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.kv.load import QUARANTINE_S, Load, LoadResult
 from vllm_ascend_pd.kv.loader import Loader
-from vllm_ascend_pd.pool.messages import PoolLoadSpec
+from vllm_ascend_pd.pool.messages import PoolBlocks, PoolLoadSpec
 from vllm_ascend_pd.pool.tier import Status, SupportsView, Tier, Value
 from vllm_ascend_pd.types import Cause
 
@@ -48,8 +48,6 @@ class PoolLoad(Load):
     """One load; all fields under the lock."""
 
     spec: PoolLoadSpec
-    values: BlockValues
-    """Of its group."""
     missing: set[int] = field(default_factory=set)
     """Block ids that have not been loaded."""
     num_batches: int = 0
@@ -72,11 +70,15 @@ class PoolLoad(Load):
 
 @dataclass(slots=True)
 class _Batch:
-    """Some blocks of a load that one thread reads: ``spec.block_ids[start:stop]``."""
+    """Some blocks of a load, of one KV cache group, that one thread reads."""
 
     load: PoolLoad
-    start: int
-    stop: int
+    values: BlockValues
+    blocks: PoolBlocks
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.values.key(block_hash) for block_hash in self.blocks.hashes]
 
 
 def wait_slot(slots: StagingPool, given_up: Callable[[], bool]) -> Slot | None:
@@ -129,24 +131,29 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
             in_step=spec.in_step,
             timeout_s=spec.timeout_s,
             spec=spec,
-            values=self._values[spec.group],
             missing=set(spec.block_ids),
         )
-        num_blocks = len(spec.block_ids)
-        blocks_per_slot = self._blocks_per_slot(load)
-        num_slots = math.ceil(num_blocks / (blocks_per_slot * len(self._threads)))
-        length = blocks_per_slot * min(num_slots, _MAX_SLOTS_PER_BATCH)
-        starts = range(0, num_blocks, length)
-        load.num_batches = len(starts)
+        batches = [batch for part in spec.blocks for batch in self._divide(load, part)]
+        load.num_batches = len(batches)
         self._loads[spec.load_id] = [load]
-        for start in starts:
-            stop = min(start + length, num_blocks)
+        for batch in batches:
             # A step that waits goes before loads that nobody waits for yet.
             order = (0 if spec.in_step else 1, next(self._order))
-            self._batches.put((*order, _Batch(load, start, stop)))
+            self._batches.put((*order, batch))
 
-    def _blocks_per_slot(self, load: PoolLoad) -> int:
-        return self._slots.slot_bytes // load.values.num_bytes
+    def _divide(self, load: PoolLoad, part: PoolBlocks) -> list[_Batch]:
+        values = self._values[part.group]
+        num_blocks, blocks_per_slot = len(part.block_ids), self._blocks_per_slot(values)
+        num_slots = math.ceil(num_blocks / (blocks_per_slot * len(self._threads)))
+        length = blocks_per_slot * min(num_slots, _MAX_SLOTS_PER_BATCH)
+        runs = [slice(start, start + length) for start in range(0, num_blocks, length)]
+        return [
+            _Batch(load, values, PoolBlocks(part.hashes[run], part.block_ids[run], part.group))
+            for run in runs
+        ]
+
+    def _blocks_per_slot(self, values: BlockValues) -> int:
+        return self._slots.slot_bytes // values.num_bytes
 
     # Read threads.
 
@@ -167,33 +174,31 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
                 self._end(batch.load, "")
 
     def _read(self, batch: _Batch) -> None:
-        load, left = batch.load, list(range(batch.start, batch.stop))
+        left = list(range(len(batch.blocks.block_ids)))
         if isinstance(self._tier, SupportsView):
-            left = self._read_in_place(load, left, self._tier)
-        while left and load.ended is None:
-            num_blocks = self._blocks_per_slot(load)
-            self._read_staged(load, left[:num_blocks])
+            left = self._read_in_place(batch, self._tier)
+        while left and batch.load.ended is None:
+            num_blocks = self._blocks_per_slot(batch.values)
+            self._read_staged(batch, left[:num_blocks])
             del left[:num_blocks]
 
-    def _read_in_place(self, load: PoolLoad, indices: list[int], tier: SupportsView) -> list[int]:
+    def _read_in_place(self, batch: _Batch, tier: SupportsView) -> list[int]:
         """Straight from the tier's memory, where that is in reach; what is left to be read."""
-        spec, values, size = load.spec, load.values, load.values.num_bytes
-        left = []
-        with tier.view([values.key(spec.hashes[i]) for i in indices], size) as addrs:
-            for i, addr in zip(indices, addrs, strict=True):
-                if not addr or self._unpack(load, i, Region(addr, size), 0) is not Status.OK:
+        size, left = batch.values.num_bytes, []
+        with tier.view(batch.keys, size) as addrs:
+            for i, addr in enumerate(addrs):
+                if not addr or self._unpack(batch, i, Region(addr, size), 0) is not Status.OK:
                     left.append(i)
         return left
 
-    def _read_staged(self, load: PoolLoad, indices: list[int]) -> None:
+    def _read_staged(self, batch: _Batch, indices: list[int]) -> None:
         """At most what one slot holds."""
+        load, size, keys = batch.load, batch.values.num_bytes, batch.keys
         slot = wait_slot(self._slots, lambda: load.ended is not None)
         if slot is None:
             return
-        spec, values, size = load.spec, load.values, load.values.num_bytes
         targets = [
-            Value(values.key(spec.hashes[index]), slot.addr + i * size, size)
-            for i, index in enumerate(indices)
+            Value(keys[index], slot.addr + i * size, size) for i, index in enumerate(indices)
         ]
         with slot:
             # What a stalled owner sends may land when it goes on, also after the call has raised.
@@ -201,21 +206,21 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
             statuses = self._tier.get(targets)
             if Status.FAILED not in statuses:
                 slot.quarantine(0)
-            damaged = self._place(load, indices, statuses, slot.region)
+            damaged = self._place(batch, indices, statuses, slot.region)
         if damaged:
             # The first value of a key stays, so a bad one would be found for ever.
             logger.warning("the pool had %d values that do not verify; removed", len(damaged))
-            self._tier.remove([values.key(spec.hashes[index]) for index in damaged])
+            self._tier.remove([keys[index] for index in damaged])
 
     def _place(
-        self, load: PoolLoad, indices: list[int], statuses: list[Status], memory: Region
+        self, batch: _Batch, indices: list[int], statuses: list[Status], memory: Region
     ) -> list[int]:
         """What was read side by side, until the load has ended; which of it is not what was put."""
-        damaged = []
+        load, damaged = batch.load, []
         for i, index in enumerate(indices):
             status: Status | None = statuses[i]
             if status is Status.OK:
-                status = self._unpack(load, index, memory, i * load.values.num_bytes)
+                status = self._unpack(batch, index, memory, i * batch.values.num_bytes)
             if status is None:
                 return []
             if status is not Status.OK:
@@ -224,16 +229,17 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
                 damaged.append(index)
         return damaged
 
-    def _unpack(self, load: PoolLoad, index: int, memory: Region, offset: int) -> Status | None:
-        """Put a value into the pages of block ``index`` of the load; ``None`` if that has ended.
-        Under the load's lock, so that its end waits for the copy: not one byte comes after it.
+    def _unpack(self, batch: _Batch, index: int, memory: Region, offset: int) -> Status | None:
+        """Put a value into the pages of block ``index`` of the batch; ``None`` if its load has
+        ended. Under the load's lock, so that its end waits for the copy: not one byte comes after.
         """
-        block_id, block_hash = load.spec.block_ids[index], load.spec.hashes[index]
+        load, values = batch.load, batch.values
+        block_id, block_hash = batch.blocks.block_ids[index], batch.blocks.hashes[index]
         with load.lock:
             if load.ended is not None:
                 return None
-            status = load.values.unpack(block_id, block_hash, memory, offset)
+            status = values.unpack(block_id, block_hash, memory, offset)
             if status is Status.OK:
-                load.num_bytes += load.values.num_bytes
+                load.num_bytes += values.num_bytes
                 load.missing.discard(block_id)
         return status

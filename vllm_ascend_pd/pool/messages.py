@@ -18,7 +18,7 @@ Each worker stores and finds its own share of a block; ``pool.fold`` folds what 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -28,20 +28,29 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.types import LoadId
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLoadSpec:
-    """Blocks of the pool to load, in one KV cache group: the value of ``hashes[i]`` goes to
-    ``block_ids[i]``.
-    """
+class PoolBlocks(NamedTuple):
+    """Of one KV cache group: the value of ``hashes[i]`` goes to ``block_ids[i]``."""
 
-    load_id: LoadId
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoadSpec:
+    """Blocks of the pool to load, by KV cache group."""
+
+    load_id: LoadId
+    blocks: tuple[PoolBlocks, ...]
     in_step: bool
     timeout_s: float
     has_tail: bool = False
-    """Whether the forward writes into the last of them, so that it must be in place before."""
-    group: int = 0
+    """Whether the forward writes into some of them, so that they must be in place before."""
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Of all groups."""
+        return tuple(block_id for part in self.blocks for block_id in part.block_ids)
 
 
 class AheadSpec(msgspec.Struct, frozen=True):
@@ -55,13 +64,15 @@ class AheadSpec(msgspec.Struct, frozen=True):
 
 
 class Lookup(msgspec.Struct, tag=True, frozen=True):
-    """Where are these blocks? Not answered when nobody has come to it ``before`` (monotonic s)."""
+    """Where are these blocks? ``groups`` are their KV cache groups, a byte each. Not answered when
+    nobody has come to it ``before`` (monotonic s).
+    """
 
     lookup_id: int
     hashes: bytes
     hash_bytes: int
+    groups: bytes
     before: float
-    group: int = 0
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):

@@ -32,6 +32,7 @@ from vllm_ascend_pd.pool.messages import (
     Found,
     Lookup,
     Packed,
+    PoolBlocks,
     PoolLoadSpec,
     Save,
     Saved,
@@ -95,7 +96,8 @@ class PoolMachine(RuleBasedStateMachine):
     def places(self, wanted: list[bytes]) -> list[Place]:
         self.tier.script = TierScript()
         joined, size = join_hashes(wanted)
-        self.link.send(Lookup(self.new_id(), joined, size, time.monotonic() + LONG_S))
+        groups, before = bytes(len(wanted)), time.monotonic() + LONG_S
+        self.link.send(Lookup(self.new_id(), joined, size, groups, before))
         found = self.inbox.get(timeout=LONG_S)
         assert isinstance(found, Found)
         assert found.lookup_id == self.next_id
@@ -175,7 +177,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pages[:] = 77
         present = self.places(wanted)
         self.tier.script = TierScript(f"get:ok*{position},{fault}" if position else f"get:{fault}")
-        spec = PoolLoadSpec(LoadId(self.new_id()), tuple(wanted), block_ids, in_step, LONG_S)
+        blocks = PoolBlocks(tuple(wanted), block_ids)
+        spec = PoolLoadSpec(LoadId(self.new_id()), (blocks,), in_step, LONG_S)
         self.io.loader.start_load(spec)
         if in_step:
             self.io.loader.wait_layer(0)
@@ -199,9 +202,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pages[:] = 77
         self.tier.script = TierScript("get:delay(5)*")
         block_ids = tuple(range(len(wanted)))
-        self.io.loader.start_load(
-            PoolLoadSpec(LoadId(self.new_id()), tuple(wanted), block_ids, False, LONG_S)
-        )
+        blocks = PoolBlocks(tuple(wanted), block_ids)
+        self.io.loader.start_load(PoolLoadSpec(LoadId(self.new_id()), (blocks,), False, LONG_S))
         self.io.loader.cancel(LoadId(self.next_id))
         (result,) = self.io.loader.take_results()
         before = self.pages.copy()

@@ -149,7 +149,9 @@ class Admission:
         num_offered = missing[-1].block_index + 1
         load_ms: list[float | None] = [None] * num_offered
         for place in missing:
-            load_ms[place.block_index] = (load_ms[place.block_index] or 0.0) + source.load_ms(place)
+            # Of windows a source is known to have those of its own end: it is all or nothing.
+            at = (missing[0] if self._has_windows else place).block_index
+            load_ms[at] = (load_ms[at] or 0.0) + source.load_ms(place)
         decided = plan(
             Question(
                 load_ms=load_ms,

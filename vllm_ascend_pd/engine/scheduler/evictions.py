@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks the engine is about to evict.
+"""Blocks that may be stored: those that are known good, and which the engine is about to evict.
 
     free queue:  [b7][b2][b9][b4] ... [b5]        the engine takes new blocks from the front
                  |<-- horizon -->|                 as many as a step may take: to be stored now
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.vllm_api.blocks import content_hash, free_to_front, next_to_evict
+from vllm_ascend_pd.engine.vllm_api.blocks import free_to_front, next_to_evict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Evictable:
+class GoodBlock:
     """A block whose KV is right. It holds what ``block_hash`` says while that is the very object
     that the block was cached with, see ``phantom.Phantom``.
     """
@@ -36,9 +36,8 @@ class Evictable:
     block_hash: BlockHashWithGroupId
     event: BlockStored | None
 
-    @property
-    def content_hash(self) -> bytes:
-        return content_hash(self.block_hash)
+    def is_current(self) -> bool:
+        return self.block.block_hash is self.block_hash
 
 
 class Evictions:
@@ -47,22 +46,21 @@ class Evictions:
     def __init__(self, pool: BlockPool, horizon: int) -> None:
         self._pool = pool
         self._horizon = horizon
-        self._good: dict[int, Evictable] = {}
+        self._good: dict[int, GoodBlock] = {}
 
     def is_good(self, block: KVCacheBlock) -> bool:
         known = self._good.get(block.block_id)
-        return known is not None and known.block_hash is block.block_hash
+        return known is not None and known.is_current()
 
-    def note_good(self, block: KVCacheBlock, event: BlockStored | None) -> Evictable | None:
+    def note_good(self, good: GoodBlock) -> GoodBlock | None:
         """A full block has been computed or loaded, and nothing went wrong; what the same memory
         held before, and has been evicted.
         """
-        assert block.block_hash is not None
-        before = self._good.get(block.block_id)
-        self._good[block.block_id] = Evictable(block, block.block_hash, event)
+        before = self._good.get(good.block.block_id)
+        self._good[good.block.block_id] = good
         return before
 
-    def next_ones(self) -> Iterator[Evictable]:
+    def next_ones(self) -> Iterator[GoodBlock]:
         """Good blocks at the front of the free queue, the next one to be evicted first. The queue
         must not change meanwhile.
         """

@@ -75,12 +75,6 @@ class Common:
         return has_states(self.groups)
 
     @property
-    def group(self) -> KVGroup:
-        """The only one: with a pool, see ``supported``."""
-        (group,) = self.groups
-        return group
-
-    @property
     def block_size(self) -> int:
         """In tokens; the same in all groups, see ``supported``."""
         return self.groups[0].block_size

@@ -88,13 +88,21 @@ class PhantomBlocks:
         """What ``source`` has and is not cached here, up to the first block that is neither.
         ``tail_follows``, if it has none yet.
         """
+        return _missing(self._with_source(request, source, tail_follows))
+
+    def num_hits(self, request: Request, source: BlockSource) -> int:
+        """How many blocks are cached here or can be had there, up to the first that is neither."""
+        return len(self._with_source(request, source, False)[0])
+
+    def _with_source(
+        self, request: Request, source: BlockSource, tail_follows: bool
+    ) -> list[Table]:
         stop = self._size.tail_index(request.num_tokens)
         nothing: list[Sequence[KVCacheBlock]] = [[] for _ in self._groups]
         has_tail = tail_follows or source.has_tail(stop)
-        tables = self._reach(
+        return self._reach(
             request, nothing, stop, source.num_tail_tokens, has_tail, source.has_block
         )
-        return _missing(tables)
 
     def _reach(
         self,

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.engine.vllm_api.blocks import block_key, split_key
 from vllm_ascend_pd.engine.vllm_api.events import removed, stored
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_ascend_pd.engine.vllm_api.types import BlockPool, BlockStored, Request
     from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.pool.known_keys import KnownKeys
@@ -27,53 +30,53 @@ class PoolEvents:
         self,
         pool: BlockPool,
         known: KnownKeys,
-        group: KVGroup,
+        groups: Sequence[KVGroup],
         stores_to: Place = Place.DRAM,
     ) -> None:
         self._stores_to = stores_to
         self._pool = pool
         self._known = known
-        self._group = group
+        self._groups = groups
 
-    def make_stored(self, request: Request, index: int) -> BlockStored | None:
-        """For block ``index`` of ``request``, without its medium; ``None`` when nobody listens."""
+    def make_stored(self, request: Request, index: int, group: int) -> BlockStored | None:
+        """Of block ``index`` of ``request``, without its medium; ``None`` when nobody listens."""
         if not self._pool.enable_kv_cache_events:
             return None
-        return stored(request, index, self._group)
+        return stored(request, index, self._groups[group])
 
-    def found(self, request: Request, index: int, place: Place) -> None:
+    def found(self, request: Request, index: int, group: int, place: Place) -> None:
         """A lookup has found block ``index`` there."""
-        block_hash = bytes(request.block_hashes[index])
-        before = self._known.note(block_hash, place)
+        key = block_key(request.block_hashes[index], group)
+        before = self._known.note(key, place)
         if before.medium != place.medium:
-            self._publish(block_hash, before, place, self.make_stored(request, index))
+            self._publish(key, before, place, self.make_stored(request, index, group))
 
-    def is_recent(self, block_hash: bytes, age_s: float) -> bool:
+    def is_recent(self, key: bytes, age_s: float) -> bool:
         """Whether it was found or stored not longer ago than that."""
-        return self._known.is_recent(block_hash, age_s)
+        return self._known.is_recent(key, age_s)
 
-    def stored(self, block_hash: bytes, event: BlockStored | None) -> None:
+    def stored(self, key: bytes, event: BlockStored | None) -> None:
         """It has just been put there; ``event`` is from ``make_stored``."""
-        before = self._known.note(block_hash, self._stores_to)
+        before = self._known.note(key, self._stores_to)
         if event is not None and before.medium != self._stores_to.medium:
-            self._publish(block_hash, before, self._stores_to, event)
+            self._publish(key, before, self._stores_to, event)
 
-    def gone(self, block_hash: bytes) -> None:
-        before = self._known.note(block_hash, Place.NOWHERE)
-        self._publish(block_hash, before, Place.NOWHERE, None)
+    def gone(self, key: bytes) -> None:
+        before = self._known.note(key, Place.NOWHERE)
+        self._publish(key, before, Place.NOWHERE, None)
 
     def all_gone(self) -> None:
         """The pool is down, or was: nothing that it had can be counted on."""
-        by_medium: dict[str, list[bytes]] = {}
-        for block_hash, place in self._known.clear().items():
-            by_medium.setdefault(place.medium, []).append(block_hash)
+        known = self._known.clear()
         if self._pool.enable_kv_cache_events:
-            for medium, hashes in by_medium.items():
-                self._remove(hashes, medium)
+            hashes: dict[tuple[str, int], list[bytes]] = {}
+            for key, place in known.items():
+                block_hash, group = split_key(key)
+                hashes.setdefault((place.medium, group), []).append(block_hash)
+            for (medium, group), gone in hashes.items():
+                self._remove(gone, medium, group)
 
-    def _publish(
-        self, block_hash: bytes, before: Place, after: Place, event: BlockStored | None
-    ) -> None:
+    def _publish(self, key: bytes, before: Place, after: Place, event: BlockStored | None) -> None:
         """Of several tiers, the one that it would be loaded from is told. First where it is now, so
         that it is never nowhere in between.
         """
@@ -83,7 +86,8 @@ class PoolEvents:
             event.medium = after.medium
             self._pool.kv_event_queue.append(event)
         if before is not Place.NOWHERE:
-            self._remove([block_hash], before.medium)
+            block_hash, group = split_key(key)
+            self._remove([block_hash], before.medium, group)
 
-    def _remove(self, hashes: list[bytes], medium: str) -> None:
-        self._pool.kv_event_queue.append(removed(hashes, medium, self._group))
+    def _remove(self, hashes: list[bytes], medium: str, group: int) -> None:
+        self._pool.kv_event_queue.append(removed(hashes, medium, self._groups[group]))

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
-from vllm_ascend_pd.pool.messages import PoolLoadSpec
+from vllm_ascend_pd.pool.messages import PoolBlocks, PoolLoadSpec
 from vllm_ascend_pd.types import Cause, Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
@@ -21,7 +22,20 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.types import LoadId
 
 
+_NEAR = 512
+"""So many blocks before the end of what there is, windows of shorter hits are looked for."""
 _EXPECTED_OUTCOMES = ("", Cause.CANCELLED.value)
+
+
+class Asked(NamedTuple):
+    """What a lookup asks for: blocks of a request, by index, in one KV cache group."""
+
+    group: int
+    indices: Sequence[int]
+
+
+def num_asked(asked: Sequence[Asked]) -> int:
+    return sum(len(each.indices) for each in asked)
 
 
 class PoolPrompt(BlockSource):
@@ -44,20 +58,53 @@ class PoolPrompt(BlockSource):
         self.loaded: set[int] = set()
         """Blocks that loads have brought in."""
         self._pool = source
-        self._places: bytes = b""
+        self._places: list[dict[int, int]] = [{} for _ in source.groups]
+        """By group and index: of what has been asked for."""
         self._num_blocks = 0
-        self._num_tail_tokens = 0
+        self._is_cut = False
+        self._hopes = False
+        """Whether what has not been asked for counts as being there."""
+        self._num_lookups = 0
 
     # What it has.
 
-    def found(self, places: bytes) -> None:
-        """``places[i]`` is that of block ``start + i``."""
-        self._places = places
-        self._num_blocks = self.start + len(places.rstrip(b"\0"))
-        group = self._pool.group
-        if self.has_block(group.tail_index(self.request.num_tokens)):
-            self._num_tail_tokens = group.block_size - 1
-        self.advance(SourceEvent.FOUND)
+    def learn(self, asked: Sequence[Asked], places: bytes) -> None:
+        """A lookup is over, in whose order ``places`` are."""
+        self._num_lookups += 1
+        at = 0
+        for group, indices in asked:
+            own = places[at : at + len(indices)]
+            self._places[group].update(zip(indices, own, strict=True))
+            if num_there := len(own.rstrip(b"\0")):
+                self._num_blocks = max(self._num_blocks, indices[num_there - 1] + 1)
+            at += len(indices)
+
+    def unknown(self, phantoms: PhantomBlocks) -> list[Asked]:
+        """What has to be asked for before it can be said where the hits end: of windows those
+        before the end of what the other groups have, also if they are here, for a request may wait;
+        and if some of them are missing, those of ends that are not far before it.
+        """
+        groups, size = self._pool.groups, self._pool.size
+        if self._num_lookups > 2 or all(group.keeps_all for group in groups):
+            return []
+        self._hopes = True
+        stop = phantoms.num_hits(self.request, self)
+        end = min(stop, self._num_blocks) * size.block_size
+        stop += bool(self.num_tail_tokens and stop == size.tail_index(self.request.num_tokens))
+        self._hopes = False
+        unknown = self._unknown([range(group.first_needed(end), stop) for group in groups])
+        if unknown and self._num_lookups > 1:
+            near = range(self._num_blocks - _NEAR, self._num_blocks)
+            return self._unknown([near] * len(groups))
+        return unknown
+
+    def _unknown(self, indices: Sequence[range]) -> list[Asked]:
+        """Of these blocks, by group."""
+        asked = [
+            Asked(group, [i for i in own if i >= self.start and i not in known])
+            for group, (own, known) in enumerate(zip(indices, self._places, strict=True))
+        ]
+        return [each for each in asked if each.indices]
 
     @property
     def num_blocks(self) -> int:
@@ -67,21 +114,24 @@ class PoolPrompt(BlockSource):
     def num_tail_tokens(self) -> int:
         """All but the last token of a prompt of full blocks: vLLM computes that one, and would
         compute its whole block."""
-        return self._num_tail_tokens
+        size = self._pool.size
+        tail = size.tail_index(self.request.num_tokens)
+        has_all = all(self.has_block(tail, group.id) for group in self._pool.groups)
+        return size.block_size - 1 if has_all and not self._is_cut else 0
 
     def has_tail(self, index: int) -> bool:
-        return self._num_tail_tokens > 0 and self.has_block(index)
+        return self.num_tail_tokens > 0 and self.has_block(index)
 
     def has_block(self, index: int, group: int = 0) -> bool:
-        return self.place_of(index) is not Place.NOWHERE
-
-    def place_of(self, index: int) -> Place:
         if not self.start <= index < self._num_blocks:
-            return Place.NOWHERE
-        return Place(self._places[index - self.start])
+            return False
+        return self._places[group].get(index, self._hopes) > 0
+
+    def place_of(self, index: int, group: int = 0) -> Place:
+        return Place(self._places[group][index]) if self.has_block(index, group) else Place.NOWHERE
 
     def load_ms(self, place: Wanted) -> float:
-        return self._pool.load_ms(self.place_of(place.block_index))
+        return self._pool.load_ms(self.place_of(*place), place.group)
 
     @property
     def compute_ms(self) -> float:
@@ -97,7 +147,7 @@ class PoolPrompt(BlockSource):
             self._pool.decided(self, plan, num_offered)
         self.plan = plan
         if plan.num_blocks < num_offered:
-            self._num_blocks, self._num_tail_tokens = plan.num_blocks, 0
+            self._num_blocks, self._is_cut = plan.num_blocks, True
 
     def give_up(self, cause: Cause) -> None:
         self.advance(SourceEvent.GIVE_UP)
@@ -114,33 +164,40 @@ class PoolPrompt(BlockSource):
         blocks: tuple[LoadBlocks, ...],
         in_step: bool,
     ) -> PoolLoadSpec:
-        (part,) = blocks
         name, transfer = self._pool.names.name, self._pool.transfer
-        hashes = tuple(name(self.request.block_hashes[i]) for i in part.indices)
-        timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
-        return PoolLoadSpec(
-            load_id, hashes, part.block_ids, in_step, timeout_s, part.has_tail, part.group
+        hashes = self.request.block_hashes
+        parts = tuple(
+            PoolBlocks(tuple(name(hashes[i]) for i in part.indices), part.block_ids, part.group)
+            for part in blocks
         )
+        timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
+        has_tail = any(part.has_tail for part in blocks)
+        return PoolLoadSpec(load_id, parts, in_step, timeout_s, has_tail)
 
     def load_ended(
         self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
     ) -> None:
         super().load_ended(result, places, was_parked)
-        indices = {block_id: place.block_index for block_id, place in places.items()}
         origin = self.provenance
         origin.num_pool_bytes += result.num_bytes
         origin.transfer_ms += result.elapsed_ms
         if result.failed or not result.cause:
-            self.loaded.update(i for b, i in indices.items() if b not in result.failed)
-        self._pool.load_ended(result, [self.place_of(i) for i in indices.values()])
+            self.loaded.update(
+                place.block_index for b, place in places.items() if b not in result.failed
+            )
+        self._pool.load_ended(result, [self.place_of(*place) for place in places.values()])
         if result.cause in _EXPECTED_OUTCOMES:
             return
         origin.outcome = result.cause
         for block_id in result.failed:
-            if (index := indices.get(block_id)) is not None:
-                self._pool.failed_to_load(bytes(self.request.block_hashes[index]))
-        lost = {i for b, i in indices.items() if not result.failed or b in result.failed}
-        self.provenance.take_back(min(lost, default=0) * self._pool.group.block_size)
+            if block_id in places:
+                self._pool.failed_to_load(self.request, places[block_id])
+        lost = {p.block_index for b, p in places.items() if not result.failed or b in result.failed}
+        kept = min(lost, default=0)
+        if not all(group.keeps_all for group in self._pool.groups):
+            # Of windows only those of the load's end have come: no end before it is whole.
+            kept = min(kept, self.start)
+        self.provenance.take_back(kept * self._pool.size.block_size)
 
     def count_computed(self, admitted: bool) -> bool:
         """Whether the request has been admitted. Nobody says so when nothing of its prompt was to
@@ -174,12 +231,13 @@ class PoolPrompt(BlockSource):
         if not num_pool and not indices:
             return
         origin = self.provenance
-        group = self._pool.group
+        size = self._pool.size
         by_place = dict.fromkeys(Place.all(), 0)
-        tail = group.tail_index(self.end)
+        tail = size.tail_index(self.end)
         for index in indices:
-            num_tokens = group.block_size - (index == tail)
-            by_place[self.place_of(index) or Place.DRAM] += num_tokens
+            num_tokens = size.block_size - (index == tail)
+            places = (self.place_of(index, group.id) for group in self._pool.groups)
+            by_place[max(places) or Place.DRAM] += num_tokens
         # Some may have been evicted since; what is not known to be elsewhere was in DRAM.
         excess = sum(by_place.values()) - num_pool
         for place, num_tokens in by_place.items():

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 _DROP_TIMEOUT_S = 1.0
+_KNOWN_BLOCKS = 200_000
+"""Of a KV cache group; as many are remembered as stored."""
 _TICK_S = 0.001
 
 
@@ -56,10 +58,10 @@ class PoolSide(Part):
         self._prefill = common.prefill
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()  # filled by the link's thread
         self._link = PoolLink("pd-pool-client", self.on_message)
-        self.known = KnownKeys()
+        self.known = KnownKeys(max_keys=_KNOWN_BLOCKS * len(common.groups))
         assert common.config.pool is not None
         stores_to = tier_class(common.config.pool.tiers[0]).stores_to
-        events = PoolEvents(common.manager.block_pool, self.known, common.group, stores_to)
+        events = PoolEvents(common.manager.block_pool, self.known, common.groups, stores_to)
         options = scheduler.scheduler_config
         self.source = PoolSource(common, events, self._link.send)
         self.open = self.source.open
@@ -70,8 +72,11 @@ class PoolSide(Part):
             send=self._hold,
             bounds=SaveBounds(
                 blocks_per_save=blocks_per_save,
-                blocks_per_step=options.max_num_seqs
-                + math.ceil(options.max_num_batched_tokens / common.block_size),
+                blocks_per_step=len(common.groups)
+                * (
+                    options.max_num_seqs
+                    + math.ceil(options.max_num_batched_tokens / common.block_size)
+                ),
             ),
             not_found=self.source.closed,
             name=self.source.names.name,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
 from contextlib import suppress
@@ -12,8 +13,9 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import LoadFromPool
-from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
+from vllm_ascend_pd.engine.scheduler.pool_prompt import Asked, PoolPrompt, num_asked
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
+from vllm_ascend_pd.engine.vllm_api.blocks import block_key
 from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.kv.cost import Speed
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import Plan
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import Wanted
     from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.pool.messages import Message
 
@@ -47,13 +50,14 @@ _POOL_FAULTS = (Cause.POOL_FAILED.value, Cause.DEADLINE.value)
 @dataclass(slots=True)
 class _Pending:
     """A lookup on its way: of a prompt that waits for it, of blocks that a request has already, or
-    a probe.
+    a probe, which is no request's.
     """
 
+    request: Request | None
+    asked: Sequence[Asked]
     prompt: PoolPrompt | None
     sent_at: float
     deadline: float
-    refreshed: tuple[Request, Sequence[int]] | None = None
     answers: list[Found] = field(default_factory=list)
     """Of the workers that have answered so far."""
 
@@ -72,7 +76,9 @@ class PoolSource:
         assert config is not None
         self.names = PoolNames(is_shared="mooncake" in config.tiers)
         self.transfer = common.config.transfer
-        self.group = common.group
+        self.groups = common.groups
+        self.size = common.groups[0]
+        """Blocks of all groups are of one size."""
         self._config = config
         self._common = common
         self._phantoms = common.phantoms
@@ -116,7 +122,7 @@ class PoolSource:
         """
         if not self._config.get or request.skip_reading_prefix_cache:
             return
-        end = self.group.tail_index(request.num_tokens)
+        end = self.size.tail_index(request.num_tokens)
         stop = min(end + 1, len(request.block_hashes))
         previous = self.find(request)
         # The blocks of a preempted request are still cached, and about to be taken by others.
@@ -137,7 +143,8 @@ class PoolSource:
             self._probe()
             return
         if start < stop:
-            self._look_up([bytes(h) for h in request.block_hashes[start:stop]], prompt)
+            asked = [Asked(g.id, range(start, stop)) for g in self.groups if g.keeps_all]
+            self._look_up(request, asked, prompt)
             wait_for_kv(request)
         else:
             self._give_up(prompt)
@@ -148,27 +155,38 @@ class PoolSource:
         looked up for longest, and without telling: it learns that they are used, and we, what must
         be stored again. Nobody waits for the answer.
         """
-        hashes = [bytes(h) for h in request.block_hashes[:num_blocks]]
-        indices = [i for i, h in enumerate(hashes) if not self._events.is_recent(h, _REFRESH_S)]
-        if indices:
-            self._look_up([hashes[i] for i in indices], refreshed=(request, indices))
+        hashes, end = request.block_hashes, num_blocks * self.size.block_size
+        is_recent = self._events.is_recent
+        asked = []
+        for group in self.groups:
+            used = range(group.first_needed(end), num_blocks)
+            indices = [i for i in used if not is_recent(block_key(hashes[i], group.id), _REFRESH_S)]
+            if indices:
+                asked.append(Asked(group.id, indices))
+        if asked:
+            self._look_up(request, asked)
 
     def _probe(self) -> None:
         if self.breaker.take_probe():
-            self._look_up([_PROBE_HASH])
+            self._look_up(None, [Asked(0, [0])])
 
     def _look_up(
         self,
-        hashes: Sequence[bytes],
+        request: Request | None,
+        asked: Sequence[Asked],
         prompt: PoolPrompt | None = None,
-        refreshed: tuple[Request, Sequence[int]] | None = None,
+        deadline: float = math.inf,
     ) -> None:
         now = self._clock()
         timeout_s = self._config.lookup_timeout_ms / 1000
         lookup_id = next(self._ids)
-        self._pending[lookup_id] = _Pending(prompt, now, now + timeout_s, refreshed)
-        joined, hash_bytes = join_hashes([self.names.name(h) for h in hashes])
-        self._send(Lookup(lookup_id, joined, hash_bytes, now + timeout_s, self.group.id))
+        deadline = min(deadline, now + timeout_s)
+        self._pending[lookup_id] = _Pending(request, asked, prompt, now, deadline)
+        hashes = request.block_hashes if request is not None else [_PROBE_HASH]
+        name = self.names.name
+        joined, hash_bytes = join_hashes([name(hashes[i]) for _, each in asked for i in each])
+        groups = b"".join(bytes([group]) * len(each) for group, each in asked)
+        self._send(Lookup(lookup_id, joined, hash_bytes, groups, deadline))
 
     def fold_some(self) -> None:
         """Of answers that have come; a few, so that no pass pays for many."""
@@ -211,29 +229,34 @@ class PoolSource:
             return
         del self._pending[found.lookup_id]
         found = fold_found(pending.answers)
-        if pending.refreshed is not None:
-            self._note_refreshed(*pending.refreshed, found)
+        is_whole = found.healthy and len(found.places) == num_asked(pending.asked)
+        request, prompt = pending.request, pending.prompt
+        if request is not None and prompt is None:
+            if is_whole:
+                self._learn(request, pending.asked, found.places)
             return
         elapsed_s = arrived_at - pending.sent_at
         self._record(found.healthy, elapsed_s)
         if not found.healthy:
             self._events.all_gone()
-        prompt = pending.prompt
         if prompt is None or not prompt.pending:
             return
-        places = bytearray(found.places)
-        if not found.healthy or len(places) + prompt.start > len(prompt.request.block_hashes):
+        if not is_whole:
             self._count_lookup("failed")
             self._give_up(prompt)
             return
         self._stats.add("pool_lookup_ms", elapsed_s * 1000)
-        self._learn(prompt, places)
-        if not any(places):
+        self._learn(prompt.request, pending.asked, found.places)
+        prompt.learn(pending.asked, self._usable(prompt.request, pending.asked, found.places))
+        if not prompt.num_blocks:
             self._count_lookup("miss")
             self._give_up(prompt)
             return
+        if unknown := prompt.unknown(self._phantoms):
+            self._look_up(prompt.request, unknown, prompt, pending.deadline)
+            return
         self._count_lookup("hit")
-        prompt.found(bytes(places))
+        prompt.advance(SourceEvent.FOUND)
         if self._config.load is LoadFromPool.NONE:
             prompt.give_up(Cause.NOT_NEEDED)
             self._stats.add("pool_decisions", label="none")
@@ -251,19 +274,12 @@ class PoolSource:
             self.closed[prompt.request.request_id] = self.open.pop(prompt.request.request_id)
         return True
 
-    def _note_refreshed(self, request: Request, indices: Sequence[int], found: Found) -> None:
-        if found.healthy and len(found.places) == len(indices):
-            for index, place in zip(indices, found.places, strict=True):
-                self._events.found(request, index, Place(place))
-
     def forget(self) -> None:
         """Nothing that the pool has now is taken any more."""
         for prompt in self.open.values():
             prompt.give_up(Cause.CANCELLED)
         # A probe goes on: without its end the breaker would stay half open.
-        self._pending = {
-            i: p for i, p in self._pending.items() if p.prompt is None and p.refreshed is None
-        }
+        self._pending = {i: p for i, p in self._pending.items() if p.request is None}
         self._events.all_gone()
         self.names.forget()
 
@@ -272,17 +288,26 @@ class PoolSource:
         self.queued = [p for p in self.queued if p.state is SourceState.READY]
         return list(self.queued)
 
-    def _learn(self, prompt: PoolPrompt, places: bytearray) -> None:
-        """What is there need not be stored again; what failed a moment ago is not tried again."""
-        now = self._clock()
-        for i, place in enumerate(places):
-            block_hash = bytes(prompt.request.block_hashes[prompt.start + i])
-            self._events.found(prompt.request, prompt.start + i, Place(place))
-            if self._blacklist and (until := self._blacklist.get(block_hash)):
-                if until > now:
-                    places[i] = Place.NOWHERE
-                else:
-                    del self._blacklist[block_hash]
+    def _learn(self, request: Request, asked: Sequence[Asked], places: bytes) -> None:
+        """What is there need not be stored again."""
+        at = 0
+        for group, indices in asked:
+            for index, place in zip(indices, places[at:], strict=False):
+                self._events.found(request, index, group, Place(place))
+            at += len(indices)
+
+    def _usable(self, request: Request, asked: Sequence[Asked], places: bytes) -> bytes:
+        """What failed a moment ago is not tried again."""
+        if not self._blacklist:
+            return places
+        now, usable = self._clock(), bytearray(places)
+        keys = (block_key(request.block_hashes[i], group) for group, each in asked for i in each)
+        for at, key in enumerate(keys):
+            if (until := self._blacklist.get(key, 0.0)) > now:
+                usable[at] = Place.NOWHERE
+            elif until:
+                del self._blacklist[key]
+        return bytes(usable)
 
     def expire(self) -> None:
         """Requests whose lookup is not answered in time go on without the pool."""
@@ -293,7 +318,7 @@ class PoolSource:
             if now < pending.deadline:
                 continue
             del self._pending[lookup_id]
-            if pending.refreshed is not None:
+            if pending.request is not None and pending.prompt is None:
                 continue
             self._record(False)
             if pending.prompt is not None and self._give_up(pending.prompt):
@@ -317,15 +342,15 @@ class PoolSource:
 
     # Load or recompute.
 
-    def load_ms(self, place: Place) -> float:
+    def load_ms(self, place: Place, group: int) -> float:
         """How long loading a block from there is expected to take."""
-        return self.speeds[place].ms(self._common.bytes_per_block())
+        return self.speeds[place].ms(self._common.bytes_per_block(group))
 
     @property
     def compute_ms(self) -> float:
         if self._config.load is not LoadFromPool.AUTO:
             return 0.0
-        return self._common.prefill.ms(self.group.block_size)
+        return self._common.prefill.ms(self.size.block_size)
 
     def decided(self, prompt: PoolPrompt, plan: Plan, num_offered: int) -> None:
         """So many of the blocks that it offers are used."""
@@ -357,10 +382,11 @@ class PoolSource:
         if result.cause != Cause.CANCELLED.value:
             self._record(result.cause not in _POOL_FAULTS)
 
-    def failed_to_load(self, block_hash: bytes) -> None:
+    def failed_to_load(self, request: Request, wanted: Wanted) -> None:
         """It is not tried again for a while."""
-        self._blacklist[block_hash] = self._clock() + _BLACKLIST_S
-        self._events.gone(block_hash)
+        key = block_key(request.block_hashes[wanted.block_index], wanted.group)
+        self._blacklist[key] = self._clock() + _BLACKLIST_S
+        self._events.gone(key)
 
     def finish(self, request: Request) -> Provenance | None:
         """The request ended, by whatever cause."""

@@ -8,6 +8,9 @@
     Packed            by all workers, perhaps during the step: unpin        (on_packed)
     Saved             by all: known to be in the pool, or why not           (on_saved)
 
+What cannot be sent now is kept in mind, and sent while it is still in the prefix cache: a request
+may end before, or give a block up because its layers look back a little only.
+
 On eviction: what is right is only noted, and those that the engine would evict next are sent.
 
 A request is never held back for a save: its blocks are pinned by a reference of our own, for the
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
@@ -27,7 +30,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from vllm_ascend_pd.config import PoolSave
-from vllm_ascend_pd.engine.scheduler.evictions import Evictable, Evictions
+from vllm_ascend_pd.engine.scheduler.evictions import Evictions, GoodBlock
+from vllm_ascend_pd.engine.vllm_api.blocks import block_key, split_key
 from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end
 from vllm_ascend_pd.engine.vllm_api.types import Request
 from vllm_ascend_pd.kv.breaker import Breaker, BreakerState
@@ -44,11 +48,12 @@ from vllm_ascend_pd.pool.messages import (
 from vllm_ascend_pd.pool.tier import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterable
 
     from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
-    from vllm_ascend_pd.engine.vllm_api.types import BlockStored, KVCacheBlock, SchedulerOutput
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, SchedulerOutput
+    from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.pool.known_keys import KnownKeys
     from vllm_ascend_pd.pool.messages import Message
 
@@ -66,13 +71,15 @@ _EVICTED = "evicted"
 
 @dataclass(slots=True)
 class _Save:
-    """A save on its way. ``pinned`` is empty once its blocks have been copied."""
+    """A save on its way, of blocks of one KV cache group. ``pinned`` is empty once they have been
+    copied.
+    """
 
-    pinned: list[KVCacheBlock]
-    hashes: list[bytes]
-    events: list[BlockStored | None]
+    group: int
     sent_at: float
     ahead_id: int = 0
+    blocks: list[GoodBlock] = field(default_factory=list)
+    pinned: list[KVCacheBlock] = field(default_factory=list)
     is_late: bool = False
     is_forgotten: bool = False
     """Whether it stores under names that nobody asks for any more."""
@@ -126,7 +133,8 @@ class Saves:
         self._send = send
         self._pool = common.manager.block_pool
         self._manager = common.manager
-        self._group = common.group
+        self._groups = common.groups
+        self._block_size = common.block_size
         self._known = known
         self._events = events
         self._config = config
@@ -151,8 +159,11 @@ class Saves:
         self._packs_ahead = config.put and self._evictions is None
         self._steps: deque[_Step] = deque()
         self._saved: dict[str, int] = {}
+        """By request id: so many of its leading blocks have been looked at."""
+        self._waiting: OrderedDict[int, GoodBlock] = OrderedDict()
+        """By block id: to be sent as soon as that may be."""
         self._under_way: dict[int, _Save] = {}
-        self._pending_hashes: set[bytes] = set()
+        self._pending: set[bytes] = set()
         self._num_pinned = 0
         self._backoff_s = _FIRST_BACKOFF_S
         self._resume_at = 0.0
@@ -175,38 +186,40 @@ class Saves:
         announces = self._packs_ahead and resumes and self.breaker.closed
         step = _Step([])
         self._steps.append(step)
-        block_ids: list[int] = []
+        block_ids: list[list[int]] = [[] for _ in self._groups]
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = requests[request_id]
             num_before = request.num_computed_tokens
             num_after = num_before + num_scheduled
-            if num_after // self._group.block_size > self._saved.get(request_id, 0):
+            if num_after // self._block_size > self._saved.get(request_id, 0):
                 step.requests.append((request, request.num_preemptions, num_after))
             if announces and num_before < known_end(request):
-                start = num_before // self._group.block_size
-                stop = min(num_after, known_end(request)) // self._group.block_size
-                if request_id not in self._not_found:
-                    start = self._first_wanted(request, start, stop)
-                table = block_table(self._manager, request, self._group)
-                block_ids.extend(map(_BLOCK_ID, table[start:stop]))
-        if block_ids:
+                start = num_before // self._block_size
+                stop = min(num_after, known_end(request)) // self._block_size
+                for group, ids in zip(self._groups, block_ids, strict=True):
+                    first = start
+                    if request_id not in self._not_found:
+                        first = self._first_wanted(request, group, start, stop)
+                    table = block_table(self._manager, request, group)
+                    ids.extend(map(_BLOCK_ID, table[first:stop]))
+        if any(block_ids):
             step.ahead = self._announce(block_ids)
         return step.ahead
 
-    def _announce(self, block_ids: list[int]) -> tuple[AheadSpec, ...]:
+    def _announce(self, block_ids: list[list[int]]) -> tuple[AheadSpec, ...]:
         """Nothing is lost if the step turns out wrong, or some of them are not stored after all."""
-        specs = []
-        while block_ids:
-            part = tuple(block_ids[: self._blocks_per_save])
-            del block_ids[: self._blocks_per_save]
-            specs.append(AheadSpec(next(self._ahead_ids), part, self._group.id))
-        return tuple(specs)
+        size = self._blocks_per_save
+        return tuple(
+            AheadSpec(next(self._ahead_ids), tuple(ids[start : start + size]), group)
+            for group, ids in enumerate(block_ids)
+            for start in range(0, len(ids), size)
+        )
 
-    def _first_wanted(self, request: Request, start: int, stop: int) -> int:
+    def _first_wanted(self, request: Request, group: KVGroup, start: int, stop: int) -> int:
         """The first of these blocks that is not somebody else's to store, or known to be stored."""
         hashes = request.block_hashes
         start = max(start, self._saved.get(request.request_id, 0))
-        while start < stop and not self._is_wanted(hashes[start]):
+        while start < stop and not self._is_wanted(block_key(hashes[start], group.id)):
             start += 1
         return start
 
@@ -217,143 +230,148 @@ class Saves:
         step = self._steps.popleft()
         if not self._config.put:
             return
-        may_store = self._clock() >= self._resume_at
-        packed: dict[int, _Save] = {}
-        ahead_ids = step.ahead_ids() if step.ahead else {}
         for request, num_preemptions, num_computed in step.requests:
             if request.num_preemptions == num_preemptions and not request.is_finished():
-                if self._evictions is not None:
-                    self._note_good(request, num_computed, self._evictions)
-                elif may_store:
-                    self._store(request, num_computed, ahead_ids, packed)
-        for save in packed.values():
-            self._send_save(save)
-        if len(packed) < len(step.ahead):
-            self._send(DropAhead(step.ahead[-1].ahead_id))
-        if self._evictions is not None and may_store:
+                self._note_good(request, num_computed)
+        may_store = self._clock() >= self._resume_at
+        num_packed = 0
+        if self._evictions is None:
+            if may_store and self._waiting:
+                num_packed = self._store_waiting(step.ahead_ids() if step.ahead else {})
+        elif may_store:
             self._store_next(self._evictions)
+        if num_packed < len(step.ahead):
+            self._send(DropAhead(step.ahead[-1].ahead_id))
 
     def skip(self, request: Request, num_tokens: int) -> None:
         """These leading tokens are somebody else's to store. On eviction they are ours too: he may
         have stored nothing yet.
         """
         if self._evictions is None:
-            self._saved[request.request_id] = num_tokens // self._group.block_size
+            self._saved[request.request_id] = num_tokens // self._block_size
 
-    def _new_full_blocks(
-        self, request: Request, num_computed: int
-    ) -> tuple[int, int, Sequence[KVCacheBlock]]:
-        """Those from ``start`` to ``end`` have not been seen; the request's block table."""
+    def _note_good(self, request: Request, num_computed: int) -> None:
+        """The blocks that the request has filled since the last time. It still has all of them,
+        unless it was admitted without: it gives up none before the step after this one.
+        """
         start = self._saved.get(request.request_id, 0)
-        end = min(num_computed, request.num_tokens) // self._group.block_size
+        end = min(num_computed, request.num_tokens) // self._block_size
         if not self._config.put_decoded:
-            end = min(end, known_end(request) // self._group.block_size)
+            end = min(end, known_end(request) // self._block_size)
         end = min(end, len(request.block_hashes))
         if start >= end:
-            return start, start, ()
-        table = block_table(self._manager, request, self._group)
-        return start, min(end, len(table)), table
-
-    def _store(
-        self,
-        request: Request,
-        num_computed: int,
-        ahead_ids: dict[int, int],
-        packed: dict[int, _Save],
-    ) -> None:
-        """Pin the request's new full blocks, as many as may be pinned now. Those that the step may
-        have packed, under ``ahead_ids``, go into ``packed``, the others are sent.
-        """
-        start, end, table = self._new_full_blocks(request, num_computed)
-        if start == end:
             return
-        save = self._new_save()
-        for index in range(start, end):
-            block, block_hash = table[index], bytes(request.block_hashes[index])
-            # A block that is not in the prefix cache has just been found bad.
-            if block.is_null or block.block_hash is None:
-                break
-            if self._is_wanted(block_hash):
-                if self._num_pinned >= self._max_pinned or not self._may_send():
-                    break
-                event = self._events.make_stored(request, index)
-                if ahead_id := ahead_ids.get(block.block_id):
-                    if ahead_id not in packed:
-                        packed[ahead_id] = self._new_save(ahead_id)
-                    self._add(packed[ahead_id], block, block_hash, event)
-                else:
-                    self._add(save, block, block_hash, event)
-                    save = self._send_full(save)
-            start = index + 1
-        self._send_save(save)
-        self._saved[request.request_id] = start
+        for group in self._groups:
+            for index, block in enumerate(
+                block_table(self._manager, request, group)[start:end], start
+            ):
+                if block.is_null:
+                    continue
+                if block.block_hash is None:
+                    # Not in the prefix cache: it has just been found bad, and so what follows, or
+                    # vLLM was asked to cache only some blocks of windows.
+                    if group.keeps_all:
+                        break
+                    continue
+                self._note_good_block(request, index, group, block)
+        self._saved[request.request_id] = end
 
-    def _note_good(self, request: Request, num_computed: int, evictions: Evictions) -> None:
-        start, end, table = self._new_full_blocks(request, num_computed)
-        for index in range(start, end):
-            block = table[index]
-            if block.is_null or block.block_hash is None:
-                break
-            if not evictions.is_good(block):
-                event = self._events.make_stored(request, index)
-                before = evictions.note_good(block, event)
-                if before is not None and self._is_wanted(before.content_hash):
-                    self._stats.add("pool_put_blocks", label=_EVICTED)
-            self._saved[request.request_id] = index + 1
+    def _note_good_block(
+        self, request: Request, index: int, group: KVGroup, block: KVCacheBlock
+    ) -> None:
+        assert block.block_hash is not None
+        evictions = self._evictions
+        is_noted = evictions is not None and evictions.is_good(block)
+        if is_noted or (evictions is None and not self._is_wanted(block.block_hash)):
+            return
+        event = self._events.make_stored(request, index, group.id)
+        good = GoodBlock(block, block.block_hash, event)
+        if evictions is not None:
+            before = evictions.note_good(good)
+        else:
+            before = self._waiting.get(block.block_id)
+            self._waiting[block.block_id] = good
+        if before is not None:
+            self._count_if_evicted(before)
+
+    def _count_if_evicted(self, good: GoodBlock) -> None:
+        if not good.is_current() and self._is_wanted(good.block_hash):
+            self._stats.add("pool_put_blocks", label=_EVICTED)
+
+    def _room(self) -> int:
+        """So many blocks that nobody else uses may be pinned and leave enough for the next step."""
+        return self._pool.get_num_free_blocks() - self._min_free
+
+    def _store_waiting(self, ahead_ids: dict[int, int]) -> int:
+        """Pin and send what waits, as many blocks as may be pinned now. Those that the step may
+        have packed, under ``ahead_ids``, are asked for by these; how many of the ids were used.
+        """
+        chosen: list[GoodBlock] = []
+        seen: set[bytes] = set()
+        room = self._room()
+        while self._waiting and self._num_pinned + len(chosen) < self._max_pinned:
+            block_id, good = next(iter(self._waiting.items()))
+            if good.is_current() and self._is_wanted(good.block_hash):
+                is_used = good.block.ref_cnt > 0
+                if good.block_hash in seen:
+                    pass
+                elif not is_used and room <= 0:
+                    self._stats.add("pool_put_blocks", label=_EVICTED)  # which may be any moment
+                elif self._may_send():
+                    seen.add(good.block_hash)
+                    chosen.append(good)
+                    room -= not is_used
+                else:
+                    break
+            else:
+                self._count_if_evicted(good)
+            del self._waiting[block_id]
+        return self._send_blocks(chosen, ahead_ids)
 
     def _store_next(self, evictions: Evictions) -> None:
         """Pin and send what would be evicted next, where that leaves enough for the next step."""
-        room = min(
-            self._max_pinned - self._num_pinned,
-            self._pool.get_num_free_blocks() - self._min_free,
-        )
-        chosen: list[Evictable] = []
-        for evictable in evictions.next_ones():
-            if self._is_wanted(evictable.content_hash):
+        room = min(self._max_pinned - self._num_pinned, self._room())
+        chosen: list[GoodBlock] = []
+        for good in evictions.next_ones():
+            if self._is_wanted(good.block_hash):
                 if len(chosen) >= room or not self._may_send():
                     break
-                chosen.append(evictable)
-        save = self._new_save()
-        for evictable in chosen:
-            self._add(save, evictable.block, evictable.content_hash, evictable.event)
-            save = self._send_full(save)
-        self._send_save(save)
+                chosen.append(good)
+        self._send_blocks(chosen, {})
 
-    def _is_wanted(self, block_hash: bytes) -> bool:
-        return block_hash not in self._pending_hashes and block_hash not in self._known
+    def _is_wanted(self, key: bytes) -> bool:
+        return key not in self._pending and key not in self._known
 
     def _may_send(self) -> bool:
         """While it is bypassed, one save now and then is the probe."""
         return self.breaker.closed or (not self._under_way and self.breaker.take_probe())
 
-    def _new_save(self, ahead_id: int = 0) -> _Save:
-        return _Save([], [], [], self._clock(), ahead_id)
-
-    def _add(
-        self, save: _Save, block: KVCacheBlock, block_hash: bytes, event: BlockStored | None
-    ) -> None:
-        self._pool.touch([block])
-        self._num_pinned += 1
-        self._pending_hashes.add(block_hash)
-        save.pinned.append(block)
-        save.hashes.append(block_hash)
-        save.events.append(event)
-
-    def _send_full(self, save: _Save) -> _Save:
-        """Send it if nothing more fits; the one to go on with."""
-        if len(save.pinned) < self._blocks_per_save:
-            return save
-        self._send_save(save)
-        return self._new_save()
+    def _send_blocks(self, chosen: Iterable[GoodBlock], ahead_ids: dict[int, int]) -> int:
+        """Those of one group, or of one of ``ahead_ids``, go together."""
+        saves: dict[tuple[int, int], _Save] = {}
+        for good in chosen:
+            _, group = split_key(good.block_hash)
+            place = ahead_ids.get(good.block.block_id, 0), group
+            save = saves.get(place)
+            if save is None or (not save.ahead_id and len(save.blocks) == self._blocks_per_save):
+                if save is not None:
+                    self._send_save(save)
+                save = saves[place] = _Save(group, self._clock(), place[0])
+            self._pool.touch([good.block])
+            self._num_pinned += 1
+            self._pending.add(good.block_hash)
+            save.blocks.append(good)
+            save.pinned.append(good.block)
+        for save in saves.values():
+            self._send_save(save)
+        return sum(ahead_id > 0 for ahead_id, _ in saves)
 
     def _send_save(self, save: _Save) -> None:
-        if not save.pinned:
-            return
         self._last_id = next(self._ids)
         self._under_way[self._last_id] = save
-        block_ids = tuple(block.block_id for block in save.pinned)
-        names = tuple(map(self._name, save.hashes))
-        self._send(Save(self._last_id, block_ids, names, save.ahead_id, self._group.id))
+        block_ids = tuple(good.block.block_id for good in save.blocks)
+        names = tuple(self._name(split_key(good.block_hash)[0]) for good in save.blocks)
+        self._send(Save(self._last_id, block_ids, names, save.ahead_id, save.group))
 
     def on_packed(self, message: Packed) -> None:
         save = self._under_way.get(message.save_id)
@@ -373,13 +391,11 @@ class Saves:
         del self._under_way[message.save_id]
         message = fold_saved(save.answers)
         self._unpin(save)
-        self._pending_hashes.difference_update(save.hashes)
-        for block_hash, event, status in zip(
-            save.hashes, save.events, message.statuses, strict=True
-        ):
+        for good, status in zip(save.blocks, message.statuses, strict=True):
+            self._pending.discard(good.block_hash)
             self._stats.add("pool_put_blocks", label=status)
             if status == Status.OK.value and not save.is_forgotten:
-                self._events.stored(block_hash, event)
+                self._events.stored(good.block_hash, good.event)
         self._stats.add("pool_put_bytes", message.num_bytes)
         self._stats.add("pool_put_ms", message.elapsed_ms)
         self._back_off(Status.FULL.value in message.statuses)
@@ -429,6 +445,7 @@ class Saves:
 
     def drop(self) -> None:
         """Give up what has not been copied yet; ``num_pinned`` says when that is done."""
+        self._waiting.clear()
         if self._num_pinned:
             self._send(DropSaves(self._last_id))
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import get_block_hash, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,15 +24,19 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.kv.span import KVGroup
 
 
-def content_hash(key: BlockHashWithGroupId) -> bytes:
-    """What the block holds, whatever its KV group."""
-    return bytes(get_block_hash(key))
+def block_key(block_hash: BlockHash, group: int) -> BlockHashWithGroupId:
+    """Equal to the ``block_hash`` of blocks with that content, of that KV cache group."""
+    return make_block_hash_with_group_id(block_hash, group)
+
+
+def split_key(key: bytes) -> tuple[bytes, int]:
+    """The hash of the tokens, and the KV cache group."""
+    return bytes(get_block_hash(key)), get_group_id(key)
 
 
 def cached_block(pool: BlockPool, block_hash: BlockHash, group: KVGroup) -> KVCacheBlock | None:
     """The block of the prefix cache with that content."""
-    key = make_block_hash_with_group_id(block_hash, group.id)
-    return pool.cached_block_hash_to_block.get_one_block(key)
+    return pool.cached_block_hash_to_block.get_one_block(block_key(block_hash, group.id))
 
 
 def enter_blocks(
