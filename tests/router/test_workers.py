@@ -325,6 +325,7 @@ def test_operator_reaches_the_requests_of_all_workers(tmp_path: Path) -> None:
                 await c.until(lambda: c.decode.num_in_progress == 0)
                 assert {one.instance for one in await operator.requests()} == {to.to}
                 assert not any(one.done() for one in posting)
+                c.prefill.token_s = c.decode.token_s = 0
                 assert await asyncio.gather(*posting) == [200] * 12
                 assert (
                     await c.metric(r'moves_total\{cause="",outcome="moved",reason="drain"\}') == 11
