@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import logging
 import os
@@ -112,26 +113,39 @@ class EmbeddedMaster:
         self._thread.join(5.0)
 
     def _run(self) -> None:
+        try:
+            self._start()
+        except OSError as e:
+            self._error = str(e)
+        self._up.set()
+        while not self._error and not self._stopping.wait(_SUPERVISE_S):
+            if self._process is not None and self._process.poll() is not None:
+                self._start_again(self._process.returncode)
+        if self._process is not None:
+            # It keeps nothing for later, and would take a second to end in order.
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
         for _ in range(5):
             self.rpc_port, self.http_port = free_port(), free_port()
             process = self._process = self._launch()
             if self._wait_ready(process) or self._stopping.is_set():
-                break
-        else:
-            self._error = "every port that was tried is in use"
-        self._up.set()
-        while not self._error and not self._stopping.wait(_SUPERVISE_S):
-            if (code := process.poll()) is not None:
-                logger.warning(
-                    "mooncake_master ended with %d; starting it again. What the pool held in"
-                    " memory is lost",
-                    code,
-                )
-                process = self._process = self._launch()
-                self._wait_ready(process)
-        # It keeps nothing for later, and would take a second to end in order.
-        process.kill()
-        process.wait()
+                return
+        self._error = "every port that was tried is in use"
+
+    def _start_again(self, code: int) -> None:
+        try:
+            process = self._process = self._launch()
+        except OSError as e:  # no memory or no file now
+            logger.warning("mooncake_master ended with %d, and is tried again: %s", code, e)
+            return
+        logger.warning(
+            "mooncake_master ended with %d; starting it again. What the pool held in memory is"
+            " lost",
+            code,
+        )
+        self._wait_ready(process)
 
     def _launch(self) -> subprocess.Popen[bytes]:
         launch = _LAUNCH.format(signal=int(signal.SIGTERM), parent=os.getpid())
@@ -154,7 +168,7 @@ class EmbeddedMaster:
                 with urllib.request.urlopen(url, timeout=0.5) as answer:
                     if b'"service_ready":true' in answer.read():
                         return True
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 pass
             if self._stopping.wait(_POLL_S):
                 return False

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ascend_pd.backends import mooncake_master
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
+from vllm_ascend_pd.errors import BackendError
 
 _PARENT = """
 import time
@@ -62,3 +64,37 @@ def test_master_that_ends_is_started_again_on_its_ports() -> None:
     second = master.process_id
     master.stop()
     assert not is_running(second)
+
+
+def test_master_that_cannot_be_started_again_now_is_tried_until_it_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mooncake_master, "_SUPERVISE_S", 0.01)
+    master = EmbeddedMaster()
+    first, spawn, failures = master.process_id, mooncake_master._spawn, [12, 24]
+
+    def want(command: list[str], output: int) -> subprocess.Popen[bytes]:
+        if failures:
+            raise OSError(failures.pop(), "not now")
+        return spawn(command, output)
+
+    monkeypatch.setattr(mooncake_master, "_spawn", want)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: master.process_id != first)
+    assert caplog.text.count("not now") == 2
+    second = master.process_id
+    master.stop()
+    assert not is_running(second)
+
+
+def test_master_that_cannot_be_started_at_all_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def want(command: list[str], output: int) -> subprocess.Popen[bytes]:
+        raise OSError(12, "not now")
+
+    monkeypatch.setattr(mooncake_master, "_spawn", want)
+    began = time.monotonic()
+    with pytest.raises(BackendError, match="not now"):
+        EmbeddedMaster()
+    assert time.monotonic() - began < 10
