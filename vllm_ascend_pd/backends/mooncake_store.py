@@ -251,9 +251,13 @@ class MooncakeStore:
         num_failed = 0
         while True:
             store = self._make()
-            code = self._set_up(store)
-            if not code:
-                self._find_own_memory(store)
+            try:
+                code = self._set_up(store)
+                if not code:
+                    self._find_own_memory(store)
+                reason = f"rc {code}"
+            except Exception as e:  # noqa: BLE001 - a thread's boundary: it is tried again
+                code, reason = -1, repr(e)
             with self._changed:
                 if self._closed:
                     break
@@ -267,10 +271,10 @@ class MooncakeStore:
             num_failed += 1
             if num_failed == 1:
                 logger.warning(
-                    "the pool's master at %s does not answer (rc %d); serving goes on without the"
+                    "the pool's master at %s does not answer (%s); serving goes on without the"
                     " pool, and it is tried again",
                     self._options.master,
-                    code,
+                    reason,
                 )
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, _RETRY_S):
