@@ -90,7 +90,8 @@ class EngineHost:
         assert self._keeper is not None
         assert self._keeper.stdout is not None
         for line in self._keeper.stdout:
-            self._report = msgspec.json.decode(line, type=KeeperReport)
+            with contextlib.suppress(msgspec.MsgspecError):  # what a library has printed
+                self._report = msgspec.json.decode(line, type=KeeperReport)
         code = self._keeper.wait()
         if self._report.phase != "ended":
             self._report = KeeperReport("ended", f"its keeper ended with code {code}")
