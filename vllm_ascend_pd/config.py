@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.parsing import Size, parse
+from vllm_ascend_pd.types import Endpoint
 
 _FINITE = sys.float_info.max
 Count = Annotated[int, Meta(ge=1, description="must be positive")]
@@ -280,6 +281,25 @@ class RouterLink(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(part.strip().rstrip("/") for part in self.url.split(",")))
 
 
+class ForwardConfig(msgspec.Struct, frozen=True):
+    """``kv_connector_extra_config.forward``: what an engine does that ends without a router."""
+
+    peers: tuple[str, ...] = ()
+    """``kv_ip:kv_port`` of engines that compute its running requests from SIGTERM on, until these
+    have ended; their clients stay this engine's."""
+
+    def __post_init__(self) -> None:
+        for peer in self.peers:
+            host, port = _host_and_port(peer)
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ConfigError(f"forward.peers: {peer!r} is not HOST:PORT (kv_ip and kv_port)")
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """With a secret, which they need, the key is the same for all."""
+        return tuple(Endpoint(h, int(p)) for h, p in map(_host_and_port, self.peers))
+
+
 class LoadFromPool(str, Enum):
     """Which of the blocks that the pool has are loaded."""
 
@@ -418,6 +438,28 @@ def _host_and_port(address: str) -> tuple[str, str]:
     return host.strip("[]"), port
 
 
+def _check_forward(extra: _ExtraConfig, role: Role) -> None:
+    if not extra.forward.peers:
+        return
+    if role is not Role.BOTH:
+        raise ConfigError("forward.peers needs kv_role kv_both, here and at the peers")
+    if extra.security.secret_file is None:
+        raise ConfigError(
+            "forward.peers needs security.secret_file, here and the same at the peers"
+        )
+    if extra.router.url:
+        raise ConfigError(
+            "forward.peers and router.url: leave one of them out; where there is a router, it moves"
+            " the requests of an engine that ends"
+        )
+    for peer in extra.forward.endpoints:
+        if not extra.security.allows(peer.host):
+            raise ConfigError(
+                f"forward.peers: {peer.host!r} is neither a loopback address nor in"
+                " security.allowed_peers"
+            )
+
+
 _MIN_DRAM_BYTES = 16 << 20
 _MIN_SSD_BYTES = 64 << 20
 
@@ -446,6 +488,7 @@ class _ExtraConfig(msgspec.Struct, frozen=True):
     transfer: TransferConfig = TransferConfig()
     security: SecurityConfig = SecurityConfig()
     router: RouterLink = RouterLink()
+    forward: ForwardConfig = ForwardConfig()
     pool: PoolConfig | None = None
     identity: WeightReading = WeightReading.SAMPLES
     """``samples`` of every tensor, or every byte (``full``)."""
@@ -505,6 +548,7 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
                 f"router.role: leave it out, for kv_role {role.value} decides, or set kv_role to"
                 " kv_both"
             )
+        _check_forward(extra, role)
         return cls(
             role=role,
             engine_id=config.engine_id or "",

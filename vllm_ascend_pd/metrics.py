@@ -19,6 +19,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "first_tokens": ("First tokens of requests with a peer, by who sampled them", "source"),
     "resumes": ("Requests that another engine has begun, by how they go on here", "outcome"),
     "moves": ("Running requests that another engine asked for, by how that ended", "outcome"),
+    "forwards": ("Requests that another engine was to compute from here, by outcome", "outcome"),
     "frames_refused": ("Peers and messages that were refused, by what was wrong", "reason"),
     "internal_errors": ("What raised in a thread of transfers; each is in the log", "thread"),
     "pool_lookups": ("Lookups in the pool, by how they ended", "outcome"),

@@ -30,7 +30,8 @@ from vllm_ascend_pd.types import Cause, Endpoint, Layers
 #         10 - pipeline parallel: each worker of opened says which layers it has.
 #         11 - a running request of several KV cache groups is handed over: extended says which
 #              blocks of each are left.
-WIRE_VERSION = 11
+#         12 - an engine runs a request of another one's client: take, more, told.
+WIRE_VERSION = 12
 
 _MAX_PARAM_LENGTH = 256
 _MAX_ITEMS = 1 << 18
@@ -177,6 +178,43 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
     open_id: int = 0
 
 
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """Source: run this request of mine, which you get from me by ``Open`` and what follows it, and
+    tell me its tokens. Its client stays mine. ``Told`` is the answer.
+    """
+
+    transfer_id: Name
+    """Random; also what ``Open.running`` names then, and of ``More``."""
+    epoch: Name
+    version: int
+    request: bytes
+    """As vLLM's front end sends it to its engine core, with ``kv_transfer_params.resume``."""
+    open_id: int = 0
+
+
+class More(msgspec.Struct, frozen=True, tag="more"):
+    """Source: which output tokens follow the first ``num_known``? Sent again after each answer;
+    who is not asked for long ends the request."""
+
+    transfer_id: Name
+    epoch: Name
+    num_known: int
+    open_id: int = 0
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """Target: the output tokens from number ``start`` on, as soon as there is one, or none after a
+    while. With ``is_over`` no more come, ``cause`` if it has not ended by them.
+    """
+
+    transfer_id: Name
+    start: int
+    token_ids: Indices
+    is_over: bool = False
+    cause: CauseName = ""
+    open_id: int = 0
+
+
 class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
     """Producer: the prompt is computed, and this token was sampled after it."""
 
@@ -209,7 +247,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Consumer: this prompt is not needed any more."""
+    """Consumer: this prompt is not needed any more. Source: nor is what was to ``Take``."""
 
     transfer_id: Name
     epoch: Name
@@ -316,9 +354,10 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     """Whether the pages went through the ring; then nothing of it is written any more."""
 
 
-Ask = Open | Extend | Ready
+AskOfRunning = Open | Extend | Ready
+Ask = AskOfRunning | Take | More
 """What is answered, with the same ``open_id``."""
-Answer = Opened | Waiting | Refused | Extended | Go
+Answer = Opened | Waiting | Refused | Extended | Go | Told
 ControlMessage = Ask | Answer | FirstToken | Heartbeat | Release
 DataMessage = Watch | Progress | Fetch | Packing | Fetched
 

@@ -35,7 +35,7 @@ from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause
-from vllm_ascend_pd.wire import Extend, Extended, Go, Open, Ready, decode_control
+from vllm_ascend_pd.wire import Extend, Extended, Go, More, Open, Ready, Take, Told, decode_control
 
 SHAPES: dict[str, tuple[Any, ...]] = {
     "full": (),
@@ -66,7 +66,8 @@ def kind_of(message: object) -> str:
         return "freeze" if message.freeze else "extend"
     if isinstance(message, Extended):
         return "frozen" if message.is_frozen else "extended"
-    return {Open: "open", Ready: "ready", Go: "go"}.get(type(message), "")
+    kinds = {Open: "open", Ready: "ready", Go: "go", Take: "take", More: "more", Told: "told"}
+    return kinds.get(type(message), "")
 
 
 class Wire:

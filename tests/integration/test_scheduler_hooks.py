@@ -548,6 +548,8 @@ class Engines:
         scheduler_fields: dict[str, Any] | None = None,
         pool: dict[str, Any] | None = None,
         router: dict[str, Any] | None = None,
+        forward: dict[str, Any] | None = None,
+        secret_file: str | None = None,
         at: str = "127.0.0.1",
         specs: Sequence[Any] = (),
         **transfer: Any,
@@ -556,9 +558,12 @@ class Engines:
         transfer = {"load_mode": "step", "first_token": "compute", **transfer}
         config = self.config(role, transfer, **(scheduler_fields or {}))
         config.kv_transfer_config.kv_ip = at
-        security = {"allow_non_loopback": True}
+        config.shutdown_timeout = 60
+        security = {"allow_non_loopback": True, "secret_file": secret_file}
+        if secret_file is None:
+            del security["secret_file"]
         config.kv_transfer_config.kv_connector_extra_config["security"] = security
-        for name, section in ("pool", pool), ("router", router):
+        for name, section in ("pool", pool), ("router", router), ("forward", forward):
             if section is not None:
                 config.kv_transfer_config.kv_connector_extra_config[name] = section
         scheduler = self.scheduler_class(

@@ -20,6 +20,7 @@ from vllm_ascend_pd.config import (
     Transport,
 )
 from vllm_ascend_pd.errors import ConfigError, PDError
+from vllm_ascend_pd.types import Endpoint
 
 
 @dataclass
@@ -45,6 +46,14 @@ def test_only_an_engine_of_both_roles_says_which_the_router_may_use() -> None:
     extra = {"router": {"url": "http://127.0.0.1:1", "role": "decode"}}
     assert parse(kv_connector_extra_config=extra).router.role == "decode"
     with pytest.raises(ConfigError, match=r"router\.role: leave it out, for kv_role kv_consumer"):
+        parse(kv_role="kv_consumer", kv_connector_extra_config=extra)
+
+
+def test_peers_to_forward_to_are_of_engines_of_both_roles() -> None:
+    extra = {"forward": {"peers": ["[::1]:7", "127.0.0.1:8"]}, "security": {"secret_file": "s"}}
+    peers = parse(kv_connector_extra_config=extra).forward.endpoints
+    assert peers == (Endpoint("::1", 7), Endpoint("127.0.0.1", 8))
+    with pytest.raises(ConfigError, match=r"forward\.peers needs kv_role kv_both"):
         parse(kv_role="kv_consumer", kv_connector_extra_config=extra)
 
 
@@ -160,6 +169,22 @@ def test_config_is_frozen() -> None:
         ({"router": {"url": 7}}, "router.url must be a string, not 7"),
         ({"router": {"labels": {"a": 1}}}, "router.labels.a must be a string, not 1"),
         ({"router": {"role": "decode"}}, "router.url is missing"),
+        ({"forward": {"peers": ["a"]}}, "forward.peers: 'a' is not HOST:PORT"),
+        ({"forward": {"peers": [":7"]}}, "forward.peers: ':7' is not HOST:PORT"),
+        ({"forward": {"peers": ["a:70000"]}}, "forward.peers: 'a:70000' is not HOST:PORT"),
+        ({"forward": {"peers": ["127.0.0.1:7"]}}, "forward.peers needs security.secret_file"),
+        (
+            {
+                "forward": {"peers": ["127.0.0.1:7"]},
+                "security": {"secret_file": "s"},
+                "router": {"url": "http://r:1"},
+            },
+            "forward.peers and router.url: leave one of them out",
+        ),
+        (
+            {"forward": {"peers": ["10.0.0.1:7"]}, "security": {"secret_file": "s"}},
+            "forward.peers: '10.0.0.1' is neither a loopback address nor in",
+        ),
         ({"security": {"peers": []}}, r"security: unknown keys \['peers'\]; valid"),
         ({"transfer": 5}, "transfer must be a mapping, not int"),
         ({"transfer": None}, "transfer must be a mapping, not NoneType"),

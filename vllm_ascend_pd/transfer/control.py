@@ -24,17 +24,21 @@ from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
     Answer,
     Ask,
+    AskOfRunning,
     ControlMessage,
     Extend,
     Extended,
     FirstToken,
     Go,
     Heartbeat,
+    More,
     Open,
     Opened,
     Ready,
     Refused,
     Release,
+    Take,
+    Told,
     Waiting,
     decode_control,
     encode,
@@ -75,8 +79,12 @@ class ControlServer(Reactor):
         self._trust = trust
         self._arrival_timeout_s = arrival_timeout_s
         self._clock = clock
-        self.of_running: queue.SimpleQueue[tuple[bytes, Ask]] = queue.SimpleQueue()
+        self.of_running: queue.SimpleQueue[tuple[bytes, AskOfRunning]] = queue.SimpleQueue()
         """With the identity of the connection that it came by."""
+        self.of_guests: queue.SimpleQueue[tuple[bytes, Take | More | Release]] = queue.SimpleQueue()
+        """What is asked of requests of other engines' clients; answered as those."""
+        self.guests: set[str] = set()
+        """Transfer ids of these. Added to here, discarded from by the scheduler thread."""
         # Opens of prompts that no request has brought yet, and until when they wait.
         self._waiting: list[tuple[bytes, Open, float]] = []
 
@@ -100,6 +108,8 @@ class ControlServer(Reactor):
             if self.of_running.qsize() < _MAX_WAITING:
                 self.of_running.put((identity, message))
                 self._wake_scheduler()
+        elif isinstance(message, Take | More):
+            self._to_guests(identity, message)
         elif isinstance(message, Open):
             self._on_open(identity, message)
         elif isinstance(message, Heartbeat):
@@ -112,6 +122,15 @@ class ControlServer(Reactor):
             ]
             if self._book.release(message.transfer_id, message.epoch):
                 self._wake_scheduler()
+            elif message.transfer_id in self.guests:
+                self._to_guests(identity, message)
+
+    def _to_guests(self, identity: bytes, message: Take | More | Release) -> None:
+        if self.of_guests.qsize() < _MAX_WAITING:
+            if isinstance(message, Take):
+                self.guests.add(message.transfer_id)
+            self.of_guests.put((identity, message))
+            self._wake_scheduler()
 
     def _ask_book(self, identity: bytes, request: Open) -> Opened | Waiting | Refused:
         failed = Refused(request.transfer_id, Cause.TRANSFER_FAILED.value, "see the producer's log")
@@ -218,7 +237,7 @@ class OpenOutcome:
     """
 
     key: Any
-    answer: Opened | Refused | Extended | Go | FirstToken | None
+    answer: Opened | Refused | Extended | Go | Told | FirstToken | None
 
 
 class ControlClient(Reactor):
@@ -261,9 +280,10 @@ class ControlClient(Reactor):
         peer: Endpoint,
         request: Ask,
         outcomes: queue.SimpleQueue[OpenOutcome],
+        more_s: float = 0.0,
     ) -> None:
-        """The answer comes in ``outcomes``."""
-        deadline = self._clock() + self._peer_timeout_s
+        """The answer comes in ``outcomes``; the peer has ``more_s`` beside ``peer_timeout_s``."""
+        deadline = self._clock() + self._peer_timeout_s + more_s
 
         def send() -> None:
             numbered = msgspec.structs.replace(request, open_id=next(self._open_ids))
@@ -303,7 +323,7 @@ class ControlClient(Reactor):
             self.peers.receive()
             for open_id, pending in list(self._pending.items()):
                 if pending.deadline <= now:
-                    what = f"did not answer in time ({self._peer_timeout_s:g} s)"
+                    what = "did not answer in time"
                     self._refuse(open_id, Cause.PEER_UNREACHABLE, what)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s

@@ -9,9 +9,12 @@ import pytest
 
 from vllm_ascend_pd.engine.scheduler.move_states import (
     COMING,
+    FORWARDING,
     LEAVING,
     Coming,
     ComingEvent,
+    Forwarding,
+    ForwardingEvent,
     Leaving,
     LeavingEvent,
 )
@@ -84,3 +87,12 @@ def test_it_may_fail_at_any_time_before_it_is_here(state: Coming) -> None:
 def test_tables_name_every_state() -> None:
     assert set(LEAVING.table) == set(Leaving)
     assert set(COMING.table) == set(Coming)
+    assert set(FORWARDING.table) == set(Forwarding)
+
+
+@pytest.mark.parametrize("event", ForwardingEvent)
+@pytest.mark.parametrize("state", [Forwarding.STAYS, Forwarding.BACK, Forwarding.OVER])
+def test_forwarded_request_that_is_here_again_is_not_lent_by_what_comes_late(
+    state: Forwarding, event: ForwardingEvent
+) -> None:
+    assert FORWARDING.after(state, event) is state

@@ -14,6 +14,7 @@ from vllm_ascend_pd.types import Cause
 if TYPE_CHECKING:
     from vllm_ascend_pd.config import Role
     from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+    from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
     from vllm_ascend_pd.engine.scheduler.parts import Ending
     from vllm_ascend_pd.engine.scheduler.producer import Producer
     from vllm_ascend_pd.engine.scheduler.resume import Resumes
@@ -40,6 +41,8 @@ class Arrivals:
         self._resumes = resumes
         self._producer = producer
         self._consumer = consumer
+        self.forwards: ForwardsOut | None = None
+        """Of an engine that has peers to forward to."""
         self._ignored: dict[str, Provenance] = {}
         """By request id: those that are served without the transfer that they ask for."""
 
@@ -54,6 +57,8 @@ class Arrivals:
 
     def admits(self, request: Request) -> bool:
         """Whether it may be scheduled once nothing else holds it back."""
+        if self.forwards is not None and self.forwards.holds(request):
+            return False
         return not self._resumes.holds(request)
 
     def _add(self, request: Request, params: object) -> None:

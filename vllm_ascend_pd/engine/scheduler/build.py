@@ -18,6 +18,8 @@ from vllm_ascend_pd.engine.registrar import Registrar
 from vllm_ascend_pd.engine.scheduler.arrivals import Arrivals
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.first_token import make_sampling_key
+from vllm_ascend_pd.engine.scheduler.forwards_in import ForwardsIn
+from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
 from vllm_ascend_pd.engine.scheduler.gauges import EngineInfo, RouterContact
 from vllm_ascend_pd.engine.scheduler.identity import Identity
 from vllm_ascend_pd.engine.scheduler.loads import Loads
@@ -42,7 +44,7 @@ from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.pool.link import pool_address
-from vllm_ascend_pd.resume import ResumeKey
+from vllm_ascend_pd.resume import ResumeKey, Source
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.types import Epoch
@@ -114,13 +116,23 @@ class _Builder:
     def _build(self) -> SchedulerSide:
         config, parts = self._config, list[Part]()
         resumes = Resumes(self._common, self._resume_key)
-        producer = consumer = endpoint = None
+        producer = consumer = endpoint = forwards = None
         if config.role.produces:
-            producer, moves_out, endpoint = self._producer()
-            parts += [moves_out, producer]
+            producer, moves_out, server, endpoint = self._producer()
+            guests = ForwardsIn(
+                self._common, server, resumes, lambda: self._engine_core, self._is_ending
+            )
+            parts += [guests, moves_out, producer]
         if config.role.consumes:
-            consumer, resumes.moves = self._consumer(resumes)
+            consumer, resumes.moves, client = self._consumer(resumes)
             parts += [consumer, resumes.moves]
+        if config.forward.peers:  # with both roles
+            assert endpoint is not None
+            source = Source(endpoint.host, endpoint.port, endpoint.key, self._epoch)
+            forwards = moves_out.forwards = ForwardsOut(
+                self._common, client, resumes, self._resume_key, source, self._is_ending
+            )
+            parts.append(forwards)
         if config.pool is not None or config.transfer.load is LoadFromPeer.AUTO:
             parts.append(PrefillMeter(self._common.prefill))
         labels = (config.engine_id, config.role.value, self._epoch, str(endpoint or ""))
@@ -130,9 +142,10 @@ class _Builder:
         logger.debug("fingerprint: %s", self._fingerprint)
         parts.append(resumes)
         arrivals = Arrivals(config.role, self._common.stats, resumes, producer, consumer)
+        arrivals.forwards = forwards
         return SchedulerSide(self._common, parts, arrivals, self._complete)
 
-    def _producer(self) -> tuple[Producer, MovesOut, Endpoint]:
+    def _producer(self) -> tuple[Producer, MovesOut, ControlServer, Endpoint]:
         config, transfer = self._config, self._config.transfer
         book = LeaseBook(
             self._epoch, self._fingerprint, transfer.lease_s, time.monotonic, transfer.max_lease_s
@@ -144,9 +157,9 @@ class _Builder:
         moves_out = MovesOut(self._common, producer, book, server)
         server.start()
         logger.info("in-engine transfers: consumers reach this engine at %s", endpoint)
-        return producer, moves_out, endpoint
+        return producer, moves_out, server, endpoint
 
-    def _consumer(self, resumes: Resumes) -> tuple[Consumer, MovesIn]:
+    def _consumer(self, resumes: Resumes) -> tuple[Consumer, MovesIn, ControlClient]:
         vllm_config, transfer = self._scheduler.vllm_config, self._config.transfer
         client = ControlClient(
             transfer.peer_timeout_s, transfer.lease_s / 3, self._trust, transfer.arrival_timeout_s
@@ -162,14 +175,14 @@ class _Builder:
         moves_in = MovesIn(self._common, consumer, client, resumes, self._fingerprint)
         self._opened.callback(client.stop)
         client.start()
-        return consumer, moves_in
+        return consumer, moves_in, client
 
     def _router_contact(self, url: str, endpoint: Endpoint | None) -> RouterContact:
         """``endpoint`` is where consumers reach this engine."""
         registrar = Registrar(
             msgspec.structs.replace(self._config.router, url=url),
             describe(self._scheduler, self._config, self._epoch, self._fingerprint, endpoint),
-            self._is_draining,
+            self._is_ending,
             self._wake,
         )
         self._opened.callback(registrar.stop)
@@ -203,8 +216,8 @@ class _Builder:
             side.add(pool)
             pool.connect([address for address, _ in workers])
 
-    def _is_draining(self) -> bool:
-        """Whether the engine was asked to end. Called by the registrar's thread."""
+    def _is_ending(self) -> bool:
+        """Whether the engine was asked to end. Any thread."""
         return self._engine_core is not None and is_ending(self._engine_core)
 
     def _wake(self) -> None:

@@ -22,6 +22,8 @@ OF_REQUESTS = (
     "resumes",
     "moves_out",
     "moves_in",
+    "forwards",
+    "guests",
 )
 """Counts of ``SchedulerSide.counts`` that go back to zero when the last request has ended: leases
 wait for consumers, and saves end by themselves."""

@@ -13,6 +13,12 @@ T, which takes it:
       └─── load ended ───┘                  └────── freeze ────┘
     from any of them but HERE: ─fail─► OVER
 
+Where S has asked T to take it, and keeps its client (``forwards_out``):
+
+    ASKED ──go──► AWAY ──fail──► BACK
+      ├── fail ──► STAYS
+      └── end, also from AWAY ──► OVER
+
 Exactly one engine computes the next token. S computes it only while the request is in its running
 queue: in COPYING and STAYS. T computes it only in HERE. T comes to HERE only by ``Go``, S sends
 ``Go`` only as it enters GONE, out of STOPPED, and no event leads out of GONE. A message that is
@@ -109,5 +115,38 @@ COMING: Transitions[Coming, ComingEvent] = Transitions(
         _C.READY: {_CE.GO: _C.HERE, **_FAILS},
         _C.HERE: dict.fromkeys(ComingEvent, _C.HERE),
         _C.OVER: dict.fromkeys(ComingEvent, _C.OVER),
+    }
+)
+
+
+class Forwarding(Enum):
+    """At S. Its client gets what T computes in ``AWAY``, and what S computes in all others."""
+
+    ASKED = auto()
+    AWAY = auto()
+    STAYS = auto()
+    BACK = auto()
+    """As it was, with all tokens that T has told: here it goes on as one that was preempted."""
+    OVER = auto()
+
+
+class ForwardingEvent(Enum):
+    GO = auto()
+    """S enters ``Leaving.GONE``."""
+    FAIL = auto()
+    """T has refused it, has lost it, or is not heard of."""
+    END = auto()
+    """By T's tokens, or by its client."""
+
+
+_F, _FE = Forwarding, ForwardingEvent
+
+FORWARDING: Transitions[Forwarding, ForwardingEvent] = Transitions(
+    {
+        _F.ASKED: {_FE.GO: _F.AWAY, _FE.FAIL: _F.STAYS, _FE.END: _F.OVER},
+        _F.AWAY: {_FE.FAIL: _F.BACK, _FE.END: _F.OVER},
+        _F.STAYS: dict.fromkeys(ForwardingEvent, _F.STAYS),
+        _F.BACK: dict.fromkeys(ForwardingEvent, _F.BACK),
+        _F.OVER: dict.fromkeys(ForwardingEvent, _F.OVER),
     }
 )

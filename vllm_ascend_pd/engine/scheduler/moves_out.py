@@ -29,11 +29,12 @@ from vllm_ascend_pd.wire import Extend, Extended, Go, Open, Opened, Ready, Refus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
     from vllm_ascend_pd.engine.scheduler.producer import Producer
     from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
     from vllm_ascend_pd.transfer.control import ControlServer
     from vllm_ascend_pd.transfer.leases import Lease, LeaseBook
-    from vllm_ascend_pd.wire import Answer, Ask
+    from vllm_ascend_pd.wire import Answer, AskOfRunning
 
 logger = limited_logger(__name__)
 
@@ -44,6 +45,8 @@ _NUM_REMEMBERED = 256
 class _Move:
     request: Request
     lease: Lease
+    forward: str
+    """Its name where it is forwarded."""
     state: Leaving = Leaving.COPYING
     place: int = 0
     """In the running queue, before it was stopped."""
@@ -75,6 +78,8 @@ class MovesOut(Part):
         self._book = book
         self._server = server
         self._clock = clock
+        self.forwards: ForwardsOut | None = None
+        """Of an engine that has peers to forward to."""
         self._moves: dict[str, _Move] = {}
         """By transfer id."""
         self._gone: list[Request] = []
@@ -98,6 +103,8 @@ class MovesOut(Part):
             self._stay(move, Cause.CANCELLED)
         elif not is_running(move.request):
             self._stay(move, Cause.NOT_RUNNING)
+        elif move.forward and not self._is_forwarded(move):
+            self._stay(move, Cause.CANCELLED)
         elif move.state is Leaving.STOPPING and not move.request.num_in_flight_tokens:
             self._advance(move, LeavingEvent.DRAINED)
             if move.asked is not None:
@@ -107,7 +114,10 @@ class MovesOut(Part):
         elif move.state is not Leaving.COPYING and self._clock() >= move.stopped_until:
             self._stay(move, Cause.DEADLINE)
 
-    def _answer(self, identity: bytes, message: Ask) -> Answer | None:
+    def _is_forwarded(self, move: _Move) -> bool:
+        return self.forwards is not None and self.forwards.named(move.forward) is move.request
+
+    def _answer(self, identity: bytes, message: AskOfRunning) -> Answer | None:
         """``None`` if it follows."""
         if isinstance(message, Open):
             return self._open(message)
@@ -126,7 +136,8 @@ class MovesOut(Part):
         return self._extended(move, message.num_known)
 
     def _open(self, message: Open) -> Answer:
-        found = named(self._scheduler, message.running)
+        forwarded = self.forwards.named(message.running) if self.forwards is not None else None
+        found = named(self._scheduler, message.running) if forwarded is None else [forwarded]
         if not found:
             return _refused(message, Cause.NOT_NEEDED, "no such request: it has ended")
         request = found[0]
@@ -145,7 +156,8 @@ class MovesOut(Part):
             if isinstance(answer, Refused):
                 return answer
             return _refused(message, Cause.HASH_MISMATCH, "another prompt")
-        move = self._moves[lease.transfer_id] = _Move(request, lease)
+        name = message.running if forwarded is not None else ""
+        move = self._moves[lease.transfer_id] = _Move(request, lease, name)
         logger.info("request %s: another engine copies it", request.request_id)
         return self._extended(move, 0)
 
@@ -202,7 +214,12 @@ class MovesOut(Part):
             return _refused(message, Cause.NOT_RUNNING, "it was not stopped")
         del self._moves[move.lease.transfer_id]
         self._producer.take_back(move.lease)
-        self._gone.append(move.request)
+        if self._is_forwarded(move):
+            assert self.forwards is not None
+            give_row_back(self._scheduler)
+            self.forwards.go(move.request)
+        else:
+            self._gone.append(move.request)
         self._common.stats.add("moves", label="moved")
         logger.info("request %s: has moved to another engine", move.request.request_id)
         return Go(message.transfer_id)
@@ -259,5 +276,5 @@ class MovesOut(Part):
         return {"moves_out": len(self._moves) + len(self._gone)}
 
 
-def _refused(message: Ask, cause: Cause, detail: str) -> Refused:
+def _refused(message: AskOfRunning, cause: Cause, detail: str) -> Refused:
     return Refused(message.transfer_id, cause.value, detail)

@@ -44,6 +44,8 @@ COUNTS = (
     "resumes",
     "moves_out",
     "moves_in",
+    "forwards",
+    "guests",
 )
 """What parts count, see ``Part.counts``; 0 where an engine has not that part."""
 

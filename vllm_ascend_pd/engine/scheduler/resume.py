@@ -24,7 +24,7 @@ from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.engine.scheduler.parts import Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
 from vllm_ascend_pd.engine.vllm_api.requests import (
-    accept_in_grammar,
+    accept_tokens,
     append_output,
     is_greedy,
     is_seeded,
@@ -150,7 +150,7 @@ class Resumes(Part):
             return Refusal("no_secret", detail)
         if not self._key.accepts(resume):
             return Refusal("unsigned", "resume.proof is none of this engine's secret")
-        if feature := self._what_stays(request, params):
+        if feature := self.what_stays(request, params):
             return Refusal(feature, f"requests with {feature} cannot go on at another engine")
         is_told = resume.source is None or bool(resume.prompt_digest)
         if is_told and prompt_digest(request.prompt_token_ids or ()) != resume.prompt_digest:
@@ -168,7 +168,7 @@ class Resumes(Part):
             return Refusal("not_exact", "a temperature without a seed, or a seed and drafts")
         return resume
 
-    def _what_stays(self, request: Request, params: dict[str, Any]) -> str:
+    def what_stays(self, request: Request, params: dict[str, Any]) -> str:
         """The feature with which it cannot go on here, if any."""
         sampling = request.sampling_params
         features = {
@@ -202,9 +202,19 @@ class Resumes(Part):
         for new in output.scheduled_new_reqs:
             # The engine schedules it once its grammar is compiled.
             request = self._grammars.pop(new.req_id, None)
-            if request is not None and not accept_in_grammar(self._scheduler, request):
+            if request is None:
+                continue
+            if not accept_tokens(self._scheduler, request, request.output_token_ids):
                 detail = "its grammar does not accept resume.output_token_ids"
                 self.refuse(request, Refusal("grammar", detail))
+
+    def refusal_of(self, request: Request) -> str:
+        """Why it is refused, if it is: a value of ``Cause``."""
+        begun = self._untold.get(request.request_id)
+        if begun is None or not begun.is_refused:
+            return ""
+        cause = begun.outcome.removeprefix("move_")
+        return cause if cause in set(Cause) else Cause.INCOMPATIBLE.value
 
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
         for begun in list(self._untold.values()):

@@ -62,6 +62,10 @@ def check_config(config: VllmConfig) -> None:
             "prefill context parallel sizes above 1",
         ),
         (
+            _forwards(config) and not config.shutdown_timeout,
+            "forward.peers without --shutdown-timeout: no request would be left to forward",
+        ),
+        (
             parallel.pipeline_parallel_size > 1 and speculative is not None,
             "speculative decoding with pipeline parallel sizes above 1",
         ),
@@ -168,6 +172,11 @@ def _check_states(config: VllmConfig) -> None:
 def _has_pool(config: VllmConfig) -> bool:
     transfer = config.kv_transfer_config
     return transfer is not None and "pool" in transfer.kv_connector_extra_config
+
+
+def _forwards(config: VllmConfig) -> bool:
+    transfer = config.kv_transfer_config
+    return transfer is not None and "forward" in transfer.kv_connector_extra_config
 
 
 def keeps_one_group(config: VllmConfig) -> bool:

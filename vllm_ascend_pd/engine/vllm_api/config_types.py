@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 class VllmConfig(Protocol):
     """Touches: vllm/config/vllm.py:VllmConfig"""
 
+    shutdown_timeout: int
     model_config: ModelConfig
     cache_config: CacheConfig
     parallel_config: ParallelConfig

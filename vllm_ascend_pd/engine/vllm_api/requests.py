@@ -105,14 +105,19 @@ def _tell_end(
     )
 
 
-def accept_in_grammar(scheduler: Scheduler, request: Request) -> bool:
-    """Advance its grammar, which is compiled and has accepted nothing yet, by all its output.
+def end_aborted(scheduler: Scheduler, request: Request) -> None:
+    """Nobody is told."""
+    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+
+def accept_tokens(scheduler: Scheduler, request: Request, token_ids: Sequence[int]) -> bool:
+    """Advance its grammar, if it has one, which is compiled, by these tokens of its output.
 
     Touches:
         vllm/v1/structured_output/__init__.py:StructuredOutputManager.accept_tokens
     """
     manager = scheduler.structured_output_manager
-    return bool(manager.accept_tokens(request, list(request.output_token_ids)))
+    return bool(manager.accept_tokens(request, list(token_ids)))
 
 
 def named(scheduler: Scheduler, name: str) -> list[Request]:

@@ -15,6 +15,7 @@ Touches:
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -68,6 +69,23 @@ def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
     scheduler._preempt_request(request, now, drop_stale_output=True)
     # It may be resumed by the very next step, with its whole block table.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def put_away(scheduler: Scheduler, request: Request) -> None:
+    """A request that was taken out of the running queue and of which nothing is in flight: it gives
+    its blocks back and waits for KV. To the worker it has ended: there it is new when it is queued.
+
+    Touches:
+        vllm/v1/core/sched/scheduler.py:Scheduler.reset_preempted_req_ids
+        vllm/v1/core/sched/scheduler.py:Scheduler.finished_req_ids
+    """
+    any_version: Any = scheduler
+    scheduler.running.append(request)
+    preempt(scheduler, request, time.monotonic())
+    any_version.reset_preempted_req_ids.discard(request.request_id)
+    any_version.finished_req_ids.add(request.request_id)
+    request.num_preemptions = 0
+    wait_for_kv(request)
 
 
 def drop_output_under_way(request: Request) -> None:

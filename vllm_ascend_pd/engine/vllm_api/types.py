@@ -279,6 +279,7 @@ class EngineCore(Protocol):
     """Touches: vllm/v1/engine/core.py:EngineCore"""
 
     model_executor: Executor
+    scheduler: Scheduler
     request_block_hasher: Callable[[Request], list[BlockHash]]
 
 

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running requests that another engine computes, while their clients stay this engine's: see
+``move_states``. So does an engine that is about to end, without a router.
+
+    front end ◄── tokens ── S ◄── told ── T (forwards_in)
+                            │ take, more ──►
+                            ▲ open, extend, ready / go: the request and its KV (moves_out)
+
+To its front end the request is as it was: what T tells is delivered as if it had been computed
+here, so text, stop strings, tool calls, usage and ids are those of S. An end is found here as well,
+from the tokens. Where T fails, the request goes on here, with the tokens that are known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.engine.scheduler.move_states import FORWARDING, Forwarding, ForwardingEvent
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
+from vllm_ascend_pd.engine.vllm_api.guests import encode_request, what_stays
+from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
+from vllm_ascend_pd.engine.vllm_api.requests import (
+    accept_tokens,
+    append_output,
+    is_seeded,
+    tell_error,
+    tell_output,
+)
+from vllm_ascend_pd.engine.vllm_api.status import is_completed, put_away
+from vllm_ascend_pd.engine.vllm_api.status import queue as queue_again
+from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.resume import RESUME, Source
+from vllm_ascend_pd.types import Cause
+from vllm_ascend_pd.wire import WIRE_VERSION, More, Refused, Take, Told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.engine.scheduler.resume import Resumes
+    from vllm_ascend_pd.engine.vllm_api.types import Request
+    from vllm_ascend_pd.resume import ResumeKey
+    from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
+    from vllm_ascend_pd.types import Endpoint
+
+logger = limited_logger(__name__)
+
+_MAX_ASKED = 4
+"""Requests whose KV is copied at the same time."""
+_IDLE_S = 0.005
+_PATIENCE_S = 5.0
+"""For an answer of a target, whose step may be long, beside ``transfer.peer_timeout_s``. Its end is
+noticed at once."""
+
+
+@dataclass(slots=True, eq=False)
+class _Forward:
+    request: Request
+    peer: Endpoint
+    name: str = field(default_factory=lambda: secrets.token_hex(16))
+    """The transfer id."""
+    state: Forwarding = Forwarding.ASKED
+    told: list[int] = field(default_factory=list)
+    """Tokens that its client has not got."""
+
+
+class ForwardsOut(Part):
+    """Scheduler thread."""
+
+    def __init__(
+        self,
+        common: Common,
+        client: ControlClient,
+        resumes: Resumes,
+        key: ResumeKey,
+        source: Source,
+        is_ending: Callable[[], bool],
+    ) -> None:
+        self._common = common
+        self._scheduler = common.scheduler
+        self._client = client
+        self._resumes = resumes
+        self._key = key
+        self._source = source
+        self._is_ending = is_ending
+        self._peers = common.config.forward.endpoints
+        self._vocab_size = common.scheduler.vllm_config.model_config.get_vocab_size()
+        self._next_peer = itertools.count()
+        self._answers: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
+        self._forwards: dict[str, _Forward] = {}
+        """By request id: those that T has, or is to have."""
+        self._tried: dict[str, set[Endpoint]] = {}
+        """By request id: who cannot have it. All peers where nobody can."""
+
+    def settle(self) -> bool:
+        while (outcome := self._next_answer()) is not None:
+            forward: _Forward = outcome.key
+            if self._forwards.get(forward.request.request_id) is forward:
+                self._take(forward, outcome.answer)
+        if self._is_ending():
+            self._ask_for_room()
+        return any(forward.told for forward in self._forwards.values())
+
+    def _next_answer(self) -> OpenOutcome | None:
+        """Where all requests are away a step could do nothing, so for a moment it is waited for."""
+        forwards, scheduler = self._forwards.values(), self._scheduler
+        num_away = sum(f.state is Forwarding.AWAY and not f.told for f in forwards)
+        is_idle = num_away and not scheduler.running and num_waiting(scheduler) == num_away
+        try:
+            return self._answers.get(timeout=_IDLE_S if is_idle else 0.0)
+        except queue.Empty:
+            return None
+
+    # A request goes.
+
+    def _ask_for_room(self) -> None:
+        asked = sum(f.state is Forwarding.ASKED for f in self._forwards.values())
+        for request in list(self._scheduler.running):
+            if asked >= _MAX_ASKED:
+                return
+            if request.request_id not in self._forwards and request.num_output_tokens:
+                asked += self._ask(request)
+
+    def _ask(self, request: Request) -> bool:
+        tried = self._tried.get(request.request_id)
+        if tried is None:
+            tried = self._tried[request.request_id] = set()
+            feature = self._resumes.what_stays(request, {}) or what_stays(self._scheduler, request)
+            if feature:
+                self._note(request, feature, "it ends here")
+                tried.update(self._peers)
+        left = [peer for peer in self._peers if peer not in tried]
+        if not left:
+            return False
+        forward = _Forward(request, left[next(self._next_peer) % len(left)])
+        tried.add(forward.peer)
+        # A temperature without a seed: any next token is right. With a seed it is a certain one.
+        assert request.sampling_params is not None
+        only_exact = is_seeded(request.sampling_params)
+        resume = self._key.sign(forward.name, None, (), only_exact, self._source)
+        try:
+            params = {RESUME: resume.to_params()}
+            encoded = encode_request(request, forward.name, params)
+        except TransferError as e:
+            self._note(request, Cause.BAD_PARAMS.value, str(e))
+            tried.update(self._peers)
+            return False
+        self._forwards[request.request_id] = forward
+        take = Take(forward.name, self._source.epoch, WIRE_VERSION, encoded)
+        self._client.ask(forward, forward.peer, take, self._answers, _PATIENCE_S)
+        logger.info("request %s: %s is asked to compute it", request.request_id, forward.peer)
+        return True
+
+    def named(self, name: str) -> Request | None:
+        """Which one a target asks for."""
+        asked = (f.request for f in self._forwards.values() if f.name == name)
+        return next(asked, None)
+
+    def go(self, request: Request) -> None:
+        """It has been stopped, and its target computes it from here on."""
+        self._advance(self._forwards[request.request_id], ForwardingEvent.GO)
+        put_away(self._scheduler, request)
+
+    def holds(self, request: Request) -> bool:
+        """Whether another engine computes it."""
+        forward = self._forwards.get(request.request_id)
+        return forward is not None and forward.state is Forwarding.AWAY
+
+    # Its tokens come.
+
+    def _take(self, forward: _Forward, answer: Any) -> None:
+        if isinstance(answer, Refused):
+            self._fail(forward, answer.cause, answer.detail)
+            return
+        assert isinstance(answer, Told)
+        num_known = forward.request.num_output_tokens + len(forward.told)
+        if forward.state is Forwarding.AWAY:
+            new = answer.token_ids[num_known - answer.start :]
+            if answer.start > num_known or not all(0 <= i < self._vocab_size for i in new):
+                self._fail(forward, Cause.INCOMPATIBLE.value, "it tells what is no token here")
+                return
+            forward.told += new
+        if answer.is_over and not forward.told:
+            self._fail(forward, answer.cause or Cause.INCOMPATIBLE.value, "it has ended there")
+        else:
+            num_known = forward.request.num_output_tokens + len(forward.told)
+            more = More(forward.name, self._source.epoch, num_known)
+            self._client.ask(forward, forward.peer, more, self._answers, _PATIENCE_S)
+
+    def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
+        for forward in list(self._forwards.values()):
+            if not forward.told:
+                continue
+            request, told = forward.request, forward.told
+            forward.told = []
+            new, ended = append_output(self._scheduler, request, told)
+            if accept_tokens(self._scheduler, request, new):
+                told_now = tell_output(self._scheduler, request, new, ended)
+            else:  # as with tokens of its own
+                logger.error("request %s: its grammar accepts no %s", request.request_id, new)
+                told_now = tell_error(self._scheduler, request, {})
+            outputs[request.client_index].append(told_now)
+
+    # The end.
+
+    def _fail(self, forward: _Forward, cause: str, detail: str) -> None:
+        """It goes on here, or is computed here from now on; another peer may be asked then."""
+        was_away = forward.state is Forwarding.AWAY
+        self._advance(forward, ForwardingEvent.FAIL)
+        self._leave(forward)
+        if was_away:
+            queue_again(forward.request)
+        outcome = f"back_{cause}" if was_away else cause
+        self._note(forward.request, outcome, f"{forward.peer}: {detail}")
+
+    def _leave(self, forward: _Forward) -> None:
+        del self._forwards[forward.request.request_id]
+        self._client.release(forward.peer, forward.name, self._source.epoch)
+
+    def _note(self, request: Request, outcome: str, detail: str) -> None:
+        self._common.stats.add("forwards", label=outcome)
+        logger.warning("request %s is computed here: %s (%s)", request.request_id, outcome, detail)
+
+    def _advance(self, forward: _Forward, event: ForwardingEvent) -> None:
+        forward.state = FORWARDING.after(forward.state, event)
+
+    def finish(self, request: Request, ending: Ending) -> None:
+        self._tried.pop(request.request_id, None)
+        forward = self._forwards.get(request.request_id)
+        if forward is None:
+            return
+        outcome = Cause.NOT_NEEDED.value
+        if forward.state is Forwarding.AWAY:
+            outcome = "ended" if is_completed(request) else "aborted"
+        self._advance(forward, ForwardingEvent.END)
+        self._leave(forward)
+        self._common.stats.add("forwards", label=outcome)
+        logger.info("request %s: forwarded by %s: %s", request.request_id, forward.peer, outcome)
+
+    def counts(self) -> dict[str, int]:
+        return {"forwards": len(self._forwards)}
