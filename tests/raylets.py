@@ -33,14 +33,20 @@ ENVIRONMENT = {
 class Raylets:
     """A head without room, and nodes that a test adds."""
 
-    def __init__(self, folder: str) -> None:
-        head = {**NODE, "num_cpus": 0, "temp_dir": folder}
+    def __init__(self, *, has_jobs: bool) -> None:
+        head = {**NODE, "num_cpus": 0, "include_dashboard": has_jobs}
+        head |= {"dashboard_port": None, "dashboard_agent_listen_port": 0}
         self._cluster = Cluster()
         self._start(**head)
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
+
+    @property
+    def jobs_url(self) -> str:
+        """Where jobs are submitted."""
+        return f"http://{self._cluster.webui_url}"
 
     def add(self, num_cpus: int, address: str = ADDRESS) -> Any:
         return self._start(**{**NODE, "node_ip_address": address}, num_cpus=num_cpus)
@@ -72,16 +78,15 @@ class Raylets:
 
 
 @contextmanager
-def raylets(**environment: str) -> Iterator[Raylets]:
-    """``environment`` of all that runs there."""
+def raylets(*, has_jobs: bool = False, **environment: str) -> Iterator[Raylets]:
+    """``environment`` of all that runs there. ``has_jobs``: the head takes jobs."""
     before = dict(os.environ)
     try:
         # Not pytest's folder: the paths of its sockets may not be long.
         with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-            os.environ.update(
-                {**ENVIRONMENT, **environment, "RAY_gcs_storage_path": f"{folder}/gcs"}
-            )
-            cluster = Raylets(folder)
+            own = {"RAY_TMPDIR": folder, "RAY_gcs_storage_path": f"{folder}/gcs"}
+            os.environ.update({**ENVIRONMENT, **environment, **own})
+            cluster = Raylets(has_jobs=has_jobs)
             try:
                 yield cluster
             finally:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +24,7 @@ from tests.raylets import Raylets, raylets
 from vllm_ascend_pd.cluster.scaling.engines import Node
 from vllm_ascend_pd.cluster.scaling.fleet import Fleet, Member, Phase
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
-from vllm_ascend_pd.cluster.scaling.ray_fleet import RayFleet
+from vllm_ascend_pd.cluster.scaling.ray_fleet import ClusterLostError, RayFleet, connect
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.fake_fleet import FakeFleet
 
@@ -99,7 +101,7 @@ class FakeSubject(Subject):
 
 
 class RaySubject(Subject):
-    def __init__(self, cluster: Raylets, folder: Path) -> None:
+    def __init__(self, cluster: Raylets | None, folder: Path) -> None:
         super().__init__()
         self.cluster, self.folder = cluster, folder
         self.fleet = RayFleet({"CPU": 1.0}, self.order)
@@ -320,3 +322,83 @@ def test_what_no_node_will_ever_hold_says_so(cluster: Raylets) -> None:
         time.sleep(0.1)
     loop.run_until_complete(fleet.close())
     loop.close()
+
+
+class Driver:
+    """A fleet with one engine, in a process of its own; it asks for one more with each line."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.folder = folder
+        program = f"from {__name__} import drive; drive({address!r}, {str(folder)!r})"
+        with (folder / "driver.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+        until(lambda: self._port is not None or self.process.poll() is not None)
+        words = ((one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]))
+        (self.engine,) = [one for one, cmdline in words if self._port in cmdline]
+
+    @property
+    def _port(self) -> str | None:
+        """Of its engine, once that is up."""
+        found = re.search(r"^engine at (\d+)$", self.log, re.MULTILINE)
+        return found and found[1]
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "driver.log").read_text()
+
+    def start_another(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+
+    def nothing_is_left(self) -> bool:
+        return not self.engine.is_running() and not list(self.folder.glob(".a*"))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def drive(address: str, folder: str) -> None:
+    """What ``Driver`` runs."""
+    connect(address)
+    subject = RaySubject(None, Path(folder))
+    try:
+        subject.start("a")
+        subject.until({"a": Phase.READY})
+        print("engine at", subject.ports["a"], flush=True)
+        sys.stdin.readline()
+        subject.start("b")
+    except ClusterLostError as e:
+        print(e, flush=True)
+    finally:
+        subject.close()
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_takes_its_engines_along(cluster: Raylets, tmp_path: Path) -> None:
+    driver = Driver(cluster.address, tmp_path)
+    try:
+        driver.process.kill()
+        until(driver.nothing_is_left)
+    finally:
+        driver.close()
+
+
+@pytest.mark.slow
+def test_a_head_that_has_lost_its_state_ends_driver_and_engines(tmp_path: Path) -> None:
+    with raylets(RAY_gcs_storage="memory") as cluster:
+        cluster.add(num_cpus=1)
+        driver = Driver(cluster.address, tmp_path)
+        try:
+            cluster.restart_head()
+            driver.start_another()
+            assert driver.process.wait(PATIENCE_S) == 0
+            assert f"{cluster.address} is back without its state" in driver.log
+            assert driver.nothing_is_left()
+        finally:
+            driver.close()

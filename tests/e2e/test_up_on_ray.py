@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-pd up --ray`` and ``vllm-pd scale`` as a user runs them: real raylets, engines, router.
+"""``ray job submit -- vllm-pd up --ray``, ``vllm-pd scale`` and ``vllm-pd restart`` as a user runs
+them: real raylets, engines, router.
 
 One deployment serves all tests of this file; they run in its order.
 """
@@ -7,7 +8,7 @@ One deployment serves all tests of this file; they run in its order.
 from __future__ import annotations
 
 import os
-import signal
+import shlex
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import ray
 import requests
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from tests.e2e.servers import free_port
 from tests.e2e.test_up import ENGINE_ARGS, LONG, complete, metric
@@ -35,7 +37,7 @@ PATIENCE_S = 300.0
 
 
 class UpOnRay:
-    """A running ``vllm-pd up --ray``, with room for two engines on two nodes."""
+    """A job that runs ``vllm-pd up --ray``, with room for two engines on two nodes."""
 
     def __init__(self, cluster: Raylets, folder: Path) -> None:
         self.cluster = cluster
@@ -43,28 +45,31 @@ class UpOnRay:
         make_model(["--out", str(folder / "model"), "--size", "tiny"])
         self.port, self.logs = free_port(), folder / "logs"
         self.url = f"http://{ADDRESS}:{self.port}"
-        self._output = folder / "up.out"
         command = [VLLM_PD, "up", str(folder / "model"), "--served-model-name", "tiny"]
         command += ["--ray", "auto", "--pd-ratio", "1:1", "--max-instances", "2"]
         command += ["--port", str(self.port), "--log-dir", str(self.logs), "--", *ENGINE_ARGS]
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env={**os.environ, "RAY_ADDRESS": cluster.address},  # as in a job of the cluster
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self.jobs = JobSubmissionClient(cluster.jobs_url)
+        patience = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "150"}}
+        self.job = self.jobs.submit_job(entrypoint=shlex.join(command), runtime_env=patience)
 
     @property
     def output(self) -> str:
         log = self.logs / "ray.log"
-        return self._output.read_text() + (log.read_text() if log.is_file() else "")
+        return self.jobs.get_job_logs(self.job) + (log.read_text() if log.is_file() else "")
+
+    def stop(self) -> JobStatus:
+        """As ``ray job stop``."""
+        self.jobs.stop_job(self.job)
+        end = time.monotonic() + PATIENCE_S
+        while not (status := self.jobs.get_job_status(self.job)).is_terminal():
+            assert time.monotonic() < end, self.output
+            time.sleep(0.2)
+        return status
 
     def until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE_S
         while not condition():
-            assert self.process.poll() is None, self.output
+            assert not self.jobs.get_job_status(self.job).is_terminal(), self.output
             assert time.monotonic() < end, self.output
             time.sleep(0.2)
 
@@ -77,8 +82,8 @@ class UpOnRay:
     def roles(self) -> list[str]:
         return sorted(one["used_for"] for one in self.instances().values())
 
-    def scale(self, *options: str) -> str:
-        command = [VLLM_PD, "scale", "--port", str(self.port), *options]
+    def tell(self, what: str, *options: str) -> str:
+        command = [VLLM_PD, what, "--port", str(self.port), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -87,14 +92,13 @@ class UpOnRay:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpOnRay]:
     folder = tmp_path_factory.mktemp("up")
-    with raylets(**forking_plugin(folder)) as cluster:
+    with raylets(has_jobs=True, **forking_plugin(folder)) as cluster:
         made = UpOnRay(cluster, folder)
         try:
             made.until(lambda: "\nup after " in made.output)
             yield made
         finally:
-            made.process.send_signal(signal.SIGTERM)
-            made.process.wait(150)
+            made.stop()
 
 
 def test_tokens_are_those_of_one_engine(up: UpOnRay) -> None:
@@ -107,44 +111,63 @@ def test_tokens_are_those_of_one_engine(up: UpOnRay) -> None:
 
 
 def test_more_than_there_is_room_for_waits_and_says_for_what(up: UpOnRay) -> None:
-    told = up.scale("--pd-ratio", "1:2", "--max-instances", "3")
+    told = up.tell("scale", "--pd-ratio", "1:2", "--max-instances", "3")
     assert "1 P and 1 D serve; wanted are 1:2, 3 engines at most\n" in told
     assert told.endswith("engine-2 waiting: no node has 1 CPU free now\n")
-    told = up.scale("--max-instances", "2")
+    told = up.tell("scale", "--max-instances", "2")
     assert told.endswith("1 P and 1 D serve; wanted are 1:2, 2 engines at most\n")
 
 
+class Asking:
+    """One request after another, in a thread, while ``with`` lasts. Each has the same answer."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.expected = url, complete(url, LONG)
+        self.answers: list[str] = []
+        self.failures: list[str] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        while not self._done.wait(0.1):  # an engine that starts needs the cores, too
+            try:
+                self.answers.append(complete(self.url, LONG))
+            except (AssertionError, requests.RequestException) as e:
+                self.failures.append(str(e))
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+        if exc == (None, None, None):
+            assert self.failures == []
+            assert set(self.answers) == {self.expected}
+
+
 def test_requests_are_answered_while_a_node_goes_and_another_comes(up: UpOnRay) -> None:
-    expected = complete(up.url, LONG)
     (lost,) = [one for one in up.instances().values() if one["used_for"] == "prefill"]
     host = urlsplit(lost["url"]).hostname
-    answers: list[str] = []
-    failures: list[str] = []
-    done = threading.Event()
-
-    def ask() -> None:
-        while not done.wait(0.1):  # an engine that starts needs the cores, too
-            try:
-                answers.append(complete(up.url, LONG))
-            except (AssertionError, requests.RequestException) as e:
-                failures.append(str(e))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
+    with Asking(up.url) as asking:
         up.cluster.remove(up.nodes[host])
         up.until(lambda: len(up.instances()) == 1 and up.roles() == ["both"])
-        count = len(answers)
-        up.until(lambda: len(answers) > count + 2)
+        count = len(asking.answers)
+        up.until(lambda: len(asking.answers) > count + 2)
         up.cluster.add(1, "127.0.0.5")
         up.until(lambda: up.roles() == ["decode", "prefill"])
-        count = len(answers)
-        up.until(lambda: len(answers) > count + 2)
-    finally:
-        done.set()
-        asking.join()
-    assert failures == []
-    assert set(answers) == {expected}
+        count = len(asking.answers)
+        up.until(lambda: len(asking.answers) > count + 2)
+
+
+def test_requests_are_answered_while_every_engine_is_replaced(up: UpOnRay) -> None:
+    before = set(up.instances())
+    with Asking(up.url):
+        told = up.tell("restart", "--all")
+    assert "  1 P and 1 D serve; " in told.splitlines()[-1], told
+    assert not before & set(up.instances())
+    assert up.roles() == ["decode", "prefill"]
 
 
 def test_at_the_end_nothing_of_it_is_left(up: UpOnRay) -> None:
@@ -164,8 +187,8 @@ def test_at_the_end_nothing_of_it_is_left(up: UpOnRay) -> None:
     ray.init(address=up.cluster.address, log_to_driver=False)
     try:
         assert states_of_places().count("CREATED") == 2
-        up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(150) == 0
+        assert up.stop() is JobStatus.STOPPED
+        assert "router       stopped" in up.output
         assert set(states_of_places()) == {"REMOVED"}
     finally:
         ray.shutdown()

@@ -80,10 +80,10 @@ class Scaling:
         old = self.target()
         self.aim(Target(order.ratio or old.ratio, order.maximum or old.maximum, old.generation))
 
-    def renew(self) -> None:
-        """Have every engine replaced."""
+    def renew(self, drain_s: float) -> None:
+        """Have every engine replaced, whose requests have so long to end; until the next change."""
         old = self.target()
-        self.aim(msgspec.structs.replace(old, generation=old.generation + 1))
+        self.aim(msgspec.structs.replace(old, generation=old.generation + 1, drain_s=drain_s))
 
 
 def socket_path(router_port: int) -> Path:
@@ -204,7 +204,7 @@ class Control:
         if order.names:
             yield RestartProgress("with --ray all engines are replaced: give --all", True)
             return
-        self._scaling.renew()
+        self._scaling.renew(order.drain_s)
         try:
             async for line in follow(self._scaling.url, until_settled=True):
                 yield RestartProgress(line)

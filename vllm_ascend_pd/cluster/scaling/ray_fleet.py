@@ -64,6 +64,31 @@ def connect(address: str) -> None:
         raise ConfigError(f"--ray {address}: no Ray cluster answers ({first})") from e
 
 
+class ClusterLostError(PDError):
+    """What answers at the address of the cluster is another one: its head has lost its state."""
+
+
+def refuse_another_cluster() -> None:
+    """``ClusterLostError`` where Ray itself would abort the process at the next question.
+
+    Nothing while nobody answers.
+    """
+    ray = import_ray()
+    address = ray.get_runtime_context().gcs_address
+    try:
+        found = ray._raylet.GcsClient(address=address).cluster_id
+    except Exception as e:  # noqa: BLE001 - of several kinds; the head is away, or being restarted
+        logger.debug("the head is away: %s", e)
+        return
+    if found != ray._private.worker.global_worker.gcs_client.cluster_id:
+        raise ClusterLostError(
+            f"the head of the Ray cluster at {address} is back without its state, which makes it"
+            " another cluster: the engines of the old one end. Start its nodes again where nothing"
+            f" else does (ray start --address={address}); a head with Redis or"
+            " RAY_gcs_storage=rocksdb keeps its state"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """What a cluster says of itself."""
@@ -113,7 +138,8 @@ class _Engine:
 @dataclass(slots=True)
 class RayFleet:
     """Passes ``FleetContract``. Ray must be connected. What asks the cluster blocks a thread of its
-    own, so that the loop goes on while a head is being restarted."""
+    own, so that the loop goes on while a head is being restarted. ``start`` and ``look`` raise
+    ``ClusterLostError``; then all is to be closed."""
 
     resources: Mapping[str, float]
     """Of each engine, on one node."""
@@ -122,6 +148,8 @@ class RayFleet:
     _engines: dict[str, _Engine] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
     _is_closed: bool = False
+    _is_lost: bool = False
+    """There is nobody who knows of what is here."""
     _thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="pd-ray")
     )
@@ -158,6 +186,7 @@ class RayFleet:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _start(self, name: str) -> None:
+        self._refuse_another_cluster()
         ray = import_ray()
         group = ray.util.placement_group(
             [dict(self.resources)], strategy="STRICT_PACK", name=f"vllm-pd-{name}"
@@ -197,7 +226,15 @@ class RayFleet:
         else:
             self._run(engine, answer)
 
+    def _refuse_another_cluster(self) -> None:
+        try:
+            refuse_another_cluster()
+        except ClusterLostError:
+            self._is_lost = True
+            raise
+
     def _wait_for_place(self, engine: _Engine) -> None:
+        self._refuse_another_cluster()
         ray = import_ray()
         table = ray.util.placement_group_table(engine.group)
         if table["state"] == "REMOVED":  # by somebody else
@@ -277,6 +314,8 @@ class RayFleet:
         self._is(engine, Phase.ENDING, "")
 
     def _drop(self, engine: _Engine) -> None:
+        if self._is_lost:
+            return
         ray = import_ray()
         with contextlib.suppress(Exception):  # gone with its node
             if engine.actor is not None:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 600.0
-"""An engine that is not empty by then ends with the requests that it has."""
 MAX_BACKOFF_S = 30.0
 RETURN_S = 60.0
 """A place that was given up is somebody else's when it is not found again within so long."""
@@ -236,7 +234,7 @@ class Reconciler:
         for name, since in self._leaving.items():
             status = (view.known or {}).get(name)
             is_empty = status is None or (status.state == "draining" and not status.num_active)
-            if is_empty or self.clock() - since >= DRAIN_S:
+            if is_empty or self.clock() - since >= self.target.drain_s:
                 await self._end(name)
 
     def _is_old(self, name: str) -> bool:

@@ -23,6 +23,9 @@ Job = Literal["prefill", "decode"]
 """What an engine is used for."""
 
 
+DRAIN_S = 600.0
+
+
 class Counts(NamedTuple):
     """Of engines: that compute prompts, that answer."""
 
@@ -68,6 +71,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of engines; there may be less room."""
     generation: int = 0
     """Engines that were asked for under an earlier one are replaced."""
+    drain_s: float = DRAIN_S
+    """An engine that is to go and not empty by then ends with the requests that it has."""
 
     def __post_init__(self) -> None:
         if self.ratio.prefill < 1 or self.ratio.decode < 1:

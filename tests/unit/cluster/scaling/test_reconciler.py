@@ -11,13 +11,9 @@ import pytest
 
 from vllm_ascend_pd.cluster.operator import RouterAway
 from vllm_ascend_pd.cluster.scaling.fleet import Phase
-from vllm_ascend_pd.cluster.scaling.reconciler import (
-    DRAIN_S,
-    FirstStartError,
-    Reconciler,
-)
+from vllm_ascend_pd.cluster.scaling.reconciler import FirstStartError, Reconciler
 from vllm_ascend_pd.cluster.scaling.status import FleetStatus
-from vllm_ascend_pd.cluster.scaling.target import Counts, Ratio, Target, split
+from vllm_ascend_pd.cluster.scaling.target import DRAIN_S, Counts, Ratio, Target, split
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role
 from vllm_ascend_pd.testing.fake_fleet import FakeFleet
@@ -258,15 +254,20 @@ def test_an_old_generation_goes_only_while_as_many_serve_as_before() -> None:
     assert not names & {"engine-0", "engine-1", "engine-2"}
 
 
-def test_requests_that_never_end_hold_an_engine_for_so_long_only() -> None:
+@pytest.mark.parametrize("drain_s", [600.0, 60.0])
+def test_requests_that_never_end_hold_an_engine_for_so_long_only(drain_s: float) -> None:
     world = World("1:1", 3, a=3)
     world.until_settled()
     world.router.num_active = {one.name: 1 for one in world.status.engines}
-    world.aim("1:1", 2)
+    world.reconciler.target = Target(Ratio(1, 1), 2, drain_s=drain_s)
+    since = world.now
     world.step()
     world.step(20)
     assert len(world.fleet.members) == 3
-    world.now += DRAIN_S
+    world.now = since + drain_s - 2
+    world.step()
+    assert len(world.fleet.members) == 3
+    world.now += 2
     assert world.until_settled() == (1, 1)
 
 

@@ -71,7 +71,7 @@ def test_a_restart_is_a_new_generation_of_all_engines(scaling: Scaling) -> None:
         control = Control(socket_path(8123), {}, NO_RESTART, None, scaling)
         await control.start()
         try:
-            order = RestartOrder(names, 600)
+            order = RestartOrder(names, drain_s=30)
             return [one.text async for one in ask_to_restart(socket_path(8123), order)]
         finally:
             await control.close()
@@ -80,7 +80,7 @@ def test_a_restart_is_a_new_generation_of_all_engines(scaling: Scaling) -> None:
     assert scaling.target().generation == 0
     (text,) = asyncio.run(run())
     assert "the driver of the engines is away" in text
-    assert scaling.target() == Target(Ratio(1, 2), 3, generation=1)
+    assert scaling.target() == Target(Ratio(1, 2), 3, generation=1, drain_s=30)
     ask(scaling, ScaleOrder(maximum=6))
     assert scaling.target() == Target(Ratio(1, 2), 6, generation=1)
 
