@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+CONNECT_S = 5.0
 CLOSE_S = 45.0
 """Engines that are told to end and go on are killed after that."""
 _POLL_S = 0.2
@@ -57,11 +60,26 @@ def connect(address: str) -> None:
             " reach it; start this on a node of the cluster with --ray auto, or submit it as a job"
         )
     ray = import_ray()
+    _refuse_a_closed_port(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as e:
         first = str(e).strip().splitlines()[0]
         raise ConfigError(f"--ray {address}: no Ray cluster answers ({first})") from e
+
+
+def _refuse_a_closed_port(address: str) -> None:
+    """Ray would ask again for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as e:
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({e}): start its head (ray start --head), or give"
+            " another address with --ray"
+        ) from e
 
 
 class ClusterLostError(PDError):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from itertools import count
 from pathlib import Path
@@ -160,3 +161,15 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_rays_client_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--ray ray://h:10001: .* start this on a node"):
         ray_fleet.connect("ray://h:10001")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "auto"])
+def test_a_cluster_that_is_not_there_is_said_at_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    message = rf"no Ray cluster answers at 127.0.0.1:{port} .*ray start --head"
+    with pytest.raises(ConfigError, match=message):
+        ray_fleet.ask_cluster(address.format(port))
