@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import itertools
-import logging
 import mmap
 import os
 import re
@@ -35,14 +34,16 @@ from vllm_ascend_pd.backends.regions import RegionTable
 from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.backends.transfer_engine import TransferEngine, TransferHandle, TransferStatus
 from vllm_ascend_pd.errors import BackendError
+from vllm_ascend_pd.log_limit import limited_logger
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _SOCKET_NAME = re.compile(r"vllm-pd-[0-9a-f]{32}\.sock")
 _HEADER_BYTES = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CONTACT_TIMEOUT_S = 1.0
 _RETRY_AFTER_S = 5.0
+_NOT_ACCEPTED_S = 0.1
 _MAX_REGIONS = 64
 _MAX_FRAME_BYTES = 1 << 16
 
@@ -332,6 +333,8 @@ class SharedMemoryTransferEngine(TransferEngine):
             logger.warning("a process could not be given shared memory: %s", e)
             if connection is not None:
                 connection.close()
+            else:
+                time.sleep(_NOT_ACCEPTED_S)  # who is left without a descriptor stays in line
             return None
         return connection
 

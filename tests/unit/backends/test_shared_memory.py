@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -201,3 +202,23 @@ def test_the_first_transport_that_reaches_the_peer_is_taken(engine, owner):
         assert transports.route({"third": "y"}) is None
     finally:
         other.close()
+
+
+def test_want_of_descriptors_takes_no_core(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, times = socket.socket.accept, []
+
+    def want(listener: socket.socket) -> tuple[socket.socket, object]:
+        times.append(time.monotonic())
+        if len(times) < 4:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", want)
+    owner, writer = SharedMemoryTransferEngine(), SharedMemoryTransferEngine()
+    assert writer.reaches(owner.session)
+    assert times[3] - times[0] > 0.2
+    assert caplog.text.count("Too many open files") == 3
+    for engine in (owner, writer):
+        engine.close()
