@@ -82,6 +82,8 @@ class Pair:
         self.forwards = self.source.scheduler.pd.part(ForwardsOut)
         self.states: list[str] = []
         self._num_turns = 0
+        self._away: set[str] = set()
+        """Before the last step."""
 
     def begin(self, *names: str, num_output: int = NUM_OUTPUT) -> None:
         for name in names or ("r",):
@@ -95,6 +97,9 @@ class Pair:
             away = [n for n, r in self.source.requests.items() if self.forwards.holds(r)]
             step = self.source.step()
             assert step.output.num_scheduled_tokens.keys().isdisjoint(away)
+            known = self.source.worker.requests.keys()
+            assert self._away.isdisjoint(known), "the worker, too, has to take it for a new one"
+            self._away = set(away)
             self.note()
         if with_target:
             self.target.scheduler.pd.has_pending_work()
