@@ -24,7 +24,7 @@ from tests.integration.engines import (
 from tests.integration.pool_steps import POOL, delta, settle
 from tests.integration.test_identity import LORA
 from tests.integration.test_prefill_first import moved
-from tests.integration.test_resume import SAMPLING, SEED
+from tests.integration.test_resume import SAMPLING, SEED, begun
 from tests.integration.test_speculation import LLM as DRAFTS
 from vllm_ascend_pd.resume import ResumeKey, Source
 from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
@@ -100,6 +100,21 @@ def num_bytes_of_move(three: Three, prompt: list[int], cut: int, **options: Any)
     for engine, counts in before:
         assert_no_leak(engine, counts)
     return num_computed, int(moved(target.metrics()) - moved_before)
+
+
+def expect_broken_answers_to_go_on(three: Three, prompt: list[int]) -> None:
+    """From what is known of their tokens, beside each other."""
+    engine = three.other("kv_both", {**PATIENT, "load_timeout_s": 60})
+    known = three.single.ask(prompt, 2 * BLOCK_SIZE).token_ids
+    cuts = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE]
+    for cut in cuts:
+        engine.add(f"cut {cut}", prompt, 3 * BLOCK_SIZE, begun(prompt, known[:cut]))
+    answers = engine.run()
+    for cut in cuts:
+        answer = answers[f"cut {cut}"]
+        assert answer.token_ids[:cut] == known[:cut]
+        assert (len(answer.token_ids), outcome_of(answer)) == (3 * BLOCK_SIZE, {"outcome": "exact"})
+        three.assert_right(answer, prompt)
 
 
 @pytest.fixture

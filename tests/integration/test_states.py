@@ -17,7 +17,7 @@ from tests.integration.engines import (
     assert_no_leak,
 )
 from tests.integration.pairs import Pair, Three, abort_early_and_late
-from tests.integration.test_moves import num_bytes_of_move
+from tests.integration.test_moves import expect_broken_answers_to_go_on, num_bytes_of_move
 
 pytestmark = pytest.mark.engine
 
@@ -216,6 +216,12 @@ def test_request_moves_while_it_runs(
     num_computed, copied = num_bytes_of_move(states, prompt, cut, runs_ahead=runs_ahead)
     num_states = copied // PAGE_BYTES - -(-num_computed // BLOCK_SIZE)
     assert NUM_STATES <= num_states <= 3 * NUM_STATES
+
+
+def test_answer_that_broke_off_goes_on_from_its_tokens(
+    states: Three, prompt_of: Callable[..., list[int]]
+) -> None:
+    expect_broken_answers_to_go_on(states, prompt_of(LONG))
 
 
 def test_states_of_mamba2(

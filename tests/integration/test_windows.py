@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, assert_no_leak
 from tests.integration.pairs import Pair, Three, abort_early_and_late
-from tests.integration.test_moves import num_bytes_of_move
+from tests.integration.test_moves import expect_broken_answers_to_go_on, num_bytes_of_move
 from tests.integration.test_pool import POOL
 from tests.integration.test_speculation import LLM as DRAFTS
 
@@ -248,6 +248,12 @@ def test_request_moves_while_it_runs(
     num_slid = (num_computed - num_tokens) // BLOCK_SIZE + 1
     least = num_bytes(num_computed)
     assert least <= copied <= least + NUM_WINDOWS * num_slid * PAGE_BYTES
+
+
+def test_answer_that_broke_off_goes_on_from_its_tokens(
+    windows: Three, prompt_of: Callable[..., list[int]]
+) -> None:
+    expect_broken_answers_to_go_on(windows, prompt_of(LONG))
 
 
 def test_request_with_chunked_local_attention_moves(
