@@ -79,32 +79,43 @@ def two(engines: Engines, **options: Any) -> tuple[Engine, Engine]:
     return first, second
 
 
-def num_bytes_of_move(three: Three, prompt: list[int], cut: int, **options: Any) -> tuple[int, int]:
-    """A request moves from its output token ``cut`` on between engines with these options. How many
-    of its tokens were computed then, and how many bytes were copied.
+def num_bytes_of_move(
+    three: Three, prompt: list[int], cut: int, script: str = "ok*", **options: Any
+) -> tuple[int, int]:
+    """A request moves from its output token ``cut`` on between engines with these options, by
+    writes that go as the script says. How many of its tokens were computed then, and how many bytes
+    were copied.
     """
     source, target = (
-        three.other("kv_both", {**PATIENT, "load_timeout_s": n}, **options) for n in (60, 61)
+        three.other("kv_both", {**PATIENT, "load_timeout_s": n}, faults=faults, **options)
+        for n, faults in ((60, "ok*"), (61, ""))
     )
     before = [(engine, engine.counts()) for engine in (source, target)]
-    moved_before = moved(target.metrics())
+    metrics = target.metrics()
+    source.set_faults(script)
     source.add("r", prompt, NUM_OUTPUT)
     source.step_until("r", "num_output_tokens", cut)
     left, right = move(source, target, prompt)
+    source.set_faults("ok*")
     three.assert_right(right, prompt)
     assert outcome_of(right) == {"outcome": "exact"}
     assert (left.finish_reason, len(right.token_ids)) == ("abort", NUM_OUTPUT)
     assert left.token_ids == right.token_ids[: len(left.token_ids)]
     num_computed = len(prompt) + len(left.token_ids) - 1
     assert right.sources == (0, num_computed, 1)
+    failed = [
+        delta(metrics, target.metrics(), f"loads/{cause}")
+        for cause in ("checksum", "transfer_failed")
+    ]
+    assert any(failed) == (script != "ok*")
     for engine, counts in before:
         assert_no_leak(engine, counts)
-    return num_computed, int(moved(target.metrics()) - moved_before)
+    return num_computed, int(moved(target.metrics()) - moved(metrics))
 
 
 def expect_broken_answers_to_go_on(three: Three, prompt: list[int]) -> None:
     """From what is known of their tokens, beside each other."""
-    engine = three.other("kv_both", {**PATIENT, "load_timeout_s": 60})
+    engine = three.other("kv_both", {**PATIENT, "load_timeout_s": 60}, faults="ok*")
     known = three.single.ask(prompt, 2 * BLOCK_SIZE).token_ids
     cuts = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE]
     for cut in cuts:

@@ -250,6 +250,13 @@ def test_request_moves_while_it_runs(
     assert least <= copied <= least + NUM_WINDOWS * num_slid * PAGE_BYTES
 
 
+@pytest.mark.parametrize("script", ["fail", "ok*3,corrupt,ok*2,fail", "ok*9,corrupt"])
+def test_request_moves_after_all_where_loads_have_failed(
+    windows: Three, prompt_of: Callable[..., list[int]], script: str
+) -> None:
+    num_bytes_of_move(windows, prompt_of(LONG), 3, f"{script},ok*")
+
+
 def test_answer_that_broke_off_goes_on_from_its_tokens(
     windows: Three, prompt_of: Callable[..., list[int]]
 ) -> None:
