@@ -1924,3 +1924,16 @@ def test_request_that_the_pool_has_nothing_for_still_waits_for_its_grammar(
     assert not engine.step().output.num_scheduled_tokens
     assert request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     engine.abort("p")
+
+
+def test_prompt_whose_window_has_slid_on_is_not_lent_again(engines: Engines) -> None:
+    """A reset ends the lease of a request that goes on, which has no more than its window."""
+    producer = engines.make("kv_producer", specs=(SPEC, replace(WINDOW, sliding_window=2)))
+    producer.add("p", prompt_of(30), {"do_remote_decode": True}, max_tokens=8)
+    while len(producer.tokens["p"]) < 5:
+        producer.step()
+    assert producer.counts()["leases"] == 1
+    assert not producer.scheduler.reset_prefix_cache()
+    producer.run_to_end()
+    assert producer.params.get("p") is None
+    producer.scheduler.reset_prefix_cache()

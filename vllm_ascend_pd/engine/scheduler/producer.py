@@ -196,6 +196,8 @@ class Producer(Part):
         if prompt is None:
             if _chosen_id(request) is not None or num_after < known_end(request):
                 return None  # announced on arrival, and given up since; or not computed yet
+            if self._has_slid_on(request):
+                return None  # its lease was given up while it went on
             transfer_id = TransferId(secrets.token_hex(16))
             prompt = self._keep(key, self._make_lease(request, transfer_id, False))
             num_before = 0
@@ -215,6 +217,16 @@ class Producer(Part):
         self._held.discard(prompt)
         # Its first hits may be blocks that another request computes in this very step.
         return self._grant(lease, 0 if is_admitted else num_before, num_after)
+
+    def _has_slid_on(self, request: Request) -> bool:
+        """Whether a window has left the end of the prompt behind."""
+        end = known_end(request)
+        return any(
+            block.is_null
+            for group in self._common.groups
+            if group.window or group.chunk
+            for block in lasting_blocks(self._manager, request, group, end)[group.first_kept(end) :]
+        )
 
     def _build_held(self) -> list[Grant]:
         """What was held back and stands on good KV now."""
