@@ -18,7 +18,15 @@ from vllm_ascend_pd.engine.scheduler import pool_side
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.link import PoolLink
-from vllm_ascend_pd.pool.messages import DropAhead, DropSaves, Found, Lookup, Save
+from vllm_ascend_pd.pool.messages import (
+    DropAhead,
+    DropSaves,
+    Found,
+    Lookup,
+    Packed,
+    Save,
+    Saved,
+)
 
 
 class Engine(World):
@@ -69,6 +77,24 @@ def test_a_save_waits_for_the_next_step(engine: Engine) -> None:
     (save,) = engine.side.take_held()
     assert isinstance(save, Save)
     assert engine.side.take_held() == ()
+
+
+def test_what_waits_for_pins_goes_when_they_are_free_though_no_step_follows(
+    engine: Engine,
+) -> None:
+    request = engine.request(200)
+    engine.run_step(request, 192)
+    saved: list[bytes] = []
+    while len(saved) < 12:
+        engine.side.settle()  # nothing waits and nothing runs: what is held goes
+        saves = [message for message in engine.arrived if isinstance(message, Save)]
+        assert saves
+        engine.arrived.clear()
+        for save in saves:
+            saved += save.hashes
+            engine.side.on_message(Packed(save.save_id))
+            engine.side.on_message(Saved(save.save_id, ("ok",) * len(save.hashes), 1, 1.0))
+    assert sorted(saved) == sorted(map(bytes, request.block_hashes[:12]))
 
 
 def test_a_save_goes_at_once_while_another_step_is_under_way(tmp_path: Path) -> None:

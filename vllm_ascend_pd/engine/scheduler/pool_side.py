@@ -193,6 +193,7 @@ class PoolSide(Part):
         """A step also carries counters out."""
         self.wait_if_nothing_else()
         self.collect()
+        self.saves.store_waiting()
         if self.held:
             self.send_held_if_idle()
         return self.has_saved and not self.saves.num_under_way

@@ -243,6 +243,11 @@ class Saves:
         if num_packed < len(step.ahead):
             self._send(DropAhead(step.ahead[-1].ahead_id))
 
+    def store_waiting(self) -> None:
+        """Between steps, of which none may follow: what could not be pinned so far."""
+        if self._waiting and self._clock() >= self._resume_at:
+            self._store_waiting({})
+
     def skip(self, request: Request, num_tokens: int) -> None:
         """These leading tokens are somebody else's to store. On eviction they are ours too: he may
         have stored nothing yet.
