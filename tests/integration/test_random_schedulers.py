@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,16 +19,32 @@ import pytest
 from tests.integration.stress.rounds import OPERATIONS
 from tests.integration.test_move_faults import SHAPES, coming
 from tests.integration.test_scheduler_hooks import (  # noqa: F401
+    BLOCK_SIZE,
     POLL_LIMIT_S,
     SPEC,
     STATE,
     WINDOW,
     Engine,
     Engines,
+    _hasher,
     base_config,
     engines,
     prompt_of,
     right_token,
+)
+from vllm_ascend_pd.backends.socket_folder import SocketFolder
+from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.pool.link import PoolLink
+from vllm_ascend_pd.pool.messages import (
+    DROPPED,
+    DropSaves,
+    Found,
+    Lookup,
+    Packed,
+    PoolLoadSpec,
+    Save,
+    Saved,
+    split_hashes,
 )
 from vllm_ascend_pd.types import Cause
 
@@ -45,6 +62,110 @@ class Asked:
     moves_from: str = ""
 
 
+class SimulatedPool:
+    """One engine's worker side of a pool: what it is asked to store is packed later, some of it
+    ahead, some not at all; ``values`` are shared, and sometimes evicted.
+    """
+
+    def __init__(
+        self, engine: Engine, values: dict[tuple[int, bytes], list[int]], draw: Random
+    ) -> None:
+        self._engine = engine
+        self._worker = engine.worker
+        self._values = values
+        self._draw = draw
+        self._queue: list[Save] = []
+        self._packed: dict[int, dict[int, list[int]]] = {}
+        self.num_stored = self.num_loaded = 0
+        self._folder = SocketFolder()
+        self._link = PoolLink("worker", self._handle)
+        self._link.listen(str(self._folder.path / "pool"))
+        address = str(self._folder.path / "pool"), 4
+        executor = SimpleNamespace(collective_rpc=lambda method: [address])
+        core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=_hasher)
+        engine.scheduler.pd.on_engine_started(core)
+        execute, run = self._worker.execute, self._worker.run
+
+        def execute_and_store(output: Any, samples: set[str]) -> Any:
+            for message in output.pd_metadata.saves if output.pd_metadata else ():
+                self._handle(message)
+            result = execute(output, samples)
+            for spec in output.pd_metadata.ahead if output.pd_metadata else ():
+                if draw.random() < 0.7:
+                    self._packed[spec.ahead_id] = {i: self._pages(i) for i in spec.block_ids}
+            self._go_on()
+            return result
+
+        def load(spec: Any, cause: str, num_resting: int = 0) -> LoadResult:
+            if not isinstance(spec, PoolLoadSpec):
+                return run(spec, cause, num_resting)
+            return self._load(spec, cause)
+
+        self._worker.execute = execute_and_store  # type: ignore[method-assign]
+        self._worker.run = load  # type: ignore[method-assign]
+
+    def _pages(self, block_id: int) -> list[int]:
+        return [self._worker.slots[block_id, offset] for offset in range(BLOCK_SIZE)]
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, Lookup):
+            hashes = split_hashes(message.hashes, message.hash_bytes)
+            there = [key in self._values for key in zip(message.groups, hashes, strict=True)]
+            self._link.send(Found(message.lookup_id, bytes(there), True, 0.1))
+        elif isinstance(message, Save):
+            self._queue.append(message)
+        elif isinstance(message, DropSaves):
+            dropped = [s for s in self._queue if s.save_id <= message.last_save_id]
+            self._queue = [s for s in self._queue if s.save_id > message.last_save_id]
+            for save in dropped:
+                self._link.send(Packed(save.save_id))
+                self._link.send(Saved(save.save_id, (DROPPED,) * len(save.hashes), 0, 0.0))
+
+    def _go_on(self) -> None:
+        while self._queue and self._draw.random() < 0.6:
+            self._store(self._queue.pop(0))
+        if self._values and self._draw.random() < 0.05:
+            del self._values[self._draw.choice(list(self._values))]
+
+    def _store(self, save: Save) -> None:
+        ahead = self._packed.pop(save.ahead_id, {})
+        pages = [ahead.get(i) or self._pages(i) for i in save.block_ids]
+        self._link.send(Packed(save.save_id))
+        fails = self._draw.random() < 0.05
+        for block_hash, content in zip(save.hashes, pages, strict=True):
+            assert min(content) >= 0, "what is stored has never been computed"
+            if not fails:
+                self._values[save.group, block_hash] = content
+                self.num_stored += 1
+        status = "full" if fails else "ok"
+        self._link.send(Saved(save.save_id, (status,) * len(save.hashes), 100, 1.0))
+
+    def _load(self, load: PoolLoadSpec, cause: str) -> LoadResult:
+        failed = []
+        for part in load.blocks:
+            for block_id, block_hash in zip(part.block_ids, part.hashes, strict=True):
+                content = self._values.get((part.group, block_hash))
+                if content is None or (cause and self._draw.random() < 0.5):
+                    failed.append(block_id)
+                    content = [-1] * BLOCK_SIZE
+                self._worker.slots.update({(block_id, i): c for i, c in enumerate(content)})
+                self.num_loaded += 1
+        cause = (cause or Cause.EVICTED.value) if failed else ""
+        return LoadResult(load.load_id, cause, 100, 1.0, tuple(failed))
+
+    def finish(self) -> None:
+        while self._engine.counts()["pool_saves"]:
+            self._engine.scheduler.pd.has_pending_work()
+            if self._engine.scheduler.has_requests() or self._engine.in_flight:
+                self._engine.step()
+            self._go_on()
+            time.sleep(0.0005)
+
+    def close(self) -> None:
+        self._link.stop()
+        self._folder.remove()
+
+
 class Rounds:
     """Two engines with both roles and little memory: one computes prompts, one decodes."""
 
@@ -54,11 +175,13 @@ class Rounds:
         seed: int,
         num_blocks: tuple[int, ...] = (20, 24, 40),
         specs: tuple[Any, ...] = (),
+        pool: dict[str, Any] | None = None,
     ) -> None:
         self._draw = draw = Random(seed)
         options: dict[str, Any] = {
             "num_blocks": draw.choice(num_blocks),
             "specs": specs,
+            "pool": pool,
             "scheduler_fields": {
                 "max_num_batched_tokens": 64,
                 "policy": draw.choice(["fcfs", "priority"]),
@@ -78,6 +201,8 @@ class Rounds:
         """Tokens of a request at the prefiller."""
         for engine in self._both:
             engine.worker.cause_of = lambda load: self._cause()
+        values: dict[tuple[int, bytes], list[int]] = {}
+        self.pools = [SimulatedPool(e, values, draw) for e in self._both if pool is not None]
         known = self._prefiller.prefill("where", prompt_of(3))
         self._where = {name: known[name] for name in ADDRESS}
         self._prefiller.scheduler.reset_prefix_cache()
@@ -100,6 +225,8 @@ class Rounds:
             for engine in self._both:
                 self._step(engine, 10)
         assert all(self._gone.values()), "a request has moved away, and to nowhere"
+        for pool in self.pools:
+            pool.finish()
         for engine in (*self._both, *self._both):  # each gives up what the other has of it
             while engine.in_flight:
                 engine.finish_step()
@@ -250,6 +377,10 @@ class Rounds:
         """Some of those whose prompt is computed, and of those whose producer has given it up."""
         worker = engine.worker
         for load_id, load in list(worker.parked.items()):
+            if isinstance(load, PoolLoadSpec):
+                if self._draw.random() < 0.5:
+                    worker.end_parked(load_id, self._cause())
+                continue
             grant = worker.grant_of(load)
             is_ready = grant is not None and grant.num_coming >= (load.num_awaited or 0)
             if is_ready and self._draw.random() < 0.5:
@@ -276,6 +407,31 @@ def test_random_operations_with_windows(
     rounds = Rounds(engines, seed, (40, 48, 64), specs)
     for _ in range(NUM_ROUNDS):
         rounds.run()
+
+
+@pytest.mark.parametrize("save", ["write_through", "eviction"])
+@pytest.mark.parametrize("window", [0, 17, 40])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_operations_with_a_pool(
+    engines: Engines,  # noqa: F811
+    seed: int,
+    window: int,
+    save: str,
+) -> None:
+    specs = (SPEC, replace(WINDOW, sliding_window=window)) if window else (SPEC,)
+    pool = {"load": "all", "lookup_timeout_ms": 5000, "save": save}
+    rounds = Rounds(engines, seed, (40, 48, 64), specs, pool)
+    try:
+        for num_rounds in range(1, 10 * NUM_ROUNDS):
+            rounds.run({**OPERATIONS, "move": 10})
+            num_stored = sum(each.num_stored for each in rounds.pools)
+            num_loaded = sum(each.num_loaded for each in rounds.pools)
+            if num_rounds >= NUM_ROUNDS and num_stored and num_loaded:
+                return
+        pytest.fail(f"{num_stored} blocks were stored and {num_loaded} loaded")
+    finally:
+        for each in rounds.pools:
+            each.close()
 
 
 @pytest.mark.parametrize("specs", SHAPES.values(), ids=SHAPES)

@@ -145,7 +145,7 @@ class SimulatedWorker:
                     self.end_parked(load_id, Cause.CANCELLED.value)
             for load in meta.loads:
                 if load.in_step:
-                    self._run(load, self.cause_of(load))
+                    self._results.append(self.run(load, self.cause_of(load)))
                 else:
                     self.parked[load.load_id] = load
         filling = {i for load in self.parked.values() for i in load.block_ids}
@@ -171,7 +171,7 @@ class SimulatedWorker:
     def end_parked(self, load_id: LoadId, cause: str = "", num_resting: int = 0) -> LoadSpec:
         """The parked load ends now; the next step's output reports it."""
         load = self.parked.pop(load_id)
-        self._run(load, cause, num_resting)
+        self._results.append(self.run(load, cause, num_resting))
         return load
 
     def spoil(self, load: LoadSpec) -> None:
@@ -188,7 +188,7 @@ class SimulatedWorker:
         source = self._source_of(load)
         return source.grants[_lease_of(load)] if source is not None else None
 
-    def _run(self, load: LoadSpec, cause: str, num_resting: int = 0) -> None:
+    def run(self, load: LoadSpec, cause: str, num_resting: int = 0) -> LoadResult:
         source = self._source_of(load)
         if source is None and not cause:
             cause = Cause.LEASE_EXPIRED.value
@@ -202,9 +202,7 @@ class SimulatedWorker:
                         content = source.slots.get((theirs, offset), 0)
                     self.slots[block_id, offset] = content
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
-        self._results.append(
-            LoadResult(load.load_id, cause, num_bytes, 1.0, num_resting=num_resting)
-        )
+        return LoadResult(load.load_id, cause, num_bytes, 1.0, num_resting=num_resting)
 
     def _update_states(self, output: SchedulerOutput) -> None:
         for block_id in output.new_block_ids_to_zero or ():
@@ -1794,7 +1792,7 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engine
         ({"spec": (STATE,)}, "windows or states in all layers"),
         (
             {"spec": (SPEC, STATE), "vllm_config__speculative_config": _Speculative("mtp")},
-            "with a pool or a drafter",
+            "KV cache groups with a drafter",
         ),
         (
             {
@@ -1809,7 +1807,7 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engine
                 "spec": (SPEC, WINDOW),
                 "vllm_config__speculative_config": _Speculative("eagle"),
             },
-            "with a pool or a drafter",
+            "KV cache groups with a drafter",
         ),
         (
             {

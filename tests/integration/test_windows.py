@@ -11,8 +11,8 @@ import pytest
 
 from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, assert_no_leak
 from tests.integration.pairs import Pair, Three, abort_early_and_late
+from tests.integration.pool_steps import POOL, settle
 from tests.integration.test_moves import expect_broken_answers_to_go_on, num_bytes_of_move
-from tests.integration.test_pool import POOL
 from tests.integration.test_speculation import LLM as DRAFTS
 
 pytestmark = pytest.mark.engine
@@ -218,17 +218,18 @@ def test_engines_that_group_layers_otherwise_exchange_nothing(
     windows.consumer.ask(prompt, 1, known)
 
 
-def test_with_a_pool_windows_are_kept_in_one_group(
+def test_a_pool_on_one_side_is_no_hindrance(
     windows: Three, prompt_of: Callable[..., list[int]]
 ) -> None:
     engine = windows.other("kv_both", pool=json.dumps(POOL))
-    prompt = prompt_of(LONG)
-    free = engine.counts()["free_blocks"]
-    engine.add("r", prompt, 24)
-    engine.step_until("r", "num_output_tokens", 1)
-    engine.step()
-    assert free - engine.counts()["free_blocks"] == -(-LONG // BLOCK_SIZE)
-    windows.assert_right(engine.run()["r"], prompt)
+    for number, (producer, consumer) in enumerate(
+        [(engine, windows.consumer), (windows.producer, engine)]
+    ):
+        prompt = prompt_of(LONG, str(number))
+        answer = consumer.ask(prompt, 24, producer.prefill(prompt))
+        windows.assert_right(answer, prompt)
+        assert answer.sources == (0, LONG, 0)
+    settle(engine)
 
 
 @pytest.mark.parametrize(

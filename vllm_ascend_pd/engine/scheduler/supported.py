@@ -41,8 +41,13 @@ def check_config(config: VllmConfig) -> None:
     """
     if keeps_states(config):
         _check_states(config)
-    elif keeps_one_group(config):
+    elif has_drafter(config):
+        # It keeps one group, so windows keep the KV of the whole prompt.
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    if _has_pool(config) and config.cache_config.prefix_cache_retention_interval == 0:
+        # By default vLLM hashes of windows only what the end of a prompt needs; the pool stores
+        # what is hashed, so that a prompt which begins alike is a hit, too.
+        config.cache_config.prefix_cache_retention_interval = None
     parallel = config.parallel_config
     speculative = config.speculative_config
     method = "ngram" if speculative is None else speculative.method
@@ -179,13 +184,6 @@ def _forwards(config: VllmConfig) -> bool:
     return transfer is not None and "forward" in transfer.kv_connector_extra_config
 
 
-def keeps_one_group(config: VllmConfig) -> bool:
-    """Whether sliding windows keep the KV of the whole prompt, in one group with full attention,
-    because something stores or drafts with one group only.
-    """
-    return _has_pool(config) or has_drafter(config)
-
-
 def check_supported(scheduler: Scheduler) -> None:
     """Refuse also what only the engine knows: the model's KV cache."""
     check_config(scheduler.vllm_config)
@@ -208,8 +206,8 @@ def check_supported(scheduler: Scheduler) -> None:
             "windows or states in all layers",
         ),
         (
-            keeps_one_group(scheduler.vllm_config) and len(groups) > 1,
-            f"{len(groups)} KV cache groups with a pool or a drafter",
+            has_drafter(scheduler.vllm_config) and len(groups) > 1,
+            f"{len(groups)} KV cache groups with a drafter",
         ),
         (
             len({(group.block_size, group.page_bytes) for group in groups}) > 1,
@@ -217,7 +215,10 @@ def check_supported(scheduler: Scheduler) -> None:
         ),
         (
             len(groups) > 1 and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1,
-            "several KV cache groups with pipeline parallel sizes above 1",
+            (
+                "several KV cache groups with pipeline parallel sizes above 1 (where they are of"
+                " windows, --disable-hybrid-kv-cache-manager makes them one)"
+            ),
         ),
         (
             has_states(groups) and scheduler.block_size > most,

@@ -70,6 +70,7 @@ class CacheConfig(Protocol):
     mamba_cache_mode: str
     use_replayssm: bool
     prefix_caching_hash_algo: str
+    prefix_cache_retention_interval: int | None
 
 
 class ParallelConfig(Protocol):
