@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -14,6 +15,7 @@ from rich.text import Text
 from vllm_ascend_pd.processes.child import Child, State
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
 _STYLES = {
@@ -40,7 +42,8 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._is_live:
-            self._live.start()
+            with self._if_it_can_be_shown():
+                self._live.start()
         return self
 
     def __exit__(
@@ -51,7 +54,8 @@ class Display:
     ) -> None:
         if self._is_live:
             self.refresh()
-            self._live.stop()
+            with self._if_it_can_be_shown():
+                self._live.stop()
 
     def changed(self, child: Child) -> None:
         """A child has a new state."""
@@ -62,12 +66,24 @@ class Display:
 
     def say(self, text: str | Text) -> None:
         """A line that stays."""
-        self._console.print(text, soft_wrap=True, highlight=False)
+        with self._if_it_can_be_shown():
+            self._console.print(text, soft_wrap=True, highlight=False)
 
     def refresh(self) -> None:
         """Draw the table again, with the times and log lines of now."""
         if self._is_live:
-            self._live.update(self._table(), refresh=True)
+            with self._if_it_can_be_shown():
+                self._live.update(self._table(), refresh=True)
+
+    @contextmanager
+    def _if_it_can_be_shown(self) -> Iterator[None]:
+        """The processes go on where a disk is full, or nobody reads any more: for that rich raises
+        ``SystemExit``, and writes nowhere from then on.
+        """
+        try:
+            yield
+        except (OSError, SystemExit):
+            self._is_live = False
 
     def _line(self, child: Child) -> Text:
         line = Text(f"{time.strftime('%H:%M:%S')}  ")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import signal
 import sys
@@ -44,6 +46,31 @@ def test_logs_of_its_processes_are_rotated(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert await launching == 0
 
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EPIPE])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_processes_go_on_when_nothing_can_be_shown(
+    error: int, is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(error, os.strerror(error))
+
+    async def test() -> None:
+        command = Command("talks", "router", "localhost", TALKS, {}, ASKED.removesuffix("/health"))
+        console = Console(file=Broken(), force_terminal=is_terminal)
+        plan, manner = Plan((command,), command.url), Manner(tmp_path)
+        launching = asyncio.create_task(launch(plan, [command], "m", console, manner))
+        log = tmp_path / "talks.log"
+        while not (log.exists() and log.stat().st_size > 5000):
+            assert not launching.done()
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await launching == 0
+
+    monkeypatch.setattr(os, "dup2", lambda *args: None)  # rich would close pytest's own output
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
