@@ -19,6 +19,7 @@ from tests.integration.engines import (
     Fleet,
     assert_no_leak,
     make_prompt,
+    settled_counts,
 )
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
@@ -64,7 +65,7 @@ class Engines:
 
     def _watch(self, engine: Engine) -> Engine:
         if engine not in self._before:
-            self._before[engine] = engine.counts()
+            self._before[engine] = settled_counts(engine)
         return engine
 
     def _configure(

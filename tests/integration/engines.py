@@ -613,6 +613,14 @@ def make_prompt(num_tokens: int, name: str) -> list[int]:
     return [rng.randrange(300, 2000) for _ in range(num_tokens)]
 
 
+def settled_counts(engine: Engine, timeout: float = 10.0) -> dict[str, int]:
+    """Before a test. What an earlier one has left for the pool may be stored only now."""
+    deadline = time.monotonic() + timeout
+    while (counts := engine.counts()).get("pool_saves") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return counts
+
+
 def assert_no_leak(engine: Engine, before: dict[str, int], timeout: float = 60.0) -> None:
     """All counts are as they were ``before`` (staging slots that only rest are not busy).
 

@@ -97,8 +97,9 @@ class Pair:
             away = [n for n, r in self.source.requests.items() if self.forwards.holds(r)]
             step = self.source.step()
             assert step.output.num_scheduled_tokens.keys().isdisjoint(away)
-            known = self.source.worker.requests.keys()
-            assert self._away.isdisjoint(known), "the worker, too, has to take it for a new one"
+            # One that has just come back is in this step again, as a new one.
+            still_away = self._away.intersection(away)
+            assert still_away.isdisjoint(self.source.worker.requests), "it has ended for the worker"
             self._away = set(away)
             self.note()
         if with_target:
