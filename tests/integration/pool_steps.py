@@ -15,7 +15,7 @@ POOL = {"dram_size": "64MiB", "lookup_timeout_ms": 2000, "load": "all"}
 def settle(engine: Engine, timeout: float = 60.0) -> None:
     """Until everything that this engine stores is stored."""
     deadline = time.monotonic() + timeout
-    while engine.counts()["pool_saves"]:
+    while (counts := engine.counts())["pool_saves"] or counts["pool_waiting"]:
         assert time.monotonic() < deadline, f"{engine.name} still stores blocks\n{engine.log()}"
         time.sleep(0.01)
 

@@ -41,6 +41,7 @@ COUNTS = (
     "pool_prompts",
     "pool_saves",
     "pool_pins",
+    "pool_waiting",
     "resumes",
     "moves_out",
     "moves_in",

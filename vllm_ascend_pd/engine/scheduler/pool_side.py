@@ -238,6 +238,7 @@ class PoolSide(Part):
             "pool_prompts": len(self.source.open) + len(self.source.closed),
             "pool_saves": self.saves.num_under_way,
             "pool_pins": self.saves.num_pinned,
+            "pool_waiting": self.saves.num_waiting,
         }
 
     def set_gauges(self) -> None:

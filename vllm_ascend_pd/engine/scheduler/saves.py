@@ -176,6 +176,11 @@ class Saves:
     def num_under_way(self) -> int:
         return len(self._under_way)
 
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that are to be sent as soon as that may be."""
+        return len(self._waiting)
+
     def note_step(
         self, output: SchedulerOutput, requests: dict[str, Request]
     ) -> tuple[AheadSpec, ...]:
