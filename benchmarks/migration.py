@@ -27,8 +27,10 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import random
 import statistics
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -120,12 +122,19 @@ class Engine:
         self._process.start()
         self.times: dict[str, list[float]] = {}
         """When each token came."""
-        self.others: set[str] = set()
+        self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def wait_until_ready(self) -> None:
         from vllm_ascend_pd.resume import Source
 
         self.source = Source(**self._pipe.recv())
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        """All the time: an engine whose pipe is full would wait for us."""
+        with contextlib.suppress(EOFError):
+            while True:
+                self._said.put(self._pipe.recv())
 
     def add(
         self,
@@ -143,21 +152,19 @@ class Engine:
     def next(self, name: str | None = None) -> tuple[float, list[int], str | None]:
         """The next output of this request, or of any."""
         while True:
-            of, came_at, tokens, reason = self._pipe.recv()
+            of, came_at, tokens, reason = self._said.get()
             self.times.setdefault(of, []).append(came_at)
             if name in (None, of):
                 return came_at, tokens, reason
 
     def read(self) -> None:
         """What it has said by now."""
-        while self._pipe.poll():
+        while not self._said.empty():
             self.next()
 
     def end(self) -> None:
         self._pipe.send(None)
-        while self._process.is_alive():
-            self.read()
-            self._process.join(0.01)
+        self._process.join()
 
 
 def resume_of(
