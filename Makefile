@@ -53,7 +53,8 @@ PIN_TESTS := tests/engine $(addprefix tests/patches/test_,every_pin.py absent_pa
     graph_downgrade.py model_runner_v2.py drafts_on_cpu.py input_batch.py mla_on_cpu.py refused_at_start.py worker_hooks.py) \
     $(addprefix tests/integration/test_,scheduler_hooks.py random_schedulers.py prefill_first.py decode_first.py pool.py \
     failures.py aborts.py parked_loads.py preemption.py reset.py resting_blocks.py identity.py speculation.py drafts.py seeds.py \
-    first_token.py resume.py moves.py move_faults.py windows.py pipeline_parallel.py lock_step.py)
+    first_token.py resume.py moves.py move_faults.py forwards.py windows.py pool_windows.py pipeline_parallel.py \
+    lock_step.py)
 test-pin: ## run the part of the tests that another vLLM must pass: make test-pin VLLM=VERSION
 	@$(MAKE) --no-print-directory test VLLM=$(VLLM) TESTS="$(PIN_TESTS)"
 
