@@ -291,7 +291,7 @@ class ForwardConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for peer in self.peers:
             host, port = _host_and_port(peer)
-            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            if not _is_reachable(host, port):
                 raise ConfigError(f"forward.peers: {peer!r} is not HOST:PORT (kv_ip and kv_port)")
 
     @property
@@ -372,7 +372,7 @@ class PoolConfig(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for host, port in map(_host_and_port, self.master_addresses):
-            if not host or "//" in host or not port.isdigit() or not 0 < int(port) < 65536:
+            if "//" in host or not _is_reachable(host, port):
                 raise ConfigError(
                     "pool.master must be host:port, or etcd://host:port;host:port…,"
                     f" not {self.master!r}"
@@ -436,6 +436,11 @@ class PoolConfig(msgspec.Struct, frozen=True):
 def _host_and_port(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), port
+
+
+def _is_reachable(host: str, port: str) -> bool:
+    """Whether both are there, and the port is one that a server can have."""
+    return bool(host) and port.isdigit() and 0 < int(port) < 65536
 
 
 def _check_forward(extra: _ExtraConfig, role: Role) -> None:
