@@ -194,6 +194,8 @@ class TransferConfig(msgspec.Struct, frozen=True):
 
 ANYWHERE = ("0.0.0.0/0", "::/0")
 """Networks that every address is in."""
+NOT_ALLOWED = "is neither a loopback address nor in security.allowed_peers"
+"""Said of a host that ``SecurityConfig.allows`` does not."""
 
 
 class SecurityConfig(msgspec.Struct, frozen=True):
@@ -347,6 +349,8 @@ class PoolConfig(msgspec.Struct, frozen=True):
     """A folder for what memory does not hold: of the tier ``fs``, or of Mooncake."""
     tiers: tuple[str, ...] = ("mooncake",)
     """Where blocks are looked for, in this order (``pool.registry``)."""
+    tenant_share: float | None = None
+    """Of each tier's room, the most that blocks of one tenant take."""
     get: bool = True
     """Take blocks that the pool has."""
     put: bool = True
@@ -400,6 +404,16 @@ class PoolConfig(msgspec.Struct, frozen=True):
             raise ConfigError('pool.tiers: fs needs pool.ssd: {"path": "/…", "size": "…"}')
         if self.ssd is not None and not {"fs", "mooncake"} & set(tiers):
             raise ConfigError("pool.ssd is for the tiers fs and mooncake: name one in pool.tiers")
+        if self.tenant_share is not None:
+            if not 0 < self.tenant_share < 1:
+                raise ConfigError(
+                    f"pool.tenant_share must be above 0 and below 1, not {self.tenant_share}"
+                )
+            if others := sorted(set(tiers) - {"dram", "fs"}):
+                raise ConfigError(
+                    f"pool.tenant_share: {', '.join(others)} evicts by itself, whosever blocks"
+                    " they are; name dram and fs in pool.tiers, or leave the share out"
+                )
         if self.master is not None and not has_mooncake:
             raise ConfigError("pool.master is for the tier mooncake: name it in pool.tiers")
 
@@ -459,10 +473,7 @@ def _check_forward(extra: _ExtraConfig, role: Role) -> None:
         )
     for peer in extra.forward.endpoints:
         if not extra.security.allows(peer.host):
-            raise ConfigError(
-                f"forward.peers: {peer.host!r} is neither a loopback address nor in"
-                " security.allowed_peers"
-            )
+            raise ConfigError(f"forward.peers: {peer.host!r} {NOT_ALLOWED}")
 
 
 _MIN_DRAM_BYTES = 16 << 20
@@ -542,8 +553,7 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
             )
         if pool is not None and not all(map(security.allows, pool.master_hosts)):
             raise ConfigError(
-                f"pool.master {pool.master!r} is neither a loopback address nor in"
-                " security.allowed_peers; the pool has no authentication"
+                f"pool.master {pool.master!r} {NOT_ALLOWED}; the pool has no authentication"
             )
         if not 0 <= config.kv_port <= 65535:
             raise ConfigError(f"kv_port must be within 0..65535, not {config.kv_port}")

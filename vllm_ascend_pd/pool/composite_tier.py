@@ -8,6 +8,7 @@ get     ──► first, then what it lacks of the second, …;  what a lower on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
@@ -89,10 +90,17 @@ class CompositeTier(Tier):
                 # A put changes nothing where there is a value, be it damaged.
                 keys = {value.key for value in found}
                 self.tiers[above].remove([key for key in damaged[above] if key in keys])
-                self.tiers[above].put(found)
+                tenants = tier.tenants([value.key for value in found])
+                self.tiers[above].put(
+                    [replace(v, tenant=t) for v, t in zip(found, tenants, strict=True)]
+                )
             damaged[number] = [values[i].key for i in left if statuses[i] is Status.DAMAGED]
             left = [i for i in left if goes_on(statuses[i])]
         return statuses
+
+    @property
+    def num_over_share(self) -> int:  # type: ignore[override]
+        return sum(tier.num_over_share for tier in self.tiers)
 
     def remove(self, keys: Sequence[str]) -> None:
         for tier in self.tiers:

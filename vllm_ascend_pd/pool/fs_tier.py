@@ -3,6 +3,7 @@
 
 <pool.ssd.path>/lock                         held while the folder is used
 <pool.ssd.path>/pd2/3f0c9a…/8e/8e17…         one value, by its key; 8e: begin of the block hash
+<pool.ssd.path>/pd2/3f0c9a…/8e/8e17…~5d02…   one of a tenant's
 <pool.ssd.path>/.pd-value-17                 one that is being written
 """
 
@@ -16,23 +17,24 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.pool.room import Room
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 logger = limited_logger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NEW = ".pd-value-"
+_OF_TENANT = "~"
 _REST_S = 1.0
 """After a failure, so long nothing is expected to work."""
 
@@ -55,9 +57,10 @@ class FileTier(Tier):
 
     stores_to = Place.SSD
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, capacity_bytes: int, tenant_share: float | None = None
+    ) -> None:
         self.folder = folder
-        self._capacity_bytes = capacity_bytes
         self._numbers = itertools.count()
         try:
             self._lock_fd = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -69,8 +72,7 @@ class FileTier(Tier):
             os.close(self._lock_fd)
             raise ConfigError(f"pool.ssd.path {folder} is used by another engine") from e
         self._lock = threading.Lock()  # guards the fields below; no file is touched under it
-        self._sizes: OrderedDict[str, int] = OrderedDict()
-        self._used_bytes = 0
+        self._room = Room(capacity_bytes, tenant_share)
         self._is_open = True
         self._failed_at = -math.inf
         self._find_files()
@@ -80,7 +82,7 @@ class FileTier(Tier):
         ssd = opening.config.ssd
         if ssd is None:
             raise ConfigError('pool.tiers fs needs pool.ssd: {"path": …, "size": …}')
-        tier = cls(make_folder(ssd.path), ssd.size)
+        tier = cls(make_folder(ssd.path), ssd.size, opening.config.tenant_share)
         held = tier.stats()
         logger.info("KV pool: %s of %d bytes holds %s values", ssd.path, ssd.size, held.num_keys)
         return tier
@@ -93,23 +95,29 @@ class FileTier(Tier):
         for path in self.folder.glob("pd[0-9]*/*/*/*"):
             with suppress(FileNotFoundError):
                 status = path.stat()
-                key = f"{path.parts[-4]}/{path.parts[-3]}/{path.name}"
-                found.append((status.st_mtime, key, status.st_size))
-        for _, key, num_bytes in sorted(found):
-            self._sizes[key] = num_bytes
-            self._used_bytes += num_bytes
-        self._delete(self._make_room(0))
+                found.append((status.st_mtime, status.st_size, path))
+        for _, num_bytes, path in sorted(found):
+            name, _, tenant = path.name.partition(_OF_TENANT)
+            key = f"{path.parts[-4]}/{path.parts[-3]}/{name}"
+            evicted = self._room.reserve(num_bytes, tenant)
+            self._room.keep(key, num_bytes, tenant)
+            self._delete(evicted)
+        self._delete(self._room.make_room(0))
 
-    def path_of(self, key: str) -> Path:
+    def path_of(self, key: str, tenant: str = "") -> Path:
         space, _, name = key.rpartition("/")
-        return self.folder / space / name[:2] / name
+        suffix = _OF_TENANT + tenant if tenant else ""
+        return self.folder / space / name[:2] / (name + suffix)
+
+    @property
+    def num_over_share(self) -> int:  # type: ignore[override]
+        return self._room.num_over_share
 
     def lookup(self, keys: Sequence[str]) -> list[Place]:
         with self._lock:
             for key in reversed(keys):  # a prompt's last blocks are of no use without its first
-                if key in self._sizes:
-                    self._sizes.move_to_end(key)
-            return [Place.SSD if key in self._sizes else Place.NOWHERE for key in keys]
+                self._room.touch(key)
+            return [Place.SSD if key in self._room else Place.NOWHERE for key in keys]
 
     def put(self, values: Sequence[Value]) -> list[Status]:
         return [self._put(value) for value in values]
@@ -118,12 +126,11 @@ class FileTier(Tier):
         with self._lock:
             if not self._is_open:
                 return Status.FAILED
-            if value.key in self._sizes:
+            if value.key in self._room:
                 return Status.OK
-            if value.num_bytes > self._capacity_bytes:
+            if not self._room.fits(value.num_bytes):
                 return Status.FULL
-            evicted = self._make_room(value.num_bytes)
-            self._used_bytes += value.num_bytes  # so that others leave room for it
+            evicted = self._room.reserve(value.num_bytes, value.tenant)
         status = Status.FAILED
         try:
             self._delete(evicted)
@@ -133,35 +140,28 @@ class FileTier(Tier):
             status = self._disk_full(value) if e.errno in _NO_ROOM else self._failed(e)
         finally:
             with self._lock:
-                if status is not Status.OK or value.key in self._sizes:
-                    self._used_bytes -= value.num_bytes
                 if status is Status.OK:
-                    self._sizes[value.key] = value.num_bytes
+                    self._room.keep(value.key, value.num_bytes, value.tenant)
+                else:
+                    self._room.release(value.num_bytes, value.tenant)
         return status
 
     def _disk_full(self, value: Value) -> Status:
         """Others use the disk, too: give up as much as a later put of this value needs."""
         logger.warning("the pool's files in %s: the disk is full", self.folder)
         with self._lock:
-            evicted = self._make_room(self._capacity_bytes - self._used_bytes + value.num_bytes)
+            left = self._room.capacity_bytes - self._room.used_bytes + value.num_bytes
+            evicted = self._room.make_room(left)
         with suppress(OSError):
             self._delete(evicted)
         return Status.FULL
 
-    def _make_room(self, num_bytes: int) -> list[str]:
-        """Under the lock: forget what goes for it."""
-        evicted = []
-        while self._sizes and self._used_bytes + num_bytes > self._capacity_bytes:
-            key, size = self._sizes.popitem(last=False)
-            self._used_bytes -= size
-            evicted.append(key)
-        return evicted
-
-    def _delete(self, keys: Sequence[str]) -> None:
+    def _delete(self, values: Iterable[tuple[str, str]]) -> None:
+        """Of these keys and tenants."""
         error = None
-        for key in keys:
+        for key, tenant in values:
             try:
-                self.path_of(key).unlink(missing_ok=True)
+                self.path_of(key, tenant).unlink(missing_ok=True)
             except OSError as e:
                 error = e
         if error is not None:
@@ -175,7 +175,7 @@ class FileTier(Tier):
             with open(file_fd, "wb", buffering=0) as file:
                 while data:
                     data = data[file.write(data) :]
-            path = self.path_of(value.key)
+            path = self.path_of(value.key, value.tenant)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with suppress(FileExistsError):  # of another thread: the first one stays
                 os.link(new, path)
@@ -189,11 +189,12 @@ class FileTier(Tier):
         with self._lock:
             if not self._is_open:
                 return Status.FAILED
-            if value.key not in self._sizes:
+            if value.key not in self._room:
                 return Status.MISSING
+            path = self.path_of(value.key, self._room.tenant(value.key))
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         try:
-            with self.path_of(value.key).open("rb", buffering=0) as file:
+            with path.open("rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_size != value.num_bytes:
                     return Status.DAMAGED
                 while data:
@@ -208,20 +209,23 @@ class FileTier(Tier):
             self._forget([value.key])
             return self._failed(e)
         with suppress(OSError):
-            os.utime(self.path_of(value.key))  # of what is kept, the next start knows what was used
+            os.utime(path)  # of what is kept, the next start knows what was used
         return Status.OK
+
+    def tenants(self, keys: Sequence[str]) -> list[str]:
+        with self._lock:
+            return [self._room.tenant(key) for key in keys]
 
     def _failed(self, error: OSError) -> Status:
         logger.warning("the pool's files in %s: %s", self.folder, error)
         self._failed_at = time.monotonic()
         return Status.FAILED
 
-    def _forget(self, keys: Sequence[str]) -> list[str]:
+    def _forget(self, keys: Sequence[str]) -> list[tuple[str, str]]:
+        """Those that were there, and whose they were."""
         with self._lock:
-            known = [key for key in keys if key in self._sizes]
-            for key in known:
-                self._used_bytes -= self._sizes.pop(key)
-        return known
+            popped = [(key, self._room.pop(key)) for key in keys]
+        return [(key, tenant) for key, tenant in popped if tenant is not None]
 
     def remove(self, keys: Sequence[str]) -> None:
         try:
@@ -231,13 +235,13 @@ class FileTier(Tier):
 
     def clear(self) -> int:
         with self._lock:
-            keys = list(self._sizes)
+            keys = self._room.all_keys()
         self.remove(keys)
         return len(keys)
 
     def stats(self) -> TierStats:
         with self._lock:
-            return TierStats(len(self._sizes), self._used_bytes, self._capacity_bytes)
+            return TierStats(len(self._room), self._room.used_bytes, self._room.capacity_bytes)
 
     def is_healthy(self) -> bool:
         return self._is_open and time.monotonic() - self._failed_at > _REST_S
@@ -248,6 +252,6 @@ class FileTier(Tier):
             if not self._is_open:
                 return
             self._is_open = False
-            self._sizes.clear()
-            self._used_bytes = 0
+            for key in self._room.all_keys():
+                self._room.pop(key)
         os.close(self._lock_fd)

@@ -32,6 +32,16 @@ PREFIX = f"pd{FORMAT_VERSION}/"
 _DIGEST_LENGTH = 16
 
 
+def tenant_of(salt: str | None) -> str:
+    """16 letters for whose ``cache_salt`` it is: all that are equal up to the first ``/`` are one
+    tenant's. Requests without one are all nobody's, which is one more tenant.
+    """
+    if not salt:
+        return ""
+    name = salt.partition("/")[0].encode(errors="surrogateescape")
+    return hashlib.blake2b(name, digest_size=8).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class KeySpace:
     """The keys of one KV cache group of all engines whose KV is interchangeable."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ascend_pd.pool.room import Room
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
 from vllm_ascend_pd.types import Place
 
@@ -20,24 +20,31 @@ if TYPE_CHECKING:
 class MemoryTier(Tier):
     """The least recently used values are evicted."""
 
-    def __init__(self, capacity_bytes: int, place: Place = Place.DRAM) -> None:
-        self._capacity_bytes = capacity_bytes
+    def __init__(
+        self,
+        capacity_bytes: int,
+        place: Place = Place.DRAM,
+        tenant_share: float | None = None,
+    ) -> None:
         self._place = place
         self._lock = threading.Lock()
-        self._values: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._used_bytes = 0
+        self._room = Room(capacity_bytes, tenant_share)
+        self._values: dict[str, np.ndarray] = {}
         self._closed = False
 
     @classmethod
     def open(cls, opening: Opening) -> MemoryTier:
-        return cls(opening.memory_bytes())
+        return cls(opening.memory_bytes(), tenant_share=opening.config.tenant_share)
+
+    @property
+    def num_over_share(self) -> int:  # type: ignore[override]
+        return self._room.num_over_share
 
     def lookup(self, keys: Sequence[str]) -> list[Place]:
         with self._lock:
             places = [self._place if key in self._values else Place.NOWHERE for key in keys]
             for key in reversed(keys):  # a prompt's last blocks are of no use without its first
-                if key in self._values:
-                    self._values.move_to_end(key)
+                self._room.touch(key)
         return places
 
     def put(self, values: Sequence[Value]) -> list[Status]:
@@ -52,11 +59,10 @@ class MemoryTier(Tier):
         with self._lock:
             if (known := self._known(value)) is not None:
                 return known
-            while self._used_bytes + data.nbytes > self._capacity_bytes:
-                _, evicted = self._values.popitem(last=False)
-                self._used_bytes -= evicted.nbytes
+            for key, _ in self._room.reserve(value.num_bytes, value.tenant):
+                del self._values[key]
             self._values[value.key] = data
-            self._used_bytes += data.nbytes
+            self._room.keep(value.key, value.num_bytes, value.tenant)
             return Status.OK
 
     def _known(self, value: Value) -> Status | None:
@@ -65,7 +71,7 @@ class MemoryTier(Tier):
             return Status.FAILED
         if value.key in self._values:
             return Status.OK
-        return Status.FULL if value.num_bytes > self._capacity_bytes else None
+        return None if self._room.fits(value.num_bytes) else Status.FULL
 
     def get(self, values: Sequence[Value]) -> list[Status]:
         return [self._get(value) for value in values]
@@ -82,22 +88,29 @@ class MemoryTier(Tier):
         ctypes.memmove(value.addr, data.ctypes.data, data.nbytes)
         return Status.OK
 
+    def tenants(self, keys: Sequence[str]) -> list[str]:
+        with self._lock:
+            return [self._room.tenant(key) for key in keys]
+
     def remove(self, keys: Sequence[str]) -> None:
         with self._lock:
-            for key in keys:
-                if (data := self._values.pop(key, None)) is not None:
-                    self._used_bytes -= data.nbytes
+            self._forget(keys)
 
     def clear(self) -> int:
         with self._lock:
             num_keys = len(self._values)
-            self._values.clear()
-            self._used_bytes = 0
+            self._forget(list(self._values))
             return num_keys
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        """Under the lock."""
+        for key in keys:
+            if self._room.pop(key) is not None:
+                del self._values[key]
 
     def stats(self) -> TierStats:
         with self._lock:
-            return TierStats(len(self._values), self._used_bytes, self._capacity_bytes)
+            return TierStats(len(self._values), self._room.used_bytes, self._room.capacity_bytes)
 
     def is_healthy(self) -> bool:
         return not self._closed
@@ -105,5 +118,4 @@ class MemoryTier(Tier):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._values.clear()
-            self._used_bytes = 0
+            self._forget(list(self._values))

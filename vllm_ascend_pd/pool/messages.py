@@ -96,6 +96,8 @@ class Save(msgspec.Struct, tag=True, frozen=True):
     hashes: tuple[bytes, ...]
     ahead_id: int = 0
     group: int = 0
+    tenants: tuple[str, ...] = ()
+    """Of each block, where tenants have shares of the pool."""
 
 
 class DropAhead(msgspec.Struct, tag=True, frozen=True):
@@ -123,6 +125,8 @@ class Saved(msgspec.Struct, tag=True, frozen=True):
     statuses: tuple[str, ...]
     num_bytes: int
     elapsed_ms: float
+    num_over_share: int = 0
+    """Values that tiers have evicted since the last one because their tenant had its share."""
 
 
 DROPPED = "dropped"

@@ -76,6 +76,7 @@ class Saver:
         self._saves: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._dropped_saves = 0  # written by the link thread, read by the save thread
         self._stopping = False
+        self._num_over_share = 0
         self.ahead = PackAhead(values, ahead_slots, replica.owns)
         targets = [("pd-pool-save", self._run)]
         if ahead_slots is not None:
@@ -143,7 +144,11 @@ class Saver:
             if DROPPED in statuses and not queued.is_packed:
                 self._answer(Packed(save.save_id))
             elapsed_ms = (time.monotonic() - started) * 1000
-            self._answer(Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms))
+            over_share = self._tier.num_over_share
+            self._num_over_share, before = over_share, self._num_over_share
+            self._answer(
+                Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms, over_share - before)
+            )
 
     def _save(self, queued: _Queued) -> list[str]:
         """At most what one slot holds."""
@@ -167,6 +172,7 @@ class Saver:
                         values.key(save.hashes[i]),
                         packing.seal(save.block_ids[i], save.hashes[i]),
                         values.num_bytes,
+                        save.tenants[i] if save.tenants else "",
                     )
                     for i in own
                 ]

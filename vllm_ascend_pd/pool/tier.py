@@ -43,6 +43,8 @@ class Value:
     key: str
     addr: int
     num_bytes: int
+    tenant: str = ""
+    """Of a put: whose share of the tier it takes, see ``keys.tenant_of``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ class Tier(ABC):
     is_shared: ClassVar[bool] = False
     """Whether every worker of the engine, and others, find what one of them has put."""
 
+    num_over_share = 0
+    """Values that were evicted because their tenant had its share."""
+
     @classmethod
     @abstractmethod
     def open(cls, opening: Opening) -> Tier:
@@ -126,6 +131,10 @@ class Tier(ABC):
     @abstractmethod
     def clear(self) -> int:
         """Forget every value; how many there were."""
+
+    def tenants(self, keys: Sequence[str]) -> list[str]:
+        """Whose they are, where the tier knows."""
+        return [""] * len(keys)
 
     def register(self, addr: int, num_bytes: int) -> None:  # noqa: B027 - most need not know
         """Values will be read from and written to this memory."""

@@ -35,6 +35,7 @@ class GoodBlock:
     block: KVCacheBlock
     block_hash: BlockHashWithGroupId
     event: BlockStored | None
+    tenant: str = ""
 
     def is_current(self) -> bool:
         return self.block.block_hash is self.block_hash

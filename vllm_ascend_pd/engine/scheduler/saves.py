@@ -33,9 +33,11 @@ from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.scheduler.evictions import Evictions, GoodBlock
 from vllm_ascend_pd.engine.vllm_api.blocks import block_key, split_key
 from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end
+from vllm_ascend_pd.engine.vllm_api.hashes import salt_of_client
 from vllm_ascend_pd.engine.vllm_api.types import Request
 from vllm_ascend_pd.kv.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.fold import fold_saved
+from vllm_ascend_pd.pool.keys import tenant_of
 from vllm_ascend_pd.pool.messages import (
     DROPPED,
     AheadSpec,
@@ -138,6 +140,7 @@ class Saves:
         self._known = known
         self._events = events
         self._config = config
+        self._tells_tenants = config.tenant_share is not None
         self._stats = common.stats
         self._blocks_per_save = bounds.blocks_per_save
         self._clock = clock
@@ -205,8 +208,10 @@ class Saves:
                     first = start
                     if request_id not in self._not_found:
                         first = self._first_wanted(request, group, start, stop)
-                    table = block_table(self._manager, request, group)
-                    ids.extend(map(_BLOCK_ID, table[first:stop]))
+                    table = block_table(self._manager, request, group)[first:stop]
+                    if group.state:  # there is one where the step stops
+                        table = [block for block in table if not block.is_null]
+                    ids.extend(map(_BLOCK_ID, table))
         if any(block_ids):
             step.ahead = self._announce(block_ids)
         return step.ahead
@@ -295,7 +300,8 @@ class Saves:
         if is_noted or (evictions is None and not self._is_wanted(block.block_hash)):
             return
         event = self._events.make_stored(request, index, group.id)
-        good = GoodBlock(block, block.block_hash, event)
+        tenant = tenant_of(salt_of_client(request)) if self._tells_tenants else ""
+        good = GoodBlock(block, block.block_hash, event, tenant)
         if evictions is not None:
             before = evictions.note_good(good)
         else:
@@ -381,7 +387,8 @@ class Saves:
         self._under_way[self._last_id] = save
         block_ids = tuple(good.block.block_id for good in save.blocks)
         names = tuple(self._name(split_key(good.block_hash)[0]) for good in save.blocks)
-        self._send(Save(self._last_id, block_ids, names, save.ahead_id, save.group))
+        tenants = tuple(good.tenant for good in save.blocks) if self._tells_tenants else ()
+        self._send(Save(self._last_id, block_ids, names, save.ahead_id, save.group, tenants))
 
     def on_packed(self, message: Packed) -> None:
         save = self._under_way.get(message.save_id)
@@ -408,6 +415,8 @@ class Saves:
                 self._events.stored(good.block_hash, good.event)
         self._stats.add("pool_put_bytes", message.num_bytes)
         self._stats.add("pool_put_ms", message.elapsed_ms)
+        if message.num_over_share:
+            self._stats.add("pool_over_share_blocks", message.num_over_share)
         self._back_off(Status.FULL.value in message.statuses)
         if save.is_late:
             return

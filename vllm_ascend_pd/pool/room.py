@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes for a new value: what was used least recently, and of a tenant that has its share, what
+it used least recently itself."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+
+
+class Room:
+    """The values of one tier, by key. Bookkeeping only; under its owner's lock."""
+
+    def __init__(self, capacity_bytes: int, tenant_share: float | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._tenant_bytes = capacity_bytes
+        if tenant_share is not None:
+            self._tenant_bytes = int(capacity_bytes * tenant_share)
+        self._values: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        """Bytes and tenant, the least recently used first; so is each of ``_keys_of``."""
+        self._keys_of: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
+        self._used_by: Counter[str] = Counter()
+        self.used_bytes = 0
+        """With what is reserved; ``_used_by`` likewise."""
+        self.num_over_share = 0
+        """Values that went because their tenant had its share."""
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def all_keys(self) -> list[str]:
+        return list(self._values)
+
+    def tenant(self, key: str) -> str:
+        return self._values.get(key, (0, ""))[1]
+
+    def fits(self, num_bytes: int) -> bool:
+        """At all."""
+        return num_bytes <= self._tenant_bytes
+
+    def touch(self, key: str) -> None:
+        """It is used, if it is there."""
+        if key in self._values:
+            self._values.move_to_end(key)
+            self._keys_of[self.tenant(key)].move_to_end(key)
+
+    def reserve(self, num_bytes: int, tenant: str) -> list[tuple[str, str]]:
+        """Room for a value, until ``keep`` or ``release``; what goes for it: keys and tenants."""
+        evicted = []
+        own = self._keys_of[tenant]
+        while own and self._used_by[tenant] + num_bytes > self._tenant_bytes:
+            key = next(iter(own))
+            self.pop(key)
+            evicted.append((key, tenant))
+            self.num_over_share += self._tenant_bytes < self.capacity_bytes
+        evicted += self.make_room(num_bytes)
+        self._add(num_bytes, tenant)
+        return evicted
+
+    def make_room(self, num_bytes: int) -> list[tuple[str, str]]:
+        """What goes for it, whosever it is."""
+        evicted = []
+        while self._values and self.used_bytes + num_bytes > self.capacity_bytes:
+            key, (_, tenant) = next(iter(self._values.items()))
+            self.pop(key)
+            evicted.append((key, tenant))
+        return evicted
+
+    def keep(self, key: str, num_bytes: int, tenant: str) -> None:
+        """It is there, in the room that was reserved."""
+        if key in self._values:
+            self.release(num_bytes, tenant)
+        else:
+            self._values[key] = num_bytes, tenant
+            self._keys_of[tenant][key] = None
+
+    def release(self, num_bytes: int, tenant: str) -> None:
+        """What was reserved is not used."""
+        self._add(-num_bytes, tenant)
+
+    def pop(self, key: str) -> str | None:
+        """Forget it; whose it was, if it was there."""
+        if key not in self._values:
+            return None
+        num_bytes, tenant = self._values.pop(key)
+        del self._keys_of[tenant][key]
+        self._add(-num_bytes, tenant)
+        return tenant
+
+    def _add(self, num_bytes: int, tenant: str) -> None:
+        self.used_bytes += num_bytes
+        self._used_by[tenant] += num_bytes
+        if not self._used_by[tenant] and not self._keys_of[tenant]:
+            del self._used_by[tenant], self._keys_of[tenant]  # tenants come and go
