@@ -6,7 +6,7 @@
 speeds, and compares goodput and times with the simulation's. ``--part speed`` simulates many
 instances and requests with that profile. ``--part costs`` measures the router's parts, one by one.
 
-  python benchmarks/planner.py --part fit --model .cache/models/60m
+  python benchmarks/planner.py --part fit --model .cache/models/60m --folder /tmp/planner
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import urllib.request
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 import numpy as np
+from host import usual_dtype
 from serving import free_port
 from traces import make_trace, prompt_of, scale
 
@@ -40,6 +42,7 @@ from vllm_ascend_pd.planner.search import Objective, Row
 from vllm_ascend_pd.planner.simulate import Outcome, Split, simulate
 from vllm_ascend_pd.planner.speeds import Speeds
 from vllm_ascend_pd.planner.trace_file import RequestTrace, TraceRequest
+from vllm_ascend_pd.router.policies import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -201,19 +204,23 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def costs(options: argparse.Namespace) -> None:
-    for policy in ("least-loaded", "round-robin", "power-of-two", "session-affinity"):
+    for policy in sorted(POLICIES):
         taken = {number: 1e6 * _choice_s(policy, number) for number in (2, 10, 100, 1000)}
         said = ", ".join(f"{us:.1f} us of {number}" for number, us in taken.items())
         print(f"choice of a pair, {policy}: {said}")
     print(f"a block in a KV event: {1e6 * _block_event_s():.2f} us")
+    for number in (1, 10, 100, 1000):
+        own, shared = (_block_bytes(number, is_shared) for is_shared in (False, True))
+        print(f"memory of a block, {number} engines: {own:.0f} bytes, {shared:.0f} if all have it")
     print(f"a heartbeat: {1e6 * _heartbeat_s(options.heartbeats):.0f} us of processor time")
 
 
 def _choice_s(policy: str, num_instances: int) -> float:
     """With what the request changes of its engines, at its begin and at its end."""
     from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
-    from vllm_ascend_pd.router.policies import make_policy
-    from vllm_ascend_pd.router.policies.base import Pair, Routed
+    from vllm_ascend_pd.router.policies import Pair, Routed, make_policy
+    from vllm_ascend_pd.router.policies.prefix_aware import PrefixAware
+    from vllm_ascend_pd.router.prefix.index import PrefixIndex
     from vllm_ascend_pd.router.selection import Labels, Selector
 
     registry = Registry(lambda spec: Instance(spec, None, 3))  # type: ignore[arg-type]
@@ -228,8 +235,15 @@ def _choice_s(policy: str, num_instances: int) -> float:
                 fingerprint="one",
             )
         )
-    selector = Selector(registry, make_policy(policy), Labels())
+    made = make_policy(policy)
     rng, taken = random.Random(0), []
+    systems = [tuple(rng.choices(range(150_000), k=2 * BLOCK_SIZE)) for _ in range(8)]
+    if isinstance(made, PrefixAware):  # each engine has two of the system prompts
+        for one in registry:
+            one.prefix_index = PrefixIndex(made.subscriber.holders)
+            for number, tokens in enumerate(rng.sample(systems, 2)):
+                one.prefix_index.receive(number, _stored(rng, tokens))
+    selector = Selector(registry, made, Labels())
     running: list[tuple[Pair, int]] = []
 
     def count(pair: Pair, requests: int, num_tokens: int) -> None:
@@ -242,6 +256,10 @@ def _choice_s(policy: str, num_instances: int) -> float:
     for number in range(500 + 2 * num_instances):
         num_tokens = rng.randrange(10, 2000)
         request = Routed(num_prompt_tokens=num_tokens, model="model", session=f"s{number}")
+        if made.needs_token_ids:
+            user = rng.choices(range(150_000), k=1000)
+            request.token_ids = rng.choice(systems) + tuple(user)
+            request.num_prompt_tokens = len(request.token_ids)
         began = time.perf_counter()
         pair = selector.choose(request)
         assert isinstance(pair, Pair)
@@ -254,32 +272,46 @@ def _choice_s(policy: str, num_instances: int) -> float:
     return median(taken)
 
 
-def _block_event_s() -> float:
-    from vllm_ascend_pd.router.prefix.index import BlockStored, EventBatch, PrefixIndex
+def _stored(rng: random.Random, token_ids: Sequence[int], block_size: int = BLOCK_SIZE) -> bytes:
+    """What an engine publishes that has computed these blocks."""
+    from vllm_ascend_pd.router.prefix.index import BlockStored, EventBatch
 
-    index, rng = PrefixIndex(), random.Random(0)
-    encoder = msgspec.msgpack.Encoder()
-    payloads = [
-        encoder.encode(
-            EventBatch(
-                0.0,
-                [
-                    BlockStored(
-                        block_hashes=[rng.randbytes(32) for _ in range(8)],
-                        parent_block_hash=None,
-                        token_ids=rng.choices(range(150_000), k=8 * BLOCK_SIZE),
-                        block_size=BLOCK_SIZE,
-                    )
-                ],
-            )
-        )
-        for _ in range(500)
-    ]
+    event = BlockStored(
+        block_hashes=[rng.randbytes(32) for _ in range(len(token_ids) // block_size)],
+        parent_block_hash=None,
+        token_ids=list(token_ids),
+        block_size=block_size,
+    )
+    return msgspec.msgpack.encode(EventBatch(0.0, [event]))
+
+
+def _block_event_s() -> float:
+    from vllm_ascend_pd.router.prefix.index import Holders, PrefixIndex
+
+    index, rng = PrefixIndex(Holders()), random.Random(0)
+    payloads = [_stored(rng, rng.choices(range(150_000), k=8 * BLOCK_SIZE)) for _ in range(500)]
     began = time.perf_counter()
     for number, payload in enumerate(payloads):
         index.receive(number, payload)
     assert len(index) == 8 * len(payloads)
     return (time.perf_counter() - began) / len(index)
+
+
+def _block_bytes(num_engines: int, is_shared: bool) -> float:
+    """Of the router's memory, for each block of each engine; its tokens are not kept."""
+    from vllm_ascend_pd.router.prefix.index import Holders, PrefixIndex
+
+    num_blocks, rng = 200_000 // num_engines, random.Random(0)
+    tracemalloc.start()
+    holders, indexes = Holders(), []
+    for number in range(num_engines):
+        first = 0 if is_shared else number * num_blocks
+        indexes.append(PrefixIndex(holders))
+        indexes[-1].receive(0, _stored(rng, range(first, first + num_blocks), block_size=1))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(map(len, indexes)) == num_engines * num_blocks
+    return taken / (num_engines * num_blocks)
 
 
 def _heartbeat_s(num_heartbeats: int) -> float:
@@ -329,8 +361,10 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=("fit", "speed", "costs"), default="fit")
     parser.add_argument("--model", type=Path, default=Path(".cache/models/60m"))
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--folder", type=Path, default=Path("planner"), help="for what is written")
+    parser.add_argument("--dtype", default=usual_dtype())
+    parser.add_argument(
+        "--folder", type=Path, help="where --part fit writes, and --part speed reads the profile"
+    )
     parser.add_argument("--slo-ttft", type=float, default=1.0)
     parser.add_argument("--slo-itl", type=float, default=0.04)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.5, 3.0, 6.0])
@@ -341,6 +375,8 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=1000, help="for --part speed")
     parser.add_argument("--heartbeats", type=int, default=3000, help="for --part costs")
     options = parser.parse_args()
+    if options.folder is None and options.part != "costs":
+        parser.error(f"--part {options.part} needs --folder")
     {"fit": fit, "speed": speed, "costs": costs}[options.part](options)
 
 

@@ -153,7 +153,7 @@ def test_engines_of_the_other_kind_take_over_when_the_last_of_one_is_gone(role: 
 def test_engine_of_one_kind_cannot_do_the_other() -> None:
     async def test() -> None:
         async with deployed(1, 2) as d, RouterOperator(d.url) as operator:
-            with pytest.raises(ConfigError, match=r"409: .* start it with kv_role kv_both"):
+            with pytest.raises(ConfigError, match=r"409: .* start it with .* router\.role both"):
                 await anext(switch(operator, name(d.decodes[0]), "prefill"))
             with pytest.raises(ConfigError, match="404: d9 has not registered"):
                 await anext(switch(operator, "d9", "prefill"))

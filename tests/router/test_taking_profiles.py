@@ -11,7 +11,7 @@ import pytest
 
 from tests.router.harness import FAST, deployed, run
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.planner.measure import NUM_STEPS, EngineLimits, Grid, take_profile
+from vllm_ascend_pd.planner.measure import MOST_STEPS, NUM_STEPS, EngineLimits, Grid, take_profile
 from vllm_ascend_pd.router.config import Skipping
 
 CACHE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
@@ -49,10 +49,30 @@ def test_every_point_that_fits_is_measured(both_busy: bool) -> None:
             assert (profile.prefill_kv_tokens, profile.decode_kv_tokens) == (1600, 1600)
             assert (profile.max_num_batched_tokens, profile.max_num_seqs) == (2048, 8)
             assert min(p.seconds for p in profile.decode) > 0.001
-            assert len(said) == 1 + 4 + 2 + 1 + 5
+            assert len(said) == 1 + 4 + 2 + 1 + 5 + (1 + 2 if both_busy else 0)
+            assert profile.prefill_beside == ()  # for so many streams there is no room
+            assert profile.block_size == 16
+            assert 0 < profile.decode_alone <= 1
             prompts = [tuple(r.json["prompt"]) for r in d.prefills[0].received]
             assert len(set(prompts)) == len(prompts)  # no cache can have any of them
             assert all(300 <= token < 400 for prompt in prompts for token in prompt)
+
+    run(test)
+
+
+def test_prompts_are_as_long_as_the_engines_take() -> None:
+    """By default the longest prompt is as long as --max-model-len of many an engine."""
+
+    async def test() -> None:
+        engine = {"metrics": CACHE, "token_s": 0.0002, "max_model_len": 600}
+        grid = replace(GRID, num_tokens=(8, 600), contexts=(8, 600), batches=(1,))
+        async with deployed(1, 1, NEVER_SKIPS, **engine) as d:
+            profile, said = await taken(d.url, grid)
+            assert [p.num_tokens for p in profile.prefill] == [8, 598]
+            assert max(p.context_tokens for p in profile.decode) < 600 - MOST_STEPS + NUM_STEPS
+            assert any("598 tokens at most" in line for line in said)
+            received = [r for e in (*d.prefills, *d.decodes) for r in e.received]
+            assert max(len(r.json["prompt"]) + r.json["max_tokens"] for r in received) <= 600
 
     run(test)
 
@@ -63,6 +83,7 @@ def test_every_point_that_fits_is_measured(both_busy: bool) -> None:
         (0, {"metrics": CACHE}, "has no decode engine that is ready"),
         (1, {"metrics": "other 1.0\n", "token_s": 0.002}, "has no vllm:cache_config_info"),
         (1, {"metrics": CACHE, "max_tokens": 16}, ": 400: "),
+        (1, {"metrics": CACHE, "max_model_len": 500}, "--max-model-len is 500; .* need 512"),
     ],
 )
 def test_what_cannot_be_measured_is_an_error_that_says_where(

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.planner.profile import (
     FORMAT,
+    BesidePoint,
     DecodePoint,
     HandoverPoint,
     PrefillPoint,
@@ -37,9 +39,25 @@ _TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10)
 NUM_STEPS = 24
 """Of D, for each point: enough that how requests begin and end does not count."""
 
+MOST_STEPS = 16 * NUM_STEPS + 4
+"""Of D, where its requests do not run together for long enough."""
+
 NUM_STREAMS, BUSY_TOKENS = 4, 256
 """What keeps D busy while P is measured: streams, and the tokens of their prompts and answers. P is
-kept busy with such prompts, one after another."""
+kept busy with such prompts, one after another, that it hands over to nobody: a P in service waits
+for prompts, too, and D is not measured as if it never did."""
+
+MANY_STREAMS = 24
+"""And while it is measured by how much more of them slow P down."""
+
+LEAST_LENGTH = 2 * BUSY_TOKENS
+
+_PAUSE_S = 0.5
+"""After a request that failed."""
+
+_BEGIN_S = 60.0
+"""That those which keep an engine busy may take to begin; ``_LOOK_S``: between two looks."""
+_LOOK_S = 0.01
 
 Say = Callable[[str], None]
 
@@ -81,10 +99,13 @@ class Measurement:
         self._http, self._router, self._grid, self._say = http, router, grid, say
         self._random = random.Random(f"{seed} {time.time_ns()}")
         self._model = self._prefill = self._decode = ""
+        self._num_tokens = 0
+        """That have come, of all requests."""
 
     async def take(self, limits: EngineLimits) -> Profile:
         """All of it; ``ConfigError`` says which server did not answer, and how."""
         await self._find_engines()
+        await self._fit_grid()
         for url in (self._prefill, self._decode):  # what is compiled or allocated at first
             await self._first_token_s(url, self._prompt(max(self._grid.num_tokens)))
         async with self._busy(self._decode, NUM_STREAMS, BUSY_TOKENS):
@@ -93,6 +114,12 @@ class Measurement:
             sending_s = await self._sending_s(prefill, handover)
         async with self._busy(self._prefill, 1, 1):
             decode = [point async for point in self._decodes()]
+        beside: Sequence[BesidePoint] = ()
+        decode_alone = 1.0
+        if self._grid.both_busy:
+            beside = await self._beside(limits)
+            decode_alone = await self._decode_alone(decode)
+        num_blocks, block_size = await self._kv_blocks(self._decode)
         return Profile(
             format=FORMAT,
             model=self._model,
@@ -100,10 +127,13 @@ class Measurement:
             decode=tuple(decode),
             handover=tuple(handover),
             sending_seconds_per_token=sending_s,
+            prefill_beside=tuple(beside),
+            decode_alone=decode_alone,
+            block_size=block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
-            prefill_kv_tokens=await self._kv_tokens(self._prefill),
-            decode_kv_tokens=await self._kv_tokens(self._decode),
+            prefill_kv_tokens=math.prod(await self._kv_blocks(self._prefill)),
+            decode_kv_tokens=num_blocks * block_size,
         )
 
     async def _find_engines(self) -> None:
@@ -123,21 +153,60 @@ class Measurement:
         self._model = next(iter(found["decode"].models), "")
         self._say(f"model {self._model}, P {self._prefill}, D {self._decode}")
 
+    async def _fit_grid(self) -> None:
+        """Prompts that are too long for the engines become the longest that they take."""
+        longest = min([await self._max_model_len(url) for url in (self._prefill, self._decode)])
+        if longest < LEAST_LENGTH:
+            raise ConfigError(
+                f"the engines' --max-model-len is {longest}; they need {LEAST_LENGTH}"
+            )
+        num_tokens, contexts = self._grid.num_tokens, self._grid.contexts
+        if max(num_tokens) > longest - 2:  # the router is asked for two tokens
+            num_tokens = sorted({min(n, longest - 2) for n in num_tokens})
+            self._say(f"P: {num_tokens[-1]} tokens at most, as --max-model-len is {longest}")
+        if max(contexts) > longest - MOST_STEPS:
+            contexts = sorted({min(n, longest - MOST_STEPS) for n in contexts})
+            self._say(f"D: contexts of {contexts[-1]} at most, as --max-model-len is {longest}")
+        self._grid = replace(self._grid, num_tokens=num_tokens, contexts=contexts)
+
     @asynccontextmanager
     async def _busy(self, url: str, num_clients: int, num_tokens: int) -> AsyncIterator[None]:
-        """Clients that ask one thing after another meanwhile, if it is wanted."""
+        """Clients that ask one thing after another meanwhile, if it is wanted. Says how many of
+        their requests failed; ``ConfigError`` if none of them is answered."""
+        num_clients *= self._grid.both_busy
+        num_begun, errors = 0, list[ConfigError]()
+
+        def begun() -> None:
+            nonlocal num_begun
+            num_begun += 1
 
         async def ask() -> None:
             while True:
-                await self._token_times(url, self._prompt(BUSY_TOKENS), num_tokens)
+                try:
+                    await self._token_times(url, self._prompt(BUSY_TOKENS), num_tokens, begun)
+                except ConfigError as e:
+                    errors.append(e)
+                    await asyncio.sleep(_PAUSE_S)
 
-        clients = [asyncio.ensure_future(ask()) for _ in range(num_clients * self._grid.both_busy)]
+        def failed() -> str:
+            return f"{len(errors)} requests that were to keep {url} busy failed: {errors[-1]}"
+
+        clients = [asyncio.ensure_future(ask()) for _ in range(num_clients)]
         try:
+            end = asyncio.get_running_loop().time() + _BEGIN_S
+            while num_begun + len(errors) < num_clients:
+                await asyncio.sleep(_LOOK_S)
+                if asyncio.get_running_loop().time() > end:
+                    raise ConfigError(f"{url} did not answer {num_clients} requests at once")
+            if errors and not num_begun:
+                raise ConfigError(failed())
             yield
         finally:
             for client in clients:
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
+        if errors:
+            self._say(failed())
 
     async def _prefills(self) -> AsyncIterator[PrefillPoint]:
         for num_tokens in self._grid.num_tokens:
@@ -159,20 +228,22 @@ class Measurement:
             for batch in self._grid.batches:
                 if batch > 1 and context * batch > self._grid.most_tokens:
                     continue
-                prompts = [self._prompt(context) for _ in range(batch)]
-                for prompt in prompts:  # into D's prefix cache: all begin at once below
-                    await self._first_token_s(self._decode, prompt)
-                taken = [await self._step_s(prompts) for _ in range(self._grid.rounds)]
-                seconds = median(taken)
+                seconds = await self._decode_s(batch, context)
                 self._say(f"D: {batch} requests at {context} tokens: {1000 * seconds:.2f} ms")
                 middle = context + NUM_STEPS // 2
                 yield DecodePoint(batch=batch, context_tokens=middle, seconds=seconds)
 
+    async def _decode_s(self, batch: int, context: int) -> float:
+        prompts = [self._prompt(context) for _ in range(batch)]
+        for prompt in prompts:  # into D's prefix cache: all begin at once below
+            await self._first_token_s(self._decode, prompt)
+        return median([await self._step_s(prompts) for _ in range(self._grid.rounds)])
+
     async def _step_s(self, prompts: Sequence[Sequence[int]]) -> float:
         """While all of them decode; longer, if they do not do so for long enough."""
-        for num_steps in (NUM_STEPS, 4 * NUM_STEPS, 16 * NUM_STEPS):
+        for num_steps in (NUM_STEPS + 4, 4 * NUM_STEPS + 4, MOST_STEPS):
             streams = await asyncio.gather(
-                *(self._token_times(self._decode, prompt, num_steps + 4) for prompt in prompts)
+                *(self._token_times(self._decode, prompt, num_steps) for prompt in prompts)
             )
             began, ended = max(times[0] for times in streams), min(times[-1] for times in streams)
             inside = [time for time in streams[0] if began <= time <= ended]
@@ -182,6 +253,40 @@ class Measurement:
             f"{self._decode} does not run {len(prompts)} requests at once; is its --max-num-seqs"
             " smaller? Give smaller --batches"
         )
+
+    async def _beside(self, limits: EngineLimits) -> Sequence[BesidePoint]:
+        """P's pace while D has no, few and many streams; the second is as in ``_prefills``."""
+        most = min(limits.max_num_seqs, self._grid.most_tokens // (2 * BUSY_TOKENS), MANY_STREAMS)
+        if most <= NUM_STREAMS:
+            self._say("P beside D: not measured, for D may not have many streams")
+            return ()
+        num_tokens = sorted(self._grid.num_tokens)[len(self._grid.num_tokens) // 2]
+        found = []
+        for num_streams in (0, NUM_STREAMS, most):
+            async with self._busy(self._decode, num_streams, BUSY_TOKENS):
+                prompts = [self._prompt(num_tokens) for _ in range(2 * self._grid.rounds + 1)]
+                began, before = time.perf_counter(), self._num_tokens
+                taken = [await self._first_token_s(self._prefill, prompt) for prompt in prompts]
+                streamed = self._num_tokens - before - len(prompts)
+                per_second = streamed / (time.perf_counter() - began)
+            self._say(
+                f"P: {num_tokens} tokens in {1000 * median(taken):.1f} ms beside"
+                f" {per_second:.0f} tokens a second of D"
+            )
+            found.append((per_second, median(taken)))
+        usual_s = found[1][1]
+        return [BesidePoint(tokens_per_second=r, slowdown=s / usual_s) for r, s in found]
+
+    async def _decode_alone(self, points: Sequence[DecodePoint]) -> float:
+        """Of the fewest and the most requests at once, at the shortest context."""
+        shortest = min(point.context_tokens for point in points)
+        points = [point for point in points if point.context_tokens == shortest]
+        shares = []
+        for point in (points[0], points[-1]):
+            seconds = await self._decode_s(point.batch, shortest - NUM_STEPS // 2)
+            self._say(f"D: {point.batch} requests while P is idle: {1000 * seconds:.2f} ms")
+            shares.append(min(1.0, seconds / point.seconds))
+        return median(shares)
 
     async def _handovers(self, prefill: Sequence[PrefillPoint]) -> AsyncIterator[HandoverPoint]:
         for point in prefill:
@@ -234,9 +339,14 @@ class Measurement:
         return (await self._token_times(url, prompt, num_tokens))[0] - began
 
     async def _token_times(
-        self, url: str, prompt: Sequence[int], num_tokens: int
+        self,
+        url: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        came: Callable[[], None] = lambda: None,
     ) -> Sequence[float]:
-        """When each piece of a streamed answer came; at least one."""
+        """When each piece of a streamed answer came; at least one. ``came`` is called with the
+        first one."""
         body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": num_tokens}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True}
         times = []
@@ -249,6 +359,9 @@ class Measurement:
                 async for line in response.content:
                     if line.startswith(b"data:") and _DONE not in line:
                         times.append(time.perf_counter())
+                        self._num_tokens += 1
+                        if len(times) == 1:
+                            came()
         except (aiohttp.ClientError, asyncio.TimeoutError) as e:
             raise ConfigError(f"{url} broke off: {type(e).__name__}: {e}") from e
         if not times:
@@ -265,12 +378,22 @@ class Measurement:
         except (aiohttp.ClientError, asyncio.TimeoutError) as e:
             raise ConfigError(f"{url} does not answer: {type(e).__name__}: {e}") from e
 
-    async def _kv_tokens(self, url: str) -> int:
+    async def _max_model_len(self, url: str) -> int:
+        """Tokens of a prompt and its answer together."""
+        try:
+            return int(
+                msgspec.json.decode(await self._get(url + "/v1/models"))["data"][0]["max_model_len"]
+            )
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError) as e:
+            raise ConfigError(f"{url}/v1/models has no max_model_len; is it vLLM?") from e
+
+    async def _kv_blocks(self, url: str) -> tuple[int, int]:
+        """How many, and the tokens of each."""
         page = (await self._get(url + "/metrics")).decode()
         for family in text_string_to_metric_families(page):
             if family.name == "vllm:cache_config_info":
                 labels = family.samples[0].labels
-                return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+                return int(labels["num_gpu_blocks"]), int(labels["block_size"])
         raise ConfigError(f"{url}/metrics has no vllm:cache_config_info; is it vLLM?")
 
 

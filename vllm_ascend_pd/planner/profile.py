@@ -47,6 +47,15 @@ class HandoverPoint(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Seconds
 
 
+class BesidePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """How P does while D answers."""
+
+    tokens_per_second: Annotated[float, Meta(ge=0, lt=1e9, description="must be within 0 and 1e9")]
+    """That D answers with."""
+    slowdown: Annotated[float, Meta(gt=0, lt=1e3, description="must be above 0, and below 1000")]
+    """What P's steps take, of the seconds in ``prefill``."""
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -57,6 +66,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     handover: tuple[HandoverPoint, ...]
     sending_seconds_per_token: Seconds = 0.0
     """Of the hand-over, by tokens of the prompt: what keeps P from computing the next prompt."""
+    prefill_beside: tuple[BesidePoint, ...] = ()
+    """Of engines that share a host; without: P does not mind what D does."""
+    decode_alone: Annotated[float, Meta(gt=0, le=1, description="must be above 0, at most 1")] = 1.0
+    """What D's steps take of the seconds in ``decode`` while P has nothing to do."""
+    block_size: Count = 1
+    """Of both: of a prompt of which D lacks less, it computes that itself."""
     max_num_batched_tokens: Count
     """Of P: prompts that one step computes have so many tokens together."""
     max_num_seqs: Count

@@ -7,6 +7,9 @@
 
 The router gives each request to the P and the D with the fewest tokens in progress. Between two
 changes of its batch all steps of a D are one event: their length grows evenly with the context.
+
+Where engines share a host, a step of P is the slower the more tokens D gives, and those of D are
+slower while P computes: as it is when they begin.
 """
 
 from __future__ import annotations
@@ -72,6 +75,10 @@ class Outcome:
         return float(self.step_s[order][min(at, len(order) - 1)])
 
 
+_Cache = OrderedDict[int, None]
+"""Ids of the prefixes in an engine's prefix cache, the least recently used first."""
+
+
 @dataclass(slots=True)
 class _Prefill:
     queue: deque[int] = field(default_factory=deque)
@@ -81,8 +88,7 @@ class _Prefill:
     computed: int = 0
     """Tokens that there are of the first one in the queue, from the cache and from steps before."""
     busy_s: float = 0.0
-    cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Ids of the prefixes in its cache, the least recently used first."""
+    cached: _Cache = field(default_factory=OrderedDict)
 
 
 @dataclass(slots=True)
@@ -96,6 +102,8 @@ class _Decode:
     kv_tokens: int = 0
     """Reserved: prompts and whole answers of all that run."""
     busy_s: float = 0.0
+    cached: _Cache = field(default_factory=OrderedDict)
+    tokens_per_s: float = 0.0
     # The steps under way: when they began, how many, the first one's seconds, and how much longer
     # each is than the one before it. ``turn`` tells their end from those of steps that were cut.
     began_s: float = 0.0
@@ -155,11 +163,15 @@ class _Simulation:
         self._prompts: list[int] = trace.num_prompt_tokens.tolist()
         self._outputs: list[int] = trace.num_output_tokens.tolist()
         self._costs = _costs(speeds, max(self._prompts))
-        self._max_ids = speeds.prefill_kv_tokens // trace.tokens_per_id
-        handovers = speeds.handover_s(trace.num_prompt_tokens)
-        sending = np.minimum(handovers, speeds.sending_s_per_token * trace.num_prompt_tokens)
+        tokens = np.arange(max(self._prompts) + 1)
+        handovers = speeds.handover_s(tokens)
+        sending = np.minimum(handovers, speeds.sending_s_per_token * tokens)
         self._sending: list[float] = sending.tolist()
+        """By the tokens that D lacks."""
+        # D has P's first token before all of the KV, so by those of the prompt.
         self._handovers: list[float] = (handovers - sending).tolist()
+        self._computed_by_d = [0] * len(trace)
+        """Tokens of a prompt of which D lacks less than a block: it does not wait for P."""
         self._prefills = [_Prefill() for _ in range(split.num_prefill)]
         self._decodes = [_Decode() for _ in range(split.num_decode)]
         self._prefill_load, self._decode_load = map(_Least, split)
@@ -168,6 +180,9 @@ class _Simulation:
         self._end_s = [math.nan] * len(trace)
         self._step_s, self._step_tokens = array("d"), array("d")
         self._num_hit_tokens = 0
+        self._num_computing = 0
+        """P engines; ``_tokens_per_s`` is of all D engines."""
+        self._tokens_per_s = 0.0
         self._events: list[_Event] = []
         self._num_events = 0
 
@@ -190,6 +205,10 @@ class _Simulation:
             handlers[kind](at, who, turn)
         return self._outcome()
 
+    def _slowdown(self, tokens_per_s: float) -> float:
+        line = self._speeds.prefill_slowdown
+        return float(line(tokens_per_s)) if len(line.x) > 1 else float(line.y[0])
+
     def _at(self, at_s: float, kind: int, who: int, turn: int = 0) -> None:
         self._num_events += 1
         heappush(self._events, _Event(at_s, self._num_events, kind, who, turn))
@@ -199,10 +218,15 @@ class _Simulation:
         self._prefill_load.tokens[number] += self._prompts[request]
         self._decode_of[request] = decode = self._decode_load.choose()
         self._decode_load.tokens[decode] += self._prompts[request] + self._outputs[request]
+        lacking = self._prompts[request] - self._hits(self._decodes[decode].cached, request)
+        if lacking < self._speeds.block_size and self._outputs[request] > 1:
+            self._computed_by_d[request] = lacking
+            self._at(now, _HANDED_OVER, request)
         prefill = self._prefills[number]
         prefill.queue.append(request)
         if not prefill.is_busy:
             prefill.is_busy = True
+            self._num_computing += 1
             self._at(now, _PREFILL, number)  # with all that come at this time
 
     # ---------------------------------------------------------------------------------------- P
@@ -215,47 +239,56 @@ class _Simulation:
         seconds = self._speeds.prefill_base_s
         while prefill.queue and room:
             request = prefill.queue[0]
-            begin = prefill.computed or self._hits(prefill, request)
+            begin = prefill.computed
+            if not begin:
+                begin = self._hits(prefill.cached, request)
+                self._num_hit_tokens += begin
             end = min(self._prompts[request], begin + room)
             room -= end - begin
             seconds += costs[end] - costs[begin]
             prefill.computed = end
             if end == self._prompts[request]:
-                self._remember(prefill, request)
-                seconds += self._sending[request]
+                self._remember(prefill.cached, request, self._speeds.prefill_kv_tokens)
+                if not self._computed_by_d[request]:
+                    decode = self._decodes[self._decode_of[request]]
+                    hits = self._hits(decode.cached, request)
+                    seconds += self._sending[self._prompts[request] - hits]
                 prefill.computed = 0
                 prefill.batch.append(prefill.queue.popleft())
+        seconds *= self._slowdown(self._tokens_per_s / self._split.num_prefill)
         prefill.busy_s += seconds
         self._at(now + seconds, _PREFILLED, number)
 
-    def _hits(self, prefill: _Prefill, request: int) -> int:
+    def _hits(self, cached: _Cache, request: int) -> int:
         """Tokens of its prefix in the cache; the last token is computed in any case."""
         tokens_per_id = self._trace.tokens_per_id
         most = (self._prompts[request] - 1) // tokens_per_id
         num_hits = 0
         for hash_id in self._trace.prefixes[request][:most]:
-            if hash_id not in prefill.cached:
+            if hash_id not in cached:
                 break
             num_hits += tokens_per_id
-        self._num_hit_tokens += num_hits
         return num_hits
 
-    def _remember(self, prefill: _Prefill, request: int) -> None:
-        num_full = self._prompts[request] // self._trace.tokens_per_id
-        cached = prefill.cached
+    def _remember(self, cached: _Cache, request: int, most_tokens: int) -> None:
+        tokens_per_id = self._trace.tokens_per_id
+        num_full = self._prompts[request] // tokens_per_id
         for hash_id in self._trace.prefixes[request][:num_full]:
             cached[hash_id] = None
             cached.move_to_end(hash_id)
-        while len(cached) > self._max_ids:
+        while len(cached) > most_tokens // tokens_per_id:
             cached.popitem(last=False)
 
     def _prefilled(self, now: float, number: int, _: int) -> None:
         prefill = self._prefills[number]
         for request in prefill.batch:
             self._prefill_load.tokens[number] -= self._prompts[request]
-            self._at(now + self._handovers[request], _HANDED_OVER, request)
+            if not self._computed_by_d[request]:
+                handover_s = self._handovers[self._prompts[request]]
+                self._at(now + handover_s, _HANDED_OVER, request)
         prefill.batch = []
         prefill.is_busy = bool(prefill.queue)
+        self._num_computing -= not prefill.queue
         if prefill.queue:
             self._prefill(now, number)
 
@@ -267,6 +300,7 @@ class _Simulation:
             self._ended(now, request)
             return
         decode = self._decodes[self._decode_of[request]]
+        self._remember(decode.cached, request, self._speeds.decode_kv_tokens)
         decode.waiting.append(request)
         if len(decode.waiting) > 1:
             return
@@ -312,20 +346,36 @@ class _Simulation:
     def _decode(self, now: float, number: int, _: int = 0) -> None:
         """Between two steps: who waits and has room joins, and the next steps begin."""
         decode = self._decodes[number]
+        computing_s, joined = 0.0, []
         while decode.waiting and self._has_room(decode, decode.waiting[0]):
             request = decode.waiting.popleft()
             self._first_s[request] = now
             decode.kv_tokens += self._prompts[request] + self._outputs[request]
             decode.context_tokens += self._prompts[request]
             last = decode.num_steps + self._outputs[request] - 1
+            if computed := self._computed_by_d[request]:
+                num_tokens = self._prompts[request]
+                computing_s += self._costs[num_tokens] - self._costs[num_tokens - computed]
+                joined.append(request)
+                last += 1
             heappush(decode.running, (last, request))
         batch = len(decode.running)
+        self._tokens_per_s -= decode.tokens_per_s
+        decode.tokens_per_s = 0.0
         if batch:
             slope = self._speeds.step_slope_s[batch]
             base = self._speeds.step_base_s[batch]
-            decode.began_s = now
-            decode.step_s = max(MIN_STEP_S, base + slope * decode.context_tokens / batch)
-            decode.growth_s = slope
+            # Alone, and for each P that computes for it as much more.
+            alone = self._speeds.decode_alone
+            share = alone + (1 - alone) * self._num_computing / self._split.num_decode
+            decode.busy_s += computing_s
+            decode.began_s = now + computing_s
+            decode.step_s = max(MIN_STEP_S, share * (base + slope * decode.context_tokens / batch))
+            decode.growth_s = share * slope
+            decode.tokens_per_s = batch / decode.step_s
+            self._tokens_per_s += decode.tokens_per_s
+            for request in joined:  # their first tokens are of this step
+                self._first_s[request] = decode.began_s + decode.step_s
             self._step(decode, number, decode.running[0][0] - decode.num_steps)
 
     def _ended(self, now: float, request: int) -> None:

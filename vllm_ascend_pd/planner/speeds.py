@@ -63,6 +63,11 @@ class Speeds:
     handover_s: Line
     sending_s_per_token: float
     """Of the hand-over: in which P computes nothing else."""
+    prefill_slowdown: Line
+    """Of P's steps, by the tokens a second that there are of D for each P."""
+    decode_alone: float
+    """Of a step of D, what it takes while no P computes."""
+    block_size: int
     max_num_batched_tokens: int
     max_num_seqs: int
     prefill_kv_tokens: int
@@ -79,6 +84,11 @@ class Speeds:
             slopes,
             Line.through((p.num_tokens, p.seconds) for p in profile.handover),
             profile.sending_seconds_per_token,
+            Line.through(
+                [(p.tokens_per_second, p.slowdown) for p in profile.prefill_beside] or [(0.0, 1.0)]
+            ),
+            profile.decode_alone,
+            profile.block_size,
             profile.max_num_batched_tokens,
             profile.max_num_seqs,
             profile.prefill_kv_tokens,

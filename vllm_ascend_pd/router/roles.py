@@ -4,7 +4,8 @@
 ``decide`` says what one look at the engines asks for, and ``RolePatience`` when: what is asked
 for steadily, and not soon after the last change. For the same work ``decide`` never asks for a
 switch and later for the way back: by load it takes an engine only from a kind that is below ``LOW``
-with one engine less, and gives it only to one that is above ``HIGH``. With a profile the planner's
+with one engine less, and gives it only to one that is above ``HIGH``, or above ``LOW`` if the other
+one is idle. With a profile the planner's
 model says which kind needs one more (``planned_roles``).
 """
 
@@ -33,8 +34,12 @@ PROMPTS_AT_ONCE = 4
 """In progress on one engine: more of them wait for each other."""
 HIGH = 1.0
 LOW = 0.7
-HOLD_S = 10.0
-"""So long the same is asked for, before it is done."""
+IDLE = 0.1
+"""A kind that would have no more to do with one engine less gives it away sooner, at ``LOW``."""
+HOLD_S = 8.0
+"""So long the same is asked for, before it is done; seconds in which it is not are taken off."""
+MAX_URGENCY = 3.0
+"""By which seconds of much load count for more: every one costs requests."""
 REST_S = 30.0
 """After a switch; what moves must move, and show in what engines tell of themselves."""
 PLAN_S = 5.0
@@ -80,10 +85,12 @@ class Switch:
     role: Role
     is_first: bool = False
     """It was used for both until now, so nothing is taken from anybody."""
+    urgency: float = 1.0
+    """How much there is to do, where an engine has enough with 1."""
 
 
 def by_load(kind: Kind, load: float, left: float) -> bool:
-    return load > HIGH and left < LOW
+    return left < LOW and load > (LOW if left < IDLE else HIGH)
 
 
 def decide(engines: Sequence[EngineWork], needs: Needs = by_load) -> Switch | None:
@@ -100,7 +107,7 @@ def decide(engines: Sequence[EngineWork], needs: Needs = by_load) -> Switch | No
         load = sum(one.load(kind) for one in doing) / len(doing)
         left = sum(one.load(other) for one in giving) / (len(giving) - 1)
         if needs(kind, load, left):
-            return Switch(least.instance_id, kind)
+            return Switch(least.instance_id, kind, urgency=load / HIGH)
     undecided = sorted(one.instance_id for one in engines if one.used_for == "both")
     if len(engines) < 2 or not undecided:
         return None
@@ -113,21 +120,25 @@ def decide(engines: Sequence[EngineWork], needs: Needs = by_load) -> Switch | No
 class RolePatience:
     """Times are seconds of one clock."""
 
-    asked: Switch | None = None
-    since: float = 0.0
+    role: Role | None = None
+    """Asked for last."""
+    asked_s: float = 0.0
+    looked_at: float = 0.0
     rests_until: float = 0.0
 
     def take(self, switch: Switch | None, now: float) -> Switch | None:
         """What is to be done of what one look asks for."""
-        wanted = None if switch is None else switch.role
-        if wanted != (self.asked.role if self.asked else None):
-            self.since = now
-        self.asked = switch
+        passed_s, self.looked_at = now - self.looked_at, now
         if switch is None or switch.is_first:
+            self.asked_s = max(0.0, self.asked_s - passed_s)
             return switch
-        if now < max(self.rests_until, self.since + HOLD_S):
+        if switch.role == self.role:
+            self.asked_s += passed_s * min(max(switch.urgency, 1.0), MAX_URGENCY)
+        else:
+            self.role, self.asked_s = switch.role, 0.0
+        if now < self.rests_until or self.asked_s < HOLD_S:
             return None
-        self.rests_until, self.asked = now + REST_S, None
+        self.rests_until, self.role = now + REST_S, None
         return switch
 
 
@@ -137,7 +148,8 @@ def role_obstacle(instances: Iterable[Instance], switching: Instance, role: Role
     if role == "both":
         return None
     if switching.spec.role != "both":
-        return f"{name} can only {switching.spec.role}: start it with kv_role kv_both"
+        can = switching.spec.role
+        return f"{name} can only {can}: start it with kv_role kv_both and router.role both"
     other: Kind = "decode" if role == "prefill" else "prefill"
     works = [EngineWork.of(one) for one in instances if one is not switching and one.is_available]
     if any(one.does(other) for one in works):

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.planner.measure import Grid, Measurement
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.planner.measure import EngineLimits, Grid, Measurement
 from vllm_ascend_pd.planner.profile import HandoverPoint, PrefillPoint
 
 GRID = Grid(
@@ -49,7 +51,11 @@ class OneServer(Measurement):
         self.steps: asyncio.Task[None] | None = None
 
     async def _token_times(
-        self, url: str, prompt: Sequence[int], num_tokens: int
+        self,
+        url: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        came: Callable[[], None] = lambda: None,
     ) -> Sequence[float]:
         is_sent = url == "router"
         computed = asyncio.get_running_loop().create_future()
@@ -87,3 +93,79 @@ def test_what_p_spends_on_sending_is_told_from_what_a_request_waits_for(
         assert loop.run_until_complete(measure()) == pytest.approx(found_s / 1000, abs=1e-9)
     finally:
         loop.close()
+
+
+class TwoServers(Measurement):
+    """P's 1,000 tokens a second become fewer by a thousandth for each token that D gives in one,
+    which is 40 by stream. Every ``fails``th request of D fails."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.said: list[str] = []
+        super().__init__(None, "router", replace(GRID, both_busy=True), self.said.append)  # type: ignore[arg-type]
+        self._prefill, self._decode = "P", "D"
+        self.fails, self.num_asked, self.num_streams = fails, 0, 0
+
+    async def _token_times(
+        self,
+        url: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        came: Callable[[], None] = lambda: None,
+    ) -> Sequence[float]:
+        if url == "P":
+            await asyncio.sleep(len(prompt) / 1000 * (1 + 40 * self.num_streams / 1000))
+            self._num_tokens += 1
+            return [time.perf_counter()]
+        self.num_asked += 1
+        is_failing = bool(self.fails) and self.num_asked % self.fails == 0
+        await asyncio.sleep(0.01)
+        if is_failing:
+            raise ConfigError("D: 503")
+        came()
+        self.num_streams += 1
+        try:
+            for _ in range(num_tokens):
+                await asyncio.sleep(1 / 40)
+                self._num_tokens += 1
+        finally:
+            self.num_streams -= 1
+        return [time.perf_counter()]
+
+
+def measured(made: Callable[[], Awaitable[Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    loop = NoWaiting()
+    monkeypatch.setattr(time, "perf_counter", loop.time)
+    try:
+        return loop.run_until_complete(made())
+    finally:
+        loop.close()
+
+
+def test_how_much_slower_p_is_while_d_streams_is_told_by_its_tokens_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = EngineLimits(max_num_batched_tokens=2048, max_num_seqs=6)
+    points = measured(lambda: TwoServers()._beside(limits), monkeypatch)
+    rates = [point.tokens_per_second for point in points]
+    assert rates == pytest.approx([0, 160, 240], abs=5)
+    # The 256 tokens of an answer take 6.4 s, and a moment later comes the next one.
+    assert [p.slowdown for p in points] == pytest.approx([1 / 1.16, 1.0, 1.24 / 1.16], rel=0.01)
+    few = EngineLimits(max_num_batched_tokens=2048, max_num_seqs=4)
+    server = TwoServers()
+    assert measured(lambda: server._beside(few), monkeypatch) == ()
+    assert "not measured" in server.said[-1]
+
+
+def test_requests_that_were_to_keep_an_engine_busy_and_failed_are_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def busy(server: TwoServers) -> None:
+        async with server._busy("D", 3, 40):
+            await asyncio.sleep(3.0)
+
+    some, none = TwoServers(fails=4), TwoServers(fails=1)
+    measured(lambda: busy(some), monkeypatch)
+    assert some.said == ["2 requests that were to keep D busy failed: D: 503"]
+    with pytest.raises(ConfigError, match="requests that were to keep D busy failed: D: 503"):
+        measured(lambda: busy(none), monkeypatch)
+    assert none.num_asked == 3

@@ -32,6 +32,12 @@ def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ({"prefill": [{"num_tokens": 9, "batch": 2, "seconds": 1}]}, "no point has a batch of 1"),
         ({"decode": []}, "decode: at least one point"),
         ({"handover": [{"num_tokens": 1, "seconds": -1}]}, r"handover\[0\].seconds"),
+        ({"decode_alone": 0}, "decode_alone"),
+        ({"decode_alone": 1.5}, "decode_alone"),
+        (
+            {"prefill_beside": [{"tokens_per_second": 1, "slowdown": 0}]},
+            r"prefill_beside\[0\].slowdown",
+        ),
         ({"max_num_seqs": "many"}, "max_num_seqs must be int"),
         ({"speed": 1}, r"unknown keys \['speed'\]"),
     ],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit.planner.known_speeds import MAX_SEQS, SPEEDS, poisson, trace
 from vllm_ascend_pd.planner.simulate import Split, simulate
+from vllm_ascend_pd.planner.speeds import Line
 
 ONE_EACH = Split(1, 1)
 
@@ -139,6 +140,61 @@ def test_a_prefix_that_p_has_computed_is_not_computed_again() -> None:
     # Five, two and four whole ids: of the last prompt at least one token is computed.
     assert found.ttft_s == pytest.approx([0.065, 0.015, 0.05, 0.02])
     assert found.hit_rate == pytest.approx((50 + 20 + 40) / 220)
+
+
+def test_p_sends_no_prefix_that_d_has() -> None:
+    requests = ((0.0, 55, 2), (1.0, 55, 2), (2.0, 55, 2))
+    prefixes = ((1, 2, 3, 4, 5), (1, 2, 3, 4, 5), (6, 7, 8, 9, 10))
+    # A hand-over takes 2 ms for each token that D lacks, and P spends a quarter of that.
+    speeds = replace(
+        SPEEDS, handover_s=Line.through([(0, 0), (100, 0.2)]), sending_s_per_token=0.0005
+    )
+    found = simulate(trace(*requests, prefixes=prefixes), speeds, ONE_EACH)
+    # Of the second one it sends 5 tokens; the first token takes as long as before.
+    assert found.ttft_s == pytest.approx([0.165, 0.005 + 0.0025 + 0.0825, 0.165])
+    small = replace(speeds, decode_kv_tokens=40)  # it keeps the last four ids
+    found = simulate(trace(*requests, prefixes=prefixes), small, ONE_EACH)
+    assert found.ttft_s[1] == pytest.approx(0.005 + 0.0275 + 0.0825)
+
+
+def test_d_computes_less_than_a_block_itself_and_waits_for_no_p() -> None:
+    # P is busy until 1.4 when the third request comes, of which D lacks 15 tokens of its 55.
+    requests = ((0.0, 40, 21), (0.4, 100, 1), (0.41, 100, 1), (0.415, 55, 11))
+    prefixes = ((1, 2, 3, 4), (), (), (1, 2, 3, 4, 5))
+    speeds = replace(SPEEDS, block_size=16)
+    found = simulate(trace(*requests, prefixes=prefixes), speeds, ONE_EACH)
+    # D's step of 20 ms that ends at 0.43, then 15 ms and a step; P comes to it as well, in vain.
+    assert found.ttft_s == pytest.approx([0.05, 0.11, 0.2, 0.43 + 0.015 + 0.02 - 0.415])
+    assert found.itl_s == pytest.approx([(20 * 0.02 + 0.015) / 20, 0, 0, 0.02])
+    whole = simulate(trace(*requests, prefixes=prefixes), SPEEDS, ONE_EACH)
+    assert whole.ttft_s[3] > 0.2
+    assert whole.hit_rate == found.hit_rate
+
+
+def test_p_is_slower_the_more_tokens_d_gives() -> None:
+    # D gives 50 tokens a second to the first request from 0.11 on.
+    speeds = replace(SPEEDS, prefill_slowdown=Line.through([(0, 1.0), (100, 3.0)]))
+    requests = ((0, 100, 41), (0.5, 100, 1), (2.0, 100, 1))
+    assert simulate(trace(*requests), speeds, ONE_EACH).ttft_s == pytest.approx([0.11, 0.21, 0.11])
+    # There are 25 of them for each of two P.
+    found = simulate(trace(*requests), speeds, Split(2, 1))
+    assert found.ttft_s == pytest.approx([0.11, 0.16, 0.11])
+
+
+def test_d_is_slower_while_p_computes() -> None:
+    speeds = replace(SPEEDS, decode_alone=0.5)
+    requests = ((0, 50, 12), (0.1, 50, 2), (1.0, 50, 12))
+    # Steps of 10 ms from 0.06 on. The second request joins at 0.16 while P is idle.
+    found = simulate(trace(*requests), speeds, ONE_EACH)
+    assert found.itl_s == pytest.approx([0.01, 0.01, 0.01])
+    # Now the third one's prompt is computed, for 0.1 s, when the second one joins.
+    requests = ((0, 50, 41), (0.1, 50, 2), (0.105, 100, 1))
+    found = simulate(trace(*requests), speeds, ONE_EACH)
+    assert found.ttft_s[1] == pytest.approx(0.06)
+    assert found.itl_s[1] == pytest.approx(0.02)
+    assert found.itl_s[0] == pytest.approx((10 * 0.01 + 1 * 0.02 + 29 * 0.02) / 40)
+    two = simulate(trace(*requests), speeds, Split(1, 2))
+    assert two.itl_s[1] == pytest.approx(0.015)  # half of P is for the other D
 
 
 def test_p_forgets_what_was_used_least_recently() -> None:

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from vllm_ascend_pd.registration import Role
 from vllm_ascend_pd.router.roles import (
     HIGH,
     HOLD_S,
+    IDLE,
     LOW,
+    MAX_URGENCY,
     PROMPTS_AT_ONCE,
     REST_S,
     EngineWork,
@@ -95,8 +97,18 @@ def test_an_engine_goes_where_too_much_waits_and_is_spared_where_little_does() -
         if not doing:
             continue
         giving = [one.load(other) for one in engines if one.does(other)]
-        assert sum(doing) / len(doing) > HIGH
-        assert sum(giving) / (len(giving) - 1) < LOW
+        left = sum(giving) / (len(giving) - 1)
+        assert left < LOW
+        assert sum(doing) / len(doing) > (LOW if left < IDLE else HIGH)
+
+
+def test_an_engine_with_nothing_to_do_goes_before_others_have_too_much() -> None:
+    roles: tuple[Role, ...] = ("prefill", "prefill", "decode")
+    switch = decide(deployment(roles, 0.0, (LOW + HIGH) / 2))
+    assert switch is not None
+    assert switch.role == "decode"
+    assert decide(deployment(roles, 1.0, (LOW + HIGH) / 2)) is None
+    assert decide(deployment(roles, 0.0, LOW - 0.1)) is None
 
 
 def test_what_an_engine_cannot_do_nobody_asks_for() -> None:
@@ -116,19 +128,53 @@ def test_a_kind_that_is_gone_is_given_to_one_of_the_others() -> None:
             assert decide(deployment((role,) * num, 6.0, 6.0)) == Switch("e0", other)
 
 
+def switched_after(asks: Callable[[float], Switch | None], patience: RolePatience) -> float:
+    """By looks once a second from now on; so long there must be a switch."""
+    begun = patience.looked_at
+    return next(s for s in range(1000) if patience.take(asks(begun + s), begun + s) is not None)
+
+
 def test_a_switch_waits_until_it_is_asked_for_steadily_and_rests_then() -> None:
     patience, wanted, back = RolePatience(), Switch("e0", "prefill"), Switch("e1", "decode")
     assert patience.take(wanted, 0.0) is None
     assert patience.take(wanted, HOLD_S - 1) is None
-    assert patience.take(None, HOLD_S) is None  # it was a moment
-    assert patience.take(wanted, HOLD_S + 1) is None
-    assert patience.take(back, HOLD_S + 5) is None  # the other way: from the start
-    assert patience.take(replace(back, instance_id="e2"), 2 * HOLD_S + 4) is None
-    done_at = 2 * HOLD_S + 5
+    assert patience.take(back, HOLD_S) is None  # the other way: from the start
+    assert patience.take(replace(back, instance_id="e2"), 2 * HOLD_S - 1) is None
+    done_at = 2 * HOLD_S
     assert patience.take(back, done_at) == back
     for later in range(int(REST_S)):
         assert patience.take(wanted, done_at + later) is None
     assert patience.take(wanted, done_at + REST_S) == wanted
+    assert patience.take(wanted, done_at + 2 * REST_S) is None  # from the start, too
+
+
+def test_a_moment_without_need_does_not_make_a_switch_wait_from_the_start() -> None:
+    wanted = Switch("e0", "prefill")
+    steadily = switched_after(lambda _: wanted, RolePatience())
+    with_gaps = switched_after(lambda now: wanted if now % 4 else None, RolePatience())
+    assert steadily == HOLD_S
+    assert steadily < with_gaps <= 2 * HOLD_S + 2
+    patience = RolePatience()
+    for now in range(1000):  # as often as not: never
+        assert patience.take(wanted if now % 2 else None, now) is None
+
+
+def test_the_more_there_is_to_do_the_sooner_a_switch_comes() -> None:
+    waits = [
+        switched_after(lambda _, n=n: Switch("e0", "prefill", urgency=n), RolePatience())
+        for n in (0.0, 1.0, 2.0, 10.0)
+    ]
+    assert waits[0] == waits[1] == HOLD_S
+    assert waits == sorted(waits, reverse=True)
+    assert waits[2] == HOLD_S / 2
+    assert waits[3] >= HOLD_S / MAX_URGENCY
+
+
+def test_load_says_how_urgent_it_is() -> None:
+    for load in (1.5, 4.0):
+        switch = decide(deployment(("prefill", "decode", "decode"), load, 0.0))
+        assert switch is not None
+        assert switch.urgency == load / HIGH
 
 
 def test_engines_that_were_used_for_both_are_told_apart_at_once() -> None:
