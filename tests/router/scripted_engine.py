@@ -102,6 +102,8 @@ class ScriptedEngine:
     """Seconds per token of a prompt that it computes."""
     max_tokens: int = 1_000_000
     """More are refused."""
+    max_model_len: int = 1_000_000
+    """What it says of itself."""
     load_s: float = 0.0
     """Seconds until the KV of a prompt that another engine computed is there."""
     num_cached_tokens: int | None = None
@@ -194,7 +196,8 @@ class ScriptedEngine:
                 return False
             writer.write(whole_answer(200 if self.is_healthy else 503, b""))
         elif path == "/v1/models":
-            entries = [{"id": model, "object": "model"} for model in self.models]
+            more = {"object": "model", "max_model_len": self.max_model_len}
+            entries = [{"id": model, **more} for model in self.models]
             writer.write(json_answer(200, {"object": "list", "data": entries}))
         elif path == "/metrics":
             writer.write(whole_answer(200, self.metrics.encode(), b"text/plain"))

@@ -192,11 +192,12 @@ def test_labels_are_needed() -> None:
         KubernetesDiscovery(config, None)  # type: ignore[arg-type]
 
 
-def test_missing_cluster_is_a_config_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("file", "message"), [("none", "k8s: .*none"), (None, "--kubeconfig")])
+def test_missing_cluster_is_a_config_error(tmp_path: Path, file: str | None, message: str) -> None:
     async def test() -> None:
-        kubernetes = Kubernetes(kubeconfig=tmp_path / "none")
+        kubernetes = Kubernetes(kubeconfig=tmp_path / file if file else None)
         config = replace(STRICT, prefill_labels=("p",), decode_labels=("d",), kubernetes=kubernetes)
-        with pytest.raises(ConfigError, match="k8s"):
+        with pytest.raises(ConfigError, match=message):
             await KubernetesDiscovery(config, None).start()  # type: ignore[arg-type]
 
     run(test)

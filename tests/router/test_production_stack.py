@@ -28,7 +28,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[RouterConfi
     found: list[RouterConfig] = []
     monkeypatch.setattr(server, "serve", lambda config, on_ready: found.append(config))
     result = CliRunner().invoke(app, ["router", *options])
-    return (found[0] if found else None), result.output
+    return (found[0] if found else None), " ".join(result.output.replace("│", " ").split())
 
 
 def test_static_backends_have_models_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,11 @@ def test_label_without_a_role_is_an_error_that_names_it() -> None:
     [
         ((), ("least-loaded", None)),
         (("--session-key", "x-user"), ("session-affinity", "x-user")),
-        (("--session-key", "x-user", "--policy", "round-robin"), ("round-robin", "x-user")),
+        (
+            ("--session-key", "x-user", "--policy", "session-affinity"),
+            ("session-affinity", "x-user"),
+        ),
+        (("--session-key", "", "--policy", "round-robin"), ("round-robin", "")),
     ],
 )
 def test_session_key_chooses_the_policy(
@@ -196,10 +200,20 @@ def test_engine_stats_are_read_as_often_as_asked(monkeypatch: pytest.MonkeyPatch
         (("--max-body-mb", "0"), "--max-body-mb"),
         (("--drain-timeout", "-1"), "--drain-timeout"),
         (("--slo-ttft", "1"), "--slo-ttft and --slo-itl are for --profile"),
+        (
+            ("--session-key", "x-user", "--policy", "round-robin"),
+            "--session-key: it is for --policy session-affinity, and round-robin does",
+        ),
+        (("--k8s-port", "8000"), "--k8s-port: without --service-discovery k8s no pods"),
+        (
+            ("--k8s-namespace", "default", "--k8s-label-selector", "app=vllm"),
+            "--k8s-namespace, --k8s-label-selector: without --service-discovery k8s",
+        ),
+        (("--kubeconfig", "there"), "--kubeconfig: without --service-discovery k8s"),
     ],
 )
-def test_number_that_nothing_can_be_done_with_is_refused(
-    monkeypatch: pytest.MonkeyPatch, option: tuple[str, str], message: str
+def test_option_that_nothing_can_be_done_with_is_refused(
+    monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], message: str
 ) -> None:
     config, said = command(monkeypatch, *option)
     assert config is None

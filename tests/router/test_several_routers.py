@@ -45,12 +45,12 @@ class CachingEngine:
         prompts = [request.json["prompt"] for request in self.engine.received[self.num_seen :]]
         self.num_seen += len(prompts)
         for prompt in prompts:
-            hashes = chain(prompt, BLOCK)
+            hashes = list(chain(prompt, BLOCK))
             num_hits = next((i for i, h in enumerate(hashes) if h not in self.held), len(hashes))
             self.num_tokens += len(prompt)
             self.num_hit_tokens += num_hits * BLOCK
         for prompt in prompts:
-            hashes = chain(prompt, BLOCK)
+            hashes = list(chain(prompt, BLOCK))
             self.held |= set(hashes)
             await self.publisher.publish(stored(hashes, None, prompt))
 

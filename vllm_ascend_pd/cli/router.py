@@ -60,13 +60,18 @@ def router(
             " Without: each does both.",
         ),
     ] = "",
-    k8s_namespace: Annotated[str, option(INSTANCES, "Namespace of the pods.")] = "default",
+    k8s_namespace: Annotated[
+        str | None, option(INSTANCES, "Namespace of the pods.", show_default="default")
+    ] = None,
     k8s_label_selector: Annotated[
-        str, option(INSTANCES, "Only pods with these labels, e.g. app=vllm.")
-    ] = "",
+        str | None, option(INSTANCES, "Only pods with these labels, e.g. app=vllm.")
+    ] = None,
     k8s_port: Annotated[
-        int, option(INSTANCES, "Port of the engines in their pods.", min=1, max=65535)
-    ] = 8000,
+        int | None,
+        option(
+            INSTANCES, "Port of the engines in their pods.", min=1, max=65535, show_default="8000"
+        ),
+    ] = None,
     kubeconfig: Annotated[
         Path | None,
         option(INSTANCES, "Cluster to ask. Without: the service account of the router's pod."),
@@ -90,7 +95,7 @@ def router(
         option(
             ROUTING,
             "Header or body field that tells whose request it is. Implies --policy"
-            " session-affinity, unless another one is given.",
+            " session-affinity.",
         ),
     ] = None,
     routing_logic: Annotated[
@@ -270,6 +275,24 @@ def router(
         raise typer.BadParameter(
             "only disaggregated_prefill_orchestrated", param_hint="--routing-logic"
         )
+    if session_key and policy not in (None, "session-affinity"):
+        raise typer.BadParameter(
+            f"it is for --policy session-affinity, and {policy} does not look at it: leave out one"
+            " of the two",
+            param_hint="--session-key",
+        )
+    of_kubernetes = {
+        "--k8s-namespace": k8s_namespace,
+        "--k8s-label-selector": k8s_label_selector,
+        "--k8s-port": k8s_port,
+        "--kubeconfig": kubeconfig,
+    }
+    given = [name for name, value in of_kubernetes.items() if value is not None]
+    if given and service_discovery != "k8s":
+        raise typer.BadParameter(
+            "without --service-discovery k8s no pods are looked for: add that, or leave this out",
+            param_hint=", ".join(given),
+        )
     limits = {"slo_ttft_s": slo_ttft, "slo_itl_s": slo_itl}
     slo = {name: limit for name, limit in limits.items() if limit is not None}
     if slo and profile is None:
@@ -297,7 +320,9 @@ def router(
         secret_file=secret_file,
         prefill_labels=_labels(prefill_model_labels),
         decode_labels=_labels(decode_model_labels),
-        kubernetes=router_config.Kubernetes(k8s_namespace, k8s_label_selector, k8s_port, kubeconfig)
+        kubernetes=router_config.Kubernetes(
+            k8s_namespace or "default", k8s_label_selector or "", k8s_port or 8000, kubeconfig
+        )
         if service_discovery == "k8s"
         else None,
         drain_s=drain_timeout,

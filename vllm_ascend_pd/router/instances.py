@@ -14,6 +14,7 @@ import msgspec
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.registration import EngineDescription, Role
 from vllm_ascend_pd.router.failures import BLAMELESS, WITHIN_STREAM, Failure, FailureKind
+from vllm_ascend_pd.router.ranking import affinity_key
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Instance:
         self.number = 0
         """Of a registry's instances a later one has a greater one."""
         self.spec = spec
+        self.affinity_key = affinity_key(spec.instance_id)
         self.client = client
         self.breaker = Breaker(failure_threshold, MIN_BACKOFF_S, MAX_BACKOFF_S)
         self.breaker.on_change = lambda: self._changed.add(self)

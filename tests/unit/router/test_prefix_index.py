@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex, chain
+from vllm_ascend_pd.router.prefix.index import Holders, IndexState, PrefixIndex
 from vllm_ascend_pd.types import GENERATION_SALT
 
 BLOCK = 4
@@ -42,14 +42,14 @@ def batch(*events: dict[str, Any]) -> bytes:
 
 
 def hits(index: PrefixIndex, tokens: list[int]) -> int:
-    return index.num_hit_tokens(chain(tokens, BLOCK))
+    return int(index.holders.num_hit_tokens(tokens)[index.slot])
 
 
 TOKENS = list(range(12))
 
 
 def test_blocks_that_follow_each_other_are_a_prefix() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     assert index.state is IndexState.FALLBACK
     assert hits(index, TOKENS) == 0
     index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8])))
@@ -64,7 +64,7 @@ def test_blocks_that_follow_each_other_are_a_prefix() -> None:
 
 
 def test_prefix_held_twice_is_gone_when_both_are() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     index.receive(0, batch(stored([1], None, TOKENS[:4]), stored([2], None, TOKENS[:4])))
     index.receive(1, batch(removed(1)))
     assert hits(index, TOKENS) == 4
@@ -85,7 +85,7 @@ def test_prefix_held_twice_is_gone_when_both_are() -> None:
     ids=str,
 )
 def test_blocks_that_a_plain_prompt_cannot_hit_are_left_out(more: dict[str, Any]) -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     index.receive(0, batch(stored([b"a"], None, TOKENS[:4], **more)))
     index.receive(1, batch(stored([b"b"], b"a", TOKENS[4:8])))
     assert hits(index, TOKENS) == 0
@@ -101,7 +101,7 @@ def in_groups(hashes: list[Any], parent: Any, tokens: list[int]) -> list[dict[st
 
 
 def test_prefix_is_known_by_layers_that_keep_all_of_it() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     index.receive(0, batch(*in_groups([b"a"], None, TOKENS[:4])))
     index.receive(1, batch(*in_groups([b"b"], b"a", TOKENS[4:8]), removed(b"a", group_idx=0)))
     assert hits(index, TOKENS) == 8
@@ -113,21 +113,21 @@ def test_prefix_is_known_by_layers_that_keep_all_of_it() -> None:
 
 
 def test_an_engine_that_starts_anew_may_have_other_groups() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     index.receive(0, batch(*in_groups([b"a"], None, TOKENS[:4])))
     index.receive(0, batch(stored([b"b"], None, TOKENS[:4])))
     assert hits(index, TOKENS) == 4
 
 
 def test_model_of_windows_only_is_known_by_its_first_layers() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     kind = {"kv_cache_spec_kind": "sliding_window"}
     index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8], group_idx=0, **kind)))
     assert hits(index, TOKENS) == 8
 
 
 def test_blocks_that_say_only_which_weights_they_are_of_are_hit() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     keys = [[GENERATION_SALT + "files-1"], None]
     index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8], extra_keys=keys)))
     assert hits(index, TOKENS) == 8
@@ -135,17 +135,17 @@ def test_blocks_that_say_only_which_weights_they_are_of_are_hit() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_parts_of_blocks_are_left_out(first: bool) -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     part = {**stored([b"part"], None, TOKENS[:2]), "block_size": 2}
     whole = stored([b"a", b"b"], None, TOKENS[:8])
     index.receive(0, batch(*((part, whole) if first else (whole, part))))
     assert index.block_size == BLOCK
     assert hits(index, TOKENS) == 8
-    assert index.num_hit_tokens(chain(TOKENS, 2)) == 0
+    assert len(index) == 2
 
 
 def test_who_comes_late_knows_less_until_the_cache_is_cleared() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     index.receive(7, batch(stored([b"b"], b"before us", TOKENS[4:8])))
     assert index.state is IndexState.DEGRADED
     assert len(index) == 0
@@ -157,7 +157,7 @@ def test_who_comes_late_knows_less_until_the_cache_is_cleared() -> None:
 
 
 def test_gap_forgets_what_may_have_been_removed() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     index.receive(0, batch(stored([b"a"], None, TOKENS[:4])))
     index.receive(2, batch())
     assert index.state is IndexState.DEGRADED
@@ -165,7 +165,7 @@ def test_gap_forgets_what_may_have_been_removed() -> None:
 
 
 def test_repeated_message_changes_nothing_and_a_restart_begins_anew() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     for seq in range(3):
         index.receive(seq, batch(stored([seq], None, [seq] * 4)))
     index.receive(1, batch(removed(0, 1, 2)))
@@ -176,7 +176,7 @@ def test_repeated_message_changes_nothing_and_a_restart_begins_anew() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    index = PrefixIndex(max_blocks=10)
+    index = PrefixIndex(Holders(), max_blocks=10)
     for seq in range(100):
         index.receive(seq, batch(stored([seq], None, [seq] * 4)))
     assert len(index) == 10
@@ -189,7 +189,7 @@ def test_memory_is_bounded() -> None:
     ids=str,
 )
 def test_event_that_makes_no_sense_is_not_believed(wrong: dict[str, Any]) -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     index.receive(0, batch(stored([b"a"], None, TOKENS[:4])))
     index.receive(1, batch({**stored([b"b"], b"a", TOKENS[4:8]), **wrong}))
     assert index.state is IndexState.DEGRADED
@@ -199,36 +199,74 @@ def test_event_that_makes_no_sense_is_not_believed(wrong: dict[str, Any]) -> Non
 
 @given(st.lists(st.binary(max_size=50), max_size=5))
 def test_any_bytes_are_survived(payloads: list[bytes]) -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(Holders())
     for seq, payload in enumerate(payloads):
         index.receive(seq, payload)
     assert hits(index, TOKENS) == 0
 
 
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=4))))
-def test_index_agrees_with_a_set_of_prefixes(steps: list[tuple[bool, list[int]]]) -> None:
+PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+WHAT = st.sampled_from(("store", "store", "store", "remove", "clear", "replace"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), WHAT, PATHS)))
+def test_each_engines_index_agrees_with_a_set_of_prefixes(
+    steps: list[tuple[int, str, list[int]]],
+) -> None:
     """Against a model that keeps whole prefixes: store a path of blocks, or remove its last."""
-    index = PrefixIndex()
-    model: set[tuple[int, ...]] = set()
-    for seq, (store, path) in enumerate(steps):
+    holders = Holders()
+    indexes = [PrefixIndex(holders) for _ in range(3)]
+    models: list[set[tuple[int, ...]]] = [set() for _ in indexes]
+    for seq, (who, what, path) in enumerate(steps):
+        model = models[who]
         prefixes = [tuple(path[: i + 1]) for i in range(len(path))]
         events = []
-        if store:
+        if what == "store":
             for prefix in prefixes:
                 parent = str(prefix[:-1]) if len(prefix) > 1 else None
                 if prefix not in model:
                     events.append(stored([str(prefix).encode()], parent and parent.encode(),
                                          [prefix[-1]] * BLOCK))  # fmt: skip
                     model.add(prefix)
-        else:  # an engine removes no block before those that follow it
+        elif what == "remove":  # an engine removes no block before those that follow it
             gone = {p for p in model if p[: len(path)] == tuple(path)}
             model -= gone
             events.append(removed(*(str(p).encode() for p in gone)))
-        index.receive(seq, batch(*events))
-    for _, path in steps:
-        tokens = [token for token in path for _ in range(BLOCK)]
-        known = 0
-        while known < len(path) and tuple(path[: known + 1]) in model:
-            known += 1
-        assert hits(index, tokens) == known * BLOCK
-    assert index.state in (IndexState.EXACT, IndexState.FALLBACK)
+        else:
+            model.clear()
+            events.append(CLEARED)
+            if what == "replace":
+                indexes[who].close()
+                indexes[who] = PrefixIndex(holders)
+        # Each engine counts its own messages; what matters here is that none is missed.
+        indexes[who]._next_seq = seq or None
+        indexes[who].receive(seq, batch(*events))
+    for index, model in zip(indexes, models, strict=True):
+        for _, _, path in steps:
+            tokens = [token for token in path for _ in range(BLOCK)]
+            known = 0
+            while known < len(path) and tuple(path[: known + 1]) in model:
+                known += 1
+            assert hits(index, tokens) == known * BLOCK
+        index.close()
+    assert not holders._slots
+    assert not holders.num_hit_tokens(TOKENS).any()
+
+
+def test_engines_with_other_block_sizes_hold_the_same_prompt() -> None:
+    holders = Holders()
+    small, large, empty = (PrefixIndex(holders) for _ in range(3))
+    small.receive(0, batch({**stored([1, 2, 3], None, TOKENS[:6]), "block_size": 2}))
+    large.receive(0, batch(stored([1, 2], None, TOKENS[:8])))
+    assert [hits(index, TOKENS) for index in (small, large, empty)] == [6, 8, 0]
+    small.close()
+    taken = PrefixIndex(holders)
+    assert [hits(index, TOKENS) for index in (taken, large)] == [0, 8]
+
+
+def test_very_many_engines_are_told_apart() -> None:
+    holders = Holders()
+    indexes = [PrefixIndex(holders) for _ in range(600)]
+    for number, index in enumerate(indexes):
+        index.receive(0, batch(stored([1, 2, 3][: number % 4], None, TOKENS)))
+    assert [hits(index, TOKENS) for index in indexes] == [0, 4, 8, 12] * 150

@@ -5,20 +5,28 @@ them."""
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from tests.unit.router.test_policies import instance
+from tests.unit.router.test_prefix_index import BLOCK, CLEARED, batch, stored
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.http_client import EngineClient
 from vllm_ascend_pd.router.instances import EngineLoad, Instance, Registry, Word
 from vllm_ascend_pd.router.policies import POLICIES, Policy, Routed
-from vllm_ascend_pd.router.policies.base import Pair
+from vllm_ascend_pd.router.policies.base import Pair, partners
 from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
 from vllm_ascend_pd.router.policies.power_of_two import PowerOfTwo
+from vllm_ascend_pd.router.policies.prefix_aware import PrefixAware
+from vllm_ascend_pd.router.policies.session_affinity import SessionAffinity
+from vllm_ascend_pd.router.prefix.index import PrefixIndex
+from vllm_ascend_pd.router.ranking import affinity_key, queued_tokens
 from vllm_ascend_pd.router.selection import Labels, Selector
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROLES = ("prefill", "decode", "both")
 MAX_REQUESTS = 3
@@ -30,6 +38,39 @@ class LooksAtAll(Selector):
         return None
 
 
+class OneByOne(PrefixAware):
+    def _best(
+        self, request: Routed, instances: Sequence[Instance], hits: Any, weight: float
+    ) -> tuple[Instance, int]:
+        def hit(one: Instance) -> int:
+            return 0 if one.prefix_index is None else int(hits[one.prefix_index.slot])
+
+        def cost(one: Instance) -> float:
+            return queued_tokens(one) + weight * (request.num_prompt_tokens - hit(one))
+
+        start = self._others.next_turn() % len(instances)
+        best = min((*instances[start:], *instances[:start]), key=cost)
+        return best, hit(best)
+
+
+class HashedOneByOne(SessionAffinity):
+    def choose(
+        self, request: Routed, prefills: Sequence[Instance], decodes: Sequence[Instance]
+    ) -> Pair:
+        if request.session is None:
+            return super().choose(request, prefills, decodes)
+        session = affinity_key(request.session)
+
+        def weight(one: Instance) -> int:
+            mixed = affinity_key(one.instance_id) ^ session
+            for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+                mixed = (mixed ^ mixed >> 33) * factor % 2**64
+            return mixed ^ mixed >> 33
+
+        prefill = max(prefills, key=weight)
+        return Pair(prefill, max(partners(prefill, decodes), key=weight))
+
+
 class World:
     """A registry to which things happen. The more ``kinds`` there are the less the engines are
     alike."""
@@ -37,8 +78,9 @@ class World:
     def __init__(self, seed: int, policy: str, kinds: int) -> None:
         self.random = random.Random(seed)
         self.kinds = kinds
-        self.registry = Registry(lambda spec: Instance(spec, CLIENT, 3))
-        made = [self.policy(policy) for _ in range(2)]
+        self.registry = Registry(lambda spec: Instance(spec, CLIENT, 3), self.added, self.removed)
+        made = self.policies(policy)
+        self.num_events = self.num_hits = 0
         labels = Labels(decode=frozenset({"d"})) if seed % 5 == 4 else Labels()
         self.ranked, self.by_a_look = (
             selector(self.registry, one, labels, max_requests=MAX_REQUESTS)
@@ -49,9 +91,40 @@ class World:
         for _ in range(self.random.randint(1, 30)):
             self.add()
 
-    @staticmethod
-    def policy(name: str) -> Policy:
-        return PowerOfTwo(seed=1) if name == "power-of-two" else POLICIES[name]()
+    def policies(self, name: str) -> list[Policy]:
+        """One that is given rankings, and one that looks at each instance by itself."""
+        prefix_aware = PrefixAware()
+        self.holders = prefix_aware.subscriber.holders
+        match name:
+            case "power-of-two":
+                return [PowerOfTwo(seed=1), PowerOfTwo(seed=1)]
+            case "prefix-aware":
+                plain = OneByOne()
+                plain.subscriber = prefix_aware.subscriber
+                return [prefix_aware, plain]
+            case "session-affinity":
+                return [SessionAffinity(), HashedOneByOne()]
+        return [POLICIES[name]() for _ in range(2)]
+
+    def added(self, one: Instance) -> None:
+        one.prefix_index = PrefixIndex(self.holders)
+
+    def removed(self, one: Instance) -> None:
+        assert one.prefix_index is not None
+        one.prefix_index.close()
+        one.prefix_index = None
+
+    def prompt(self) -> list[int]:
+        return [t for t in self.random.choices(range(2), k=5) for _ in range(BLOCK)]
+
+    def publishes(self, one: Instance) -> None:
+        index, tokens = one.prefix_index, self.prompt()
+        assert index is not None
+        names = [bytes(tokens[: at + BLOCK]) for at in range(0, len(tokens), BLOCK)]
+        event = CLEARED if self.random.random() < 0.05 else stored(names, None, tokens)
+        self.num_events += 1
+        index._next_seq = self.num_events
+        index.receive(self.num_events, batch(event))
 
     def add(self) -> None:
         rng = self.random
@@ -71,7 +144,7 @@ class World:
             self.add()
             return
         one = rng.choice(there)
-        match rng.randrange(12):
+        match rng.randrange(16):
             case 0:
                 self.add()
             case 1 if len(there) > 12:
@@ -92,6 +165,8 @@ class World:
                 one.succeeded()
             case 7:
                 one.models = rng.choice((("m",), ("n", "m"), ("n",))[: self.kinds])
+            case 8 | 9 | 10 | 11:
+                self.publishes(one)
             case _ if self.legs:
                 self.end(*self.legs.pop(rng.randrange(len(self.legs))))
 
@@ -121,9 +196,14 @@ class World:
         if there and rng.random() < 0.05:
             fields["target"] = rng.choice(there)
         if rng.random() < 0.5:
-            fields["session"] = f"s{rng.randrange(4)}"
-        found = self.ranked.choose(Routed(100, 16, **fields))
-        assert found == self.by_a_look.choose(Routed(100, 16, **fields))
+            fields["session"] = f"s{rng.randrange(40)}"
+        if rng.random() < 0.8:
+            fields["token_ids"] = tuple(self.prompt())
+        requests = [Routed(5 * BLOCK, 16, **fields) for _ in range(2)]
+        found = self.ranked.choose(requests[0])
+        assert found == self.by_a_look.choose(requests[1])
+        assert requests[0] == requests[1]  # what the policy said of its hits
+        self.num_hits += bool(requests[0].num_prefill_hit_tokens)
         if isinstance(found, Pair):
             self.begin(found)
 
@@ -134,6 +214,7 @@ def test_by_rank_is_chosen_what_a_look_at_all_would_choose(
     policy: str, kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[bool] = []
+    num_hits = 0
     choose = Selector._choose_ranked
 
     def counting(self: Selector, request: Routed) -> Pair | None:
@@ -148,6 +229,8 @@ def test_by_rank_is_chosen_what_a_look_at_all_would_choose(
             for _ in range(world.random.randrange(3)):
                 world.happens()
             world.asks()
+        num_hits += world.num_hits
+    assert (num_hits > 50) == (policy == "prefix-aware")
     assert sum(found) > len(found) / (6 if kinds == 1 else 30)
 
 

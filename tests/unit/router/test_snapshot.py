@@ -10,7 +10,7 @@ import pytest
 
 from vllm_ascend_pd.router.http_client import EngineClient
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec
-from vllm_ascend_pd.router.prefix.index import PrefixIndex
+from vllm_ascend_pd.router.prefix.index import Holders, PrefixIndex
 from vllm_ascend_pd.router.snapshot import (
     NUM_RECENT_ERRORS,
     SECONDS,
@@ -72,7 +72,7 @@ def timeline(ended_at: float) -> Timeline:
     )
 
 
-@pytest.mark.parametrize(("index", "shown"), [(None, None), (PrefixIndex(), "fallback")])
+@pytest.mark.parametrize(("index", "shown"), [(None, None), (PrefixIndex(Holders()), "fallback")])
 def test_index_that_knows_no_block_is_an_index(
     index: PrefixIndex | None, shown: str | None
 ) -> None:

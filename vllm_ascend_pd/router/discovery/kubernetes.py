@@ -100,7 +100,8 @@ class KubernetesDiscovery:
             else:
                 config.load_incluster_config(client_configuration=configuration)
         except (config.ConfigException, OSError) as e:
-            raise ConfigError(f"--service-discovery k8s: {e}") from e
+            where = self._kubernetes.kubeconfig or "in no pod of a cluster; give --kubeconfig FILE"
+            raise ConfigError(f"--service-discovery k8s: {where} ({e})") from e
         self._task = asyncio.ensure_future(self._follow(client.ApiClient(configuration)))
 
     async def close(self) -> None:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, partners
 from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
-from vllm_ascend_pd.router.prefix.index import IndexState, chain
+from vllm_ascend_pd.router.prefix.index import IndexState
 from vllm_ascend_pd.router.prefix.subscriber import Subscriber
-from vllm_ascend_pd.router.ranking import queued_tokens
+from vllm_ascend_pd.router.ranking import rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
     from vllm_ascend_pd.router.instances import Instance
 
@@ -45,28 +48,28 @@ class PrefixAware(Policy):
     ) -> Pair:
         if request.token_ids is None or request.is_salted:
             return self._others.choose(request, prefills, decodes)
-        hashes: dict[int, list[bytes]] = {}
-        prefill, request.num_prefill_hit_tokens = self._best(request, prefills, hashes, 1.0)
-        return Pair(
-            prefill, self._decode(request, partners(prefill, decodes), hashes, TRANSFER_COST)
-        )
+        hits = self.subscriber.holders.num_hit_tokens(request.token_ids)
+        prefill, request.num_prefill_hit_tokens = self._best(request, prefills, hits, 1.0)
+        decodes = partners(prefill, decodes)
+        return Pair(prefill, self._decode(request, decodes, hits, TRANSFER_COST))
 
     def choose_decode(self, request: Routed, decodes: Sequence[Instance]) -> Instance:
         if request.token_ids is None or request.is_salted:
             return self._others.choose_decode(request, decodes)
-        return self._decode(request, decodes, {}, 1.0)
+        hits = self.subscriber.holders.num_hit_tokens(request.token_ids)
+        return self._decode(request, decodes, hits, 1.0)
 
     def _decode(
         self,
         request: Routed,
         decodes: Sequence[Instance],
-        hashes: dict[int, list[bytes]],
+        hits: npt.NDArray[np.int64],
         weight: float,
     ) -> Instance:
-        decode, hits = self._best(request, decodes, hashes, weight)
+        decode, num_hit_tokens = self._best(request, decodes, hits, weight)
         index = decode.prefix_index
         exact = index is not None and index.state is IndexState.EXACT
-        request.num_decode_hit_tokens = hits if exact else 0
+        request.num_decode_hit_tokens = num_hit_tokens if exact else 0
         request.block_size = index.block_size if index is not None else None
         return decode
 
@@ -74,24 +77,16 @@ class PrefixAware(Policy):
         self,
         request: Routed,
         instances: Sequence[Instance],
-        hashes: dict[int, list[bytes]],
+        hits: npt.NDArray[np.int64],
         weight: float,
     ) -> tuple[Instance, int]:
-        hits = {i: self._num_hit_tokens(request, i, hashes) for i in instances}
+        """``hits`` are by the slots of the instances' indexes."""
+        import numpy as np
 
-        def cost(instance: Instance) -> float:
-            return queued_tokens(instance) + weight * (request.num_prompt_tokens - hits[instance])
-
+        found = rows(instances)
+        hits = hits[found["slot"]]
+        costs = found["queued"] + weight * (request.num_prompt_tokens - hits)
+        equal = np.flatnonzero(costs == costs.min())
         start = self._others.next_turn() % len(instances)
-        best = min((*instances[start:], *instances[:start]), key=cost)
-        return best, hits[best]
-
-    def _num_hit_tokens(
-        self, request: Routed, instance: Instance, hashes: dict[int, list[bytes]]
-    ) -> int:
-        index = instance.prefix_index
-        if index is None or index.block_size is None or request.token_ids is None:
-            return 0
-        if index.block_size not in hashes:
-            hashes[index.block_size] = chain(request.token_ids, index.block_size)
-        return index.num_hit_tokens(hashes[index.block_size])
+        at = int(equal[np.searchsorted(equal, start) % len(equal)])
+        return instances[at], int(hits[at])

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, partners
 from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
+from vllm_ascend_pd.router.ranking import affinity_key, rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +35,18 @@ class SessionAffinity(Policy):
 
 
 def _owner(session: str, instances: Sequence[Instance]) -> Instance:
-    def weight(instance: Instance) -> bytes:
-        text = f"{instance.instance_id}\n{session}"
-        return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest()
+    """The instance with the greatest weight: that of its key and the session's, well mixed."""
+    import numpy as np
 
-    return max(instances, key=weight)
+    shift = np.uint64(33)
+    weights = rows(instances)["affinity_key"] ^ np.uint64(affinity_key(session))
+    for factor in _FACTORS:
+        weights ^= weights >> shift
+        weights *= np.uint64(factor)
+    weights ^= weights >> shift
+    found: Instance = instances[int(weights.argmax())]
+    return found
+
+
+_FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+"""MurmurHash3's last step, in which each bit of 64 decides about all of them."""

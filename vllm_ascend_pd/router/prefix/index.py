@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from enum import Enum
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -19,7 +21,10 @@ import msgspec
 from vllm_ascend_pd.types import GENERATION_SALT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_BLOCKS = 1 << 20
 """Of one engine; about 250 MiB. More are not remembered, and the index says so."""
@@ -71,15 +76,13 @@ class EventBatch(msgspec.Struct, array_like=True):
 _decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
 
 
-def chain(token_ids: Sequence[int], block_size: int, start: bytes = ROOT) -> list[bytes]:
+def chain(token_ids: Sequence[int], block_size: int, start: bytes = ROOT) -> Iterator[bytes]:
     """Our hashes of the full blocks of these tokens, in order."""
-    hashes = []
     tokens = array("q", token_ids)
     for at in range(0, len(tokens) - block_size + 1, block_size):
         block = start + tokens[at : at + block_size].tobytes()
         start = hashlib.blake2b(block, digest_size=16).digest()
-        hashes.append(start)
-    return hashes
+        yield start
 
 
 _KEEPS_ALL = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
@@ -88,15 +91,84 @@ of it. Windows and states give most of theirs up while a request runs: a hit nee
 """
 
 
+class Holders:
+    """Which engines have a block, so that a prompt is looked up once for all of them."""
+
+    def __init__(self) -> None:
+        self._slots: dict[bytes, int] = {}
+        """Who has a block: a bit for each slot."""
+        self._num_slots = 1
+        """The first one is nobody's, and holds nothing."""
+        self._free: list[int] = []
+        self._block_sizes: Counter[int] = Counter()
+
+    def take_slot(self) -> int:
+        if self._free:
+            return heappop(self._free)
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def free_slot(self, slot: int) -> None:
+        heappush(self._free, slot)
+
+    def change_block_size(self, old: int | None, new: int | None) -> None:
+        """Of one slot."""
+        if old is not None:
+            self._block_sizes[old] -= 1
+        if new is not None:
+            self._block_sizes[new] += 1
+        self._block_sizes = +self._block_sizes
+
+    def add(self, own: bytes, slot: int) -> bool:
+        """Whether it was new there."""
+        slots = self._slots.get(own, 0)
+        self._slots[own] = slots | 1 << slot
+        return not slots >> slot & 1
+
+    def remove(self, own: bytes, slot: int) -> None:
+        if left := self._slots.get(own, 0) & ~(1 << slot):
+            self._slots[own] = left
+        else:
+            self._slots.pop(own, None)
+
+    def num_hit_tokens(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """By slot: of the longest prefix that is known there."""
+        import numpy as np
+
+        num_tokens = np.zeros(self._num_slots, np.int64)
+        for block_size in self._block_sizes:
+            num_blocks, holding = 0, (1 << self._num_slots) - 1
+            for own in chain(token_ids, block_size):
+                still = holding & self._slots.get(own, 0)
+                if still != holding:
+                    self._put(num_tokens, holding ^ still, num_blocks * block_size)
+                    holding = still
+                if not holding:
+                    break
+                num_blocks += 1
+            self._put(num_tokens, holding, num_blocks * block_size)
+        return num_tokens
+
+    def _put(self, num_tokens: npt.NDArray[np.int64], slots: int, found: int) -> None:
+        if found and slots:
+            import numpy as np
+
+            raw = np.frombuffer(slots.to_bytes(self._num_slots // 8 + 1, "little"), np.uint8)
+            bits = np.unpackbits(raw, count=self._num_slots, bitorder="little")
+            num_tokens[bits.view(np.bool_)] = found
+
+
 class PrefixIndex:
     """Of one engine, by one of its KV cache groups. Event loop thread."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, holders: Holders, max_blocks: int = MAX_BLOCKS) -> None:
+        self.holders = holders
+        self.slot = holders.take_slot()
         self._max_blocks = max_blocks
         self._own: dict[bytes | int, bytes] = {}
         """By the engine's hash."""
-        self._counts: dict[bytes, int] = {}
-        """An engine may hold one prefix in several blocks."""
+        self._num_more: dict[bytes, int] = {}
+        """An engine may hold one prefix in several blocks: how many beside the first."""
         self._next_seq: int | None = None
         self.state = IndexState.FALLBACK
         self.block_size: int | None = None
@@ -107,16 +179,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._own)
 
-    def num_hit_tokens(self, hashes: Sequence[bytes]) -> int:
-        """Tokens of the longest known prefix; ``hashes`` are of this index's block size."""
-        if self.block_size is None:
-            return 0
-        num_blocks = 0
-        for own in hashes:
-            if own not in self._counts:
-                break
-            num_blocks += 1
-        return num_blocks * self.block_size
+    def close(self) -> None:
+        """Its engine is gone."""
+        self.forget(IndexState.FALLBACK)
+        self._set_block_size(None)
+        self.holders.free_slot(self.slot)
 
     def receive(self, seq: int, payload: bytes) -> None:
         """The next message. After a gap, what was removed meanwhile is not known: start anew."""
@@ -152,7 +219,7 @@ class PrefixIndex:
     def _follow(self, group: int) -> None:
         if group != self._group:
             self.forget(self.state)
-            self.block_size = None
+            self._set_block_size(None)
         self._group, self._keeps_all = group, True
 
     def _store(self, event: BlockStored) -> None:
@@ -166,9 +233,8 @@ class PrefixIndex:
         if event.block_size != self.block_size:
             if self.block_size is not None and event.block_size < self.block_size:
                 return  # a part of a block, which vLLM caches at the end of a prompt
-            self._own.clear()
-            self._counts.clear()
-            self.block_size = event.block_size
+            self._clear()
+            self._set_block_size(event.block_size)
             if parent is not None:
                 return
         for block_hash, own in zip(
@@ -180,23 +246,33 @@ class PrefixIndex:
                 self.state = IndexState.DEGRADED
                 return
             self._own[block_hash] = own
-            self._counts[own] = self._counts.get(own, 0) + 1
+            if not self.holders.add(own, self.slot):
+                self._num_more[own] = self._num_more.get(own, 0) + 1
 
     def _remove(self, block_hash: bytes | int) -> None:
         own = self._own.pop(block_hash, None)
         if own is None:
             return
-        left = self._counts[own] - 1
-        if left:
-            self._counts[own] = left
-        else:
-            del self._counts[own]
+        more = self._num_more.pop(own, 0)
+        if more > 1:
+            self._num_more[own] = more - 1
+        elif not more:
+            self.holders.remove(own, self.slot)
 
     def forget(self, state: IndexState) -> None:
-        self._own.clear()
-        self._counts.clear()
+        self._clear()
         self._group, self._keeps_all = 0, False
         self.state = state
+
+    def _clear(self) -> None:
+        for own in self._own.values():
+            self.holders.remove(own, self.slot)
+        self._own.clear()
+        self._num_more.clear()
+
+    def _set_block_size(self, block_size: int | None) -> None:
+        self.holders.change_block_size(self.block_size, block_size)
+        self.block_size = block_size
 
 
 def _is_generation(keys: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import zmq
 import zmq.asyncio
 
-from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex
+from vllm_ascend_pd.router.prefix.index import Holders, IndexState, PrefixIndex
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.registration import KVEvents
@@ -31,17 +31,20 @@ class Subscriber:
     ``prefix_index``. Event loop thread."""
 
     def __init__(self) -> None:
+        self.holders = Holders()
         self._context: zmq.asyncio.Context | None = None
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
 
     def watch(self, instance: Instance) -> None:
-        instance.prefix_index = PrefixIndex()
+        instance.prefix_index = PrefixIndex(self.holders)
         if instance.spec.kv_events is not None:
             listening = self._listen(instance, instance.spec.kv_events)
             self._tasks[instance] = asyncio.ensure_future(listening)
 
     def forget(self, instance: Instance) -> None:
-        instance.prefix_index = None
+        index, instance.prefix_index = instance.prefix_index, None
+        if index is not None:
+            index.close()
         if task := self._tasks.pop(instance, None):
             task.cancel()
 
