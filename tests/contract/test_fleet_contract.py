@@ -29,6 +29,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.fake_fleet import FakeFleet
 
 PATIENCE_S = 120.0
+NUM_RESERVED = 40
 
 
 class Subject(ABC):
@@ -164,11 +165,11 @@ def cluster() -> Iterator[Raylets]:
 
 
 @pytest.fixture(params=["fake", pytest.param("ray", marks=pytest.mark.slow)])
-def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
-    if request.param == "fake":
-        made: Subject = FakeSubject()
-    else:
-        made = RaySubject(request.getfixturevalue("cluster"), tmp_path)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    if request.param == "ray":
+        yield request.getfixturevalue("ray_subject")
+        return
+    made = FakeSubject()
     try:
         yield made
     finally:
@@ -177,11 +178,22 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
 
 @pytest.fixture
 def ray_subject(cluster: Raylets, tmp_path: Path) -> Iterator[RaySubject]:
+    """Gives back the room for one engine; if not, later tests get another node."""
     made = RaySubject(cluster, tmp_path)
     try:
         yield made
     finally:
         made.close()
+        try:
+            until(lambda: free_cpus() >= 1)
+        except AssertionError:
+            cluster.add(num_cpus=1)
+            raise
+
+
+def free_cpus() -> float:
+    free: float = ray.available_resources().get("CPU", 0)
+    return free
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -265,6 +277,23 @@ def test_closing_ends_all(subject: Subject) -> None:
     subject.look()
     subject.loop.run_until_complete(subject.fleet.close())
     until(lambda: not subject.is_left("a"))
+
+
+@pytest.mark.slow
+def test_engines_that_end_while_their_place_is_reserved_give_it_back(
+    ray_subject: RaySubject,
+) -> None:
+    node = ray_subject.cluster.add(num_cpus=NUM_RESERVED)
+    try:
+        until(lambda: free_cpus() == NUM_RESERVED + 1)
+        for i in range(NUM_RESERVED):
+            ray_subject.start(f"a{i}")
+            time.sleep(i % 4 / 2000)  # a place is reserved within that time
+            ray_subject.end(f"a{i}")
+            assert [one.phase for one in ray_subject.look()] == [Phase.ENDED]
+        until(lambda: free_cpus() == NUM_RESERVED + 1)
+    finally:
+        ray_subject.remove_node(node)
 
 
 @pytest.mark.slow

@@ -55,12 +55,18 @@ class Ranks:
         """What one engine says: a consumer computes what it has no parameters for."""
         return texts(self.complete(self.d, prompt, cache_salt="alone"))
 
-    def order(self, what: str) -> dict[str, Any]:
-        """Of the consumer, by a path for operators."""
-        response = requests.post(f"{self.d}/{what}", timeout=120)
+    def order(self, what: str, url: str = "") -> dict[str, Any]:
+        """Of the consumer, or that engine, by a path for operators."""
+        response = requests.post(f"{url or self.d}/{what}", timeout=120)
         assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
+        answer: dict[str, Any] = response.json() if response.content else {}
         return answer
+
+    def sleep(self, url: str) -> None:
+        """As soon as nothing is stored any more: until then it is refused."""
+        until(lambda: requests.post(f"{url}/sleep?level=1", timeout=120).status_code == 200)
+        asleep = requests.get(f"{url}/is_sleeping", timeout=30)
+        assert asleep.json() == {"is_sleeping": True}
 
     def count(self, rank: int, outcome: str) -> float:
         """Of the requests of the consumer's rank that asked for a peer's KV."""
@@ -263,6 +269,32 @@ def test_ranks_that_were_paused_load_what_has_waited(ranks: Ranks) -> None:
         got = answer.result()
         assert got["kv_transfer_params"]["provenance"]["outcome"] == "loaded"
         assert texts(got) == ranks.alone(prompt)
+
+
+def test_ranks_sleep_and_wake_up(ranks: Ranks) -> None:
+    """P, and then D. Each rank lets its KV caches go, and takes them again."""
+    sent: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1}
+
+    def hand_over(why: str, outcome: str) -> None:
+        """From each rank of P, to each of D."""
+        for rank in (0, 1):
+            prompt = f"{why}, {rank}. " + LONG[:600]
+            params = ranks.complete(ranks.p, prompt, rank, **sent)["kv_transfer_params"]
+            if outcome == "lease_expired":
+                ranks.sleep(ranks.p)
+                ranks.order("wake_up", ranks.p)
+            params["return_provenance"] = True
+            got = ranks.complete(ranks.d, prompt, 1 - rank, kv_transfer_params=params)
+            assert got["kv_transfer_params"]["provenance"]["outcome"] == outcome
+            assert texts(got) == ranks.alone(prompt)
+
+    hand_over("Before", "loaded")
+    hand_over("Asleep meanwhile", "lease_expired")
+    hand_over("Awake", "loaded")
+    ranks.sleep(ranks.d)
+    ranks.sleep(ranks.d)  # once more does no harm
+    ranks.order("wake_up", ranks.d)
+    hand_over("D is awake", "loaded")
 
 
 def test_engine_whose_rank_dies_is_started_again_and_no_request_fails(ranks: Ranks) -> None:

@@ -19,7 +19,7 @@ import zmq
 
 from tests.e2e.forked_engines import Launcher
 from tests.e2e.servers import free_port
-from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex, chain
+from vllm_ascend_pd.router.prefix.index import Holders, IndexState, PrefixIndex
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -36,7 +36,7 @@ class Listener(threading.Thread):
     def __init__(self, endpoint: str) -> None:
         super().__init__(daemon=True)
         self.events: list[dict[str, Any]] = []
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(Holders())
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.setsockopt(zmq.RCVTIMEO, 200)
@@ -185,7 +185,7 @@ def test_routers_index_counts_the_prefix_cache_alone(serving: Serving) -> None:
     serving.ask(prompt)
     serving.listener.wait_media(prompt, "GPU", "CPU")
     assert index.state is IndexState.EXACT
-    assert index.num_hit_tokens(chain(prompt, BLOCK_SIZE)) == FULL
+    assert index.holders.num_hit_tokens(prompt)[index.slot] == FULL
     serving.push_out(6)
     serving.listener.wait_media(prompt, "CPU")
-    assert index.num_hit_tokens(chain(prompt, BLOCK_SIZE)) == 0
+    assert index.holders.num_hit_tokens(prompt)[index.slot] == 0

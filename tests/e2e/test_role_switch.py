@@ -4,13 +4,19 @@ between them, and one that answers computes prompts a moment later."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -60,6 +66,28 @@ def run(url: str, command: str, *words: str) -> str:
     return told.stdout
 
 
+@contextlib.contextmanager
+def stumbling(port: int) -> Iterator[None]:
+    """The router of this port stops again and again, for a moment."""
+    children = psutil.Process().children()
+    (router,) = (one for one in children if {"router", str(port)} <= set(one.cmdline()))
+    is_over = threading.Event()
+
+    def stumble() -> None:
+        while not is_over.wait(0.1):
+            router.send_signal(signal.SIGSTOP)
+            time.sleep(0.1)
+            router.send_signal(signal.SIGCONT)
+
+    with ThreadPoolExecutor(1) as pool:
+        stumbled = pool.submit(stumble)
+        try:
+            yield
+        finally:
+            is_over.set()
+            stumbled.result()
+
+
 def test_streams_move_to_and_fro_and_their_engine_gets_another_role(
     engines: dict[str, ForkedEngine], tmp_path: Path, router_port: int
 ) -> None:
@@ -74,10 +102,11 @@ def test_streams_move_to_and_fro_and_their_engine_gets_another_role(
         expected = read_all(engines["e0"].url, sent)
         with begun(url, sent) as ended:
             for target in ("e2", "e1"):
-                for one in requests.get(f"{url}/requests", timeout=10).json():
-                    if one["instance"] != target:
-                        move = f"{url}/requests/{one['request_id']}/move"
-                        requests.post(move, json={"to": target}, timeout=120)
+                with stumbling(router_port):
+                    for one in requests.get(f"{url}/requests", timeout=10).json():
+                        if one["instance"] != target:
+                            move = f"{url}/requests/{one['request_id']}/move"
+                            requests.post(move, json={"to": target}, timeout=120)
             assert run(url, "role", "e2", "prefill").endswith("e2 is used for prefill\n")
             got = ended()
         moved = sum(scraped(url, MOVED.format(reason)) for reason in ("operator", "drain"))

@@ -40,9 +40,23 @@ def up(
         typer.Argument(metavar="MODEL", help="Model name or folder.", show_default=False),
     ] = None,
     prefill: Annotated[
-        int, typer.Option("--prefill", "-p", min=1, help="Number of P engines.")
-    ] = 1,
-    decode: Annotated[int, typer.Option("--decode", "-d", min=1, help="Number of D engines.")] = 1,
+        int | None,
+        typer.Option("--prefill", "-p", min=0, help="Number of P engines.", show_default="1"),
+    ] = None,
+    decode: Annotated[
+        int | None,
+        typer.Option("--decode", "-d", min=0, help="Number of D engines.", show_default="1"),
+    ] = None,
+    both: Annotated[
+        int | None,
+        typer.Option(
+            "--both",
+            "-b",
+            min=1,
+            help="Number of engines that the router makes P or D, as load asks; then there are no"
+            " others, unless --prefill or --decode says so.",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the router.")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients send.", show_default="MODEL")
@@ -119,11 +133,15 @@ def up(
     if config is not None and model is not None and model.startswith("-"):
         more.insert(0, model)  # the first word after `--`
         model = None
+    counts = {
+        name: [{"count": count}]
+        for name, count in (("prefill", prefill), ("decode", decode), ("both", both))
+        if count is not None
+    }
     given = {
         "model": model,
         "served_model_name": served_model_name,
-        "prefill": [{"count": prefill}],
-        "decode": [{"count": decode}],
+        **counts,
         "router": {"port": port, "args": {"access-log": access_log}},
         "extra_config": {"pool": {"dram_size": pool}} if pool else {},
     }
@@ -133,7 +151,7 @@ def up(
         observe=observe,
         dry_run=dry_run,
         on_ray=ray is not None,
-        counts=(prefill, decode) != (1, 1),
+        counts=bool(counts),
         of_ray=(pd_ratio, max_instances, engine_cpus) != ("1:1", 2, 1),
     )
     if ray is not None:
@@ -157,7 +175,7 @@ def up(
         plan = with_prometheus(plan, here, logs.absolute() / "prometheus", choose_port)
     commands = plan.on(here)
     launch.refuse_busy_ports(commands)
-    if any(command.role in ("prefill", "decode") for command in commands):
+    if any(command.is_engine for command in commands):
         asyncio.run(launch.refuse_unpatched_engine())
     launch.write_secrets(secrets)
     code = asyncio.run(launch.launch(plan, commands, plan_of.name, Console(), manner))
@@ -203,7 +221,7 @@ def _topology(context: typer.Context, config: Path | None, given: dict[str, Any]
         return topology.parse(given)
     if given["model"] is not None:
         raise typer.BadParameter("the topology file names the model", param_hint="MODEL")
-    for name in ("prefill", "decode", "port", "served_model_name", "pool", "access_log"):
+    for name in ("prefill", "decode", "both", "port", "served_model_name", "pool", "access_log"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"

@@ -202,7 +202,7 @@ async def _obey(path: Path, plan: Plan, supervisor: Supervisor, manner: Manner) 
     """What other commands of this user ask, until cancelled."""
     token_file = manner.token_file
     token = read_token("router.token_file", str(token_file)) if token_file else None
-    engines = {c.name for c in plan.commands if c.role in ("prefill", "decode")}
+    engines = {c.name for c in plan.commands if c.is_engine}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
     async with RouterOperator(plan.router_url, token) as router:
         instances = {c.name: c.instance_ids for c in plan.commands}
@@ -219,11 +219,10 @@ async def _obey(path: Path, plan: Plan, supervisor: Supervisor, manner: Manner) 
 
 async def _report_missing(plan: Plan, display: Display) -> None:
     """Wait until the router sends requests to every engine; say which ones it does not."""
-    roles = ("prefill", "decode")
     missing = {
         (command.url, rank): name_of_rank(command.name, rank)
         for command in plan.commands
-        if command.role in roles
+        if command.is_engine
         for rank in command.ranks
     }
     end = time.monotonic() + _ROUTER_PATIENCE_S

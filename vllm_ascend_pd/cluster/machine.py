@@ -26,6 +26,8 @@ _FIRST_FREE_PORT = 18000
 """Above those that Mooncake takes."""
 _ANSWER = aiohttp.ClientTimeout(total=30)
 """On a busy host an answer takes its time, and is one nevertheless."""
+_NO_ANSWER = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""The last one: of this process itself, which may have no file descriptor left to look with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,9 @@ def answers(url: str) -> Callable[[int], Awaitable[bool]]:
         try:
             async with aiohttp.request("GET", url, timeout=_ANSWER) as answer:
                 is_well = answer.status == 200
-        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return is_well and await asyncio.to_thread(_listens, group, urlsplit(url).port or 80)
+        except _NO_ANSWER:
             return False
-        return is_well and await asyncio.to_thread(_listens, group, urlsplit(url).port or 80)
 
     return is_up
 
@@ -124,7 +126,7 @@ def responds(url: str) -> Callable[[], Awaitable[bool]]:
         try:
             async with aiohttp.request("GET", url, timeout=_ANSWER):
                 return True
-        except (aiohttp.ClientError, asyncio.TimeoutError):
+        except _NO_ANSWER:
             return False
 
     return is_alive

@@ -69,6 +69,10 @@ def manifests(topology: Topology, image: str) -> list[Object]:
         raise ConfigError("device is missing: say cpu, cuda or npu, which the cluster's nodes have")
     if topology.hosts != {LOCAL: Host()}:
         raise ConfigError("hosts: Kubernetes says where pods run; leave it out")
+    if topology.both:
+        raise ConfigError(
+            "both: each of several routers would choose roles by itself; give prefill and decode"
+        )
     workloads = _workloads(topology)
     made = [_deployment(one, topology, image) for one in workloads]
     return made + [_master_service(one) for one in workloads if one.command.role == "master"]
@@ -111,7 +115,7 @@ def _workloads(topology: Topology) -> list[_Workload]:
     plan = make_plan(in_pods, nothing, "", lambda address: 0, discovery=_DISCOVERY)
     found: list[_Workload] = []
     for command in plan.commands:
-        if command.role in ("prefill", "decode"):
+        if command.is_engine:
             group = groups[int(command.host)][1]
             name = f"{NAME}-{command.name.removesuffix('-0')}"
             found.append(_Workload(name, command, group.count, hosts[command.host].address))
@@ -134,7 +138,7 @@ def _in_pod(word: str, one: _Workload) -> str:
 
 def _arguments(one: _Workload) -> list[str]:
     words = [w if w in _DISCOVERY else w.replace("$(", "$$(") for w in one.command.argv]
-    if one.command.role in ("prefill", "decode"):
+    if one.command.is_engine:
         place = words.index("--kv-transfer-config") + 1
         config = json.loads(words[place])
         config["engine_id"] = "$(POD_NAME)"
@@ -159,7 +163,7 @@ def _environment(one: _Workload) -> list[Object]:
     ]
 
 
-def _probes(role: str) -> Object:
+def _probes(command: Command) -> Object:
     """A model is loaded for up to an hour; a router or master is there at once."""
 
     def ask(path: str, every_s: int, failures: int) -> Object:
@@ -168,9 +172,9 @@ def _probes(role: str) -> Object:
         return {"httpGet": where, **times}
 
     started, live, ready = ("/health/startup", "/health/live", "/health/ready")
-    if role != "router":
+    if command.role != "router":
         started = live = ready = "/health"
-    patience = 720 if role in ("prefill", "decode") else 24
+    patience = 720 if command.is_engine else 24
     return {
         "startupProbe": ask(started, 5, patience),
         "livenessProbe": ask(live, 10, 6),
@@ -195,7 +199,7 @@ def _container(one: _Workload, topology: Topology, image: str) -> Object:
         "args": arguments,
         "env": _environment(one),
         "ports": ports,
-        **_probes(role),
+        **_probes(one.command),
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_LEAVE_S)]}}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -205,7 +209,7 @@ def _container(one: _Workload, topology: Topology, image: str) -> Object:
     if role != "master":
         mounted = {"name": "secret", "mountPath": SECRET_DIR, "readOnly": True}
         container["volumeMounts"] = [mounted]
-    if role in ("prefill", "decode"):
+    if one.command.is_engine:
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
         if device := _DEVICES.get(topology.device or ""):
             container["resources"] = {
@@ -217,10 +221,9 @@ def _container(one: _Workload, topology: Topology, image: str) -> Object:
 def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
     role = one.command.role
     labels = {PART_OF: NAME, COMPONENT: role, "app.kubernetes.io/name": one.name}
-    if role in ("prefill", "decode"):
+    if one.command.is_engine:
         labels["model"] = role  # by which routers tell P from D
-    is_engine = role in ("prefill", "decode")
-    grace_s = _LEAVE_S + 15 + (DRAIN_S if is_engine else _ROUTER_DRAIN_S)
+    grace_s = _LEAVE_S + 15 + (DRAIN_S if one.command.is_engine else _ROUTER_DRAIN_S)
     pod: Object = {
         "serviceAccountName": f"{NAME}-router" if role == "router" else "default",
         "automountServiceAccountToken": role == "router",
@@ -231,7 +234,7 @@ def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
     if role != "master":
         secret = {"secretName": NAME, "defaultMode": 0o400}
         pod["volumes"] = [{"name": "secret", "secret": secret}]
-    if is_engine:
+    if one.command.is_engine:
         pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     selected = {"app.kubernetes.io/name": one.name}
     return {

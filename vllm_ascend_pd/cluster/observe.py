@@ -39,7 +39,7 @@ def scrape_config(plan: Plan, rules: Path) -> dict[str, Any]:
     targets = [
         {"targets": [urlsplit(command.url).netloc], "labels": {"instance": command.name}}
         for command in plan.commands
-        if command.role in ("prefill", "decode", "router")
+        if command.is_engine or command.role == "router"
     ]
     job = {"job_name": "vllm-pd", "honor_labels": True, "static_configs": targets}
     return {

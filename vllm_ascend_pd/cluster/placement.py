@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.cluster.topology import Host, parse_cores
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.cluster.machine import Machine
+    from vllm_ascend_pd.registration import Role
 
 _MEMORY_OPTIONS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _MAX_KV_BYTES = 16 << 30
@@ -23,7 +24,7 @@ class PlacedEngine:
     """One engine, and the part of its host that ``divide`` gives it."""
 
     name: str
-    role: Literal["prefill", "decode", "both"]
+    role: Role
     host: str
     address: str
     port: int

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ascend_pd.backends.mooncake_master import master_command
 from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, http_url, num_ranks, option
-from vllm_ascend_pd.cluster.topology import EngineGroup, Topology, render_args
+from vllm_ascend_pd.cluster.topology import Topology, render_args
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import name_of_rank
@@ -46,7 +46,7 @@ class Command:
     """One process: what to run, where, and how to ask whether it is up."""
 
     name: str
-    """``prefill-0``, ``decode-1``, ``router``, ``master``: of its log, and at the router."""
+    """``prefill-0``, ``both-1``, ``router``, ``master``: of its log, and at the router."""
     role: Literal["master", "prefill", "decode", "both", "router", "prometheus", "ray"]
     host: str
     argv: tuple[str, ...]
@@ -57,6 +57,10 @@ class Command:
     """Path below ``url`` that answers 200 when it is up."""
     ranks: tuple[int | None, ...] = (None,)
     """Of an engine: each registers with the router."""
+
+    @property
+    def is_engine(self) -> bool:
+        return self.role in _KV_ROLES
 
     @property
     def asked(self) -> str:
@@ -184,11 +188,7 @@ def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEng
     """Every engine with its ports; without ``choose_port`` they are counted."""
     engines: list[PlacedEngine] = []
     next_kv_port = FIRST_KV_PORT
-    roles: tuple[tuple[Literal["prefill", "decode"], tuple[EngineGroup, ...]], ...] = (
-        ("prefill", topology.prefill),
-        ("decode", topology.decode),
-    )
-    for role, groups in roles:
+    for role, groups in topology.groups:
         number = 0
         for group in groups:
             host = topology.host_name(group.host)
@@ -265,7 +265,9 @@ def _router_command(
     words = [programs.vllm_pd, "router", "--host", address, "--port", str(router.port)]
     words += shared.discovery
     if not shared.registers and not shared.discovery:
-        words += [word for engine in engines for word in (f"--{engine.role}", engine.url)]
+        words += [word for e in engines if e.role != "both" for word in (f"--{e.role}", e.url)]
+        if both := [e.url for e in engines if e.role == "both"]:
+            words += ["--static-backends", ",".join(both)]
     elif token_file := topology.extra_config.get("router", {}).get("token_file"):
         words += ["--registration-token-file", token_file]
     if secret_file := topology.extra_config.get("security", {}).get("secret_file"):
@@ -273,6 +275,8 @@ def _router_command(
     parsers = {_tool_call_parser(engine) for engine in engines}
     if len(parsers) == 1 and "" not in parsers:
         words += [_TOOL_CALL_PARSER, *parsers]
+    if any(engine.role == "both" for engine in engines) and "roles" not in router.args:
+        words += ["--roles", "auto"]
     argv = (*words, *render_args(router.args))
     return Command("router", "router", host, argv, dict(router.env), shared.router_url)
 
@@ -346,7 +350,7 @@ def _refuse_shared_ports(topology: Topology, engines: list[PlacedEngine]) -> Non
     users[topology.hosts[router].address, topology.router.port] = "the router"
     for engine in engines:
         ports = [engine.port]
-        if engine.role == "prefill" and engine.kv_port:
+        if engine.role != "decode" and engine.kv_port:
             ports += range(engine.kv_port, engine.kv_port + len(engine.ranks))
         for port in ports:
             where = (topology.hosts[engine.host].address, port)

@@ -29,6 +29,8 @@ from vllm_ascend_pd.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vllm_ascend_pd.registration import Role
+
 LOCAL = "localhost"
 """The host that is meant where the file names none."""
 
@@ -75,7 +77,10 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file. ``args``, ``env`` and ``extra_config`` are those of every engine."""
+    """The whole file. ``args``, ``env`` and ``extra_config`` are those of every engine.
+
+    Left out, ``prefill`` and ``decode`` are one engine each, or none where there is ``both``.
+    """
 
     model: str
     served_model_name: str | None = None
@@ -84,6 +89,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     hosts: dict[str, Host] = {}
     prefill: tuple[EngineGroup, ...] = (EngineGroup(),)
     decode: tuple[EngineGroup, ...] = (EngineGroup(),)
+    both: tuple[EngineGroup, ...] = ()
+    """Engines that the router uses for prompts or for answers, as load asks."""
     router: RouterSpec = RouterSpec()
     args: dict[str, Any] = {}
     more_args: tuple[str, ...] = ()
@@ -96,6 +103,11 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The model name that clients send."""
         return self.served_model_name or self.model
+
+    @property
+    def groups(self) -> tuple[tuple[Role, tuple[EngineGroup, ...]], ...]:
+        """The engines by their roles."""
+        return ("prefill", self.prefill), ("decode", self.decode), ("both", self.both)
 
     def host(self, name: str) -> Host:
         """The host of that name, checked when the file was read."""
@@ -126,6 +138,8 @@ def load(path: Path) -> Topology:
 
 def parse(raw: Any) -> Topology:
     """A topology from plain values; ``ConfigError`` names the field."""
+    if isinstance(raw, dict) and raw.get("both"):
+        raw = {"prefill": [], "decode": [], **raw}
     topology = parsing.parse(raw, Topology, top="the topology")
     if not topology.hosts:
         topology = msgspec.structs.replace(topology, hosts={LOCAL: Host()})
@@ -152,13 +166,18 @@ def _check(topology: Topology) -> None:
             )
     _check_host("router.host", topology.router.host, topology)
     _check_args("args", topology.args)
-    for role, groups in (("prefill", topology.prefill), ("decode", topology.decode)):
+    counts = {}
+    for role, groups in topology.groups:
         for index, group in enumerate(groups):
             where = f"{role}[{index}]"
             _check_host(f"{where}.host", group.host, topology)
             _check_args(f"{where}.args", group.args)
-        if not any(group.count for group in groups):
+        counts[role] = sum(group.count for group in groups)
+    for role in ("prefill", "decode"):
+        if not counts[role] + counts["both"]:
             raise ConfigError(f"{role}: at least one engine is needed")
+    if sum(counts.values()) < 2:
+        raise ConfigError("both: at least two engines are needed, or one beside prefill or decode")
 
 
 def _check_host(path: str, name: str, topology: Topology) -> None:

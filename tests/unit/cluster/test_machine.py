@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.server
 import os
 import socket
 import threading
 from pathlib import Path
 
+import pytest
+
 from vllm_ascend_pd.cluster.machine import (
     FreePorts,
     Machine,
     _device_ids,
+    answers,
     can_listen,
     port_owner,
     responds,
@@ -61,3 +65,27 @@ def test_who_cannot_serve_now_responds_all_the_same() -> None:
         assert asyncio.run(is_alive())
         server.shutdown()
     assert not asyncio.run(is_alive())
+
+
+def test_who_has_no_file_descriptor_left_to_look_with_looks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error would be taken for the end of waiting: a child that nobody saw answer was up."""
+
+    class Well(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    def none_left(kind: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Well) as server:
+        is_up = answers(f"http://127.0.0.1:{server.server_port}/")
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            assert asyncio.run(is_up(os.getpgid(0)))
+            monkeypatch.setattr("psutil.net_connections", none_left)
+            assert not asyncio.run(is_up(os.getpgid(0)))
+        finally:
+            server.shutdown()

@@ -68,6 +68,26 @@ def test_one_machine() -> None:
     assert router.url == "http://127.0.0.1:8000"
 
 
+def test_engines_that_can_do_both() -> None:
+    first, second, router = plan(both=[{"count": 2}]).commands
+    assert [one.name for one in (first, second)] == ["both-0", "both-1"]
+    config = transfer_config(first)
+    assert (config["kv_role"], config["kv_port"]) == ("kv_both", 9001)
+    assert "role" not in config["kv_connector_extra_config"]["router"]
+    assert option(router, "--roles") == "auto"
+    by_hand = plan(both=[{"count": 2}], router={"args": {"roles": "operator"}}).commands[-1]
+    assert by_hand.argv.count("--roles") == 1
+    assert option(by_hand, "--roles") == "operator"
+
+
+def test_engines_that_can_do_both_and_do_not_register() -> None:
+    groups = {"prefill": [{}], "both": [{"host": "b", "count": 2}]}
+    router = plan(local="a", hosts=HOSTS, **groups).commands[-1]
+    assert option(router, "--prefill") == "http://10.0.0.1:8100"
+    assert option(router, "--static-backends") == "http://10.0.0.2:8101,http://10.0.0.2:8102"
+    assert "--both" not in router.argv
+
+
 def test_names_count_across_groups_and_shell_lines_can_be_run() -> None:
     made = plan(decode=[{"count": 2}, {"args": {"max-num-seqs": 7}, "env": {"A": "b c"}}])
     assert [c.name for c in made.commands] == [

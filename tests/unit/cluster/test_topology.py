@@ -32,6 +32,15 @@ def test_a_model_is_enough() -> None:
     assert parsed.name == "m"
 
 
+def test_engines_that_can_do_both_are_alone_unless_others_are_asked_for() -> None:
+    assert parse({"model": "m", "both": [{"count": 2}]}).groups == (
+        ("prefill", ()),
+        ("decode", ()),
+        ("both", (EngineGroup(count=2),)),
+    )
+    assert parse({"model": "m", "both": [{}], "decode": [{}]}).decode == (EngineGroup(),)
+
+
 def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
     text = (topology.__doc__ or "").split("\n\n", 1)[1]
     path = tmp_path / "topology.yaml"
@@ -59,6 +68,9 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ),
         ({"prefill": [{"count": 0}]}, "prefill: at least one engine is needed"),
         ({"decode": []}, "decode: at least one engine is needed"),
+        ({"both": [{}]}, "both: at least two engines are needed, or one beside"),
+        ({"both": [{"count": 0}]}, "prefill: at least one engine is needed"),
+        ({"both": [{"count": 2}, {"host": "c"}]}, r"both\[1\].host: 'c' is not in hosts"),
         ({"decode": [{"host": "c"}]}, r"decode\[0\].host: 'c' is not in hosts \['localhost'\]"),
         ({"router": {"host": "c"}}, r"router.host: 'c' is not in hosts"),
         ({"router": {"port": 0}}, r"router.port must be within 1..65535, not 0"),

@@ -56,6 +56,23 @@ def make_body(model: str, prompt: list[int], max_tokens: int, **more: Any) -> di
     }
 
 
+def make_pairs(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
+    """Every engine once or more, as P or D; with itself only if it is alone."""
+    producers = [engine for engine in engines if engine.role != "decode"]
+    consumers = [engine for engine in engines if engine.role != "prefill"]
+    if not producers or not consumers:
+        return []
+    pairs = []
+    for i in range(max(len(producers), len(consumers))):
+        p = producers[i % len(producers)]
+        start = i % len(consumers)
+        turn = consumers[start:] + consumers[:start]
+        pair = (p, next((d for d in turn if d is not p), p))
+        if pair not in pairs:
+            pairs.append(pair)
+    return [(p, d) for p, d in pairs if p is not d] or pairs
+
+
 class Transfer:
     """Sends a prompt to P, then to D, and reads in D's answer where its KV came from."""
 
@@ -63,14 +80,7 @@ class Transfer:
 
     def __init__(self, web: Web, engines: Sequence[Engine]) -> None:
         self._web = web
-        alive = [engine for engine in engines if not engine.error]
-        producers = [engine for engine in alive if engine.role in ("prefill", "both")]
-        consumers = [engine for engine in alive if engine.role in ("decode", "both")]
-        # Every engine once, with a partner from the other side.
-        self._pairs = [
-            (producers[i % len(producers)], consumers[i % len(consumers)])
-            for i in range(max(len(producers), len(consumers)) if producers and consumers else 0)
-        ]
+        self._pairs = make_pairs([engine for engine in engines if not engine.error])
 
     async def run(self) -> Sequence[Finding]:
         if not self._pairs:

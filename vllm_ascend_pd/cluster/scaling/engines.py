@@ -89,7 +89,7 @@ def refuse_what_a_cluster_decides(topology: Topology) -> None:
             "data-parallel-size: with --ray each engine has one rank; give more engines with"
             " --max-instances"
         )
-    for role, groups in (("prefill", topology.prefill), ("decode", topology.decode)):
+    for role, groups in topology.groups:
         for group in groups:
             if group != EngineGroup(count=group.count):
                 raise ConfigError(

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,10 @@ CONNECT_S = 5.0
 CLOSE_S = 45.0
 """Engines that are told to end and go on are killed after that."""
 _POLL_S = 0.2
+SETTLE_S = 5.0
+"""Ray looks for a place at least every two seconds."""
+_SETTLE_POLL_S = 0.02
+"""Ray learns in less whether a node has room, and looks again after 100 ms at the earliest."""
 
 
 def import_ray() -> Any:
@@ -127,6 +132,24 @@ def ask_cluster(address: str) -> Cluster:
         return Cluster(ray.util.get_node_ip_address(), device)
     finally:
         ray.shutdown()
+
+
+def _settle(group: Any) -> None:
+    """Wait until the group has its place, or has just found none, for ``SETTLE_S`` at most: Ray
+    never gives back what it is reserving for one that is removed (ray-project/ray#64693)."""
+    ray = import_ray()
+    attempts: list[int] = []
+    end = time.monotonic() + SETTLE_S
+    while time.monotonic() < end:
+        table = ray.util.placement_group_table(group)
+        state, stats = table["state"], table["stats"]
+        if state in ("CREATED", "REMOVED") or stats["scheduling_state"] == "INFEASIBLE":
+            return
+        attempts.append(stats["scheduling_attempt"])
+        is_reserving = state == "PREPARED" or stats["scheduling_state"] == "QUEUED"
+        if not is_reserving and attempts[0] < attempts[-1] == attempts[-2]:
+            return
+        time.sleep(_SETTLE_POLL_S)
 
 
 @dataclass(slots=True)
@@ -338,6 +361,7 @@ class RayFleet:
         with contextlib.suppress(Exception):  # gone with its node
             if engine.actor is not None:
                 ray.kill(engine.actor)
+            _settle(engine.group)
             ray.util.remove_placement_group(engine.group)
 
     def _drop_all(self) -> None:

@@ -66,7 +66,7 @@ def plan_on_ray(
         ConfigError: something does not fit; it names the field.
     """
     any_engines = msgspec.structs.replace(
-        topology, device="cpu", prefill=(EngineGroup(),), decode=(EngineGroup(),)
+        topology, device="cpu", prefill=(EngineGroup(),), decode=(EngineGroup(),), both=()
     )
     nothing = Machine("cpu", (), (), 0)
     planned = make_plan(any_engines, nothing, LOCAL, choose_port, programs)

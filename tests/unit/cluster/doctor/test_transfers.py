@@ -10,7 +10,7 @@ import pytest
 from tests.unit.cluster.doctor.scripted_engine import PROVENANCE, ScriptedEngine, with_engines
 from vllm_ascend_pd.cluster.doctor.engines import Engine, Role, Web
 from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict
-from vllm_ascend_pd.cluster.doctor.transfers import ThroughRouter, Transfer, make_prompt
+from vllm_ascend_pd.cluster.doctor.transfers import ThroughRouter, Transfer, make_pairs, make_prompt
 
 
 def transfer(*engines: tuple[Role, ScriptedEngine]) -> list[Finding]:
@@ -47,6 +47,27 @@ def test_every_engine_is_tried() -> None:
     assert [f.found.split(":")[0] for f in findings] == [
         f"prefill-0 to decode-{n}" for n in (1, 2, 3)
     ]
+
+
+@pytest.mark.parametrize(
+    ("roles", "pairs"),
+    [
+        ("A", "AA"),
+        ("AB", "AB BA"),
+        ("ABC", "AB BC CA"),
+        ("xA", "xA"),
+        ("Az", "Az"),
+        ("xAz", "xA Az"),
+        ("xzAB", "xz AB Bz"),
+        ("ABz", "AB Bz Az"),
+        ("xy", ""),
+    ],
+)
+def test_engines_that_do_both_are_tried_with_others(roles: str, pairs: str) -> None:
+    """``x`` and ``y`` only prefill, ``z`` only decodes."""
+    kinds: dict[str, Role] = {"x": "prefill", "y": "prefill", "z": "decode"}
+    made = make_pairs([Engine(name, kinds.get(name, "both"), name) for name in roles])
+    assert " ".join(f"{p}{d}" for p, d in made) == pairs
 
 
 @pytest.mark.parametrize(
