@@ -117,6 +117,7 @@ class Cause(str, Enum):
     BUSY = "busy"
     TOO_SLOW = "too_slow"
     NO_MEMORY = "no_memory"
+    NO_ADAPTER = "no_adapter"
     NO_TICKET = "no_ticket"
     LEASE_EXPIRED = "lease_expired"
     HASH_MISMATCH = "hash_mismatch"

@@ -31,7 +31,8 @@ from vllm_ascend_pd.types import Cause, Endpoint, Layers
 #         11 - a running request of several KV cache groups is handed over: extended says which
 #              blocks of each are left.
 #         12 - an engine runs a request of another one's client: take, more, told.
-WIRE_VERSION = 12
+#         13 - take may name a LoRA adapter, and bring images; told has logprobs.
+WIRE_VERSION = 13
 
 _MAX_PARAM_LENGTH = 256
 _MAX_ITEMS = 1 << 18
@@ -202,6 +203,14 @@ class More(msgspec.Struct, frozen=True, tag="more"):
     open_id: int = 0
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of one output token: itself first, then the likeliest ones, as vLLM's front end gets them."""
+
+    token_ids: Indices
+    logprobs: tuple[float, ...]
+    rank: int
+
+
 class Told(msgspec.Struct, frozen=True, tag="told"):
     """Target: the output tokens from number ``start`` on, as soon as there is one, or none after a
     while. With ``is_over`` no more come, ``cause`` if it has not ended by them.
@@ -212,6 +221,8 @@ class Told(msgspec.Struct, frozen=True, tag="told"):
     token_ids: Indices
     is_over: bool = False
     cause: CauseName = ""
+    logprobs: Annotated[tuple[TokenLogprobs, ...], msgspec.Meta(max_length=_MAX_ITEMS)] = ()
+    """Of each of the tokens, where the request asks for them."""
     open_id: int = 0
 
 

@@ -1,406 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that another engine computes, while their clients stay: the client gets each token once,
-whatever becomes of a message, of either engine, and of the client; and nothing is left.
-
-In the real schedulers with real control threads between them; workers are simulated.
+"""An engine that is about to end has another one compute its requests, with all that they have
+beside tokens; every token is that of one engine.
 """
 
 from __future__ import annotations
 
-import time
+import json
+import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from msgspec.structs import replace
-from vllm.v1.request import Request
 
-from tests.integration.test_move_faults import KINDS, NUM_OUTPUT, PROMPT, QUICK, Wire
-from tests.integration.test_scheduler_hooks import (  # noqa: F401
-    NUM_BLOCKS,
-    POLL_LIMIT_S,
-    Engine,
-    Engines,
-    base_config,
-    engines,
-    prompt_of,
-)
-from tests.integration.test_scheduler_hooks import _hasher as hasher
-from vllm_ascend_pd.engine.scheduler import forwards_in, forwards_out
-from vllm_ascend_pd.engine.scheduler.forwards_in import ForwardsIn
-from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
-from vllm_ascend_pd.engine.scheduler.producer import Producer
-from vllm_ascend_pd.engine.scheduler.supported import check_config
-from vllm_ascend_pd.errors import ConfigError
+from tests.integration.architectures import IMAGE_TOKEN
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine
+from tests.integration.pool_steps import delta
+from tests.integration.test_identity import LORA
+from tests.integration.test_images import colors
+from tests.integration.test_moves import NUM_LOOKS, PATIENT
+from tests.integration.test_resume import SEED
+from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
-ALL_KINDS = [*KINDS, "take", "more", "told"]
+if TYPE_CHECKING:
+    from tests.integration.conftest import Engines
+
+pytestmark = pytest.mark.engine
+
+Prompt = list[int]
+PromptOf = Callable[..., Prompt]
+NUM_OUTPUT = 100
 
 
-class Core:
-    """What of the target's engine core takes a guest."""
+@pytest.fixture
+def two(engines: Engines, tmp_path: Path) -> Callable[..., tuple[Engine, Engine]]:
+    """A source and its only peer."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.scheduler = engine.scheduler
+    def make(llm: dict[str, Any], **options: Any) -> tuple[Engine, Engine]:
+        secret = tmp_path / "secret"
+        secret.write_text("of these two engines " * 3)
+        secret.chmod(0o600)
+        options |= {"secret_file": str(secret), "transfer": PATIENT}
+        options["llm"] = json.dumps({**llm, "shutdown_timeout": 60})
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        target = engines.own("kv_both", kv_port=port, **options)
+        return engines.own("kv_both", forward_peers=(f"127.0.0.1:{port}",), **options), target
 
-    def preprocess_add_request(self, sent: Any) -> tuple[Request, int]:
-        return Request.from_engine_core_request(sent, hasher), 0
-
-    def add_request(self, request: Request) -> None:
-        self._engine.requests[request.request_id] = request
-        self._engine.tokens[request.request_id] = []
-        self._engine.scheduler.add_request(request)
-
-
-class Pair:
-    """The source is about to end and has one peer."""
-
-    def __init__(
-        self,
-        engines: Engines,  # noqa: F811
-        folder: Path,
-        secret: bool = True,
-        target: Engine | None = None,
-        num_blocks: int = NUM_BLOCKS,
-    ) -> None:
-        path = folder / "secret"
-        path.write_text("of both engines " * 4)
-        path.chmod(0o600)
-        ours = str(path)
-        self.target = target or engines.make(
-            "kv_both", num_blocks, secret_file=ours if secret else None, **QUICK
-        )
-        port = self.target.scheduler.pd.part(Producer).endpoint.port
-        peers = {"peers": [f"127.0.0.1:{port}"]}
-        self.source = engines.make("kv_both", secret_file=ours, forward=peers, **QUICK)
-        self.source.scheduler.log_stats = False  # what is counted stays to be looked at
-        self.target.worker.peers.append(self.source.worker)
-        self.guests = self.target.scheduler.pd.part(ForwardsIn)
-        self.guests._engine_core = lambda: Core(self.target)
-        self.forwards = self.source.scheduler.pd.part(ForwardsOut)
-        self.states: list[str] = []
-        self._num_turns = 0
-        self._away: set[str] = set()
-        """Before the last step."""
-
-    def begin(self, *names: str, num_output: int = NUM_OUTPUT) -> None:
-        for name in names or ("r",):
-            self.source.add(name, PROMPT, max_tokens=num_output, temperature=0.0)
-        self.source.run(lambda: all(len(tokens) >= 3 for tokens in self.source.tokens.values()))
-        self.forwards._is_ending = lambda: True
-
-    def step(self, with_target: bool = True) -> None:
-        self._num_turns += 1
-        if self.source.scheduler.pd.has_pending_work() or not self._num_turns % 30:
-            away = [n for n, r in self.source.requests.items() if self.forwards.holds(r)]
-            step = self.source.step()
-            assert step.output.num_scheduled_tokens.keys().isdisjoint(away)
-            # One that has just come back is in this step again, as a new one.
-            still_away = self._away.intersection(away)
-            assert still_away.isdisjoint(self.source.worker.requests), "it has ended for the worker"
-            self._away = set(away)
-            self.note()
-        if with_target:
-            self.target.scheduler.pd.has_pending_work()
-            if self.target.scheduler.has_requests() or self.target.in_flight:
-                self.target.step()
-            for load_id, load in list(self.target.worker.parked.items()):
-                grant = self.target.worker.grant_of(load)
-                if grant is None and not self.source.scheduler.requests:
-                    self.target.worker.end_parked(load_id, "lease_expired")
-                elif grant is not None and grant.num_ready >= (load.num_awaited or 0):
-                    self.target.worker.end_parked(load_id)
-
-    def note(self) -> None:
-        for forward in self.forwards._forwards.values():
-            if forward.state.name not in self.states[-1:]:
-                self.states.append(forward.state.name)
-
-    def run(
-        self, wire: Wire | None = None, act: Callable[[Pair], object] | None = None
-    ) -> dict[str, float]:
-        """Until the source's requests have ended; how the forwards did. ``act`` once the message is
-        on its way."""
-        deadline = time.monotonic() + POLL_LIMIT_S
-        while self.source.scheduler.requests:
-            self.step()
-            if wire is not None and wire.has_met and act is not None:
-                act(self)
-                act = None
-            assert time.monotonic() < deadline, (self.source.counts(), self.target.counts())
-        self.source.run_to_end()
-        while self.target.scheduler.requests or self.guests.counts()["guests"]:
-            self.step()
-            assert time.monotonic() < deadline, (self.source.counts(), self.target.counts())
-        values = self.source.scheduler.pd.common.stats.values
-        return {n.partition("/")[2]: v for n, v in values.items() if n.startswith("forwards/")}
-
-    def expect_whole(self, num_output: int = NUM_OUTPUT) -> None:
-        for name in self.source.requests:
-            self.source.expect_tokens(name, num_output)
+    return make
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwards_out, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(forwards_in, "ANSWER_S", 0.1)
+def forward(
+    source: Engine,
+    target: Engine,
+    prompt: Prompt,
+    then: Callable[[], object] = lambda: None,
+    **more: Any,
+) -> tuple[Answer, dict[str, float]]:
+    """A request that has begun; its answer, and how its forward did. ``then`` once it is decided
+    who computes it.
+    """
+    before = source.metrics()
+    source.add("r", prompt, NUM_OUTPUT, **more)
+    source.step_until("r", "num_output_tokens", 5)
+    source.set_ending(True)
+    while source.counts()["forwards"] and source.requests()["r"]["status"] == "RUNNING":
+        for _ in range(NUM_LOOKS):
+            source.counts()  # it answers, and computes nothing
+            target.drive(2)
+        source.step()
+    then()
+    source.start_run()
+    target.run()
+    answer = source.join_run()["r"]
+    source.set_ending(False)
+    after = source.metrics()
+    outcomes = {n.partition("/")[2] for n in after if n.startswith("forwards/")}
+    counts = {name: delta(before, after, f"forwards/{name}") for name in outcomes}
+    return answer, {name: count for name, count in counts.items() if count}
 
 
-def test_client_gets_what_another_engine_computes(engines: Engines, tmp_path: Path) -> None:  # noqa: F811
-    pair = Pair(engines, tmp_path)
-    pair.begin()
-    assert pair.run() == {"ended": 1}
-    pair.expect_whole()
-    assert pair.states == ["ASKED", "AWAY"]
-    (guest,) = pair.target.requests.values()
-    assert guest.num_output_tokens == NUM_OUTPUT
-
-
-def test_many_go_at_once(engines: Engines, tmp_path: Path) -> None:  # noqa: F811
-    pair = Pair(engines, tmp_path, num_blocks=192)
-    pair.begin(*"abcdef")
-    outcomes = pair.run()
-    pair.expect_whole()
-    assert sum(outcomes.values()) == 6
-    assert outcomes["ended"] >= 4, outcomes
-
-
-def test_guest_goes_on_to_a_third_engine(engines: Engines, tmp_path: Path) -> None:  # noqa: F811
-    """Where its target ends, too."""
-    last = Pair(engines, tmp_path)
-    first = Pair(engines, tmp_path, target=last.source)
-    first.begin()
-    deadline = time.monotonic() + POLL_LIMIT_S
-    while first.source.scheduler.requests:
-        assert time.monotonic() < deadline, [engine.counts() for engine in engines.made]
-        first.step()
-        last.step()
-        if first.forwards.holds(first.source.requests["r"]):
-            last.forwards._is_ending = lambda: True
-    first.expect_whole()
-    assert first.states == last.states == ["ASKED", "AWAY"]
-    first.run()
-    last.run()
-
-
-@pytest.mark.parametrize("fate", ["lost", "twice", "late"])
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_whatever_becomes_of_a_message_each_token_comes_once(
-    engines: Engines,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    fate: str,
+def test_adapter_is_the_targets_own(
+    two: Callable[..., tuple[Engine, Engine]], prompt_of: PromptOf, tmp_path: Path
 ) -> None:
-    wire = Wire(monkeypatch, kind, fate)
-    pair = Pair(engines, tmp_path)
-    pair.begin()
-    (outcome,) = pair.run(wire)
-    wire.deliver_late()
-    assert wire.has_met
-    pair.expect_whole()
-    if fate == "twice":
-        assert outcome == "ended"
-    elif kind == "go":
-        assert outcome.startswith("back_")
-    else:
-        assert outcome != "ended"
+    """Which it knows by another number and path, and whose content is that of the source's."""
+    source, target = two({**LORA, "max_cpu_loras": 2})
+    model = Path(source.config.model)
+    here, there = ({n: tmp_path / side / n for n in "abcde"} for side in ("here", "there"))
+    for seed, name in enumerate("abcde"):
+        shutil.copytree(make_tiny_lora(here[name], model, seed), there[name])
+    shutil.rmtree(there["c"])
+    make_tiny_lora(there["c"], model, 9)
+    for name in "edcba":
+        target.add_lora(str(there[name]))
+    prompt = prompt_of(2 * BLOCK_SIZE + 5)
+    said = set[tuple[int, ...]]()
+
+    def outcomes(name: str, **more: Any) -> dict[str, float]:
+        asked = {**more, "lora": str(here[name])}
+        expected = source.ask(prompt, NUM_OUTPUT, **asked).token_ids
+        said.add(tuple(expected))
+        answer, outcomes = forward(source, target, prompt, **asked)
+        assert answer.token_ids == expected
+        return outcomes
+
+    assert outcomes("a") == outcomes("b", **SEED) == {"ended": 1}
+    assert outcomes("c") == {"hash_mismatch": 1}
+    # The target's workers have let go of it; once more its files are there, and once not.
+    assert outcomes("d") == {"ended": 1}
+    shutil.rmtree(there["e"])
+    assert outcomes("e") == {"no_adapter": 1}
+    stranger = make_tiny_lora(tmp_path / "stranger", model, 8)
+    here["stranger"] = stranger
+    assert outcomes("stranger") == {"no_adapter": 1}
+    assert len(said) == 6
+    target.wait_log("adapter e could not be loaded")
 
 
-ACTS: dict[str, Callable[[Pair], object]] = {
-    "the target resets": lambda pair: pair.target.scheduler.reset_prefix_cache(),
-    "the target aborts it": lambda pair: [pair.target.abort(name) for name in pair.target.requests],
-    "the target has a full house": lambda pair: pair.target.add("other", prompt_of(400, 5000)),
-}
-
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("act", ACTS)
-def test_whatever_happens_at_the_target_each_token_comes_once(
-    engines: Engines,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    act: str,
-    kind: str,
+def test_images_go_with_their_request(
+    two: Callable[..., tuple[Engine, Engine]], models: Callable[[str], str], prompt_of: PromptOf
 ) -> None:
-    wire = Wire(monkeypatch, kind, "")
-    pair = Pair(engines, tmp_path)
-    pair.begin()
-    outcomes = pair.run(wire, ACTS[act])
-    pair.expect_whole()
-    assert sum(outcomes.values()) == 1, outcomes
+    """The target encodes them only if it has to compute the prompt anew."""
+    source, target = two({"limit_mm_per_prompt": {"image": 2}}, model=models("images"))
+    text = [prompt_of(40, part) for part in "abc"]
+    prompt = [*text[0], IMAGE_TOKEN, *text[1], IMAGE_TOKEN, *text[2]]
+    said = set[tuple[int, ...]]()
+
+    def reset() -> None:
+        target.step()
+        assert target.reset_prefix_cache(running=True)
+
+    for number, then in enumerate((lambda: None, reset), 1):
+        images = colors(number)[:2]
+        expected = source.ask(prompt, NUM_OUTPUT, images=images).token_ids
+        said.add(tuple(expected))
+        answer, outcomes = forward(source, target, prompt, then, images=images)
+        assert (answer.token_ids, outcomes) == (expected, {"ended": 1})
+        assert len(target.encoded_images()) == 2 * (then is reset)
+    assert len(said) == 2
 
 
-@pytest.mark.parametrize("kind", ["extend", "freeze", "frozen", "ready"])
-def test_target_that_was_given_up_does_not_get_it(
-    engines: Engines,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["sync", "async"])
+def test_logprobs_of_tokens_come_with_them(
+    two: Callable[..., tuple[Engine, Engine]], prompt_of: PromptOf, runs_ahead: bool
 ) -> None:
-    """Though it has not heard of that, and asks on."""
-    wire = Wire(monkeypatch, kind, "")
-    pair = Pair(engines, tmp_path)
-
-    def give_up(pair: Pair) -> None:
-        monkeypatch.setattr(pair.forwards._client, "release", lambda *named: None)
-        (forward,) = pair.forwards._forwards.values()
-        pair.forwards._fail(forward, "deadline", "it is late")
-
-    pair.begin()
-    assert pair.run(wire, give_up) == {"deadline": 1}
-    pair.expect_whole()
-    assert not pair.source.params
-
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_client_leaves(
-    engines: Engines,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-) -> None:
-    """Nothing of it is left at the target, either."""
-    wire = Wire(monkeypatch, kind, "")
-    pair = Pair(engines, tmp_path)
-    pair.begin()
-    (outcome,) = pair.run(wire, lambda pair: pair.source.abort("r"))
-    assert outcome in ("aborted", "not_needed")
-    assert len(pair.source.tokens["r"]) < NUM_OUTPUT
-
-
-@pytest.mark.parametrize("num_output", range(4, 60, 5))
-def test_wherever_the_answer_ends_it_is_whole(
-    engines: Engines,  # noqa: F811
-    tmp_path: Path,
-    num_output: int,
-) -> None:
-    pair = Pair(engines, tmp_path)
-    pair.begin(num_output=num_output)
-    assert pair.run().keys() <= {"ended", "not_needed"}
-    pair.expect_whole(num_output)
-
-
-def test_target_ends_what_nobody_asks_for(engines: Engines, tmp_path: Path) -> None:  # noqa: F811
-    """The source has stopped without a word."""
-    pair = Pair(engines, tmp_path)
-    pair.begin(num_output=NUM_OUTPUT)
-    deadline = time.monotonic() + POLL_LIMIT_S
-    while not pair.forwards.holds(pair.source.requests["r"]):
-        pair.step()
-        assert time.monotonic() < deadline
-    while pair.guests.counts()["guests"]:
-        pair.target.scheduler.pd.has_pending_work()
-        assert time.monotonic() < deadline
-    assert not pair.target.scheduler.requests
-    (outcome,) = pair.run()
-    assert outcome == "back_lease_expired"
-    pair.expect_whole(NUM_OUTPUT)
-
-
-def test_target_does_not_end_before_it_has_told_all(engines: Engines, tmp_path: Path) -> None:  # noqa: F811
-    """Its source asks for the last tokens when it has come to that."""
-    pair = Pair(engines, tmp_path)
-    pair.begin()
-    deadline = time.monotonic() + POLL_LIMIT_S
-    while not pair.forwards.holds(pair.source.requests["r"]):
-        pair.step()
-        assert time.monotonic() < deadline
-    pair.target.run(lambda: not pair.target.scheduler.requests)
-    for _ in range(3):
-        pair.target.step()
-    assert pair.target.scheduler.has_requests()
-    assert pair.run() == {"ended": 1}
-    assert not pair.target.scheduler.has_requests()
-    pair.expect_whole()
-
-
-@pytest.mark.parametrize(
-    "said", [{"start": 10**6}, {"token_ids": (10**6,)}, {"token_ids": (-1,)}], ids=str
-)
-def test_what_is_no_token_is_not_delivered(
-    engines: Engines,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: dict[str, Any],
-) -> None:
-    pair = Pair(engines, tmp_path)
-    told = forwards_in.Told
-    monkeypatch.setattr(
-        forwards_in,
-        "Told",
-        lambda *fields: replace(told(*fields), **said) if fields[2] else told(*fields),
-    )
-    pair.begin()
-    assert pair.run() == {"back_incompatible": 1}
-    pair.expect_whole()
-
-
-REFUSALS: dict[str, Callable[[Pair], object]] = {
-    "busy": lambda pair: setattr(pair.guests, "_is_ending", lambda: True),
-    "wrong_role": lambda pair: setattr(pair.guests, "_engine_core", lambda: None),
-    "incompatible": lambda pair: setattr(forwards_in, "WIRE_VERSION", -1),
-    "bad_params": lambda pair: setattr(pair.target.scheduler, "max_model_len", 200),
-    "bad_params ": lambda pair: setattr(
-        pair.guests,
-        "_engine_core",
-        lambda: SimpleNamespace(preprocess_add_request=_not_a_request),
-    ),
-}
-
-
-def _not_a_request(sent: object) -> None:
-    raise ValueError("no such grammar")
-
-
-@pytest.mark.parametrize("cause", REFUSALS)
-def test_target_that_cannot_have_it_says_why(
-    engines: Engines,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cause: str,
-) -> None:
-    monkeypatch.setattr(forwards_in, "WIRE_VERSION", forwards_in.WIRE_VERSION)  # undone in the end
-    pair = Pair(engines, tmp_path)
-    REFUSALS[cause](pair)
-    pair.begin()
-    assert pair.run() == {cause.strip(): 1}
-    pair.expect_whole()
-    assert pair.states == ["ASKED"]
-
-
-def test_target_without_the_secret_gets_none(engines: Engines, tmp_path: Path) -> None:  # noqa: F811
-    pair = Pair(engines, tmp_path, secret=False)
-    pair.begin()
-    assert pair.run() == {"unauthenticated": 1}
-    pair.expect_whole()
-
-
-@pytest.mark.parametrize(("feature", "sampling"), [("logprobs", {"logprobs": 2})])
-def test_what_cannot_go_stays_and_says_why(
-    engines: Engines,  # noqa: F811
-    tmp_path: Path,
-    feature: str,
-    sampling: dict[str, Any],
-) -> None:
-    pair = Pair(engines, tmp_path)
-    pair.source.add("0_abc", PROMPT, max_tokens=NUM_OUTPUT, temperature=0.0)
-    pair.source.add("p", PROMPT, max_tokens=NUM_OUTPUT, temperature=0.0, **sampling)
-    pair.source.run(lambda: all(len(tokens) >= 3 for tokens in pair.source.tokens.values()))
-    pair.forwards._is_ending = lambda: True
-    assert pair.run() == {"n": 1, feature: 1}
-    pair.expect_whole()
-    assert not pair.states
-
-
-def test_engine_that_would_end_at_once_is_refused(engines: Engines) -> None:  # noqa: F811
-    config = engines.config("kv_both", {})
-    extra = config.kv_transfer_config.kv_connector_extra_config
-    extra |= {"forward": {"peers": ["127.0.0.1:7"]}, "security": {"secret_file": "secret"}}
-    config.shutdown_timeout = 30
-    check_config(config)
-    config.shutdown_timeout = 0
-    with pytest.raises(ConfigError, match=r"forward\.peers without --shutdown-timeout"):
-        check_config(config)
+    """Beside requests that ask for more of them, or for none."""
+    source, target = two({}, runs_ahead=runs_ahead)
+    prompt = prompt_of(2 * BLOCK_SIZE + 5)
+    target.add("more", prompt_of(40, "more"), 500, logprobs=5)
+    target.add("none", prompt_of(40, "none"), 500)
+    target.drive(3)
+    for asked in ({"logprobs": 2}, {"logprobs": 0, **SEED}):
+        expected = source.ask(prompt, NUM_OUTPUT, **asked)
+        answer, outcomes = forward(source, target, prompt, **asked)
+        assert outcomes == {"ended": 1}
+        assert answer.token_ids == expected.token_ids
+        assert len(answer.logprobs) == NUM_OUTPUT
+        for got, one in zip(answer.logprobs, expected.logprobs, strict=True):
+            assert got == pytest.approx(one, abs=1e-4)

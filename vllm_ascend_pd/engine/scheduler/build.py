@@ -92,7 +92,7 @@ class _Builder:
         self._fingerprint = fingerprint(vllm_config, scheduler.kv_cache_config)
         self._sampling_key = make_sampling_key(vllm_config, config.transfer.first_token)
         shares = sharding(vllm_config)
-        groups = kv_groups(scheduler.kv_cache_config)
+        groups = kv_groups(scheduler.kv_cache_config, scheduler.use_eagle_block_drop)
         phantoms = PhantomBlocks(manager.block_pool, groups)
         loads = Loads(shares.num_workers)
         self._common = Common(
@@ -200,6 +200,8 @@ class _Builder:
             side.forsake,
             lambda generation: side.identify(f"{self._fingerprint} generation={generation}"),
         )
+        if (guests := side.part(ForwardsIn)) is not None:
+            guests.adapter = side.identity.adapter
         attach(engine_core, side)
         consumer = side.part(Consumer)
         if consumer is not None and self._common.sharding.num_stages > 1:

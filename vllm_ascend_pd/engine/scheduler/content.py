@@ -49,6 +49,8 @@ class Content:
         """Of the weights; empty as long as they are those that were loaded at start."""
         self._adapters: dict[int, str] = {}
         """By ``lora_int_id``: the content that the workers have, or will load."""
+        self.loras: dict[str, LoRARequest] = {}
+        """By name: the last one that the workers have loaded, or that a request has brought."""
         self._read: dict[str, tuple[str, str]] = {}
         """By path: when the files were read last, and what they held."""
 
@@ -90,6 +92,7 @@ class Content:
         """The workers have loaded it; whether it differs from what they had."""
         changed = self._adapters.get(lora.lora_int_id, content) != content
         self._adapters[lora.lora_int_id] = content
+        self.loras[lora.lora_name] = with_reload(lora, False)
         return changed
 
     def reload_adapter(self, request: Request, executor: Executor) -> bool:
@@ -116,6 +119,7 @@ class Content:
         if lora.load_inplace:
             # Else vLLM reads its files in every step.
             request.lora_request = with_reload(lora, False)
+        self.loras[lora.lora_name] = with_reload(lora, False)
         return changed
 
     def read_adapter(self, lora: LoRARequest) -> str:

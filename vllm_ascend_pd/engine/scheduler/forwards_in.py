@@ -7,13 +7,15 @@ engine's front end: its source asks for them, and is answered when there are mor
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
-from vllm_ascend_pd.engine.vllm_api.guests import add_guest, read_request
+from vllm_ascend_pd.engine.vllm_api.guests import add_guest, make_guest, read_request
+from vllm_ascend_pd.engine.vllm_api.logprobs import read_logprobs
 from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
 from vllm_ascend_pd.engine.vllm_api.requests import end_aborted
 from vllm_ascend_pd.engine.vllm_api.status import is_completed
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_ascend_pd.engine.scheduler.resume import Resumes
-    from vllm_ascend_pd.engine.vllm_api.types import EngineCore, Request
+    from vllm_ascend_pd.engine.vllm_api.types import EngineCore, LoRARequest, Request
     from vllm_ascend_pd.transfer.control import ControlServer
+    from vllm_ascend_pd.wire import TokenLogprobs
 
 logger = limited_logger(__name__)
 
@@ -40,6 +43,8 @@ class _Guest:
     request: Request
     heard_at: float
     asked: tuple[bytes, Take | More] | None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token that was sampled here, if it asks for some."""
     refusal: str = ""
     """Why it does not go on here; set before it ends."""
 
@@ -59,13 +64,19 @@ class ForwardsIn(Part):
         self._common = common
         self._server = server
         self._resumes = resumes
-        self._engine_core = engine_core
-        self._is_ending = is_ending
+        self.engine_core = engine_core
+        self.is_ending = is_ending
         self._clock = clock
+        self.adapter: Callable[[str], LoRARequest | None] = lambda name: None
+        """Of this engine, by name; from ``on_engine_started`` on."""
         self._guests: dict[str, _Guest] = {}
         """By transfer id, which is their request id here."""
+        self._outputs: list[dict[int, list[Any]]] = []
+        """Of steps, which are complete when ``settle`` is called next."""
+        resumes.guests = server.guests
 
     def settle(self) -> bool:
+        self._note_logprobs()
         while not self._server.of_guests.empty():
             self._take(*self._server.of_guests.get_nowait())
         for guest in list(self._guests.values()):
@@ -75,6 +86,19 @@ class ForwardsIn(Part):
                 self._leave(guest)
         # Who waits for the last tokens of one is told, also where nothing is left to compute.
         return any(guest.request.is_finished() for guest in self._guests.values())
+
+    def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
+        if any(_num_logprobs(guest.request) is not None for guest in self._guests.values()):
+            self._outputs.append(outputs)
+
+    def _note_logprobs(self) -> None:
+        for output in itertools.chain(*(step.get(0, ()) for step in self._outputs)):
+            guest = self._guests.get(output.request_id)
+            if guest is not None and output.new_logprobs is not None:
+                num_logprobs = _num_logprobs(guest.request)
+                assert num_logprobs is not None
+                guest.logprobs += read_logprobs(output.new_logprobs, num_logprobs)
+        self._outputs.clear()
 
     def _take(self, identity: bytes, message: Take | More | Release) -> None:
         known = self._guests.get(message.transfer_id)
@@ -92,7 +116,7 @@ class ForwardsIn(Part):
     def _begin(self, message: Take | More) -> _Guest | Refused:
         if isinstance(message, More):
             return _refused(message, Cause.LEASE_EXPIRED, "it is not here any more")
-        core, limits = self._engine_core(), self._common.scheduler.scheduler_config
+        core, limits = self.engine_core(), self._common.scheduler.scheduler_config
         if message.version != WIRE_VERSION:
             return _refused(message, Cause.INCOMPATIBLE, f"wire version {WIRE_VERSION} here")
         if self._common.config.security.secret_file is None:
@@ -101,13 +125,19 @@ class ForwardsIn(Part):
             return _refused(message, Cause.WRONG_ROLE, "kv_role must be kv_both here")
         if computes_in_lock_step(self._common.scheduler.vllm_config):
             return _refused(message, Cause.INCOMPATIBLE, "ranks in lock-step here")
-        if self._is_ending():
+        if self.is_ending():
             return _refused(message, Cause.BUSY, "this engine is about to end itself")
         scheduler = self._common.scheduler
         if len(scheduler.running) + num_waiting(scheduler) >= limits.max_num_seqs:
             return _refused(message, Cause.BUSY, "max_num_seqs requests are here already")
         try:
-            request = read_request(core, message.transfer_id, message.request)
+            sent, adapter = read_request(message.request), None
+            if (theirs := sent.lora_request) is not None:
+                adapter = self.adapter(theirs.lora_name)
+                if adapter is None:
+                    detail = f"no adapter {theirs.lora_name!r} here"
+                    return _refused(message, Cause.NO_ADAPTER, detail)
+            request = make_guest(core, message.transfer_id, sent, adapter)
         except TransferError as e:
             return _refused(message, Cause.BAD_PARAMS, str(e))
         add_guest(core, request)
@@ -129,7 +159,10 @@ class ForwardsIn(Part):
         if new or is_over or is_due:
             guest.asked = None
             cause = "" if is_completed(request) or not is_over else guest.refusal
-            told = Told(asked.transfer_id, start, new, is_over, cause)
+            if new:  # what came before them is known
+                del guest.logprobs[: -len(new)]
+            logprobs = tuple(guest.logprobs) if new else ()
+            told = Told(asked.transfer_id, start, new, is_over, cause, logprobs)
             self._server.answer(identity, asked, told)
 
     def _leave(self, guest: _Guest) -> None:
@@ -147,6 +180,11 @@ class ForwardsIn(Part):
 
     def counts(self) -> dict[str, int]:
         return {"guests": len(self._guests)}
+
+
+def _num_logprobs(request: Request) -> int | None:
+    params = request.sampling_params
+    return params.logprobs if params is not None else None
 
 
 def _refused(message: Take | More, cause: Cause, detail: str) -> Refused:

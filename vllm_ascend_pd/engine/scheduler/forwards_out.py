@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.engine.scheduler.move_states import FORWARDING, Forwarding, ForwardingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.vllm_api.guests import encode_request, what_stays
+from vllm_ascend_pd.engine.vllm_api.logprobs import make_logprobs
 from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
 from vllm_ascend_pd.engine.vllm_api.requests import (
     accept_tokens,
@@ -34,23 +35,27 @@ from vllm_ascend_pd.engine.vllm_api.status import is_completed, put_away
 from vllm_ascend_pd.engine.vllm_api.status import queue as queue_again
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.net.connection import MAX_FRAME_BYTES
 from vllm_ascend_pd.resume import RESUME, Source
 from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import WIRE_VERSION, More, Refused, Take, Told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_ascend_pd.engine.scheduler.resume import Resumes
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.resume import ResumeKey
     from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
     from vllm_ascend_pd.types import Endpoint
+    from vllm_ascend_pd.wire import TokenLogprobs
 
 logger = limited_logger(__name__)
 
 _MAX_ASKED = 4
 """Requests whose KV is copied at the same time."""
+_MAX_BYTES = MAX_FRAME_BYTES - (1 << 10)
+"""Of a request, in one message."""
 _IDLE_S = 0.005
 _PATIENCE_S = 5.0
 """For an answer of a target, whose step may be long, beside ``transfer.peer_timeout_s``. Its end is
@@ -66,6 +71,8 @@ class _Forward:
     state: Forwarding = Forwarding.ASKED
     told: list[int] = field(default_factory=list)
     """Tokens that its client has not got."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each of them, if it asks for some."""
 
 
 class ForwardsOut(Part):
@@ -86,12 +93,12 @@ class ForwardsOut(Part):
         self._resumes = resumes
         self._key = key
         self._source = source
-        self._is_ending = is_ending
+        self.is_ending = is_ending
         self._peers = common.config.forward.endpoints
         self._vocab_size = common.scheduler.vllm_config.model_config.get_vocab_size()
         self._next_peer = itertools.count()
         self._answers: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
-        self._forwards: dict[str, _Forward] = {}
+        self.forwards: dict[str, _Forward] = {}
         """By request id: those that T has, or is to have."""
         self._tried: dict[str, set[Endpoint]] = {}
         """By request id: who cannot have it. All peers where nobody can."""
@@ -99,15 +106,15 @@ class ForwardsOut(Part):
     def settle(self) -> bool:
         while (outcome := self._next_answer()) is not None:
             forward: _Forward = outcome.key
-            if self._forwards.get(forward.request.request_id) is forward:
+            if self.forwards.get(forward.request.request_id) is forward:
                 self._take(forward, outcome.answer)
-        if self._is_ending():
+        if self.is_ending():
             self._ask_for_room()
-        return any(forward.told for forward in self._forwards.values())
+        return any(forward.told for forward in self.forwards.values())
 
     def _next_answer(self) -> OpenOutcome | None:
         """Where all requests are away a step could do nothing, so for a moment it is waited for."""
-        forwards, scheduler = self._forwards.values(), self._scheduler
+        forwards, scheduler = self.forwards.values(), self._scheduler
         num_away = sum(f.state is Forwarding.AWAY and not f.told for f in forwards)
         is_idle = num_away and not scheduler.running and num_waiting(scheduler) == num_away
         try:
@@ -118,21 +125,21 @@ class ForwardsOut(Part):
     # A request goes.
 
     def _ask_for_room(self) -> None:
-        asked = sum(f.state is Forwarding.ASKED for f in self._forwards.values())
+        asked = sum(f.state is Forwarding.ASKED for f in self.forwards.values())
         for request in list(self._scheduler.running):
             if asked >= _MAX_ASKED:
                 return
-            if request.request_id not in self._forwards and request.num_output_tokens:
+            if request.request_id not in self.forwards and request.num_output_tokens:
                 asked += self._ask(request)
 
     def _ask(self, request: Request) -> bool:
         tried = self._tried.get(request.request_id)
         if tried is None:
             tried = self._tried[request.request_id] = set()
-            feature = self._resumes.what_stays(request, {}) or what_stays(self._scheduler, request)
+            feature = self._resumes.what_stays(request, {}, is_forwarded=True)
+            feature = feature or what_stays(self._scheduler, request)
             if feature:
-                self._note(request, feature, "it ends here")
-                tried.update(self._peers)
+                return self._keep(request, feature, "it ends here")
         left = [peer for peer in self._peers if peer not in tried]
         if not left:
             return False
@@ -146,28 +153,35 @@ class ForwardsOut(Part):
             params = {RESUME: resume.to_params()}
             encoded = encode_request(request, forward.name, params)
         except TransferError as e:
-            self._note(request, Cause.BAD_PARAMS.value, str(e))
-            tried.update(self._peers)
-            return False
-        self._forwards[request.request_id] = forward
+            return self._keep(request, Cause.BAD_PARAMS.value, str(e))
+        if len(encoded) > _MAX_BYTES:
+            detail = f"it has {len(encoded)} bytes, and at most {_MAX_BYTES} are sent"
+            return self._keep(request, "too_large", detail)
+        self.forwards[request.request_id] = forward
         take = Take(forward.name, self._source.epoch, WIRE_VERSION, encoded)
         self._client.ask(forward, forward.peer, take, self._answers, _PATIENCE_S)
         logger.info("request %s: %s is asked to compute it", request.request_id, forward.peer)
         return True
 
+    def _keep(self, request: Request, outcome: str, detail: str) -> bool:
+        """No peer can have it."""
+        self._tried[request.request_id].update(self._peers)
+        self._note(request, outcome, detail)
+        return False
+
     def named(self, name: str) -> Request | None:
         """Which one a target asks for."""
-        asked = (f.request for f in self._forwards.values() if f.name == name)
+        asked = (f.request for f in self.forwards.values() if f.name == name)
         return next(asked, None)
 
     def go(self, request: Request) -> None:
         """It has been stopped, and its target computes it from here on."""
-        self._advance(self._forwards[request.request_id], ForwardingEvent.GO)
+        self._advance(self.forwards[request.request_id], ForwardingEvent.GO)
         put_away(self._scheduler, request)
 
     def holds(self, request: Request) -> bool:
         """Whether another engine computes it."""
-        forward = self._forwards.get(request.request_id)
+        forward = self.forwards.get(request.request_id)
         return forward is not None and forward.state is Forwarding.AWAY
 
     # Its tokens come.
@@ -180,10 +194,16 @@ class ForwardsOut(Part):
         num_known = forward.request.num_output_tokens + len(forward.told)
         if forward.state is Forwarding.AWAY:
             new = answer.token_ids[num_known - answer.start :]
-            if answer.start > num_known or not all(0 <= i < self._vocab_size for i in new):
+            logprobs = answer.logprobs[num_known - answer.start :]
+            if (
+                answer.start > num_known
+                or not self._are_tokens(new)
+                or not self._are_logprobs(forward.request, logprobs, len(new))
+            ):
                 self._fail(forward, Cause.INCOMPATIBLE.value, "it tells what is no token here")
                 return
             forward.told += new
+            forward.logprobs += logprobs
         if answer.is_over and not forward.told:
             self._fail(forward, answer.cause or Cause.INCOMPATIBLE.value, "it has ended there")
         else:
@@ -191,15 +211,32 @@ class ForwardsOut(Part):
             more = More(forward.name, self._source.epoch, num_known)
             self._client.ask(forward, forward.peer, more, self._answers, _PATIENCE_S)
 
+    def _are_tokens(self, token_ids: Sequence[int]) -> bool:
+        return all(0 <= token_id < self._vocab_size for token_id in token_ids)
+
+    def _are_logprobs(
+        self, request: Request, logprobs: Sequence[TokenLogprobs], num_tokens: int
+    ) -> bool:
+        """Whether these are what the request asks for."""
+        assert request.sampling_params is not None
+        num_each = request.sampling_params.logprobs
+        if num_each is None:
+            return not logprobs
+        return len(logprobs) == num_tokens and all(
+            len(of.token_ids) == len(of.logprobs) == num_each + 1 and self._are_tokens(of.token_ids)
+            for of in logprobs
+        )
+
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
-        for forward in list(self._forwards.values()):
+        for forward in list(self.forwards.values()):
             if not forward.told:
                 continue
-            request, told = forward.request, forward.told
-            forward.told = []
+            request, told, logprobs = forward.request, forward.told, forward.logprobs
+            forward.told, forward.logprobs = [], []
             new, ended = append_output(self._scheduler, request, told)
             if accept_tokens(self._scheduler, request, new):
-                told_now = tell_output(self._scheduler, request, new, ended)
+                with_them = make_logprobs(logprobs[: len(new)]) if logprobs else None
+                told_now = tell_output(self._scheduler, request, new, ended, with_them)
             else:  # as with tokens of its own
                 logger.error("request %s: its grammar accepts no %s", request.request_id, new)
                 told_now = tell_error(self._scheduler, request, {})
@@ -218,7 +255,7 @@ class ForwardsOut(Part):
         self._note(forward.request, outcome, f"{forward.peer}: {detail}")
 
     def _leave(self, forward: _Forward) -> None:
-        del self._forwards[forward.request.request_id]
+        del self.forwards[forward.request.request_id]
         self._client.release(forward.peer, forward.name, self._source.epoch)
 
     def _note(self, request: Request, outcome: str, detail: str) -> None:
@@ -230,7 +267,7 @@ class ForwardsOut(Part):
 
     def finish(self, request: Request, ending: Ending) -> None:
         self._tried.pop(request.request_id, None)
-        forward = self._forwards.get(request.request_id)
+        forward = self.forwards.get(request.request_id)
         if forward is None:
             return
         outcome = Cause.NOT_NEEDED.value
@@ -242,4 +279,4 @@ class ForwardsOut(Part):
         logger.info("request %s: forwarded by %s: %s", request.request_id, forward.peer, outcome)
 
     def counts(self) -> dict[str, int]:
-        return {"forwards": len(self._forwards)}
+        return {"forwards": len(self.forwards)}

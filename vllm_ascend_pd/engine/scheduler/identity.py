@@ -66,6 +66,19 @@ class Identity:
         if self._content.note_adapter(lora, self._content.read_adapter(lora)):
             self._renew_users(lora)
 
+    def adapter(self, name: str) -> LoRARequest | None:
+        """The one of this name here, which the workers have from now on, or ``None``."""
+        lora = self._content.loras.get(name)
+        if lora is None or lora.lora_int_id in self._executor.list_loras():
+            return lora
+        try:
+            self._executor.add_lora(lora)
+        except Exception as e:  # noqa: BLE001 - in a step it would end the engine
+            logger.warning("adapter %s could not be loaded: %s", name, e)
+            return None
+        self.on_lora_loaded(lora)
+        return lora
+
     def _renew_users(self, lora: LoRARequest | None) -> None:
         if lora is not None:
             requests = self._scheduler.requests.values()

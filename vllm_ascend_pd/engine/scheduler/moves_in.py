@@ -18,6 +18,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.config import NOT_ALLOWED
 from vllm_ascend_pd.engine.scheduler.consumer import group_hashes
 from vllm_ascend_pd.engine.scheduler.move_states import COMING, Coming, ComingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
@@ -98,8 +99,7 @@ class MovesIn(Part):
     def begin(self, request: Request, name: str, source: Source) -> Refusal | None:
         """Ask for it; ``name`` is the request's at ``source``. It waits then."""
         if not self._consumer.allows(source.host):
-            detail = f"resume.source: {source.host!r} is neither a loopback address nor in"
-            detail += " security.allowed_peers"
+            detail = f"resume.source: {source.host!r} {NOT_ALLOWED}"
             return Refusal(_label(Cause.PEER_NOT_ALLOWED.value), detail)
         if not source.key and self.common.config.security.secret_file is None:
             return Refusal("malformed", "resume.source: key is empty, and no security.secret_file")

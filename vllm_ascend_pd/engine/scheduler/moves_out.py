@@ -138,6 +138,7 @@ class MovesOut(Part):
     def _open(self, message: Open) -> Answer:
         forwarded = self.forwards.named(message.running) if self.forwards is not None else None
         found = named(self._scheduler, message.running) if forwarded is None else [forwarded]
+        found = [request for request in found if request not in self._gone]
         if not found:
             return _refused(message, Cause.NOT_NEEDED, "no such request: it has ended")
         request = found[0]
@@ -145,7 +146,8 @@ class MovesOut(Part):
         if len(found) > 1 or is_moving or message.transfer_id in self._book:
             return _refused(message, Cause.BUSY, "it moves already, or others have its name")
         params = request.sampling_params
-        if params is not None and params_digest(params) != message.sampling_key:
+        is_another = params is not None and params_digest(params) != message.sampling_key
+        if is_another and forwarded is None:  # whose name is random
             return _refused(message, Cause.NOT_NEEDED, "another request has its name now")
         if cause := self._why_it_stays(request):
             return _refused(message, cause, "it cannot be copied")
@@ -172,8 +174,11 @@ class MovesOut(Part):
             or self._common.loads.is_under(request)
         ):
             return Cause.NOT_RUNNING
-        if is_seeded(params) and self._scheduler.vllm_config.speculative_config is not None:
+        has_drafts = self._scheduler.vllm_config.speculative_config is not None
+        if has_drafts and is_seeded(params):
             return Cause.INCOMPATIBLE  # nobody knows how often it drew from the seed
+        if has_drafts and self._common.has_states:
+            return Cause.INCOMPATIBLE  # its states lie behind drafts, in the order of their columns
         if computes_in_lock_step(self._scheduler.vllm_config):
             return Cause.INCOMPATIBLE  # stopped it does not count: the others would rest without it
         return None
@@ -265,7 +270,11 @@ class MovesOut(Part):
                 self._stay(move, Cause.NOT_NEEDED)
 
     def reset(self, reset_connector: bool) -> None:
-        """A request that has stopped is preempted as those are that run."""
+        """A request that has stopped is preempted as those are that run; of one that has moved away
+        nothing is needed any more.
+        """
+        for request in self._gone:
+            self._common.manager.free(request)
         for move in list(self._moves.values()):
             was_stopped = move.state is not Leaving.COPYING
             self._stay(move, Cause.CANCELLED)

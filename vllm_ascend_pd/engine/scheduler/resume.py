@@ -38,6 +38,8 @@ from vllm_ascend_pd.resume import RESUME, Resume, prompt_digest
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from vllm_ascend_pd.engine.scheduler.moves_in import MovesIn
     from vllm_ascend_pd.engine.scheduler.parts import Common, StepDraft
     from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, SchedulerOutput
@@ -58,6 +60,10 @@ _STAYING = (
 )
 """Fields of ``SamplingParams`` with which a request cannot go on elsewhere; not every version has
 all of them. What they ask for the first tokens is gone, or is counted from the start."""
+
+
+MAX_LOGPROBS = 20
+"""Of each token of a request that is forwarded. OpenAI's own limit."""
 
 
 class Refusal(NamedTuple):
@@ -97,6 +103,8 @@ class Resumes(Part):
         self._vocab_size = config.model_config.get_vocab_size()
         self._has_drafts = config.speculative_config is not None
         self._returns_step_data = returns_step_data(config)
+        self.guests: Container[str] = ()
+        """Ids of requests of other engines' clients."""
         self._untold: dict[str, _Begun] = {}
         self._grammars: dict[str, Request] = {}
         self._outcomes: dict[str, str] = {}
@@ -150,7 +158,7 @@ class Resumes(Part):
             return Refusal("no_secret", detail)
         if not self._key.accepts(resume):
             return Refusal("unsigned", "resume.proof is none of this engine's secret")
-        if feature := self.what_stays(request, params):
+        if feature := self.what_stays(request, params, request.request_id in self.guests):
             return Refusal(feature, f"requests with {feature} cannot go on at another engine")
         is_told = resume.source is None or bool(resume.prompt_digest)
         if is_told and prompt_digest(request.prompt_token_ids or ()) != resume.prompt_digest:
@@ -168,8 +176,12 @@ class Resumes(Part):
             return Refusal("not_exact", "a temperature without a seed, or a seed and drafts")
         return resume
 
-    def what_stays(self, request: Request, params: dict[str, Any]) -> str:
-        """The feature with which it cannot go on here, if any."""
+    def what_stays(
+        self, request: Request, params: dict[str, Any], is_forwarded: bool = False
+    ) -> str:
+        """The feature with which it cannot go on here, if any. One that is forwarded goes on with
+        logprobs: the engine whose client it has gets them with each token.
+        """
         sampling = request.sampling_params
         features = {
             "pooling": sampling is None,
@@ -180,6 +192,8 @@ class Resumes(Part):
             **{name: getattr(sampling, name, None) is not None for name in _STAYING},
             **{name: bool(params.get(name)) for name in _TRANSFERS},
         }
+        if is_forwarded and sampling is not None and sampling.logprobs is not None:
+            features["logprobs"] = not 0 <= sampling.logprobs <= MAX_LOGPROBS
         return next((name for name, is_used in features.items() if is_used), "")
 
     def _is_exact(self, sampling: SamplingParams | None) -> bool:

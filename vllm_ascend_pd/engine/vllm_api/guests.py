@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from vllm_ascend_pd.engine.vllm_api.hashes import hash_anew, salt_of_client
 from vllm_ascend_pd.errors import TransferError
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import EngineCore, Request, Scheduler
+    from vllm_ascend_pd.engine.vllm_api.types import EngineCore, LoRARequest, Request, Scheduler
 
 
 def what_stays(scheduler: Scheduler, request: Request) -> str:
@@ -20,17 +22,22 @@ def what_stays(scheduler: Scheduler, request: Request) -> str:
 
     Touches:
         vllm/v1/request.py:Request.structured_output_request
+        vllm/multimodal/inputs.py:MultiModalFeatureSpec.data
         vllm/config/structured_outputs.py:StructuredOutputsConfig.reasoning_parser
     """
     any_request: Any = request
     config: Any = scheduler.vllm_config
     features = {
-        "images": bool(request.mm_features),
-        "lora": request.lora_request is not None,  # known to the other one by another number
+        "images": not _are_whole(any_request.mm_features),
         "reasoning_grammar": any_request.structured_output_request is not None
         and bool(config.structured_outputs_config.reasoning_parser),
     }
     return next((name for name, is_used in features.items() if is_used), "")
+
+
+def _are_whole(features: list[Any]) -> bool:
+    """What is not lies in memory that a front end shares with its workers."""
+    return all(feature.data and "address" not in feature.data for feature in features)
 
 
 def encode_request(request: Request, name: str, kv_transfer_params: dict[str, Any]) -> bytes:
@@ -45,40 +52,66 @@ def encode_request(request: Request, name: str, kv_transfer_params: dict[str, An
     sent = EngineCoreRequest(
         request_id=name,
         prompt_token_ids=request.prompt_token_ids,
-        mm_features=None,
+        mm_features=any_request.mm_features,
         sampling_params=msgspec.structs.replace(params, extra_args=extra_args),
         pooling_params=None,
         arrival_time=request.arrival_time,
-        lora_request=None,
-        cache_salt=request.cache_salt,
+        lora_request=request.lora_request,
+        cache_salt=salt_of_client(request),
         data_parallel_rank=None,
         priority=any_request.priority,
         trace_headers=request.trace_headers,
     )
     try:
-        (encoded,) = MsgpackEncoder().encode(sent)
+        (encoded,) = MsgpackEncoder(size_threshold=sys.maxsize).encode(sent)
     except (TypeError, ValueError, OverflowError) as e:
         raise TransferError(f"the request cannot be sent: {e}") from e
     return bytes(encoded)
 
 
-def read_request(core: EngineCore, name: str, encoded: bytes) -> Request:
-    """The request, under this name. ``TransferError`` if it is none, or this engine's own front end
-    could not have sent it.
+def read_request(encoded: bytes) -> EngineCoreRequest:
+    """What was sent; ``TransferError`` if it is no request."""
+    try:
+        # Into tensors, which are written to.
+        sent: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode(bytearray(encoded))
+    except Exception as e:  # as vLLM does it with those of its front end
+        raise TransferError(f"not a request: {e!r:.300}") from e
+    return sent
+
+
+def make_guest(
+    core: EngineCore, name: str, sent: EngineCoreRequest, adapter: LoRARequest | None
+) -> Request:
+    """The request, under this name and with this engine's own adapter. ``TransferError`` if its
+    front end could not have sent it.
 
     Touches:
         vllm/v1/engine/core.py:EngineCore.preprocess_add_request
+        vllm/v1/core/sched/scheduler.py:Scheduler.max_num_encoder_input_tokens
+        vllm/v1/core/encoder_cache_manager.py:EncoderCacheManager.cache_size
     """
     any_core: Any = core
     try:
-        sent = MsgpackDecoder(EngineCoreRequest).decode(encoded)
         sent.request_id, sent.client_index, sent.current_wave = name, 0, 0
+        sent.lora_request = adapter
+        # The front end knows what the cache of its own ones has, and what it evicts.
+        features, sent.mm_features = sent.mm_features, None
         request, _ = any_core.preprocess_add_request(sent)
-    except Exception as e:  # as vLLM does it with those of its front end
+        if features:
+            request.mm_features = features
+            hash_anew(request)
+    except Exception as e:  # as above
         raise TransferError(f"not a request of this engine: {e!r:.300}") from e
-    end, limit = request.num_prompt_tokens + request.max_tokens, core.scheduler.max_model_len
+    scheduler: Any = core.scheduler
+    end, limit = request.num_prompt_tokens + request.max_tokens, scheduler.max_model_len
     if end > limit:
         raise TransferError(f"it may have {end} tokens, and max_model_len is {limit} here")
+    if not _are_whole(request.mm_features):
+        raise TransferError("it has images without their data")
+    largest = max((f.mm_position.get_num_embeds() for f in request.mm_features), default=0)
+    room = min(scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager.cache_size)
+    if largest > room:
+        raise TransferError(f"an image of {largest} tokens, and {room} can be encoded here")
     guest: Request = request
     return guest
 

@@ -18,6 +18,8 @@ from vllm_ascend_pd.engine.vllm_api.queues import remove_waiting
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm.v1.outputs import LogprobsLists
+
     from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, Scheduler
 
 
@@ -54,7 +56,11 @@ def append_output(
 
 
 def tell_output(
-    scheduler: Scheduler, request: Request, new_token_ids: list[int], ended: Any
+    scheduler: Scheduler,
+    request: Request,
+    new_token_ids: list[int],
+    ended: Any,
+    new_logprobs: LogprobsLists | None = None,
 ) -> EngineCoreOutput:
     """What tells the client of output that no step has computed. With ``ended`` the request, which
     waits, ends with this status.
@@ -71,6 +77,7 @@ def tell_output(
         request_id=request.request_id,
         new_token_ids=new_token_ids,
         finish_reason=None if ended is None else request.get_finished_reason(),
+        new_logprobs=new_logprobs,
         stop_reason=request.stop_reason,
         events=request.take_events(),
         prefill_stats=prefill_stats,

@@ -84,6 +84,7 @@ class SamplingParams(Protocol):
 
     logit_bias: dict[int, float] | None
     min_tokens: int
+    logprobs: int | None
     extra_args: dict[str, Any] | None
 
     @property
@@ -116,6 +117,7 @@ class Scheduler(Protocol):
     max_model_len: int
     num_waiting_for_streaming_input: int
     is_encoder_decoder: bool
+    use_eagle_block_drop: bool
     log_stats: bool
     defer_block_free: bool
     requests: dict[str, Request]
@@ -150,6 +152,7 @@ class KVCacheManager(Protocol):
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks: ...
     def evict_blocks(self, block_ids: set[int]) -> None: ...
+    def free(self, request: Request) -> None: ...
 
 
 class KVCacheCoordinator(Protocol):
