@@ -58,8 +58,8 @@ def asked(end: int = END) -> Open:
 def test_span_is_recognized_from_what_its_consumer_sends(end: int) -> None:
     book = LeaseBook(Epoch("e"), "same", 30.0, itertools.count().__next__)
     book.page_servers = (SERVER,)
-    book.grant(Lease(TransferId("t"), SPAN.holding((range(1, 6), range(6, 9))), (TAIL, TAIL)))
-    (lease,) = book._leases.values()
+    lease = Lease(TransferId("t"), SPAN.holding((range(1, 6), range(6, 9))), (TAIL, TAIL))
+    book.grant(lease)
     book.finish(lease)
     answer = decode_control(encode(book.open(asked(end))))
     assert isinstance(answer, Opened)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages
     from vllm_ascend_pd.transfer.load import InFlight, PeerLoad
-    from vllm_ascend_pd.transfer.plan import Piece
+    from vllm_ascend_pd.transfer.pieces import Piece
     from vllm_ascend_pd.types import Endpoint, LoadId
 
 logger = logging.getLogger(__name__)

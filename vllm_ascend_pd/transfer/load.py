@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_ascend_pd.kv.load import Load, LoadResult
-from vllm_ascend_pd.transfer.plan import Piece, plan_pieces, plan_ready
+from vllm_ascend_pd.transfer.pieces import Piece, plan_pieces, plan_ready
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.live_pages import DirectPlacement
-    from vllm_ascend_pd.transfer.plan import Piece
+    from vllm_ascend_pd.transfer.pieces import Piece
 
 logger = limited_logger(__name__)
 
@@ -86,7 +86,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         """
         Reactor.__init__(self, "pd-loader")
         Loader.__init__(self)
-        self._answer_timeout_s = answer_timeout_s
+        self.answer_timeout_s = answer_timeout_s
         self._push_mode = push_mode
         self._sharding = sharding or Sharding()
         self._speed = Speed(_FIRST_BYTES_PER_MS, _SMOOTHING)
@@ -179,7 +179,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         deadlines += [self._flight_deadline(flight) for flight in self._in_flight.values()]
         deadlines += [next_rested] if next_rested is not None else []
         deadlines += [
-            load.watched_at + self._answer_timeout_s / 2
+            load.watched_at + self.answer_timeout_s / 2
             for load in self._active
             if load.spec.num_awaited is not None
         ]
@@ -192,10 +192,10 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         spec = load.spec
         if load.watched_at:
             heard_at = self._heard_at.get(load.peer, 0.0)
-            if now >= max(heard_at, load.started) + 2 * self._answer_timeout_s:
+            if now >= max(heard_at, load.started) + 2 * self.answer_timeout_s:
                 self._end(load, Cause.PEER_UNREACHABLE.value)
                 return
-            if now < load.watched_at + self._answer_timeout_s / 2:
+            if now < load.watched_at + self.answer_timeout_s / 2:
                 return
         load.watched_at = now
         each_layer = self._push_mode in (PushMode.AUTO, PushMode.LAYER)
@@ -230,7 +230,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         if not flight.load.spec.in_step and flight.load.ended is None:
             return flight.load.deadline
         heard_at = self._heard_at.get(flight.load.peer, 0.0)
-        return max(flight.sent_at, heard_at) + self._answer_timeout_s
+        return max(flight.sent_at, heard_at) + self.answer_timeout_s
 
     def _send_fetches(self) -> None:
         for load in self._active:

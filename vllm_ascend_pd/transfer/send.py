@@ -104,7 +104,7 @@ class DataServer(Reactor):
         self._pool = pool
         self._grants = grants
         self._allows_host = allows_host
-        self._write_timeout_s = write_timeout_s
+        self.write_timeout_s = write_timeout_s
         self._queue: deque[tuple[bytes, Fetch, float]] = deque()
         self._writes: deque[_Write] = deque()
         self._rings = RingPackers(copier, grants, write_timeout_s, self._reply, self.attempt)
@@ -115,6 +115,14 @@ class DataServer(Reactor):
         self.page_server = PageServer(Endpoint(host, port, trust.key), TicketKey(), layers)
         self.listener = Listener(self, listening, trust, self._on_frame)
         self._progress_at = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """What peers wait for; any thread."""
+        return {
+            "watches": len(self._watchers),
+            "fetches": len(self._queue),
+            "rings": len(self._rings),
+        }
 
     def _on_frame(self, identity: bytes, payload: bytes) -> None:
         try:
@@ -258,7 +266,7 @@ class DataServer(Reactor):
         if window is not None:
             return Fetched(fetch.fetch_id, checksum, "", route.name)
         handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
-        deadline = time.monotonic() + self._write_timeout_s
+        deadline = time.monotonic() + self.write_timeout_s
         return _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline)
 
     def _start_direct(
@@ -285,7 +293,7 @@ class DataServer(Reactor):
         except ValueError as e:
             logger.warning("a peer's pages do not fit ours: %s", e)
             return refused
-        deadline = time.monotonic() + self._write_timeout_s
+        deadline = time.monotonic() + self.write_timeout_s
         lease = lease_of(fetch)
         return _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline, lease)
 

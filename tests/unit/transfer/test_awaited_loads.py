@@ -25,7 +25,7 @@ from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.load import LoadSpec
-from vllm_ascend_pd.transfer.plan import Piece, plan_ready
+from vllm_ascend_pd.transfer.pieces import Piece, plan_ready
 from vllm_ascend_pd.types import Cause
 
 BLOCKS = (20, 21, 22, 23)
@@ -198,7 +198,7 @@ def test_revoked_prompt_ends_the_load(make_prompt: Callable[..., Prompt], when: 
         wait_until(lambda: prompt.has(0, 2))
     prompt.revoke()
     assert prompt.result().cause == Cause.LEASE_EXPIRED.value
-    wait_until(lambda: not prompt.pair.server._watchers)
+    wait_until(lambda: not prompt.pair.server.counts()["watches"])
 
 
 def test_other_epoch_ends_the_load(make_prompt: Callable[..., Prompt]) -> None:

@@ -76,11 +76,6 @@ class DirectPair(Pair):
         wait_until(lambda: bool(rested.extend(self.loader.take_rested()) or rested))
         assert rested == [spec.load_id]
 
-    def end_delays(self) -> None:
-        """All writes that are held up go on."""
-        for write in list(self.engine._writes.values()):
-            write.num_polls = 1 << 60
-
     def wait_written(self, num_writes: int) -> None:
         wait_until(lambda: self.engine.num_writes >= num_writes)
 
@@ -236,7 +231,7 @@ def test_blocks_of_a_cancelled_load_rest_until_the_write_is_over(
     assert (result.cause, result.num_resting) == (Cause.CANCELLED.value, 1)
     time.sleep(REST_S * 1.5)
     assert pair.loader.take_rested() == []
-    pair.end_delays()
+    pair.engine.end_delays()
     pair.wait_rested(spec)
     assert pair.num_free() == (NUM_SLOTS, NUM_SLOTS)
 
@@ -253,7 +248,7 @@ def test_blocks_rest_while_a_peer_that_is_not_gone_says_nothing(
     assert pair.receive_pool.num_free == NUM_SLOTS
     time.sleep(REST_S * 1.5)
     assert pair.loader.take_rested() == []
-    pair.end_delays()
+    pair.engine.end_delays()
     pair.wait_rested(spec)
 
 
@@ -320,7 +315,7 @@ def test_write_that_does_not_end_holds_up_no_other_peer(
     make_pair: Callable[..., DirectPair],
 ) -> None:
     pair = make_pair(FOREVER)
-    pair.server._write_timeout_s = 1.0
+    pair.server.write_timeout_s = 1.0
     pair.grant(3)
     spec = pair.start((0,), (7,), timeout_s=2.0)
     pair.wait_written(1)
@@ -329,7 +324,7 @@ def test_write_that_does_not_end_holds_up_no_other_peer(
     assert pair.result().num_resting == 1
     assert pair.load((0,), (8,)).cause == ""
     assert pair.loader.take_rested() == []
-    pair.end_delays()
+    pair.engine.end_delays()
     pair.wait_rested(spec)
 
 
@@ -346,7 +341,7 @@ def test_write_from_pages_that_are_given_up_meanwhile_does_not_count(
     pair.grants.discard([pair.lease()])
     pair.generation = 2
     pair.grant(5)  # the same name, other blocks
-    pair.end_delays()
+    pair.engine.end_delays()
     result = pair.result()
     assert (result.cause, result.num_resting) == (Cause.LEASE_EXPIRED.value, 0)
     assert pair.load((0,), (7,)).cause == ""

@@ -127,7 +127,7 @@ class Host:
 
     def expect_at_rest(self) -> None:
         wait_until(lambda: self.num_free() == [NUM_SLOTS, NUM_SLOTS])
-        wait_until(lambda: not self.server._rings)
+        wait_until(lambda: not self.server.counts()["rings"])
 
     def stop(self) -> None:
         self.loader.stop()

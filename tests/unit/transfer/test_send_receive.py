@@ -443,7 +443,7 @@ def test_piece_that_came_in_time_counts_however_late_it_is_read(
     pair = make_pair()
     pair.grant(0)
     assert pair.run(pair.spec((0,), (1,))).cause == "", "it connects"
-    pair.loader._answer_timeout_s = 0.3
+    pair.loader.answer_timeout_s = 0.3
     peers = pair.loader.peers
     send = peers.send
 

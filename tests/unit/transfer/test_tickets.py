@@ -171,8 +171,7 @@ def test_forged_message_is_answered_with_the_cause_and_remembered_nowhere(
     made = message(ticket) if message is watch_with else message(pair, ticket)
     assert ask(pair, made).cause == Cause.NO_TICKET.value
     assert pair.trust.take_refused() == {"no_ticket": 1}
-    assert not pair.server._watchers
-    assert not pair.server._queue
+    assert not any(pair.server.counts().values())
 
 
 def test_prompt_is_watched_before_its_lease_is_granted_and_an_old_one_tells_nothing(

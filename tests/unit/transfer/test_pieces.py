@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.transfer.plan import Piece, plan_pieces
+from vllm_ascend_pd.transfer.pieces import Piece, plan_pieces
 
 PAGE = 64
 
