@@ -222,8 +222,10 @@ class ProducerProcess:
         self.server = ControlServer(self.book, lambda: None, TRUST, ARRIVAL_TIMEOUT_S, clock)
         scripted: Any = ScriptedListener(network)
         self.server.listener = scripted
+        common = make_common(self.manager, Role.PRODUCER)
+        self.stats = common.stats
         self.producer = Producer(
-            make_common(self.manager, Role.PRODUCER),
+            common,
             self.book,
             self.server,
             epoch,

@@ -92,3 +92,14 @@ def test_states_of_other_shapes_or_types_are_told_apart() -> None:
 def test_states_at_the_last_two_stops_are_kept(end: int, first: int) -> None:
     """vLLM computes a prompt up to its last boundary of blocks, and then the rest, if there is."""
     assert group_of(_STATE).first_kept(end) == first
+
+
+@pytest.mark.parametrize(
+    ("end", "indices"),
+    [(15, {0}), (16, {0}), (17, {1}), (31, {1}), (32, {0, 1}), (33, {0, 2}), (50, {1, 3})],
+)
+def test_with_a_drafter_that_lookups_give_a_block_up_for_it_is_the_boundary_before(
+    end: int, indices: set[int]
+) -> None:
+    group = replace(group_of(_STATE), stops_early=True)
+    assert {index for index in range(5) if group.is_kept(index, end)} == indices

@@ -430,7 +430,7 @@ class Transfers(RuleBasedStateMachine):
             assert producer.book.num_released_early == 0
             assert len(producer.grants) == 0
             assert producer.pool.get_num_free_blocks() == producer.num_free
-            values = producer.producer._stats.values
+            values = producer.stats.values
             closed = sum(v for name, v in values.items() if name.startswith("leases_closed/"))
             assert closed == values.get("leases_granted", 0)
 
@@ -454,7 +454,7 @@ def test_wrong_reference_beside_a_right_one_leaves_no_heartbeat() -> None:
         world.request_that_is_wrong(recent=0, change="epoch", other=0, is_answered=False)
         world.schedule(which=0, loads=False)
         world.everything_arrives()
-        [producer] = [producer for producer in world.producers if producer.producer._stats.values]
+        [producer] = [producer for producer in world.producers if producer.stats.values]
         assert len(producer.book) == 0
     finally:
         world.teardown()

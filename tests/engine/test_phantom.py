@@ -374,10 +374,10 @@ class PartSource(Source):
 
     def __init__(self, has: set[Wanted]) -> None:
         super().__init__(max((index + 1 for index, _ in has), default=0))
-        self._has = has
+        self.has = has
 
     def has_block(self, index: int, group: int = 0) -> bool:
-        return (index, group) in self._has
+        return (index, group) in self.has
 
 
 @settings(deadline=None, max_examples=150)
@@ -406,7 +406,7 @@ def test_hits_end_where_those_of_vllm_would_with_all_blocks_here(data: Any) -> N
     stop = num_tokens - 1
     ours, theirs = coordinator_of(groups), coordinator_of(groups)
     phantoms = enter(ours, here)
-    enter(theirs, [*here, *source._has])
+    enter(theirs, [*here, *source.has])
     expected, num_expected, _ = theirs.find_longest_cache_hit(request.block_hashes, stop)
     hits, num_local, _ = ours.find_longest_cache_hit(request.block_hashes, stop)
     num_leading = phantoms.num_leading_hits(request, stop // BLOCK_SIZE)
@@ -417,7 +417,7 @@ def test_hits_end_where_those_of_vllm_would_with_all_blocks_here(data: Any) -> N
     assert [p.place for table in found for p in phantoms.claim(table)] == sorted(
         missing, key=lambda place: (place.group, place.block_index)
     )
-    assert set(missing) <= source._has
+    assert set(missing) <= source.has
     for mine, other in zip(found, expected, strict=True):
         # Behind the window vLLM's lookup may name more than is needed.
         assert all(a.is_null or not b.is_null for a, b in zip(mine, other, strict=True))

@@ -624,6 +624,66 @@ def test_request_that_gets_nothing_waits_for_the_engine_alone(
     assert request.status == status
 
 
+def test_request_that_waits_is_looked_up_again(world: World) -> None:
+    """Others may have stored what it lacks."""
+    request = world.request()
+    world.source.add(request)
+    world.find([Place.NOWHERE] * 4)
+    world.now += 0.9
+    world.source.look_again(request)
+    assert world.take(Lookup) == []
+    world.now += 0.1
+    world.source.look_again(request)
+    assert request.status == RequestStatus.WAITING_FOR_KV
+    world.source.look_again(request)  # it has been asked
+    assert len(world.sent) == 1
+    world.find([Place.DRAM, Place.DRAM, Place.NOWHERE, Place.NOWHERE])
+    prompt = world.source.find(request)
+    assert prompt is not None
+    assert prompt.offers
+    assert prompt.num_blocks == 2
+    assert world.source.closed == {}
+    prompt.admit(0, 32, [0, 1])
+    assert prompt.provenance.pool_tokens["dram"] == 32
+
+
+def test_what_was_found_or_cached_when_a_request_came_may_be_gone(world: World) -> None:
+    other = world.request(name="other")
+    world.run_step(other, 32)
+    request = world.request()
+    world.source.add(request)
+    assert [len(lookup.hashes) for lookup in world.sent if isinstance(lookup, Lookup)] == [64, 64]
+    world.find([Place.DRAM] * 2)
+    request.status = RequestStatus.WAITING
+    assert [prompt.request for prompt in world.source.take_queued()] == [request]
+    world.now += 1
+    world.source.look_again(request)
+    assert world.source.take_queued() == []
+    (lookup,) = world.take(Lookup)
+    assert len(lookup.hashes) == 4 * 32
+    world.source.on_found(Found(lookup.lookup_id, bytes(4), True, 0.1), world.now)
+    assert request.status == RequestStatus.WAITING
+    assert list(world.source.closed) == ["r"]
+
+
+@pytest.mark.parametrize("why", ["peer", "bypassed", "admitted", "unknown"])
+def test_no_second_look(world: World, why: str) -> None:
+    request = world.request()
+    world.source.add(request, Provenance(70) if why == "peer" else None)
+    world.find([Place.DRAM] * 4)
+    prompt = world.source.find(request)
+    assert prompt is not None
+    if why == "bypassed":
+        open_get_breaker(world)
+    elif why == "admitted":
+        prompt.admit(0, 64, [0, 1, 2, 3])
+    elif why == "unknown":
+        world.source.finish(request)
+    world.now += 2
+    world.source.look_again(request)
+    assert world.take(Lookup) == []
+
+
 def test_request_that_has_a_peer_waits_on(world: World) -> None:
     request = world.request()
     world.source.add(request, Provenance(70))

@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.test_pool_scheduler import World
 from vllm_ascend_pd.engine.scheduler import pool_side
+from vllm_ascend_pd.engine.scheduler.parts import StepDraft
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.link import PoolLink
@@ -166,6 +167,28 @@ def test_of_many_answers_a_few_are_folded_in_at_a_time(engine: Engine) -> None:
     assert prompt is not None
     assert not engine.side.source.has_answer(prompt)
     assert waiting() == requests[-1:]
+
+
+def test_requests_that_are_next_are_looked_up_again(engine: Engine) -> None:
+    requests = [engine.request(name=str(i), start=100 * i) for i in range(20)]
+    for request in requests:
+        engine.side.source.add(request)
+    for lookup in engine.arrived:
+        engine.side.source.on_found(Found(lookup.lookup_id, bytes(4), True, 0.1), 0.0)
+    engine.arrived.clear()
+    for prompt in engine.side.source.closed.values():
+        prompt.asked_at -= 1
+    waits_for_a_grammar, has_none = requests[2], requests[5]
+    waits_for_a_grammar.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    engine.side.source.finish(has_none)
+    engine.scheduler.skipped_waiting += requests[:10]
+    engine.scheduler.waiting += requests[10:]
+    output: Any = SimpleNamespace(
+        preempted_req_ids=None, total_num_scheduled_tokens=0, num_scheduled_tokens={}
+    )
+    engine.side.begin_step(output, StepDraft())
+    looked_up = [r for r in requests if r.status == RequestStatus.WAITING_FOR_KV]
+    assert looked_up == [r for r in requests[:16] if r not in (waits_for_a_grammar, has_none)]
 
 
 def answer_late(engine: Engine, lookups: list[Any]) -> threading.Thread:

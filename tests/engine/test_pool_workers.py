@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from tests.engine.test_pool_scheduler import World, keys
 from tests.pages import one_group
 from tests.unit.engine.test_pool_io_machine import NoRegistry
-from vllm_ascend_pd.backends.block_copy import PageLayout, Region, make_block_copier
+from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout, Region, make_block_copier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.engine.scheduler.sources import SourceState
+from vllm_ascend_pd.engine.worker.pool_start import as_stored
 from vllm_ascend_pd.pool import link as pool_link
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.fold import fold_found, fold_saved
@@ -42,9 +43,23 @@ from vllm_ascend_pd.pool.messages import (
 )
 from vllm_ascend_pd.pool.saver import Replica
 from vllm_ascend_pd.pool.values import BlockValues
+from vllm_ascend_pd.transfer.shares import Sharding, Share
 from vllm_ascend_pd.types import LoadId, Place
 
 NOWHERE, DRAM, REMOTE, SSD = Place.NOWHERE, Place.DRAM, Place.REMOTE, Place.SSD
+
+
+def test_workers_with_the_same_kv_head_store_states_of_their_own() -> None:
+    layout = PageLayout(Region(64, 64), np.array([0, 16], dtype=np.int64), 32, 16)
+    whole = GroupPages.of(layout, 16, [0])
+    states = GroupPages.of(layout, 16, [1], states=True)
+    for rank in range(4):
+        own = Sharding(rank, tp_size=4, num_kv_heads=2)
+        assert as_stored(own, [whole]) == own
+        assert (own.share, own.num_replicas) == (Share(rank // 2, 2), 2)
+        own = as_stored(own, [whole, states])
+        assert (own.share, own.num_replicas) == (Share(rank, 4), 1)
+
 
 # Folding.
 
@@ -168,7 +183,7 @@ def test_blocks_are_pinned_until_all_have_copied_them(
     stats = world.stats.take()
     assert stats["pool_put_bytes"] == 20
     assert stats.get(f"pool_put_blocks/{status}") == (2 if status == "ok" else 1)
-    assert world.saves._under_way == {}
+    assert world.saves.num_under_way == 0
 
 
 def test_a_put_that_fails_on_two_workers_is_one_failure(world: World) -> None:

@@ -25,7 +25,7 @@ _COMMON = {
 }
 
 
-def _config(name: str) -> Any:
+def architecture(name: str) -> Any:
     import transformers
 
     heads = {"num_attention_heads": 4, "head_dim": 32}
@@ -48,6 +48,17 @@ def _config(name: str) -> Any:
             sliding_window=64,
             layer_types=["sliding_attention"] * 3 + ["full_attention"],
             query_pre_attn_scalar=32,
+        )
+    if name == "sinks":
+        # Every second layer has a window, and each head a sink.
+        return transformers.GptOssConfig(
+            **{**_COMMON, "num_hidden_layers": 4},
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=64,
         )
     if name == "gdn":
         # Three layers keep a state, each in a group of its own; vLLM wants experts in some layer.
@@ -173,7 +184,7 @@ def make_model(name: str, folder: Path, tokenizer: Path) -> Path:
     if name == "images":
         return make_image_model(folder, tokenizer)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(architecture(name), dtype=torch.float32)
     model.save_pretrained(folder)
     for file in tokenizer.glob("tokenizer*"):
         shutil.copy(file, folder)

@@ -17,12 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.integration.architectures import architecture
+from tests.integration.engines import BLOCK_SIZE
 
 START = [0, 0]
 """How prompts begin: MTP's embedding of what is at position 0 is cleared."""
 
+WINDOW = 64
+WINDOW_GAIN = STATE_GAIN = 0.05
 _VOCAB, _HIDDEN, _HEADS, _HEAD_DIM = 2048, 128, 4, 32
+PAGE_BYTES = 2 * BLOCK_SIZE * _HEADS * _HEAD_DIM * 4
+"""Of a block in one layer, but for MLA and ``gdn``."""
 _BIASED = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _COMMON = {
     "vocab_size": _VOCAB,
@@ -153,10 +161,16 @@ class _Maker:
 
 
 def make_drafted(kind: str, folder: Path, tokenizer: Path, seed: int = 0) -> Drafted:
-    """``kind``: ``eagle``, ``eagle3``, ``mimo`` or ``deepseek``, an MTP each. ``seed`` is the
-    drafter's, which agrees with the model if it is 0.
+    """``kind``: ``eagle``, ``eagle3``, ``mimo`` or ``deepseek``, an MTP each, or ``windows``, an
+    EAGLE of one layer behind a model of which other layers have sliding windows, or ``gdn``, an MTP
+    behind one of which they keep a state. ``seed`` is the drafter's, which agrees with the model if
+    it is 0.
     """
     model, drafter = folder / "model", folder / f"drafter-{seed}"
+    if kind == "gdn":
+        return _make_gdn(model, tokenizer)
+    if kind == "windows":
+        return _make_windows(model, drafter, tokenizer, seed)
     if kind in ("eagle", "eagle3"):
         layers = _make_llama_layers(0)
         weights = _Maker(1).ends()
@@ -178,6 +192,61 @@ def make_drafted(kind: str, folder: Path, tokenizer: Path, seed: int = 0) -> Dra
     model = folder / f"model-{seed}"
     _write(model, tokenizer, {**config, "num_hidden_layers": 2}, weights | module, [idle, own])
     return Drafted(str(model), {"method": "mtp"})
+
+
+def _make_windows(model: Path, drafter: Path, tokenizer: Path, seed: int) -> Drafted:
+    """The windows add so much to what the drafter computes that some tokens are others."""
+    weights = _Maker(1).ends()
+    windows = [maker.block(maker.attention(2.0)) for maker in (_Maker(20), _Maker(21))]
+    for layer in windows:
+        layer["self_attn.o_proj.weight"] *= WINDOW_GAIN
+        layer["mlp.down_proj.weight"] *= 0.0
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = {**_LLAMA, "num_hidden_layers": 3, "layer_types": kinds, "sliding_window": WINDOW}
+    layers = [windows[0], _make_llama_layers(0)[1], windows[1]]
+    _write(model, tokenizer, config, weights, layers)
+    _make_eagle(drafter, tokenizer, weights, [_make_llama_layers(seed)[1]])
+    return Drafted(str(model), {"method": "eagle", "model": str(drafter)})
+
+
+def _make_gdn(folder: Path, tokenizer: Path) -> Drafted:
+    """The states add so much to what the module computes that some tokens are others."""
+    if folder.exists():
+        return Drafted(str(folder), {"method": "mtp"})
+    config = architecture("gdn")
+    config.mlp_only_layers = [1, 2]  # the module has experts, so what it is like has some
+    config.num_nextn_predict_layers = 1
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    maker = _Maker(30)
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if "down_proj" in name:
+            weight.zero_()
+        elif name.endswith("out_proj.weight"):
+            weight.copy_(maker.matrix(_HIDDEN, _HIDDEN, gain=STATE_GAIN))
+    full, width = "model.layers.3.", config.num_attention_heads * config.head_dim
+    new = maker.ends() | {
+        f"{full}self_attn.q_proj.weight": maker.blind(2 * width, _HIDDEN),
+        f"{full}self_attn.k_proj.weight": maker.blind(width, _HIDDEN),
+        f"{full}self_attn.v_proj.weight": maker.blind(width, _HIDDEN),
+        f"{full}self_attn.o_proj.weight": maker.matrix(_HIDDEN, width, gain=4.0),
+    }
+    del new["model.norm.weight"]  # zeros, here
+    for name in ("q_norm", "k_norm"):
+        new[f"{full}self_attn.{name}.weight"] = torch.full((config.head_dim,), 0.7)
+    for name, weight in new.items():
+        weights[name].copy_(weight)
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    module = {n.replace(full, "mtp.layers.0."): w for n, w in saved.items() if full in n}
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        module[f"mtp.{name}.weight"] = torch.zeros(_HIDDEN)
+    module["mtp.fc.weight"] = _select(1, 0)
+    save_file(module, folder / "module.safetensors")
+    for file in tokenizer.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return Drafted(str(folder), {"method": "mtp"})
 
 
 def _make_llama_layers(seed: int) -> list[Weights]:

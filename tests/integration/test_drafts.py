@@ -16,12 +16,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.conftest import SingleEngine
-from tests.integration.drafters import START, make_drafted
-from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, EngineError, Fleet
+from tests.integration.drafters import PAGE_BYTES, START, WINDOW, make_drafted
+from tests.integration.engines import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineConfig,
+    EngineError,
+    Fleet,
+)
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.pool_steps import POOL, delta, provenance, store
-from tests.integration.test_moves import move, two
+from tests.integration.test_moves import coming, move, outcome_of, two
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
+from tests.integration.test_states import assert_likeliest
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines
@@ -32,7 +40,10 @@ NUM_ANSWER = 300
 """So many tokens that what vLLM counts as rejected in the first step of a request whose prompt is
 loaded, and is placeholders for drafts, makes less than a percent."""
 MLA = "deepseek"
-KINDS = ("draft_model", "eagle", "eagle3", "mimo", MLA)
+STATES = "gdn"
+NUM_BLOCKS = {"windows": 29, STATES: 36}
+"""Of several groups, so few that requests are preempted."""
+KINDS = ("draft_model", "eagle", "eagle3", "mimo", MLA, "windows", STATES)
 Prompt = list[int]
 
 
@@ -40,6 +51,7 @@ Prompt = list[int]
 class Drafting:
     """Engines of one model with one drafter, and what one engine of them answers."""
 
+    kind: str
     options: dict[str, Any]
     single: SingleEngine
     engine: Engine
@@ -50,14 +62,28 @@ class Drafting:
         return int(self.options.get("block_size", BLOCK_SIZE))
 
     def rates(self, *engines: Engine) -> Rates:
-        return Rates([self.engine, *engines])
+        # In bfloat16 answers part where two tokens are as likely, and other drafts follow.
+        return Rates([self.engine, *engines], 0.95 if self.is_bfloat16 else 0.98)
+
+    @property
+    def is_bfloat16(self) -> bool:
+        return self.options.get("dtype") == "bfloat16"
+
+    def assert_right(self, answer: Answer, prompt: Prompt, name: str = "") -> None:
+        expected = self.single(prompt, len(answer.token_ids)).token_ids
+        if answer.token_ids != expected and self.is_bfloat16:
+            assert_likeliest(self.engine, prompt, answer.token_ids)
+        else:
+            assert answer.token_ids == expected, name
 
 
 class Rates:
     """Acceptance rates from here on."""
 
-    def __init__(self, engines: list[Engine]) -> None:
+    def __init__(self, engines: list[Engine], least: float) -> None:
+        """``least``: of that of the first one."""
         self._engines = engines
+        self._least = least
         self._before = [engine.metrics() for engine in engines]
 
     def assert_like_one_engine(self) -> None:
@@ -68,7 +94,7 @@ class Rates:
         )
         assert expected > 0.5, "a drafter that does not agree shows nothing"
         for rate in rates:
-            assert rate >= 0.98 * expected, (rates, expected)
+            assert rate >= self._least * expected, (rates, expected)
 
 
 def make_options(
@@ -83,7 +109,9 @@ def make_options(
     speculative["num_speculative_tokens"] = num_drafts
     options = {"model": model, "llm": json.dumps({"speculative_config": speculative})}
     # On a CPU MLA has its own blocks, and one ordinary engine computes a prompt in one piece.
-    return options | ({"block_size": 16, "max_num_batched_tokens": 1024} if kind == MLA else {})
+    if kind == MLA:
+        options |= {"block_size": 16, "max_num_batched_tokens": 1024}
+    return options | ({"dtype": "bfloat16"} if kind == STATES else {})
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +125,14 @@ def drafting(
 ) -> Iterator[Drafting]:
     options = make_options(request.param, folder, base_config)
     engine = fleet.keep(fleet.engine(replace(base_config, executor="uni", **options)))
-    yield Drafting(options, SingleEngine(engine), engine)
+    yield Drafting(request.param, options, SingleEngine(engine), engine)
     fleet.discard(engine)
 
 
 each_kind = pytest.mark.parametrize("drafting", KINDS, indirect=True)
-some_kinds = pytest.mark.parametrize("drafting", ["eagle", "draft_model"], indirect=True)
+some_kinds = pytest.mark.parametrize(
+    "drafting", ["eagle", "draft_model", "windows", STATES], indirect=True
+)
 
 
 @pytest.fixture
@@ -125,11 +155,25 @@ def test_prefill_first_is_like_one_engine(
     for num_tokens in (3 * BLOCK_SIZE, CHUNKED):
         prompt = started(num_tokens, str(num_tokens))
         answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
-        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        drafting.assert_right(answer, prompt)
         assert answer.sources == (0, num_tokens, 0)
         assert answer.provenance["first_token"] == "peer"
         assert answer.outcome == "loaded"
     rates.assert_like_one_engine()
+
+
+@pytest.mark.parametrize("drafting", ["windows"], indirect=True)
+def test_of_windows_only_the_last_blocks_move(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    """Two layers have windows, one has none, and so has the drafter's."""
+    producer = engines.shared("kv_producer", **drafting.options)
+    consumer = engines.shared("kv_consumer", **drafting.options)
+    prompt = started(CHUNKED)
+    answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+    num_blocks = -(-CHUNKED // BLOCK_SIZE)
+    num_pages = 2 * num_blocks + 2 * (num_blocks - (CHUNKED - WINDOW + 1) // BLOCK_SIZE)
+    assert answer.provenance["num_peer_bytes"] == num_pages * PAGE_BYTES
 
 
 @some_kinds
@@ -149,7 +193,7 @@ def test_engines_that_run_ahead_are_like_one_engine(
             answer = pair.consumer.ask(prompt, NUM_ANSWER, pair.producer.prefill(prompt))
         else:
             answer = pair.ask(prompt, max_tokens=NUM_ANSWER)
-        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids, order
+        drafting.assert_right(answer, prompt, order)
         assert answer.outcome == "loaded"
     rates.assert_like_one_engine()
 
@@ -165,12 +209,12 @@ def test_decode_first_is_like_one_engine(
     for num_tokens in (3 * BLOCK_SIZE + 5, CHUNKED):
         prompt = started(num_tokens, str(num_tokens))
         answer = pair.ask(prompt, max_tokens=NUM_ANSWER)
-        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        drafting.assert_right(answer, prompt)
         assert answer.sources == (0, num_tokens, 0)
     rates.assert_like_one_engine()
 
 
-@each_kind
+@pytest.mark.parametrize("drafting", [kind for kind in KINDS if kind != STATES], indirect=True)
 def test_pool_hit_is_like_one_engine(
     engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
 ) -> None:
@@ -182,7 +226,7 @@ def test_pool_hit_is_like_one_engine(
     rates = drafting.rates(engine)
     for prompt in prompts:
         answer = engine.ask(prompt, NUM_ANSWER, {"return_provenance": True})
-        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        drafting.assert_right(answer, prompt)
         num_full = len(prompt) // drafting.block_size * drafting.block_size
         assert provenance(answer) == {"dram": num_full, "computed": len(prompt) - num_full}
     rates.assert_like_one_engine()
@@ -200,7 +244,7 @@ def test_each_of_two_workers_has_its_heads_of_the_drafter(
     for num_tokens in (3 * BLOCK_SIZE + 5, CHUNKED):
         prompt = started(num_tokens, str(num_tokens))
         answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
-        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        drafting.assert_right(answer, prompt)
         assert answer.sources == (0, num_tokens, 0)
     rates.assert_like_one_engine()
 
@@ -218,13 +262,16 @@ def test_prompt_whose_begin_is_cached_here(
     for n in range(2):
         prompt = begin + started(CHUNKED, f"{n}")
         answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
-        assert answer.token_ids == drafting.single(prompt, NUM_ANSWER).token_ids
+        drafting.assert_right(answer, prompt)
         assert answer.sources == (len(begin), CHUNKED, 0)
     rates.assert_like_one_engine()
 
 
-@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
-@pytest.mark.parametrize("load_mode", ["step", "park"])
+@pytest.mark.parametrize(
+    ("drafting", "load_mode"),
+    [("eagle", "step"), ("eagle", "park"), ("windows", "step"), (STATES, "park")],
+    indirect=["drafting"],
+)
 def test_load_that_fails_is_computed(
     engines: Engines, drafting: Drafting, started: Callable[..., Prompt], load_mode: str
 ) -> None:
@@ -241,7 +288,7 @@ def test_load_that_fails_is_computed(
     consumer.add("second", prompts["second"], NUM_ANSWER, producer.prefill(prompts["second"]))
     answers = consumer.run()
     for name, prompt in prompts.items():
-        assert answers[name].token_ids == drafting.single(prompt, NUM_ANSWER).token_ids, name
+        drafting.assert_right(answers[name], prompt, name)
     assert answers["second"].sources == (0, 0, NUM_TOKENS)
     rates.assert_like_one_engine()
 
@@ -251,7 +298,8 @@ def test_preempted_requests_get_their_tokens(
     engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
 ) -> None:
     producer = engines.shared("kv_producer", **drafting.options)
-    consumer = engines.shared("kv_consumer", **SMALL, **drafting.options)
+    small = SMALL | {"num_blocks": NUM_BLOCKS.get(drafting.kind, SMALL["num_blocks"])}
+    consumer = engines.shared("kv_consumer", **small, **drafting.options)
     prompts = {name: started(NUM_TOKENS, name) for name in NAMES}
     before = consumer.metrics()["preemptions"]
     for name, prompt in prompts.items():
@@ -259,11 +307,10 @@ def test_preempted_requests_get_their_tokens(
     answers = consumer.run(120)
     assert consumer.metrics()["preemptions"] > before
     for name, prompt in prompts.items():
-        expected = drafting.single(prompt, NUM_OUTPUT).token_ids
-        assert answers[name].token_ids == expected, name
+        drafting.assert_right(answers[name], prompt, name)
 
 
-@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+@pytest.mark.parametrize("drafting", ["eagle", "windows"], indirect=True)
 def test_running_request_moves_with_the_kv_of_its_drafter(
     engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
 ) -> None:
@@ -278,6 +325,23 @@ def test_running_request_moves_with_the_kv_of_its_drafter(
     assert right.token_ids == expected.token_ids
     assert right.sources == (0, len(prompt) + len(left.token_ids) - 1, 1)
     rates.assert_like_one_engine()
+
+
+@pytest.mark.parametrize("drafting", [STATES], indirect=True)
+def test_running_request_with_states_behind_drafts_stays(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    source, target = two(engines, **drafting.options)
+    prompt = started(CHUNKED)
+    source.add("r", prompt, NUM_TOKENS)
+    source.step_until("r", "num_output_tokens", 5)
+    target.add("r", prompt, NUM_TOKENS, coming(prompt, source))
+    left, right = dict[str, Answer](), dict[str, Answer]()
+    while "r" not in right and "r" not in left:
+        left |= source.drive(1)
+        right |= target.drive(5)
+    assert outcome_of(right["r"]) == {"refused": "move_incompatible"}
+    drafting.assert_right((left | source.run())["r"], prompt)
 
 
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
@@ -321,3 +385,15 @@ def test_producer_may_draft_less(
     prompt = started(NUM_TOKENS)
     answer = consumer.ask(prompt, 20, producer.prefill(prompt))
     assert answer.sources == (0, NUM_TOKENS, 0)
+
+
+def test_states_are_as_large_as_what_is_drafted(
+    engines: Engines, started: Callable[..., Prompt], base_config: EngineConfig, folder: Path
+) -> None:
+    less, more = (make_options(STATES, folder, base_config, num_drafts=n) for n in (1, 2))
+    producer = engines.shared("kv_producer", **less)
+    consumer = engines.shared("kv_consumer", **more)
+    prompt = started(NUM_TOKENS)
+    answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+    assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
+    consumer.wait_log("reach=state-gdn")

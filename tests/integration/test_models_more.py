@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.integration.engines import Answer, EngineConfig
-from tests.integration.test_models import NUM_TOKENS, Three, three  # noqa: F401
+from tests.integration.test_models import NUM_TOKENS, Three, needs_fp8, three  # noqa: F401
 from vllm_ascend_pd.testing.tiny_lora import RANK, make_tiny_lora
 
 pytestmark = pytest.mark.engine
@@ -226,6 +226,7 @@ def test_prompt_logprobs(
 # KV caches.
 
 
+@needs_fp8
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("cache_dtype", "dtype"), [("fp8", "bfloat16"), ("fp8_e5m2", "float32")])
 def test_fp8_kv(
@@ -243,6 +244,7 @@ def test_fp8_kv(
     assert answer.sources == loaded(prompt)
 
 
+@needs_fp8
 def test_fp8_kv_is_not_mixed_with_another_dtype(
     three: Callable[..., Three],  # noqa: F811
     prompt_of: Callable[..., Prompt],

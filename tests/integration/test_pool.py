@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tests.disk import wait_on_disk
@@ -269,6 +270,28 @@ def test_queued_request_is_loaded_while_others_run(
     settle(engine)
 
 
+def test_queued_request_gets_what_others_have_stored_meanwhile(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, master: EmbeddedMaster
+) -> None:
+    shared = {**POOL, "master": master.address}
+    owner = engines.shared("kv_both", pool=shared)
+    guest = engines.shared("kv_both", pool={**shared, "dram_size": 0})
+    prompt = prompt_of(NUM_TOKENS)
+    for i in range(16):  # max_num_seqs
+        guest.add(f"running-{i}", prompt_of(10, str(i)), 60)
+    guest.step_until("running-15", "status", "RUNNING")
+    guest.add("queued", prompt, 8, ASK)
+    before = guest.metrics()
+    guest.step_until("queued", "status", "WAITING")
+    assert delta(before, guest.metrics(), "pool_lookups/miss") == 1
+    store(owner, prompt)
+    time.sleep(1)  # so long a lookup counts as new
+    answer = guest.run()["queued"]
+    assert answer.token_ids == single(prompt).token_ids
+    assert provenance(answer) == {"remote": FULL, "computed": 9}
+    settle(guest)
+
+
 def test_other_salt_never_hits(engine: Engine, prompt_of: PromptOf) -> None:
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt)
@@ -305,6 +328,32 @@ def test_kv_of_another_lora_or_tenant_never_hits(
         answer = store(engine, prompt, 24, kv=ASK, **kind)
         origin = {"dram": FULL, "computed": 9}
         assert (answer.token_ids, provenance(answer)) == (token_ids, origin), kind
+
+
+def test_prompt_embeddings(
+    fleet: Fleet, engines: Engines, base_config: EngineConfig, prompt_of: PromptOf
+) -> None:
+    """Their token ids are all equal: blocks are stored, and found, by what they embed."""
+    llm = json.dumps({"enable_prompt_embeds": True})
+    reference = fleet.engine(replace(base_config, executor="uni", llm=llm))
+    engine = engines.shared("kv_both", pool=POOL, llm=llm)
+    *embeds, other = np.random.default_rng(7).normal(size=(NUM_TOKENS + 1, 128)).tolist()
+    similar = [*embeds[: 2 * BLOCK_SIZE], other, *embeds[2 * BLOCK_SIZE + 1 :]]
+    expected = [reference.ask([], 24, embeds=one).token_ids for one in (embeds, similar)]
+    assert expected[0] != expected[1]
+    first = store(engine, [], 24, kv=ASK, embeds=embeds)
+    assert (first.token_ids, provenance(first)) == (expected[0], {"computed": NUM_TOKENS})
+    for prompt, token_ids, num_found in (
+        (embeds, expected[0], FULL),
+        (similar, expected[1], 2 * BLOCK_SIZE),
+        (similar, expected[1], FULL),
+    ):
+        answer = store(engine, [], 24, kv=ASK, embeds=prompt)
+        origin = {"dram": num_found, "computed": NUM_TOKENS - num_found}
+        assert (answer.token_ids, provenance(answer)) == (token_ids, origin)
+    tokens = prompt_of(NUM_TOKENS)  # mixed with requests of tokens
+    assert provenance(engine.ask(tokens, 8, ASK)) == {"computed": NUM_TOKENS}
+    settle(engine)
 
 
 def test_mla(

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,6 +25,9 @@ from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from tests.integration.test_windows import LONG, NUM_WINDOWS, PAGE_BYTES, SHORT, WINDOW
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.pool.values import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 pytestmark = pytest.mark.engine
 
@@ -59,6 +62,13 @@ class Pooled:
     single: Engine
     engine: Engine
 
+    @classmethod
+    def of(cls, fleet: Fleet, config: EngineConfig) -> Self:
+        pooled = cls(fleet, config, fleet.engine(config), None)  # type: ignore[arg-type]
+        pooled.engine = pooled.other()
+        pooled.engine.set_pool_faults("")
+        return pooled
+
     def other(self, pool: dict[str, Any] | None = None, **options: Any) -> Engine:
         options = {"role": "kv_both", "pool_faults": "get:ok*", **options}
         transfer = options.pop("transfer", {})
@@ -71,22 +81,12 @@ class Pooled:
         assert answer.token_ids == expected.token_ids
 
 
-def _pooled(
-    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str], architecture: str
-) -> Pooled:
-    config = replace(base_config, executor="uni", model=models(architecture))
-    pooled = Pooled(fleet, config, fleet.engine(config), None)  # type: ignore[arg-type]
-    pooled.engine = pooled.other()
-    pooled.engine.set_pool_faults("")
-    return pooled
-
-
 @pytest.fixture
 def pooled(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[Pooled]:
     """With windows."""
-    pooled = _pooled(fleet, base_config, models, "windows")
+    pooled = Pooled.of(fleet, replace(base_config, executor="uni", model=models("windows")))
     before = pooled.engine.counts()
     yield pooled
     settle(pooled.engine)
@@ -124,7 +124,7 @@ def test_chunked_local_attention(
     prompt_of: PromptOf,
     load_mode: str,
 ) -> None:
-    pooled = _pooled(fleet, base_config, models, "chunks")
+    pooled = Pooled.of(fleet, replace(base_config, executor="uni", model=models("chunks")))
     engine = pooled.other(transfer={"load_mode": load_mode})
     for num_tokens in (SHORT, 2 * BLOCK_SIZE + 5, 3 * BLOCK_SIZE + 5, 12 * BLOCK_SIZE, 300, 600):
         prompt = prompt_of(num_tokens)

@@ -14,6 +14,7 @@ from tests.integration.pairs import Pair, Three, abort_early_and_late
 from tests.integration.pool_steps import POOL, settle
 from tests.integration.test_moves import expect_broken_answers_to_go_on, num_bytes_of_move
 from tests.integration.test_speculation import LLM as DRAFTS
+from tests.integration.test_states import assert_likeliest
 
 pytestmark = pytest.mark.engine
 
@@ -270,6 +271,27 @@ def test_request_with_chunked_local_attention_moves(
     config = replace(windows.config, model=models("chunks"))
     chunks = replace(windows, config=config, single=windows.fleet.engine(config))
     num_bytes_of_move(chunks, prompt_of(LONG), 5)
+
+
+def test_attention_sinks(
+    fleet: Fleet,
+    base_config: EngineConfig,
+    models: Callable[[str], str],
+    prompt_of: Callable[..., list[int]],
+) -> None:
+    """gpt-oss, which vLLM runs in bfloat16 only."""
+    config = replace(base_config, executor="uni", model=models("sinks"), dtype="bfloat16")
+    roles = ("kv_producer", "kv_consumer")
+    single, *engines = fleet.engines(config, *(replace(config, role=role) for role in roles))
+    pair = Pair(*engines, prompt_of(5, "where"))
+    for num_tokens in (SHORT, 4 * BLOCK_SIZE, LONG, CHUNKED):
+        prompt = prompt_of(num_tokens, str(num_tokens))
+        if num_tokens in (SHORT, LONG):
+            answer = pair.consumer.ask(prompt, 40, pair.producer.prefill(prompt))
+        else:
+            answer = pair.ask(prompt, max_tokens=40)
+        assert_likeliest(single, prompt, answer.token_ids)
+        assert answer.sources == (0, num_tokens, 0)
 
 
 def test_request_with_drafts_moves(windows: Three, prompt_of: Callable[..., list[int]]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,7 +164,7 @@ def states(tmp_path_factory: pytest.TempPathFactory, model: str) -> str:
         (["--no-enable-prefix-caching"], "prefix caching is off"),
         (
             ['--speculative-config={"method": "ngram", "num_speculative_tokens": 2}'],
-            "speculative decoding with layers that keep a state",
+            "the method ngram beside layers that keep a state",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -175,15 +176,26 @@ def test_what_layers_that_keep_a_state_cannot_have_is_named(
         configure(states, *options)
 
 
-def test_a_pool_for_states_is_refused(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_not_refused(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pool all of them are cached, as all that is cached is stored."""
+    cache = configure(states).cache_config
+    assert (cache.mamba_cache_mode, cache.prefix_cache_retention_interval) == ("align", 0)
     pool = {"kv_connector_extra_config": {"pool": {"dram_size": "1GiB"}}}
     monkeypatch.setitem(globals(), "IN_ENGINE", IN_ENGINE | pool)
-    with pytest.raises(ValueError, match="a pool with layers that keep a state"):
-        configure(states)
+    cache = configure(states).cache_config
+    assert (cache.mamba_cache_mode, cache.prefix_cache_retention_interval) == ("align", None)
 
 
-def test_states_are_not_refused(states: str) -> None:
-    assert configure(states).cache_config.mamba_cache_mode == "align"
+def test_a_pool_for_states_with_drafts_is_refused(
+    states: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line is not asked: a drafter needs a model."""
+    config = configure(states)
+    config.speculative_config = SimpleNamespace(method="mtp")
+    extra = {"pool": {"dram_size": "1GiB"}}
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", extra)
+    with pytest.raises(ConfigError, match="a state and a pool"):
+        hooks.check_config(config)
 
 
 def test_sparse_attention_is_refused(moe: str) -> None:

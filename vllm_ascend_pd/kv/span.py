@@ -37,7 +37,8 @@ class KVGroup:
     ``page_bytes`` is what one worker has of a block in one of ``layers``. A token attends to the
     last ``window`` ones, itself included, or to those of its own ``chunk``, if there is one. Of a
     group with a ``state``, which says of what kind it is, a block holds what its layers make of all
-    tokens before its end, and nothing of the tokens themselves.
+    tokens before its end, and nothing of the tokens themselves. An engine that ``stops_early`` does
+    so at the last boundary of blocks but one of a prompt, and not at the last.
     """
 
     id: int
@@ -47,6 +48,7 @@ class KVGroup:
     window: int = 0
     chunk: int = 0
     state: str = ""
+    stops_early: bool = False
 
     @property
     def bytes_per_block(self) -> int:
@@ -81,8 +83,18 @@ class KVGroup:
         boundary may have been computed without a stop at the one before.
         """
         if self.state:
-            return max(0, end // self.block_size - 1)
+            return max(0, self.last_stop(end))
         return self.first_needed(end - 1)
+
+    def last_stop(self, end: int) -> int:
+        """The index of the block with the state at the last boundary; negative if there is none."""
+        return end // self.block_size - 1 - self.stops_early
+
+    def is_kept(self, index: int, end: int) -> bool:
+        """Whether whoever has computed the span [0, ``end``) still has this block of it then."""
+        if self.state:
+            return index in (self.last_stop(end), self.tail_index(end))
+        return index >= self.first_kept(end)
 
 
 def has_states(groups: Sequence[KVGroup]) -> bool:

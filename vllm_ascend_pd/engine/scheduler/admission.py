@@ -223,7 +223,12 @@ class Admission:
                 self._with_windows(group, table, end)
                 for group, table in zip(self._groups, tables, strict=True)
             )
-        return tables, end, hit[2]
+        shared = hit[1] + hit[2]
+        if self._has_states:
+            # Where states of a shared prefix are missing, vLLM stops to keep some.
+            num_shared = self._phantoms.num_shared(request, source)
+            shared = max(shared, num_shared * self._block_size)
+        return tables, end, max(0, shared - end)
 
     def _with_windows(
         self, group: KVGroup, table: Sequence[KVCacheBlock], end: int

@@ -7,6 +7,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm_ascend_pd.config import NOT_ALLOWED
 from vllm_ascend_pd.engine.scheduler.first_token import deliver
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
@@ -106,10 +107,8 @@ class Consumer(Part):
         except TransferError as e:
             return Cause.BAD_PARAMS, str(e)
         if not self.allows(remote.remote_host):
-            return Cause.PEER_NOT_ALLOWED, (
-                f"kv_transfer_params.remote_host {remote.remote_host!r} is neither a loopback"
-                " address nor in security.allowed_peers"
-            )
+            detail = f"kv_transfer_params.remote_host {remote.remote_host!r} {NOT_ALLOWED}"
+            return Cause.PEER_NOT_ALLOWED, detail
         if not remote.remote_key and self._security.secret_file is None:
             return Cause.BAD_PARAMS, (
                 "kv_transfer_params.remote_key is missing: the router must pass on all that the"
@@ -265,8 +264,7 @@ class Consumer(Part):
         """
         for worker in answer.workers:
             if not self.allows(worker.host):
-                detail = f"its worker at {worker.host!r} is neither on a loopback address nor in"
-                detail += " security.allowed_peers"
+                detail = f"its worker at {worker.host!r} {NOT_ALLOWED}"
                 return Refused(answer.transfer_id, Cause.PEER_NOT_ALLOWED.value, detail)
         ours = self._common.sharding
         detail = ""

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom
 from vllm_ascend_pd.kv.load import merge_results
@@ -14,7 +15,7 @@ from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
 from vllm_ascend_pd.types import LoadId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
@@ -51,10 +52,10 @@ class LoadRecord:
     tails: Sequence[TailBlock] = ()
     """One of each group, or none."""
     phantoms: list[Phantom] = field(default_factory=list)
-    users: set[Request] = field(default_factory=set)
-    """Requests whose tokens are computed on these blocks."""
-    computed_on: dict[int, Phantom] = field(default_factory=dict)
-    """Blocks that users have computed on these ones, by block id; some are not cached."""
+    users: dict[Request, set[int]] = field(default_factory=dict)
+    """Requests whose tokens are computed on these blocks: on which, as far as that is noted."""
+    computed_on: dict[int, tuple[Phantom, set[int]]] = field(default_factory=dict)
+    """Blocks that users have computed, by block id, and on which; some are not cached."""
     parked_for: Request | None = None
     held: Sequence[KVCacheBlock] = ()
     """Of a parked load: the full blocks."""
@@ -93,7 +94,7 @@ class LoadRecord:
         ``failed`` are the blocks that have not been filled, if that is known.
         """
         loaded = [p for p in self.phantoms if not failed or p.block.block_id in failed]
-        loaded_and_computed = [*loaded, *self.computed_on.values()]
+        loaded_and_computed = [*loaded, *(phantom for phantom, _ in self._computed_on(failed))]
         bad = {p.block.block_id for p in loaded_and_computed if p.is_current()}
         for tail in self.tails if self.parked_for is None else ():
             if tail.is_current() and (not failed or tail.block.block_id in failed):
@@ -105,7 +106,20 @@ class LoadRecord:
         them has a new owner yet: what a step uses is not given away before its report.
         """
         filled = set(self.places())
-        return (filled.intersection(failed) if failed else filled).union(self.computed_on)
+        computed = {phantom.block.block_id for phantom, _ in self._computed_on(failed)}
+        return (filled.intersection(failed) if failed else filled) | computed
+
+    def spoiled_users(self, failed: Sequence[int]) -> list[Request]:
+        """If it failed: who has computed on what it should have filled."""
+        return [user for user, on in self.users.items() if _is_spoiled(on, failed)]
+
+    def _computed_on(self, failed: Sequence[int]) -> list[tuple[Phantom, set[int]]]:
+        return [known for known in self.computed_on.values() if _is_spoiled(known[1], failed)]
+
+
+def _is_spoiled(on: set[int], failed: Sequence[int]) -> bool:
+    """Whether what was computed on these blocks of a load is wrong, as it did not fill those."""
+    return not failed or not on.isdisjoint(failed)
 
 
 class Loads:
@@ -119,7 +133,7 @@ class Loads:
         self.new: list[LoadRecord] = []
         """The next step takes them along."""
         self.running: dict[LoadId, LoadRecord] = {}
-        self._in_step_blocks: dict[int, LoadRecord] = {}
+        self._begins: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._cancels: list[LoadId] = []
         self._resting: dict[LoadId, list[KVCacheBlock]] = {}
         self._num_resting: Counter[LoadId] = Counter()
@@ -174,10 +188,9 @@ class Loads:
             source.load_started()
         record.phantoms.extend(phantoms)
         record.tails = tails or record.tails
-        record.users.add(request)
+        record.users.setdefault(request, set())
         for phantom in phantoms:
             record.filled[phantom.block.block_id] = phantom.place
-            self._in_step_blocks[phantom.block.block_id] = record
 
     def park(
         self,
@@ -206,12 +219,24 @@ class Loads:
         }
         return any((request.block_hashes[index], group) in loading for index, group in places)
 
+    def note_begin(self, request: Request, num_blocks: int) -> None:
+        """Of each group so many of its blocks were there when it was admitted, or are loaded."""
+        self._begins[request] = num_blocks
+
+    def begin_of(self, request: Request) -> int:
+        """The index of the first block that it computes itself, or a part of it."""
+        return self._begins.get(request, 0)
+
     def note_user(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
-        """``request`` shares blocks; those of a load that has not ended make it a user."""
-        if self._in_step_blocks:
-            for block in blocks:
-                if record := self._in_step_blocks.get(block.block_id):
-                    record.users.add(request)
+        """``request`` shares blocks; those of a load that has not ended make it a user, and so do
+        those that another one computes on them.
+        """
+        for record in [*self.new, *self.running.values()]:
+            if record.parked_for is None and any(
+                block.block_id in record.filled or block.block_id in record.computed_on
+                for block in blocks
+            ):
+                record.users.setdefault(request, set())
 
     def is_under(self, request: Request) -> bool:
         """Whether ``request`` is computed on KV of a load whose end is not known yet."""
@@ -227,17 +252,25 @@ class Loads:
         for record in [*self.new, *self.running.values()]:
             if record.parked_for is not None:
                 continue
-            loaded = record.places()
-            for user in record.users:
+            filled = record.places()
+            for user, on in record.users.items():
                 tables = get_tables(user)
-                first = min((_first_of(table, loaded) for table in tables), default=0)
+                begin = self.begin_of(user)
+                for table in tables:
+                    for block in table:
+                        if block.block_id in filled:
+                            on.add(block.block_id)
+                    for block in table[:begin]:
+                        if (known := record.computed_on.get(block.block_id)) is not None:
+                            on |= known[1]
                 for group, table in enumerate(tables):
-                    for index in range(first, len(table)):
+                    for index in range(begin, len(table)):
                         block = table[index]
-                        if not block.is_null:
-                            record.computed_on[block.block_id] = Phantom(
+                        if on and not block.is_null:
+                            phantom = Phantom(
                                 block, block.block_hash, record.source, Wanted(index, group)
                             )
+                            record.computed_on[block.block_id] = phantom, set(on)
 
     def cancel(self, request: Request) -> None:
         """Give up the parked load of this request; its blocks come back when it has ended."""
@@ -277,13 +310,4 @@ class Loads:
         return merge_results(self._reported.pop(result.load_id))
 
     def end(self, load_id: LoadId) -> LoadRecord:
-        record = self.running.pop(load_id)
-        for phantom in record.phantoms:
-            if self._in_step_blocks.get(phantom.block.block_id) is record:
-                del self._in_step_blocks[phantom.block.block_id]
-        return record
-
-
-def _first_of(table: Sequence[KVCacheBlock], block_ids: Container[int]) -> int:
-    """The index of the first of these blocks; behind the end if there is none."""
-    return next((i for i, block in enumerate(table) if block.block_id in block_ids), len(table))
+        return self.running.pop(load_id)

@@ -63,7 +63,7 @@ class Parking:
         """
         request = source.request
         num_full = self._size.tail_index(request.num_tokens)
-        num_kept = missing[-1].block_index if missing else num_full
+        num_kept = missing[-1].block_index + 1 if missing else num_full
         kept = [
             block
             for group in self._groups
@@ -92,8 +92,11 @@ class Parking:
         loaded = record.loaded(result)
         if loaded and wanted:
             self._phantoms.cache(request, *loaded)
-            num_blocks = len({place.block_index for place in loaded[0]})
-            source.num_parked_tokens = num_blocks * self._size.block_size
+            if not result.cause or all(group.keeps_all for group in self._groups):
+                # Of windows and states only those of the load's end are there: no end before it is
+                # whole by them.
+                num_blocks = len({place.block_index for place in loaded[0]})
+                source.num_parked_tokens = num_blocks * self._size.block_size
         held = list(record.held)
         if tails := [tail.block for tail in record.tails]:
             if not result.cause and wanted:

@@ -94,6 +94,18 @@ class PhantomBlocks:
         """How many blocks are cached here or can be had there, up to the first that is neither."""
         return len(self._with_source(request, source, False)[0])
 
+    def num_shared(self, request: Request, source: BlockSource) -> int:
+        """How many leading blocks another prompt has in common with this one, as far as groups tell
+        that keep all of them: here or there.
+        """
+        groups = [group for group in self._groups if group.keeps_all]
+        stop = self._size.tail_index(request.num_tokens)
+        for index in range(stop):
+            for group in groups:
+                if not (self._cached(request, index, group) or source.has_block(index, group.id)):
+                    return index
+        return stop
+
     def _with_source(
         self, request: Request, source: BlockSource, tail_follows: bool
     ) -> list[Table]:

@@ -55,6 +55,8 @@ class PoolPrompt(BlockSource):
         super().__init__(request, provenance)
         self.start = start
         self.had_peer = had_peer
+        self.asked_at = 0.0
+        """By the source's clock."""
         self.loaded: set[int] = set()
         """Blocks that loads have brought in."""
         self._pool = source
@@ -85,7 +87,7 @@ class PoolPrompt(BlockSource):
         and if some of them are missing, those of ends that are not far before it.
         """
         groups, size = self._pool.groups, self._pool.size
-        if self._num_lookups > 2 or all(group.keeps_all for group in groups):
+        if self._num_lookups > 2 or all(group.keeps_all or group.state for group in groups):
             return []
         self._hopes = True
         stop = phantoms.num_hits(self.request, self)

@@ -13,8 +13,8 @@ from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraf
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
-from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
-from vllm_ascend_pd.engine.vllm_api.status import is_preempted, waits_for_kv
+from vllm_ascend_pd.engine.vllm_api.queues import next_waiting, num_waiting
+from vllm_ascend_pd.engine.vllm_api.status import is_preempted, is_queued, waits_for_kv
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.known_keys import KnownKeys
 from vllm_ascend_pd.pool.link import PoolLink
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _DROP_TIMEOUT_S = 1.0
 _KNOWN_BLOCKS = 200_000
 """Of a KV cache group; as many are remembered as stored."""
+_NEXT = 16
+"""So many of the requests that wait are looked up again if they have waited long."""
 _TICK_S = 0.001
 
 
@@ -206,6 +208,9 @@ class PoolSide(Part):
             if request is not None and is_preempted(request):
                 self.saves.forget(request)
                 self.source.add(request, self._origin_of(request), admitted=True)
+        for request in next_waiting(self._scheduler, _NEXT):
+            if is_queued(request):
+                self.source.look_again(request)
         if self.held:
             draft.saves = self.take_held()
 

@@ -42,8 +42,12 @@ logger = logging.getLogger(__name__)
 _BLACKLIST_S = 30.0
 _LOOKUPS_AT_A_TIME = 8
 _PROBE_HASH = bytes(32)
+_AGAIN_S = 1.0
+"""Before a request is scheduled that has waited, it is looked up again after that: others may have
+stored what it lacks, and what was in the prefix cache may have been evicted."""
 _REFRESH_S = 2.0
 """Blocks that are used without the pool are looked up this often at most."""
+_LOOKED_UP = (SourceState.READY, SourceState.FAILED)
 _POOL_FAULTS = (Cause.POOL_FAILED.value, Cause.DEADLINE.value)
 
 
@@ -81,6 +85,7 @@ class PoolSource:
         """Blocks of all groups are of one size."""
         self._config = config
         self._common = common
+        self._has_states = common.has_states
         self._phantoms = common.phantoms
         self._stats = common.stats
         self._events = events
@@ -117,23 +122,26 @@ class PoolSource:
     ) -> None:
         """Look for what the prefix cache has not; the request waits for the answer.
 
-        Called at arrival, when a request has been preempted (``admitted``), and when its peer,
-        whose session has ``from_peer``, has failed.
+        Called at arrival, when a request has been preempted (``admitted``), when its peer, whose
+        session has ``from_peer``, has failed, and when it has waited long.
         """
         if not self._config.get or request.skip_reading_prefix_cache:
             return
         end = self.size.tail_index(request.num_tokens)
-        stop = min(end + 1, len(request.block_hashes))
+        # The last token is computed in any case, which a state behind it is of no use for.
+        stop = min(end + (not self._has_states), len(request.block_hashes))
         previous = self.find(request)
         # The blocks of a preempted request are still cached, and about to be taken by others.
-        was_preempted = previous is not None or admitted
-        start = 0 if was_preempted else self._phantoms.num_leading_hits(request, end)
+        # What a waiting one found in the prefix cache may be evicted before it is scheduled.
+        is_first = previous is None and not admitted
+        start = self._phantoms.num_leading_hits(request, end) if is_first else 0
         if previous is not None:
             prompt = PoolPrompt(request, start, self, previous.provenance, previous.had_peer)
             prompt.follow(previous.count_computed(admitted))
         else:
             prompt = PoolPrompt(request, start, self, from_peer, from_peer is not None)
             prompt.follow(admitted and prompt.had_peer)
+        prompt.asked_at = self._clock()
         self.closed.pop(request.request_id, None)
         self.open[request.request_id] = prompt
         if not self.breaker.closed:
@@ -143,12 +151,28 @@ class PoolSource:
             self._probe()
             return
         if start < stop:
-            asked = [Asked(g.id, range(start, stop)) for g in self.groups if g.keeps_all]
+            # States are at some boundaries only, and where is not to be guessed.
+            asked = [
+                Asked(group.id, range(start, stop))
+                for group in self.groups
+                if group.keeps_all or group.state
+            ]
             self._look_up(request, asked, prompt)
             wait_for_kv(request)
         else:
             self._give_up(prompt)
         self._refresh(request, start)
+
+    def look_again(self, request: Request) -> None:
+        """It waits for memory only, and may be scheduled soon."""
+        prompt = self.find(request)
+        if prompt is None or prompt.had_peer or not self.breaker.closed:
+            return
+        if prompt.state not in _LOOKED_UP or self._clock() - prompt.asked_at < _AGAIN_S:
+            return
+        prompt.advance(SourceEvent.ABORT)
+        self._phantoms.withdraw(prompt)
+        self.add(request)
 
     def _refresh(self, request: Request, num_blocks: int) -> None:
         """These leading blocks are taken from the prefix cache. The pool evicts what nobody has

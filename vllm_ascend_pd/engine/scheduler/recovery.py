@@ -20,23 +20,27 @@ from vllm_ascend_pd.engine.vllm_api.status import drop_output_under_way, preempt
 from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
     from vllm_ascend_pd.engine.scheduler.parts import Common, Part
-    from vllm_ascend_pd.engine.vllm_api.types import Request, Scheduler, SchedulerOutput
+    from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
     from vllm_ascend_pd.kv.load import LoadResult
-    from vllm_ascend_pd.kv.span import KVGroup, Span
+    from vllm_ascend_pd.kv.span import Span
 
 
 logger = limited_logger(__name__)
 
 
-def find_affected(spans: Mapping[str, Span], bad_block_ids: set[int]) -> tuple[set[str], set[int]]:
+def find_affected(
+    spans: Mapping[str, Span], bad_block_ids: set[int], begins: Mapping[str, int]
+) -> tuple[set[str], set[int]]:
     """Which requests use a bad block, and all blocks that are bad because of it.
 
     What comes after a bad block in any span, in any group, was computed on bad KV, so it is bad
-    too; that may affect further requests, hence the fixed point.
+    too; that may affect further requests, hence the fixed point. A request computes from its token
+    in ``begins`` on: what it has before was cached, or is loaded. With several groups that may be
+    behind a bad block of another group, and good.
     """
     bad = set(bad_block_ids)
     first_bad = {request_id: span.end for request_id, span in spans.items()}
@@ -47,24 +51,29 @@ def find_affected(spans: Mapping[str, Span], bad_block_ids: set[int]) -> tuple[s
             first = span.first_of(bad)
             if first < first_bad[request_id]:
                 first_bad[request_id] = first
-                bad |= span.block_ids_from(first)
+                bad |= span.block_ids_from(max(first, begins[request_id]))
                 changed = True
     affected = {i for i, span in spans.items() if first_bad[i] < span.end}
     return affected, bad
 
 
 def recover(
-    scheduler: Scheduler, groups: Sequence[KVGroup], bad_block_ids: set[int]
+    common: Common, bad_block_ids: set[int], users: Container[Request]
 ) -> tuple[list[Request], set[int]]:
-    """Evict and preempt; returns the preempted requests and all evicted block ids."""
-    manager = scheduler.kv_cache_manager
-    spans = {
-        request.request_id: allocated_span(manager, groups, request)
-        for request in scheduler.running
-    }
-    affected, bad = find_affected(spans, bad_block_ids)
+    """Evict and preempt, ``users`` in any case; returns the preempted requests and all evicted
+    block ids.
+    """
+    manager, scheduler = common.manager, common.scheduler
+    running = {request.request_id: request for request in scheduler.running}
+    spans = {i: allocated_span(manager, common.groups, running[i]) for i in running}
+    begins = {i: common.loads.begin_of(running[i]) * common.block_size for i in running}
+    affected, bad = find_affected(spans, bad_block_ids, begins)
     manager.evict_blocks(bad)
-    preempted = [request for request in scheduler.running if request.request_id in affected]
+    preempted = [
+        request
+        for request in scheduler.running
+        if request.request_id in affected or request in users
+    ]
     now = time.monotonic()
     # Backwards, because each goes to the head of the waiting queue.
     for request in reversed(preempted):
@@ -79,7 +88,6 @@ class LoadEnds:
         self, common: Common, parts: Sequence[Part], hand_on: Callable[[Request], None]
     ) -> None:
         """``hand_on`` asks the next source for what a request lacks whose source has failed."""
-        self._scheduler = common.scheduler
         self._common = common
         self._parts = parts
         self._hand_on = hand_on
@@ -91,17 +99,18 @@ class LoadEnds:
         """Of one worker or all of them; before any token of the step is used."""
         loads = self._common.loads
         bad_block_ids: set[int] = set()
+        users: set[Request] = set()
         for result in filter(None, map(loads.fold, report.results)):
-            bad_block_ids |= self._end(result)
+            bad_block_ids |= self._end(result, users)
         loads.note_rested(report.rested)
         rested = loads.take_rested()
         self._spoil({block.block_id for block in rested})  # a peer may have written in the end
         self._common.manager.block_pool.free_blocks(reversed(rested))
-        if bad_block_ids:
-            self._recover(bad_block_ids)
+        if bad_block_ids or users:
+            self._recover(bad_block_ids, users)
 
-    def _end(self, result: LoadResult) -> set[int]:
-        """The block ids that must be recovered from."""
+    def _end(self, result: LoadResult, users: set[Request]) -> set[int]:
+        """The block ids that must be recovered from, and so must who is added to ``users``."""
         record = self._common.loads.end(result.load_id)
         if record.parked_for is not None:
             self._common.parking.end(record, result)
@@ -111,12 +120,13 @@ class LoadEnds:
         self._spoil(record.spoiled_block_ids(result.failed))
         bad = record.bad_block_ids(result.failed)
         self._common.phantoms.withdraw(record.source)
-        for request in record.users:
+        for request in record.spoiled_users(result.failed):
             drop_output_under_way(request)
+            users.add(request)
         return bad
 
-    def _recover(self, bad_block_ids: set[int]) -> None:
-        preempted, bad = recover(self._scheduler, self._common.groups, bad_block_ids)
+    def _recover(self, bad_block_ids: set[int], users: set[Request]) -> None:
+        preempted, bad = recover(self._common, bad_block_ids, users)
         self._spoil(bad)
         for part in self._parts:
             part.recovered(bad)

@@ -166,7 +166,7 @@ class RemotePrompt(BlockSource):
 
     def has_block(self, index: int, group: int = 0) -> bool:
         """Its peer keeps what whoever goes on behind the span needs."""
-        return self._groups[group].first_kept(self.end) <= index < self.num_blocks
+        return index < self.num_blocks and self._groups[group].is_kept(index, self.end)
 
     def has_tail(self, index: int) -> bool:
         follows = self._first_token_follows and not self.is_continued

@@ -104,6 +104,7 @@ class SchedulerSide:
 
     def on_slots_allocated(self, request: Request, new_computed_blocks: KVCacheBlocks) -> None:
         hits = new_computed_blocks.blocks
+        self.common.loads.note_begin(request, len(hits[0]))
         if hits[0] or not self._admission.is_idle:
             self._admission.allocated(request, hits)
             self._arrivals.admitted(request, len(hits[0]) * self.common.block_size)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
-    has_drafter,
+    drafter_may_have_two_groups,
     is_pooling_model,
     keeps_states,
     returns_routed_experts,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 METHODS = ("ngram", *DRAFTERS)
 """Of speculative decoding."""
+METHODS_WITH_STATES = ("eagle", "eagle3", "mtp")
 KINDS = (
     *("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
     *("SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
@@ -41,12 +42,12 @@ def check_config(config: VllmConfig) -> None:
     """
     if keeps_states(config):
         _check_states(config)
-    elif has_drafter(config):
-        # It keeps one group, so windows keep the KV of the whole prompt.
+    elif drafter_may_have_two_groups(config):
+        # With one group, windows keep the KV of the whole prompt.
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
     if _has_pool(config) and config.cache_config.prefix_cache_retention_interval == 0:
-        # By default vLLM hashes of windows only what the end of a prompt needs; the pool stores
-        # what is hashed, so that a prompt which begins alike is a hit, too.
+        # By default vLLM hashes of windows and states only what the end of a prompt needs; the pool
+        # stores what is hashed, so that a prompt which begins alike is a hit, too.
         config.cache_config.prefix_cache_retention_interval = None
     parallel = config.parallel_config
     speculative = config.speculative_config
@@ -159,17 +160,24 @@ def _check_data_parallel(config: VllmConfig) -> None:
 
 def _check_states(config: VllmConfig) -> None:
     """Of layers that keep a state: Mamba, Mamba2, GDN, short convolutions, linear attention."""
-    cache = config.cache_config
+    cache, speculative = config.cache_config, config.speculative_config
+    method = "mtp" if speculative is None else speculative.method
     _refuse(
         (
             cache.mamba_cache_mode == "all",
             "states of all blocks (say --mamba-cache-mode align, or leave it out)",
         ),
         (cache.use_replayssm, "states with inputs beside them (leave out --use-replayssm)"),
-        (_has_pool(config), "a pool with layers that keep a state"),
         (
-            config.speculative_config is not None,
-            "speculative decoding with layers that keep a state",
+            method not in METHODS_WITH_STATES,
+            (
+                f"speculative decoding with the method {method} beside layers that keep a state"
+                f" ({', '.join(METHODS_WITH_STATES)} work)"
+            ),
+        ),
+        (
+            _has_pool(config) and speculative is not None,
+            "speculative decoding with layers that keep a state and a pool",
         ),
     )
 
@@ -204,10 +212,6 @@ def check_supported(scheduler: Scheduler) -> None:
         (
             not others and not any(group.keeps_all for group in groups),
             "windows or states in all layers",
-        ),
-        (
-            has_drafter(scheduler.vllm_config) and len(groups) > 1,
-            f"{len(groups)} KV cache groups with a drafter",
         ),
         (
             len({(group.block_size, group.page_bytes) for group in groups}) > 1,

@@ -18,6 +18,19 @@ def has_drafter(config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in DRAFTERS
 
 
+def drafter_may_have_two_groups(config: VllmConfig) -> bool:
+    """Whether the drafter's layers may come to several KV cache groups, where vLLM's knows one: a
+    drafter of one layer, as a module of MTP is, cannot.
+
+    Touches:
+        vllm/v1/spec_decode/llm_base_proposer.py:SpecDecodeBaseProposer.validate_same_kv_cache_group
+    """
+    speculative = config.speculative_config
+    if speculative is None or not has_drafter(config) or speculative.method == "mtp":
+        return False
+    return bool(speculative.draft_model_config.hf_text_config.num_hidden_layers > 1)
+
+
 def data_parallel_rank(config: VllmConfig) -> int | None:
     """Of an engine core behind a front end with several of them; ``None`` of one that is alone.
 

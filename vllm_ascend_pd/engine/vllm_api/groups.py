@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     )
 
 
-def kv_groups(config: KVCacheConfig) -> tuple[KVGroup, ...]:
-    """Those of the engine."""
+def kv_groups(config: KVCacheConfig, stops_early: bool = False) -> tuple[KVGroup, ...]:
+    """Those of the engine. For ``stops_early`` see ``KVGroup``."""
     stored = [name for tensor in config.kv_cache_tensors for name in tensor.layers]
     return tuple(
         KVGroup(
@@ -36,6 +36,7 @@ def kv_groups(config: KVCacheConfig) -> tuple[KVGroup, ...]:
                 group.kv_cache_spec, "ChunkedLocalAttentionSpec", "attention_chunk_size"
             ),
             state=_state(group.kv_cache_spec),
+            stops_early=stops_early and type(group.kv_cache_spec).__name__ == "MambaSpec",
         )
         for index, group in enumerate(config.kv_cache_groups)
     )
@@ -116,7 +117,13 @@ def lasting_blocks(
     first = group.first_kept(end)
     null = manager.block_pool.null_block
     blocks = block_table(manager, request, group)[: group.tail_index(end) + 1]
-    return [block if index >= first else null for index, block in enumerate(blocks)]
+    lasting = [block if index >= first else null for index, block in enumerate(blocks)]
+    index = group.last_stop(end)
+    if group.stops_early and 0 <= index < len(lasting) - 1 and lasting[index].is_null:
+        # Where the rest was computed in two steps, the request has given it up.
+        cached = cached_block(manager.block_pool, request.block_hashes[index], group)
+        lasting[index] = cached or null
+    return lasting
 
 
 def movable_blocks(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All worker sites for Model Runner V2, which talks to one connector object.
 
-Checked against the pinned source; not yet run on a GPU.
+Run on a CPU, in Triton's interpreter (docs/testing.md); not yet on a GPU.
 """
 
 from __future__ import annotations

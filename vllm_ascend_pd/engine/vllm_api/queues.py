@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
@@ -30,6 +31,12 @@ def waiting_queues(scheduler: Scheduler) -> tuple[RequestQueue, RequestQueue]:
 def num_waiting(scheduler: Scheduler) -> int:
     first, second = waiting_queues(scheduler)
     return len(first) + len(second)
+
+
+def next_waiting(scheduler: Scheduler, num_requests: int) -> list[Request]:
+    """So many, in the order in which they are tried."""
+    first, second = waiting_queues(scheduler)
+    return list(islice(chain(first, second), num_requests))
 
 
 def remove_waiting(scheduler: Scheduler, request: Request) -> None:

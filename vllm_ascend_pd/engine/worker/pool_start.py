@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.transfer.shares import Sharding
     from vllm_ascend_pd.types import Layers
 
 
@@ -38,6 +40,14 @@ logger = logging.getLogger(__name__)
 _WRITE_SLOTS = 2
 _AHEAD_SLOTS = 8
 """So many groups of blocks can be packed while their step computes them."""
+
+
+def as_stored(own: Sharding, pages: Sequence[GroupPages]) -> Sharding:
+    """Which workers store the same: none where layers keep states, which are divided among all of
+    them, also among those that have the same KV heads.
+    """
+    divides_all = any(group.states for group in pages)
+    return replace(own, num_kv_heads=own.tp_size) if divides_all else own
 
 
 def start_pool(
@@ -58,7 +68,7 @@ def start_pool(
     memory that it can reach. ``layers``: those of this worker's pipeline stage.
     """
     assert config.pool is not None
-    own = sharding(vllm_config)
+    own = as_stored(sharding(vllm_config), pages)
     secret = b""
     if (path := config.security.secret_file) is not None:
         secret = Secret.load(path).derive(b"pool checksum 1")

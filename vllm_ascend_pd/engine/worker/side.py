@@ -165,7 +165,7 @@ def _create(
     )
     parts = (
         *(caches.layer_index, transports, pools, grants, trust, server, loader, pool, own.rank),
-        *(live_regions, has_drafter(vllm_config), layers),
+        *(live_regions, has_drafter(vllm_config), layers, any(group.states for group in groups)),
     )
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)

@@ -127,13 +127,15 @@ class WorkerSide:
         live_regions: Sequence[tuple[int, int]] = (),
         drafts: bool = False,
         layers: Layers | None = None,
+        states: bool = False,
     ) -> None:
         """``live_regions`` are the parts of the KV caches that ``transports`` know by address.
         ``drafts``: behind the model runs a drafter, some of the layers are its own. ``layers``:
-        those of its pipeline stage.
+        those of its pipeline stage. ``states``: some layers keep one.
         """
         self._live_regions = live_regions
         self._drafts = drafts
+        self._states = states
         self.layers = layers
         self._layer_index = layer_index
         self.transports = transports
@@ -176,6 +178,8 @@ class WorkerSide:
             for load in meta.loads:
                 self._loader.start_load(load)
             self._has_loads = any(load.in_step for load in meta.loads)
+            if self._has_loads and self._states:
+                self._loader.wait_all()  # states are copied on before the forward
         if self.pool is not None:
             for message in meta.saves:
                 self.pool.handle(message)
