@@ -19,7 +19,7 @@ export VLLM_NO_USAGE_STATS := 1
 export VLLM_CACHE_ROOT := $(CURDIR)/.cache/vllm-$(VLLM)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-quick test-pin wheel check-wheel bench lint patch unpatch status lock clean
+.PHONY: help venv demo test test-quick test-pin test-triton wheel check-wheel bench lint patch unpatch status lock clean
 
 help: ## list the targets
 	@echo "make <target>:"
@@ -35,32 +35,42 @@ demo: venv ## prefill in one engine, decode in another, and compare the tokens w
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --out $(MODEL)
 	$(BIN)/python examples/offline_inference/disaggregated_prefill.py --model $(MODEL) --verify
 
-# Two processes, each of which takes the next file; WORKERS=0 runs all in one, WORKERS=N needs 8 GB for each.
-WORKERS ?= 2
+# Processes, each of which takes the next file; WORKERS=0 runs all in one. Tests wait for engines and
+# for deadlines: two of them leave a third of two cores idle. Each needs up to 6 GB.
+WORKERS ?= $(shell awk '/MemTotal/ { n = int($$2 / 6e6); print (n < 3 ? n : 3) }' /proc/meminfo)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 TESTS ?= tests
 test: venv ## run the tests
 	$(PYTEST) $(TESTS) $(PYTEST_ARGS)
 
-# What takes longest begins first: the other process does the rest meanwhile.
+# What takes longest begins first: the other processes do the rest meanwhile.
 QUICK := tests/integration/test_prefill_first.py::test_consumer_computes_nothing_of_the_prompt
 QUICK += tests/engine tests/contract tests/unit
 test-quick: venv ## run the tests of the package's parts, and a hand-over between real engines
 	$(PYTEST) -q -m "not slow" $(QUICK) $(PYTEST_ARGS)
 
-PIN_TESTS := tests/engine $(addprefix tests/patches/test_,every_pin.py absent_package.py config_carrier.py \
+PIN_TESTS := tests/engine tests/schedulers $(addprefix tests/patches/test_,every_pin.py absent_package.py config_carrier.py \
     graph_downgrade.py model_runner_v2.py drafts_on_cpu.py input_batch.py mla_on_cpu.py refused_at_start.py worker_hooks.py) \
-    $(addprefix tests/integration/test_,scheduler_hooks.py random_schedulers.py prefill_first.py decode_first.py pool.py \
-    failures.py aborts.py parked_loads.py preemption.py reset.py resting_blocks.py identity.py speculation.py drafts.py seeds.py \
-    first_token.py resume.py moves.py move_faults.py forwards.py windows.py pool_windows.py pipeline_parallel.py \
-    lock_step.py)
+    $(addprefix tests/integration/test_,prefill_first.py decode_first.py pool.py failures.py aborts.py parked_loads.py \
+    preemption.py reset.py identity.py speculation.py drafts.py seeds.py resume.py moves.py windows.py pool_windows.py \
+    pipeline_parallel.py)
 test-pin: ## run the part of the tests that another vLLM must pass: make test-pin VLLM=VERSION
 	@$(MAKE) --no-print-directory test VLLM=$(VLLM) TESTS="$(PIN_TESTS)"
 
+TRITON := .cache/triton-3.9.0
+$(TRITON):
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.new triton==3.9.0
+	@mv $@.new $@
+
+TRITON_TESTS := $(addprefix tests/integration/,test_model_runner_v2.py test_failures.py stress)
+test-triton: venv $(TRITON) ## run tests of engines with Model Runner V2, in Triton's interpreter
+	@$(MAKE) --no-print-directory test TESTS="$(or $(filter-out tests,$(TESTS)),$(TRITON_TESTS))" \
+	    PYTEST_ARGS="--triton $(CURDIR)/$(TRITON) $(PYTEST_ARGS)"
+
 bench: venv ## measure on a machine that does nothing else; see docs/benchmarks.md
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --size 60m --dtype bfloat16 --out $(BENCH_MODEL)
-	$(BIN)/python benchmarks/off_is_off.py --model $(BENCH_MODEL) --dtype bfloat16 --rounds 20 --control
+	$(BIN)/python benchmarks/off_is_off.py --model $(BENCH_MODEL) --rounds 20 --control
 	$(BIN)/python benchmarks/lookup_hook.py --model $(BENCH_MODEL)
 	$(BIN)/python benchmarks/data_path.py --rounds 80
 	$(BIN)/python benchmarks/handover.py --model $(BENCH_MODEL)

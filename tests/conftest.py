@@ -8,6 +8,7 @@ import gc
 import os
 import random
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         help="what is drawn (%(default)s); 0: something new, which is printed",
+    )
+    group = parser.getgroup("model-runner-v2", "engines with Model Runner V2 (tests/integration)")
+    group.addoption(
+        "--triton",
+        metavar="FOLDER",
+        type=Path,
+        help="where Triton lies, which runs the kernels of Model Runner V2 on the CPU",
     )
 
 

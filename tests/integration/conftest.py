@@ -118,8 +118,9 @@ def models(
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory, base_config: EngineConfig) -> Iterator[Fleet]:
-    with Fleet(tmp_path_factory.mktemp("engines")) as fleet:
+def fleet(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Fleet]:
+    triton = pytestconfig.getoption("--triton")
+    with Fleet(tmp_path_factory.mktemp("engines"), triton) as fleet:
         yield fleet
 
 

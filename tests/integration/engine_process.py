@@ -20,6 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from tests.integration import state_kernels, triton_interpreter
 from tests.zygote import prepare_to_fork
 
 _VLLM_METRICS = {
@@ -139,6 +140,7 @@ class EngineServer:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        state_kernels.install()
         if runs_ahead:
             from tests.integration.run_ahead import let_engines_run_ahead
 
@@ -279,6 +281,12 @@ class EngineServer:
         at = producer.endpoint
         return {"host": at.host, "port": at.port, "key": at.key, "epoch": producer.epoch}
 
+    def set_ending(self, is_ending: bool) -> None:
+        """For forwards. vLLM asks no engine to end that lives in its client's process."""
+        from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
+
+        self._scheduler.pd.part(ForwardsOut).is_ending = lambda: is_ending
+
     def block_ids(self, request_id: str, group: int) -> list[int]:
         """The block table of an unfinished request."""
         manager = self._scheduler.kv_cache_manager
@@ -360,8 +368,8 @@ class EngineServer:
         pool.collect()
         return {"get": pool.source.breaker.state.value, "put": pool.saves.breaker.state.value}
 
-    def reset_prefix_cache(self, connector: bool) -> bool:
-        return self._engine.reset_prefix_cache(reset_connector=connector)
+    def reset_prefix_cache(self, connector: bool, running: bool) -> bool:
+        return self._engine.reset_prefix_cache(running, reset_connector=connector)
 
     def call_workers(self, method: str, **options: Any) -> None:
         """As ``/collective_rpc`` does, or a trainer."""
@@ -524,6 +532,8 @@ class Zygote:
 
 def main() -> None:
     connection = Client(sys.argv[1], "AF_UNIX")
+    if triton_interpreter.VARIABLE in os.environ:
+        triton_interpreter.let_vllm_take_it()
     prepare_to_fork("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
     # vLLM thaws the heap when an engine ends, for a process that goes on. These end, too, and a
     # collection of all that the zygote has imported would first copy all of it.

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration import triton_interpreter
 from tests.zygote import ENVIRONMENT
 
 BLOCK_SIZE = 32
@@ -58,6 +59,7 @@ class EngineConfig:
     kv_port: int | None = None
     kv_ip: str = ""
     allowed_peers: tuple[str, ...] = ()
+    forward_peers: tuple[str, ...] = ()
     network: str = ""
     """The network namespace it runs in, by name."""
     block_size: int = BLOCK_SIZE
@@ -107,6 +109,8 @@ class EngineConfig:
             extra["security"] = security
         if self.pool:
             extra["pool"] = json.loads(self.pool)
+        if self.forward_peers:
+            extra["forward"] = {"peers": list(self.forward_peers)}
         options: dict[str, Any] = {"kv_role": self.role, "kv_connector_extra_config": extra}
         if self.kv_port is not None:
             options["kv_port"] = self.kv_port
@@ -301,6 +305,10 @@ class Engine:
         """What requests are taken over from, as the router knows it."""
         return self._call("source")
 
+    def set_ending(self, is_ending: bool) -> None:
+        """Whether it forwards its requests, as one does that was asked to end."""
+        self._call("set_ending", is_ending=is_ending)
+
     def block_ids(self, request_id: str, group: int = 0) -> list[int]:
         """The block table of an unfinished request, in one KV cache group."""
         return self._call("block_ids", request_id=request_id, group=group)
@@ -356,8 +364,9 @@ class Engine:
         """The state of the breakers ``get`` and ``put``."""
         return self._call("pool_breakers")
 
-    def reset_prefix_cache(self, connector: bool = False) -> bool:
-        return self._call("reset_prefix_cache", connector=connector)
+    def reset_prefix_cache(self, connector: bool = False, running: bool = False) -> bool:
+        """With ``running``, requests that run are preempted and have none of their KV any more."""
+        return self._call("reset_prefix_cache", connector=connector, running=running)
 
     def call_workers(self, method: str, **options: Any) -> None:
         """As ``/collective_rpc`` does, or a trainer."""
@@ -440,6 +449,8 @@ class Fleet:
     """All engines of a test session, forked from one process that has imported vLLM."""
 
     folder: Path
+    triton: Path | None = None
+    """Where it lies: engines run Model Runner V2, in Triton's interpreter."""
     _shared: dict[EngineConfig, Engine] = field(default_factory=dict)
     _kept: set[EngineConfig] = field(default_factory=set)
     _engines: list[Engine] = field(default_factory=list)
@@ -449,10 +460,13 @@ class Fleet:
         # Paths of sockets must be short.
         self._sockets = tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp")
         listener = self._listen()
-        environment = {
-            **os.environ,
-            **ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
+        path = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, **ENVIRONMENT}
+        if self.triton is not None:
+            environment |= triton_interpreter.ENVIRONMENT
+            path.append(str(self.triton))
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(path),
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.engine
 NUM_REQUESTS = 50
 NUM_OUTPUT = 4
 PROMPTS = {f"r{n}": make_prompt(40 + 5 * n % 230, f"fault matrix {n}") for n in range(NUM_REQUESTS)}
-TIMES = {"lease_s": 4.0, "peer_timeout_s": 1.0, "step_load_timeout_s": 2.0, "load_timeout_s": 4.0}
+TIMES = {"lease_s": 2.0, "peer_timeout_s": 1.0, "step_load_timeout_s": 1.0, "load_timeout_s": 2.0}
+PRODUCER = {"transfer": TIMES, "num_blocks": 700}
+CONSUMER = {"transfer": {**TIMES, **EVERY_LAYER}, "num_blocks": 700}
 MOMENTS = ["arrival", "mid-push", "after the push"]
 
 
@@ -52,26 +54,20 @@ class Crowd:
             self.consumer.step()
 
 
-@pytest.fixture
-def producer(engines: Engines) -> Engine:
-    return engines.own("kv_producer", transfer=TIMES, num_blocks=700)
-
-
-@pytest.fixture
-def consumer(engines: Engines) -> Engine:
-    return engines.own("kv_consumer", transfer={**TIMES, **EVERY_LAYER}, num_blocks=700)
+def survivor(engines: Engines, role: str, options: dict[str, Any]) -> Engine:
+    """The same engine in each case, with nothing in its cache of the one before."""
+    engine = engines.shared(role, **options)
+    assert engine.reset_prefix_cache()
+    return engine
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_producer_is_lost(
-    engines: Engines,
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    number: signal.Signals,
-    moment: str,
+    engines: Engines, single: SingleEngine, number: signal.Signals, moment: str
 ) -> None:
+    producer = engines.own("kv_producer", **PRODUCER)
+    consumer = survivor(engines, "kv_consumer", CONSUMER)
     before = consumer.counts()
     crowd = Crowd(producer, consumer)
     crowd.reach(moment)
@@ -88,13 +84,10 @@ def test_producer_is_lost(
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_consumer_is_lost(
-    engines: Engines,
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    number: signal.Signals,
-    moment: str,
+    engines: Engines, single: SingleEngine, number: signal.Signals, moment: str
 ) -> None:
+    producer = survivor(engines, "kv_producer", PRODUCER)
+    consumer = engines.own("kv_consumer", **CONSUMER)
     before = producer.counts()
     crowd = Crowd(producer, consumer)
     crowd.reach(moment)

@@ -38,6 +38,9 @@ pytestmark = pytest.mark.engine
 Prompt = list[int]
 PromptOf = Callable[..., Prompt]
 NUM_OUTPUT = 300
+NUM_SHORT = 14
+NUM_LOOKS = 6
+"""Of the source, for each of its steps."""
 PATIENT = {"max_freeze_s": 60, "peer_timeout_s": 60}
 """Engines of tests share few cores, and are stepped by hand."""
 
@@ -164,43 +167,63 @@ def test_request_moves_while_it_runs(
     assert peer == len(prompt) + len(left.token_ids) - 1
 
 
-LONG_JSON = {
-    "type": "array",
-    "items": {"enum": ["x", "yes"]},
-    "minItems": 60,
-    "maxItems": 60,
-}
-LONG_REGEX = {"structured_outputs": {"regex": "(abc|abx){200}-[0-9]{4}"}, "ignore_eos": False}
-
-
-@pytest.mark.parametrize("name", ["seed", "penalties", "seed and penalties", "bad words and bias"])
-def test_tokens_are_those_of_one_engine(
-    either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf, name: str
+def test_each_kind_moves_at_each_token(
+    either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
 ) -> None:
-    expect_the_same(either, single, prompt_of(2 * BLOCK_SIZE + 5), **SAMPLING[name])
+    prompt = prompt_of(BLOCK_SIZE + 20)
+    text = single(prompt, NUM_SHORT).text
+    stop = {"stop": [text[len(text) // 2 :][:6], "never said"]}
+    kinds = {**SAMPLING, "stop string": stop}
+    cuts = cuts_with_the_same_tokens(either, single, prompt, kinds)
+    all_tokens = sum(len(single(prompt, NUM_SHORT, **kind).token_ids) for kind in kinds.values())
+    assert sum(map(len, cuts.values())) > all_tokens / 2
+    assert all(cuts.values())
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        LONG_REGEX,
-        {**SEED, **LONG_REGEX},
-        {"structured_outputs": {"json": LONG_JSON}, "ignore_eos": False},
-    ],
-    ids=["greedy", "seed", "json"],
-)
-def test_grammar_goes_on(
-    either: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf, more: dict[str, Any]
-) -> None:
-    expect_the_same(either, single, prompt_of(40), **more)
+def cuts_with_the_same_tokens(
+    engines: tuple[Engine, Engine], single: SingleEngine, prompt: Prompt, kinds: dict[str, Any]
+) -> dict[str, set[int]]:
+    """Short answers of these kinds move beside each other, at each of their tokens; where they were
+    cut."""
+    source, target = engines
+    all_expected = {name: single(prompt, NUM_SHORT, **kinds[name]) for name in kinds}
+    cuts: dict[str, set[int]] = {name: set() for name in kinds}
+    for cut in range(1, NUM_SHORT):
+        expected = {n: one for n, one in all_expected.items() if len(one.token_ids) > cut}
+        left, right = move_at(cut, source, target, prompt, {n: kinds[n] for n in expected})
+        for name, one in expected.items():
+            there = left[name].token_ids
+            assert there == one.token_ids[: len(there)], (name, cut)
+            if left[name].finish_reason != "abort":  # it has ended before
+                assert len(there) == len(one.token_ids)
+                continue
+            assert right[name].token_ids == one.token_ids, (name, cut)
+            assert (right[name].text, right[name].finish_reason) == (one.text, one.finish_reason)
+            cuts[name].add(len(there))
+        assert target.reset_prefix_cache()
+    return cuts
 
 
-def test_stop_string_is_found_across_the_cut(
-    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf
-) -> None:
-    prompt = prompt_of(40)
-    text = single(prompt, NUM_OUTPUT).text
-    expect_the_same(pair, single, prompt, stop=[text[-8:], "never said"])
+def move_at(
+    cut: int, source: Engine, target: Engine, prompt: Prompt, kinds: dict[str, Any]
+) -> tuple[dict[str, Answer], dict[str, Answer]]:
+    """Each when it has so many tokens; the two ends of their answers."""
+    for name, options in kinds.items():
+        source.add(name, prompt, NUM_SHORT, **options)
+    asked: set[str] = set()
+    left, right = dict[str, Answer](), dict[str, Answer]()
+    while len(left) < len(kinds):
+        for name, state in source.requests().items():
+            if state["num_output_tokens"] >= cut and name not in asked:
+                asked.add(name)
+                target.add(name, prompt, NUM_SHORT, coming(prompt, source, name), **kinds[name])
+        while any(state["status"] == "WAITING_FOR_KV" for state in target.requests().values()):
+            for _ in range(NUM_LOOKS):
+                source.counts()  # it answers, and computes nothing
+                right |= target.drive(2)
+            left |= source.drive(1)
+        left |= source.drive(1)
+    return left, right | target.run()
 
 
 def expect_the_same(
@@ -225,6 +248,8 @@ def test_drafts_go_on_from_the_known_tokens(
     prompt = (prompt_of(7) * 30)[:70]
     before = target.metrics()
     expect_the_same((source, target), single, prompt)
+    kinds = {"greedy": {}, "regex": SAMPLING["regex"]}
+    assert all(cuts_with_the_same_tokens((source, target), single, prompt, kinds).values())
     assert delta(before, target.metrics(), "accepted_tokens")
     # Nobody knows how often the source drew from the seed.
     source.add("s", prompt, 20, **SEED)
@@ -236,8 +261,10 @@ def test_drafts_go_on_from_the_known_tokens(
 def test_adapter_and_salt_go_on(engines: Engines, prompt_of: PromptOf, tmp_path: Path) -> None:
     pair = two(engines, llm=json.dumps(LORA))
     adapter = str(make_tiny_lora(tmp_path / "adapter", Path(pair[0].config.model), 3))
-    more = {"lora": adapter, "cache_salt": "salt"}
-    expect_the_same(pair, SingleEngine(pair[0]), prompt_of(70), **more)
+    kinds = {name: {**SAMPLING[name], "lora": adapter} for name in ("greedy", "seed")}
+    kinds["salt"] = {"cache_salt": "salt"}
+    cuts = cuts_with_the_same_tokens(pair, SingleEngine(pair[0]), prompt_of(70), kinds)
+    assert all(len(of_kind) > 4 for of_kind in cuts.values())
 
 
 def test_engines_with_a_pool(engines: Engines, single: SingleEngine, prompt_of: PromptOf) -> None:
@@ -384,20 +411,35 @@ def test_other_request_of_one_name_is_not_handed_over(
 def test_source_that_dies_leaves_no_request_waiting(
     engines: Engines, single: SingleEngine, prompt_of: PromptOf, num_steps: int
 ) -> None:
-    """It goes on if it was given the word, else it is refused, at once."""
+    """Requests of all kinds go on if it was given the word, else they are refused, at once, and go
+    on with what their clients have."""
     target = engines.shared("kv_both", transfer={**PATIENT, "load_timeout_s": 61})
     source = engines.own("kv_both", transfer={**PATIENT, "load_timeout_s": 60})
-    prompt = prompt_of(2 * BLOCK_SIZE + 5)
-    source.add("r", prompt, NUM_OUTPUT)
-    source.step_until("r", "num_output_tokens", 5)
-    target.add("r", prompt, NUM_OUTPUT, coming(prompt, source))
+    prompt, num_output = prompt_of(2 * BLOCK_SIZE + 5), 60
+    for name, options in SAMPLING.items():
+        source.add(name, prompt, num_output, **options)
+    source.step_until("seed and regex", "num_output_tokens", 5)
+    known: dict[str, list[int]] = {}
+
+    def step() -> None:
+        known.update((name, tokens[0]) for name, tokens in source.step().items())
+
+    step()
+    kinds = {name: SAMPLING[name] for name in source.requests()}  # others have ended
+    for name, options in kinds.items():
+        target.add(name, prompt, num_output, coming(prompt, source, name), **options)
     right = dict[str, Answer]()
     for _ in range(num_steps):
-        source.drive(1)
+        step()
         right |= target.drive(5)
     engines.kill(source)
     right |= target.run()
-    if "refused" in outcome_of(right["r"]):
-        assert outcome_of(right["r"])["refused"].startswith("move_")
-    else:
-        assert right["r"].token_ids == single(prompt, NUM_OUTPUT).token_ids
+    refused = [name for name in kinds if "refused" in outcome_of(right[name])]
+    for name in refused:
+        assert outcome_of(right[name])["refused"].startswith(("move_", "not_needed"))
+        again = begun(prompt, known[name])
+        target.add(f"{name} again", prompt, num_output, again, **SAMPLING[name])
+    answers = target.run()
+    for name, options in kinds.items():
+        answer = answers[f"{name} again"] if name in refused else right[name]
+        assert answer.token_ids == single(prompt, num_output, **options).token_ids, name

@@ -288,6 +288,31 @@ def test_output_blocks_come_from_the_pool(
     settle(engine)
 
 
+def test_each_kind_goes_on_from_the_pool_wherever_the_answer_was_cut(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    engine = engines.shared(
+        "kv_both", pool=POOL, pool_faults="get:ok*", transfer={"load_mode": "step"}
+    )
+    prompt = prompt_of(2 * BLOCK_SIZE + 20)
+    expected = {n: single(prompt, NUM_OUTPUT, **kind) for n, kind in SAMPLING.items()}
+    for kind in SAMPLING.values():
+        store(engine, prompt, NUM_OUTPUT, **kind)
+    for cut in range(1, NUM_OUTPUT):
+        names = [name for name in SAMPLING if len(expected[name].token_ids) > cut]
+        for name in names:
+            known = expected[name].token_ids[:cut]
+            engine.add(name, prompt, NUM_OUTPUT, begun(prompt, known), **SAMPLING[name])
+        answers = engine.run()
+        for name in names:
+            assert answers[name].token_ids == expected[name].token_ids, (name, cut)
+            assert answers[name].kv_transfer_params["resume"] == {"outcome": "exact"}
+            assert provenance(answers[name]).get("computed", 0) <= 20
+        assert any("dram" in provenance(answers[name]) for name in names)
+        settle(engine)
+        assert engine.reset_prefix_cache()
+
+
 # What is refused.
 
 

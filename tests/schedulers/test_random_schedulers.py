@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random operations on the real schedulers, with simulated workers: see ``test_scheduler_hooks``.
+"""Random operations on the real schedulers, with simulated workers.
 
 Many more rounds than in ``stress`` in a second, which has what this has not: real KV, pieces that
 come one by one, a pool, every kind of sampling.
@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.integration.stress.rounds import OPERATIONS
-from tests.integration.test_move_faults import SHAPES, coming
-from tests.integration.test_scheduler_hooks import (  # noqa: F401
+from tests.schedulers.harness import (
     BLOCK_SIZE,
     POLL_LIMIT_S,
     SPEC,
@@ -26,12 +26,11 @@ from tests.integration.test_scheduler_hooks import (  # noqa: F401
     WINDOW,
     Engine,
     Engines,
-    _hasher,
-    base_config,
-    engines,
+    hasher,
     prompt_of,
     right_token,
 )
+from tests.schedulers.test_move_faults import SHAPES, coming
 from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.pool.link import PoolLink
@@ -82,7 +81,7 @@ class SimulatedPool:
         self._link.listen(str(self._folder.path / "pool"))
         address = str(self._folder.path / "pool"), 4
         executor = SimpleNamespace(collective_rpc=lambda method: [address])
-        core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=_hasher)
+        core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=hasher)
         engine.scheduler.pd.on_engine_started(core)
         execute, run = self._worker.execute, self._worker.run
 
@@ -171,17 +170,19 @@ class Rounds:
 
     def __init__(
         self,
-        engines: Engines,  # noqa: F811
+        engines: Engines,
         seed: int,
         num_blocks: tuple[int, ...] = (20, 24, 40),
         specs: tuple[Any, ...] = (),
         pool: dict[str, Any] | None = None,
+        num_drafts: int = 0,
     ) -> None:
         self._draw = draw = Random(seed)
         options: dict[str, Any] = {
             "num_blocks": draw.choice(num_blocks),
             "specs": specs,
             "pool": pool,
+            "num_drafts": num_drafts,
             "scheduler_fields": {
                 "max_num_batched_tokens": 64,
                 "policy": draw.choice(["fcfs", "priority"]),
@@ -197,7 +198,7 @@ class Rounds:
         self._prefiller.worker.peers.append(self._decoder.worker)
         self._both = (self._prefiller, self._decoder)
         self._failure_rate = 0.0
-        self._num_sampled = [1] if STATE in specs else [1, 1, 1, 4]
+        self._num_sampled = [1] if any(isinstance(s, MambaSpec) for s in specs) else [1, 1, 1, 4]
         """Tokens of a request at the prefiller."""
         for engine in self._both:
             engine.worker.cause_of = lambda load: self._cause()
@@ -212,6 +213,11 @@ class Rounds:
         """Requests that have moved away, and whether another engine is known to have them."""
         self.num_moved = 0
         self._stems = [draw.choices(range(300, 2000), k=max(LENGTHS)) for _ in range(3)]
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts."""
+        return sum(engine.worker.num_accepted for engine in self._both)
 
     def run(self, operations: dict[str, int] = OPERATIONS) -> None:
         draw = self._draw
@@ -390,7 +396,7 @@ class Rounds:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_operations(engines: Engines, seed: int) -> None:  # noqa: F811
+def test_random_operations(engines: Engines, seed: int) -> None:
     rounds = Rounds(engines, seed)
     for _ in range(NUM_ROUNDS):
         rounds.run()
@@ -399,7 +405,7 @@ def test_random_operations(engines: Engines, seed: int) -> None:  # noqa: F811
 @pytest.mark.parametrize("window", [2, 32, 40])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_with_windows(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     seed: int,
     window: int,
 ) -> None:
@@ -409,16 +415,25 @@ def test_random_operations_with_windows(
         rounds.run()
 
 
+POOLED = {
+    "whole": (SPEC,),
+    "narrow": (SPEC, replace(WINDOW, sliding_window=17)),
+    "wide": (SPEC, replace(WINDOW, sliding_window=40)),
+    "states": (SPEC, STATE, STATE),
+    "all kinds": (WINDOW, STATE, SPEC),
+}
+"""KV cache groups."""
+
+
 @pytest.mark.parametrize("save", ["write_through", "eviction"])
-@pytest.mark.parametrize("window", [0, 17, 40])
+@pytest.mark.parametrize("specs", POOLED.values(), ids=POOLED)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_operations_with_a_pool(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     seed: int,
-    window: int,
+    specs: tuple[Any, ...],
     save: str,
 ) -> None:
-    specs = (SPEC, replace(WINDOW, sliding_window=window)) if window else (SPEC,)
     pool = {"load": "all", "lookup_timeout_ms": 5000, "save": save}
     rounds = Rounds(engines, seed, (40, 48, 64), specs, pool)
     try:
@@ -437,7 +452,7 @@ def test_random_operations_with_a_pool(
 @pytest.mark.parametrize("specs", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_operations_with_moves(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     seed: int,
     specs: tuple[Any, ...],
 ) -> None:
@@ -452,10 +467,30 @@ def test_random_operations_with_moves(
 @pytest.mark.parametrize("more", [(), (STATE,), (WINDOW,)], ids=["one", "two", "windows"])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_operations_with_states(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     seed: int,
     more: tuple[Any, ...],
 ) -> None:
     rounds = Rounds(engines, seed, (40, 48, 64), (SPEC, STATE, *more))
     for _ in range(NUM_ROUNDS):
         rounds.run()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(), (WINDOW,), (STATE,), (STATE, WINDOW)],
+    ids=["one", "windows", "states", "three"],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_with_drafts(
+    engines: Engines,
+    seed: int,
+    more: tuple[Any, ...],
+) -> None:
+    num_drafts = 1 + seed % 3
+    specs = [replace(s, num_speculative_blocks=num_drafts) if s is STATE else s for s in more]
+    rounds = Rounds(engines, seed, (40, 48, 64), (SPEC, *specs), num_drafts=num_drafts)
+    operations = OPERATIONS if STATE in more else {**OPERATIONS, "alone": 20, "move": 20}
+    for _ in range(NUM_ROUNDS):
+        rounds.run(operations)
+    assert rounds.num_accepted

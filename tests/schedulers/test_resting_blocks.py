@@ -5,15 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.test_scheduler_hooks import (  # noqa: F401
-    Engine,
-    Engines,
-    Step,
-    base_config,
-    engines,
-    producer,
-    prompt_of,
-)
+from tests.schedulers.harness import Engine, Engines, Step, prompt_of
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause
 
@@ -23,13 +15,13 @@ NUM_BLOCKS = 17
 
 
 @pytest.fixture
-def consumer(engines: Engines) -> Engine:  # noqa: F811
+def consumer(engines: Engines) -> Engine:
     """Of an engine with ``protocol`` ascend, as far as the scheduler is concerned."""
     return engines.make("kv_consumer", num_blocks=NUM_BLOCKS, protocol="ascend")
 
 
 @pytest.fixture
-def producer(engines: Engines) -> Engine:  # noqa: F811
+def producer(engines: Engines) -> Engine:
     return engines.make("kv_producer", protocol="ascend")
 
 
@@ -174,7 +166,7 @@ def test_tail_that_gave_its_memory_back_is_computed(
 
 
 def test_engines_that_disagree_how_late_a_write_may_come_load_nothing(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     producer: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

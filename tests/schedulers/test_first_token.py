@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first token comes from the producer, in the real schedulers: see ``test_scheduler_hooks``."""
+"""The first token comes from the producer, in the real schedulers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
-from tests.integration.test_scheduler_hooks import (  # noqa: F401
+from tests.schedulers.harness import (
     BLOCK_SIZE,
+    SPEC,
+    STATE,
     Engine,
     Engines,
-    base_config,
-    engines,
     fail_all,
     prompt_of,
     right_token,
@@ -30,17 +31,17 @@ LENGTHS = [2, 15, 16, 17, 33, 96, 97, 100]
 
 
 @pytest.fixture
-def producer(engines: Engines) -> Engine:  # noqa: F811
+def producer(engines: Engines) -> Engine:
     return engines.make("kv_producer", first_token="auto")
 
 
 @pytest.fixture
-def consumer(producer: Engine, engines: Engines) -> Engine:  # noqa: F811
+def consumer(producer: Engine, engines: Engines) -> Engine:
     return engines.make("kv_consumer", first_token="auto")
 
 
 @pytest.fixture
-def parking(producer: Engine, engines: Engines) -> Engine:  # noqa: F811
+def parking(producer: Engine, engines: Engines) -> Engine:
     return engines.make("kv_consumer", first_token="auto", load_mode="park")
 
 
@@ -126,6 +127,30 @@ def test_first_of_several_tokens_of_the_producer(producer: Engine, consumer: Eng
     params = producer.prefill("p", prompt_of(40), max_tokens=3)
     consumer.add("c", prompt_of(40), params, max_tokens=4)
     consumer.run_to_end()
+    consumer.expect_tokens("c", 4)
+
+
+@pytest.mark.parametrize("num_blocks", range(14, 18))
+def test_drafts_behind_a_loaded_prompt_have_room_or_wait(engines: Engines, num_blocks: int) -> None:
+    """The state behind the prompt is in one block, and those behind the drafts are in the next."""
+    num_drafts = 3
+    options: dict[str, Any] = {
+        "first_token": "auto",
+        "specs": (SPEC, replace(STATE, num_speculative_blocks=num_drafts)),
+        "num_drafts": num_drafts,
+    }
+    producer = engines.make("kv_producer", **options)
+    consumer = engines.make("kv_consumer", num_blocks=num_blocks, **options)
+    params = producer.prefill("p", prompt_of(BLOCK_SIZE - 1))
+    request = consumer.add("c", prompt_of(BLOCK_SIZE - 1), params, max_tokens=4)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.add("other", prompt_of(20, start=500), max_tokens=20)
+    consumer.run(lambda: bool(consumer.tokens["other"]))
+    (load_id,) = consumer.worker.parked
+    consumer.worker.end_parked(load_id)
+    consumer.schedule_until_admitted(request)
+    consumer.run_to_end()
+    consumer.expect_tokens("other", 20)
     consumer.expect_tokens("c", 4)
 
 
@@ -469,7 +494,7 @@ def test_samples_of_one_request_have_tokens_of_their_own(
 
 
 @pytest.mark.parametrize("who", ["producer", "consumer"])
-def test_either_side_can_switch_it_off(engines: Engines, who: str) -> None:  # noqa: F811
+def test_either_side_can_switch_it_off(engines: Engines, who: str) -> None:
     modes = {"producer": "auto", "consumer": "auto", who: "compute"}
     producer = engines.make("kv_producer", first_token=modes["producer"])
     consumer = engines.make("kv_consumer", first_token=modes["consumer"])

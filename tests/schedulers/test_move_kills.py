@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twenty requests move at once, and source, target or router dies within: each answer is whole.
+"""Twenty requests move at once, and source, target or router dies within, or stops for a while, or
+nothing comes through between source and target: each answer is whole.
 
 In the real schedulers with real control threads between them; workers are simulated. Who has the
 tokens of an answer that nobody goes on with resumes it at a third engine, as the router does.
@@ -7,13 +8,23 @@ tokens of an answer that nobody goes on with resumes it at a third engine, as th
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.integration.test_move_faults import (  # noqa: F401
+from tests.schedulers.harness import (
+    BLOCK_SIZE,
+    POLL_LIMIT_S,
+    Engine,
+    Engines,
+    prompt_of,
+    right_token,
+)
+from tests.schedulers.test_move_faults import (  # noqa: F401
     KINDS,
     PATIENCE,
     QUICK,
@@ -21,35 +32,49 @@ from tests.integration.test_move_faults import (  # noqa: F401
     coming,
     shape,
 )
-from tests.integration.test_scheduler_hooks import (  # noqa: F401
-    BLOCK_SIZE,
-    POLL_LIMIT_S,
-    Engine,
-    Engines,
-    base_config,
-    engines,
-    prompt_of,
-    right_token,
-)
 from vllm_ascend_pd.resume import ResumeKey
 from vllm_ascend_pd.types import Cause
 
 NUM_REQUESTS = 20
+QUICKER = {name: value / 2 for name, value in QUICK.items()}
 NUM_OUTPUT = 120
 NUM_PROMPT = 3 * BLOCK_SIZE + 5
 PROMPTS = [prompt_of(NUM_PROMPT, 1000 + 100 * i) for i in range(NUM_REQUESTS)]
 RIGHT = [right_token(NUM_PROMPT + i) for i in range(NUM_OUTPUT)]
 
 
+class Line(Wire):
+    """Between engines: a message of one kind is met, and later nothing comes through."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: str) -> None:
+        super().__init__(patch, kind, "")
+        self._held: list[Callable[[], None]] = []
+        self.is_held = self.is_cut = False
+
+    def _meet(self, reactor: Any, deliver: Callable[[], None], frame: bytes) -> None:
+        if self.is_held:
+            self._held.append(partial(reactor.submit, deliver))
+        elif not self.is_cut:
+            super()._meet(reactor, deliver, frame)
+
+    def let_go(self) -> None:
+        """All that was held comes now."""
+        self.is_held = False
+        for deliver in self._held:
+            deliver()
+        self._held.clear()
+
+
 class Crowd:
     """Requests ``r0, r1, …`` of the source become ``t0, t1, …`` of the target."""
 
-    def __init__(self, engines: Engines, **transfer: float) -> None:  # noqa: F811
+    def __init__(self, engines: Engines, **transfer: float) -> None:
         self._engines = engines
         fields = {"max_num_seqs": NUM_REQUESTS}
         make = partial(engines.make, "kv_both", 512, fields, **transfer)
         self.source, self.target, self.third = make(), make(), make()
         self.alive = [self.source, self.target]
+        self.stopped: Engine | None = None
         self._num_turns = 0
 
     def begin(self) -> None:
@@ -72,6 +97,8 @@ class Crowd:
         """One of each engine that is alive; no step of both computes a request."""
         self._num_turns += 1
         for engine in self.alive:
+            if engine is self.stopped:
+                continue
             has_news = engine.scheduler.pd.has_pending_work()
             if engine is self.source and not has_news and self._num_turns % 30:
                 continue
@@ -86,25 +113,34 @@ class Crowd:
             elif grant.num_ready >= (load.num_awaited or 0):
                 self.target.worker.end_parked(load_id)
 
-    def run(self, wire: Wire, who: str) -> None:
-        """Until all have ended; ``who`` dies once the message is on its way."""
+    def run(self, line: Line, what: str, stop_s: float) -> None:
+        """Until all have ended; this happens once the message is on its way."""
         deadline = time.monotonic() + POLL_LIMIT_S
-        has_died = False
+        has_happened, goes_on_at = False, math.inf
         while any(engine.scheduler.requests for engine in self.alive):
             self.step()
-            if wire.has_met and not has_died:
-                has_died = True
-                self._die(who)
+            if line.has_met and not has_happened:
+                has_happened = True
+                self._let_happen(line, what)
+                goes_on_at = time.monotonic() + stop_s
+            if time.monotonic() >= goes_on_at:
+                self.stopped, goes_on_at = None, math.inf
+                line.let_go()
             assert time.monotonic() < deadline, [engine.counts() for engine in self.alive]
         self.step()
 
-    def _die(self, who: str) -> None:
-        if who == "router":  # and with it the connections of both engines
+    def _let_happen(self, line: Line, what: str) -> None:
+        if what == "router dies":  # and with it the connections of both engines
             for i in range(NUM_REQUESTS):
                 self.source.abort(f"r{i}")
                 self.target.abort(f"t{i}")
+        elif what.endswith("dies"):
+            self.kill(self.source if what == "source dies" else self.target)
+        elif what.endswith("stops"):  # and does not answer
+            self.stopped = self.source if what == "source stops" else self.target
+            line.is_held = True
         else:
-            self.kill(self.source if who == "source" else self.target)
+            line.is_cut = True
 
     def answer(self, i: int) -> list[int]:
         """What the client of one request gets in the end."""
@@ -128,21 +164,44 @@ class Crowd:
 
 @pytest.mark.parametrize("shape", ["full", "states"], indirect=True)
 @pytest.mark.usefixtures("shape")
-@pytest.mark.parametrize("who", ["source", "target", "router"])
+@pytest.mark.parametrize("what", ["source dies", "target dies", "router dies"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whoever_dies_each_answer_is_whole_and_nothing_is_left(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
-    who: str,
+    what: str,
 ) -> None:
-    for patience in PATIENCE:
-        wire = Wire(monkeypatch, kind, "")
-        crowd = Crowd(engines, **{name: patience * value for name, value in QUICK.items()})
-        crowd.begin()
-        crowd.run(wire, who)
-        if wire.has_met:
-            break
-    assert wire.has_met
-    if who != "router":  # without it no client is left
+    crowd = crowd_to_which_happens(what, kind, engines, monkeypatch)
+    if what != "router dies":  # without it no client is left
         assert [crowd.answer(i) for i in range(NUM_REQUESTS)] == [RIGHT] * NUM_REQUESTS
+
+
+@pytest.mark.parametrize("what", ["source stops", "target stops", "line is cut"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whoever_stops_for_longer_than_is_waited_each_answer_is_whole(
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    what: str,
+) -> None:
+    """What it finds when it goes on is another's, or its own still."""
+    crowd = crowd_to_which_happens(what, kind, engines, monkeypatch)
+    assert [crowd.answer(i) for i in range(NUM_REQUESTS)] == [RIGHT] * NUM_REQUESTS
+
+
+def crowd_to_which_happens(
+    what: str,
+    kind: str,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Crowd:
+    for patience in PATIENCE:
+        line = Line(monkeypatch, kind)
+        waits = {name: patience * value for name, value in QUICKER.items()}
+        crowd = Crowd(engines, **waits)
+        crowd.begin()
+        crowd.run(line, what, 1.2 * max(waits.values()))
+        if line.has_met:
+            return crowd
+    raise AssertionError("the message was never sent")

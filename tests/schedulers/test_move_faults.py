@@ -6,6 +6,7 @@ In the real schedulers with real control threads between them; workers are simul
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from tests.integration.test_scheduler_hooks import (  # noqa: F401
+from tests.schedulers.harness import (
     BLOCK_SIZE,
     POLL_LIMIT_S,
     SPEC,
@@ -23,8 +24,6 @@ from tests.integration.test_scheduler_hooks import (  # noqa: F401
     WINDOW,
     Engine,
     Engines,
-    base_config,
-    engines,
     prompt_of,
     right_token,
 )
@@ -52,7 +51,7 @@ PATIENCE = 1, 5, 25
 
 
 @pytest.fixture(params=SHAPES)
-def shape(request: pytest.FixtureRequest, engines: Engines) -> str:  # noqa: F811
+def shape(request: pytest.FixtureRequest, engines: Engines) -> str:
     """That of the engines of this test."""
     engines.specs = SHAPES[request.param]
     return request.param
@@ -105,7 +104,7 @@ class Wire:
 class Move:
     """Request ``r`` of the source becomes ``t`` of the target."""
 
-    def __init__(self, engines: Engines, **transfer: Any) -> None:  # noqa: F811
+    def __init__(self, engines: Engines, **transfer: Any) -> None:
         self.source = engines.make("kv_both", **transfer)
         self.target = engines.make("kv_both", **transfer)
         self.source.worker.peers.append(self.target.worker)
@@ -117,6 +116,8 @@ class Move:
         self.loads: list[LoadSpec] = []
         """Of the target."""
         self.loads_end = True
+        self.answers_only: Callable[[], bool] = lambda: False
+        """Whether the source makes no step."""
         self._num_turns = 0
 
     def begin(self, num_output: int = NUM_OUTPUT, num_known: int = 3) -> None:
@@ -133,7 +134,8 @@ class Move:
         self._num_turns += 1
         for engine in self.source, self.target:
             has_news = engine.scheduler.pd.has_pending_work()
-            if engine is self.source and not has_news and self._num_turns % 30:
+            is_slow = not has_news and self._num_turns % 30
+            if engine is self.source and (is_slow or self.answers_only()):
                 continue
             if not (engine.scheduler.has_requests() or engine.in_flight):
                 continue
@@ -225,7 +227,7 @@ class Move:
 
 def move_that_meets(
     wire: Wire,
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     act: Callable[[Move], object] | None = None,
 ) -> Move:
     """A move that both have ended, and of which ``wire`` has met its message."""
@@ -250,7 +252,7 @@ KINDS = ["open", "extended", "extend", "freeze", "frozen", "ready", "go"]
 
 
 @EACH_SHAPE
-def test_lease_grows_by_what_is_not_written_any_more(engines: Engines) -> None:  # noqa: F811
+def test_lease_grows_by_what_is_not_written_any_more(engines: Engines) -> None:
     """By full blocks while the request runs; by the tail, too, when it has stopped."""
     move = Move(engines, **QUICK)
     move.begin()
@@ -276,7 +278,7 @@ def use_all_blocks(engine: Engine, beside: str = "", times: int = 1) -> None:
 
 @pytest.mark.parametrize("num_known", [3, 13, 14, 15])
 def test_windows_slide_while_they_are_copied(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     num_known: int,
 ) -> None:
     """What they leave behind is not another request's before it is there; no block is loaded twice,
@@ -308,7 +310,7 @@ def test_windows_slide_while_they_are_copied(
 
 
 def test_question_that_comes_again_gives_nothing_up(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What its first answer has told of is still copied."""
@@ -341,7 +343,7 @@ def test_question_that_comes_again_gives_nothing_up(
 
 @pytest.mark.parametrize("num_known", [3, 13, 14, 15])
 def test_request_goes_on_from_the_last_boundary_where_it_is_preempted(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     num_known: int,
 ) -> None:
     """Its state there comes along, and before it is stopped."""
@@ -364,7 +366,7 @@ def test_request_goes_on_from_the_last_boundary_where_it_is_preempted(
 
 @EACH_SHAPE
 def test_request_that_computes_its_output_again_does_not_move(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
 ) -> None:
     """After a preemption: its windows and states are behind what is known of it."""
     move = Move(engines, scheduler_fields={"max_num_batched_tokens": BLOCK_SIZE}, **QUICK)
@@ -393,7 +395,7 @@ def test_request_that_computes_its_output_again_does_not_move(
 @pytest.mark.parametrize("fate", ["lost", "twice", "late"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_becomes_of_a_message_one_engine_computes(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     fate: str,
@@ -435,7 +437,7 @@ ACTS: dict[str, Callable[[Move], object]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act", ACTS)
 def test_whatever_happens_meanwhile_one_engine_computes(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     monkeypatch: pytest.MonkeyPatch,
     act: str,
     kind: str,
@@ -454,7 +456,7 @@ def test_whatever_happens_meanwhile_one_engine_computes(
 @EACH_SHAPE
 @pytest.mark.parametrize("kind", KINDS)
 def test_client_of_the_source_leaves(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
@@ -467,7 +469,7 @@ def test_client_of_the_source_leaves(
 @EACH_SHAPE
 @pytest.mark.parametrize("num_output", range(4, 60, 5))
 def test_request_that_ends_meanwhile_is_not_needed(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     num_output: int,
 ) -> None:
     """Wherever the answer ends: it is whole at one of them."""
@@ -478,7 +480,7 @@ def test_request_that_ends_meanwhile_is_not_needed(
     assert move.outcome in ("exact", "not_needed")
 
 
-def test_two_engines_ask_for_one_request(engines: Engines) -> None:  # noqa: F811
+def test_two_engines_ask_for_one_request(engines: Engines) -> None:
     """One of them has it."""
     move = Move(engines, **QUICK)
     third = engines.make("kv_both", **QUICK)
@@ -502,8 +504,52 @@ def test_two_engines_ask_for_one_request(engines: Engines) -> None:  # noqa: F81
     ]
 
 
+def test_request_that_has_moved_is_not_given_again(
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another engine asks for it before its client has been told that it has moved."""
+    wire = Wire(monkeypatch, "ready", "")
+    move = Move(engines, peer_timeout_s=60, max_freeze_s=60)
+    third = engines.make("kv_both", peer_timeout_s=60)
+    third.warm("w", PROMPT)
+    move.answers_only = lambda: wire.has_met
+    move.begin()
+    while not move.is_here:
+        move.step()
+    params = {"resume": move.resume}
+    third.add("u", PROMPT, params, max_tokens=NUM_OUTPUT, temperature=0)
+    while third.scheduler.has_requests():
+        third.step()
+        move.source.counts()  # it answers
+    assert third.params["u"] == {"resume": {"refused": "not_needed"}}
+    move.answers_only = lambda: False
+    move.run()
+    move.expect_one_answer()
+    assert (move.outcome, move.has_left) == ("exact", True)
+
+
+@EACH_SHAPE
+def test_reset_before_the_client_of_a_moved_request_is_told(
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it had here is in nobody's way."""
+    wire = Wire(monkeypatch, "ready", "")
+    move = Move(engines, peer_timeout_s=60, max_freeze_s=60)
+    move.answers_only = lambda: wire.has_met
+    move.begin()
+    while not move.is_here:
+        move.step()
+    assert move.source.scheduler.reset_prefix_cache(reset_running_requests=True)
+    move.answers_only = lambda: False
+    move.run()
+    move.expect_one_answer()
+    assert (move.outcome, move.has_left) == ("exact", True)
+
+
 def test_request_that_cannot_be_described_is_not_half_begun(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What raises is a bug, and leaves nothing that waits."""
@@ -521,7 +567,7 @@ def test_request_that_cannot_be_described_is_not_half_begun(
 
 
 def test_engine_that_others_reach_believes_no_unsigned_tokens(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
 ) -> None:
     """Without a secret, anybody could have said them."""
     engine = engines.make("kv_consumer", at="192.0.2.1")
@@ -537,7 +583,7 @@ ASYNC = pytest.mark.parametrize("engines", [AsyncScheduler], ids=["async"], indi
 @EACH_SHAPE
 @ASYNC
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_steps_in_flight_are_waited_for(engines: Engines, num_steps: int) -> None:  # noqa: F811
+def test_steps_in_flight_are_waited_for(engines: Engines, num_steps: int) -> None:
     move = Move(engines, **{name: 5 * value for name, value in QUICK.items()})
     move.num_in_flight = num_steps
     move.begin()
@@ -549,9 +595,25 @@ def test_steps_in_flight_are_waited_for(engines: Engines, num_steps: int) -> Non
 @EACH_SHAPE
 @ASYNC
 def test_requests_move_to_and_fro_and_nothing_is_left_of_a_turn(
-    engines: Engines,  # noqa: F811
+    engines: Engines,
 ) -> None:
     """A thousand times between the same engines."""
     move = Move(engines, num_blocks=NUM_BLOCKS, peer_timeout_s=60, max_freeze_s=60)
+    sizes = []
     for name in "abcde":
         move.to_and_fro(name)
+        sizes.append(num_held())
+    assert sizes[-1] - sizes[1] < NUM_TURNS, sizes
+
+
+def num_held() -> int:
+    """Objects of ours, and what is in their containers."""
+    gc.collect()
+    ours = [one for one in gc.get_objects() if type(one).__module__.startswith("vllm_ascend_pd.")]
+    held: dict[int, int] = {}
+    fields = gc.get_referents(*ours)
+    while fields:
+        new = [f for f in fields if isinstance(f, dict | set | list | tuple) and id(f) not in held]
+        held |= {id(one): len(one) for one in new}
+        fields = gc.get_referents(*new)
+    return len(ours) + sum(held.values())

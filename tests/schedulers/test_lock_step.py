@@ -19,13 +19,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineShutdownState
 from vllm.v1.request import Request
 
-from tests.integration.test_scheduler_hooks import (  # noqa: F401
-    Engine,
-    Engines,
-    _hasher,
-    base_config,
-    prompt_of,
-)
+from tests.schedulers.harness import Engine, Engines, hasher, prompt_of
 from tests.unit.engine.test_registrar import until as wait_until
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 
@@ -63,7 +57,7 @@ class Rank(DPEngineCoreProc):
         self.input_queue, self.output_queue = queue.Queue(), queue.Queue()
         self.aborts_queue = queue.Queue()
         self.model_executor: Any = SimpleNamespace(is_sleeping=False)
-        self.request_block_hasher = _hasher
+        self.request_block_hasher = hasher
         self.batch_queue = self.eep_scaling_state = None
         self.engines_running = self.pending_pause = self.ignore_start_dp_wave = False
         self.publish_dp_lb_stats = self.log_stats = self.enable_fault_tolerance = False
@@ -106,7 +100,7 @@ class Rank(DPEngineCoreProc):
         """As the front end does it for the first request of a wave: the other rank is told."""
         extra = {"kv_transfer_params": params} if params is not None else None
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        request = Request(request_id, prompt_of(40), sampling, None, block_hasher=_hasher)
+        request = Request(request_id, prompt_of(40), sampling, None, block_hasher=hasher)
         self.engine.requests[request_id], self.engine.tokens[request_id] = request, []
         self.input_queue.put((EngineCoreRequestType.ADD, (request, self.current_wave)))
         self.other.start_wave()
@@ -123,7 +117,7 @@ class Rank(DPEngineCoreProc):
 
 
 @pytest.fixture
-def ranks(base_config: Any) -> Iterator[tuple[Rank, Rank]]:  # noqa: F811
+def ranks(base_config: Any) -> Iterator[tuple[Rank, Rank]]:
     engines, group = Engines(Scheduler, base_config), Group()
     first, second = (Rank(rank, engines.make("kv_both"), group) for rank in (0, 1))
     first.other, second.other = second, first

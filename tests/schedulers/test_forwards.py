@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that another engine computes, while their clients stay: the client gets each token once,
+whatever becomes of a message, of either engine, and of the client; and nothing is left.
+
+In the real schedulers with real control threads between them; workers are simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from vllm import SamplingParams
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from tests.schedulers.harness import NUM_BLOCKS, POLL_LIMIT_S, Engine, Engines, hasher, prompt_of
+from tests.schedulers.test_move_faults import KINDS, NUM_OUTPUT, PROMPT, QUICK, Wire
+from vllm_ascend_pd.engine.scheduler import forwards_in, forwards_out
+from vllm_ascend_pd.engine.scheduler.content import Content
+from vllm_ascend_pd.engine.scheduler.forwards_in import ForwardsIn
+from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
+from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.engine.scheduler.supported import check_config
+from vllm_ascend_pd.engine.vllm_api.guests import encode_request, make_guest, read_request
+from vllm_ascend_pd.errors import ConfigError, TransferError
+
+ALL_KINDS = [*KINDS, "take", "more", "told"]
+PATIENT = {name: 25 * seconds for name, seconds in QUICK.items()}
+"""Where nothing is lost, and a slow host must not be taken for a fault."""
+
+
+class Core:
+    """What of the target's engine core takes a guest."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.scheduler = engine.scheduler
+
+    def preprocess_add_request(self, sent: Any) -> tuple[Request, int]:
+        return Request.from_engine_core_request(sent, hasher), 0
+
+    def add_request(self, request: Request) -> None:
+        self._engine.requests[request.request_id] = request
+        self._engine.tokens[request.request_id] = []
+        self._engine.scheduler.add_request(request)
+
+
+class Pair:
+    """The source is about to end and has one peer."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        folder: Path,
+        secret: bool = True,
+        target: Engine | None = None,
+        num_blocks: int = NUM_BLOCKS,
+        times: dict[str, float] = PATIENT,
+    ) -> None:
+        path = folder / "secret"
+        path.write_text("of both engines " * 4)
+        path.chmod(0o600)
+        ours = str(path)
+        self.target = target or engines.make(
+            "kv_both", num_blocks, secret_file=ours if secret else None, **times
+        )
+        port = self.target.scheduler.pd.part(Producer).endpoint.port
+        peers = {"peers": [f"127.0.0.1:{port}"]}
+        self.source = engines.make("kv_both", secret_file=ours, forward=peers, **times)
+        self.source.scheduler.log_stats = False  # what is counted stays to be looked at
+        self.target.worker.peers.append(self.source.worker)
+        self.guests = self.target.scheduler.pd.part(ForwardsIn)
+        self.guests.engine_core = lambda: Core(self.target)
+        self.forwards = self.source.scheduler.pd.part(ForwardsOut)
+        self.states: list[str] = []
+        self._num_turns = 0
+        self._away: set[str] = set()
+        """Before the last step."""
+
+    def begin(self, *names: str, num_output: int = NUM_OUTPUT) -> None:
+        for name in names or ("r",):
+            self.source.add(name, PROMPT, max_tokens=num_output, temperature=0.0)
+        self.source.run(lambda: all(len(tokens) >= 3 for tokens in self.source.tokens.values()))
+        self.forwards.is_ending = lambda: True
+
+    def step(self, with_target: bool = True) -> None:
+        self._num_turns += 1
+        if self.source.scheduler.pd.has_pending_work() or not self._num_turns % 30:
+            away = [n for n, r in self.source.requests.items() if self.forwards.holds(r)]
+            step = self.source.step()
+            assert step.output.num_scheduled_tokens.keys().isdisjoint(away)
+            # One that has just come back is in this step again, as a new one.
+            still_away = self._away.intersection(away)
+            assert still_away.isdisjoint(self.source.worker.requests), "it has ended for the worker"
+            self._away = set(away)
+            self.note()
+        if with_target:
+            self.target.scheduler.pd.has_pending_work()
+            if self.target.scheduler.has_requests() or self.target.in_flight:
+                self.target.step()
+            for load_id, load in list(self.target.worker.parked.items()):
+                grant = self.target.worker.grant_of(load)
+                if grant is None and not self.source.scheduler.requests:
+                    self.target.worker.end_parked(load_id, "lease_expired")
+                elif grant is not None and grant.num_ready >= (load.num_awaited or 0):
+                    self.target.worker.end_parked(load_id)
+
+    def note(self) -> None:
+        for forward in self.forwards.forwards.values():
+            if forward.state.name not in self.states[-1:]:
+                self.states.append(forward.state.name)
+
+    def run(
+        self, wire: Wire | None = None, act: Callable[[Pair], object] | None = None
+    ) -> dict[str, float]:
+        """Until the source's requests have ended; how the forwards did. ``act`` once the message is
+        on its way."""
+        deadline = time.monotonic() + POLL_LIMIT_S
+        while self.source.scheduler.requests:
+            self.step()
+            if wire is not None and wire.has_met and act is not None:
+                act(self)
+                act = None
+            assert time.monotonic() < deadline, (self.source.counts(), self.target.counts())
+        self.source.run_to_end()
+        while self.target.scheduler.requests or self.guests.counts()["guests"]:
+            self.step()
+            assert time.monotonic() < deadline, (self.source.counts(), self.target.counts())
+        values = self.source.scheduler.pd.common.stats.values
+        return {n.partition("/")[2]: v for n, v in values.items() if n.startswith("forwards/")}
+
+    def expect_whole(self, num_output: int = NUM_OUTPUT) -> None:
+        for name in self.source.requests:
+            self.source.expect_tokens(name, num_output)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards_out, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(forwards_in, "ANSWER_S", 0.1)
+
+
+def test_client_gets_what_another_engine_computes(engines: Engines, tmp_path: Path) -> None:
+    pair = Pair(engines, tmp_path)
+    pair.begin()
+    assert pair.run() == {"ended": 1}
+    pair.expect_whole()
+    assert pair.states == ["ASKED", "AWAY"]
+    (guest,) = pair.target.requests.values()
+    assert guest.num_output_tokens == NUM_OUTPUT
+
+
+def test_many_go_at_once(engines: Engines, tmp_path: Path) -> None:
+    pair = Pair(engines, tmp_path, num_blocks=192)
+    pair.begin(*"abcdef")
+    outcomes = pair.run()
+    pair.expect_whole()
+    assert sum(outcomes.values()) == 6
+    assert outcomes["ended"] >= 4, outcomes
+
+
+def test_guest_goes_on_to_a_third_engine(engines: Engines, tmp_path: Path) -> None:
+    """Where its target ends, too."""
+    last = Pair(engines, tmp_path)
+    first = Pair(engines, tmp_path, target=last.source)
+    first.begin()
+    deadline = time.monotonic() + POLL_LIMIT_S
+    while first.source.scheduler.requests:
+        assert time.monotonic() < deadline, [engine.counts() for engine in engines.made]
+        first.step()
+        last.step()
+        if first.forwards.holds(first.source.requests["r"]):
+            last.forwards.is_ending = lambda: True
+    first.expect_whole()
+    assert first.states == last.states == ["ASKED", "AWAY"]
+    first.run()
+    last.run()
+
+
+@pytest.mark.parametrize("fate", ["lost", "twice", "late"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_whatever_becomes_of_a_message_each_token_comes_once(
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    fate: str,
+) -> None:
+    wire = Wire(monkeypatch, kind, fate)
+    pair = Pair(engines, tmp_path, times=PATIENT if fate == "twice" else QUICK)
+    pair.begin()
+    (outcome,) = pair.run(wire)
+    wire.deliver_late()
+    assert wire.has_met
+    pair.expect_whole()
+    if fate == "twice":
+        assert outcome == "ended"
+    elif kind == "go":
+        assert outcome.startswith("back_")
+    else:
+        assert outcome != "ended"
+
+
+ACTS: dict[str, Callable[[Pair], object]] = {
+    "the target resets": lambda pair: pair.target.scheduler.reset_prefix_cache(),
+    "the target aborts it": lambda pair: [pair.target.abort(name) for name in pair.target.requests],
+    "the target has a full house": lambda pair: pair.target.add("other", prompt_of(400, 5000)),
+}
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("act", ACTS)
+def test_whatever_happens_at_the_target_each_token_comes_once(
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: str,
+    kind: str,
+) -> None:
+    wire = Wire(monkeypatch, kind, "")
+    pair = Pair(engines, tmp_path, times=QUICK)
+    pair.begin()
+    outcomes = pair.run(wire, ACTS[act])
+    pair.expect_whole()
+    assert sum(outcomes.values()) == 1, outcomes
+
+
+@pytest.mark.parametrize("kind", ["extend", "freeze", "frozen", "ready"])
+def test_target_that_was_given_up_does_not_get_it(
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """Though it has not heard of that, and asks on."""
+    wire = Wire(monkeypatch, kind, "")
+    pair = Pair(engines, tmp_path, times=QUICK)
+
+    def give_up(pair: Pair) -> None:
+        monkeypatch.setattr(pair.forwards._client, "release", lambda *named: None)
+        (forward,) = pair.forwards.forwards.values()
+        pair.forwards._fail(forward, "deadline", "it is late")
+
+    pair.begin()
+    assert pair.run(wire, give_up) == {"deadline": 1}
+    pair.expect_whole()
+    assert not pair.source.params
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_client_leaves(
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """Nothing of it is left at the target, either."""
+    wire = Wire(monkeypatch, kind, "")
+    pair = Pair(engines, tmp_path, times=QUICK)
+    pair.begin()
+    (outcome,) = pair.run(wire, lambda pair: pair.source.abort("r"))
+    assert outcome in ("aborted", "not_needed")
+    assert len(pair.source.tokens["r"]) < NUM_OUTPUT
+
+
+@pytest.mark.parametrize("num_output", range(4, 60, 5))
+def test_wherever_the_answer_ends_it_is_whole(
+    engines: Engines,
+    tmp_path: Path,
+    num_output: int,
+) -> None:
+    pair = Pair(engines, tmp_path)
+    pair.begin(num_output=num_output)
+    assert pair.run().keys() <= {"ended", "not_needed"}
+    pair.expect_whole(num_output)
+
+
+def test_target_ends_what_nobody_asks_for(engines: Engines, tmp_path: Path) -> None:
+    """The source has stopped without a word."""
+    pair = Pair(engines, tmp_path, times=QUICK)
+    pair.begin(num_output=NUM_OUTPUT)
+    deadline = time.monotonic() + POLL_LIMIT_S
+    while not pair.forwards.holds(pair.source.requests["r"]):
+        pair.step()
+        assert time.monotonic() < deadline
+    while pair.guests.counts()["guests"]:
+        pair.target.scheduler.pd.has_pending_work()
+        assert time.monotonic() < deadline
+    assert not pair.target.scheduler.requests
+    (outcome,) = pair.run()
+    assert outcome == "back_lease_expired"
+    pair.expect_whole(NUM_OUTPUT)
+
+
+def test_target_does_not_end_before_it_has_told_all(engines: Engines, tmp_path: Path) -> None:
+    """Its source asks for the last tokens when it has come to that."""
+    pair = Pair(engines, tmp_path)
+    pair.begin()
+    deadline = time.monotonic() + POLL_LIMIT_S
+    while not pair.forwards.holds(pair.source.requests["r"]):
+        pair.step()
+        assert time.monotonic() < deadline
+    pair.target.run(lambda: not pair.target.scheduler.requests)
+    for _ in range(3):
+        pair.target.step()
+    assert pair.target.scheduler.has_requests()
+    assert pair.run() == {"ended": 1}
+    assert not pair.target.scheduler.has_requests()
+    pair.expect_whole()
+
+
+@pytest.mark.parametrize(
+    "said", [{"start": 10**6}, {"token_ids": (10**6,)}, {"token_ids": (-1,)}], ids=str
+)
+def test_what_is_no_token_is_not_delivered(
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: dict[str, Any],
+) -> None:
+    pair = Pair(engines, tmp_path)
+    told = forwards_in.Told
+    monkeypatch.setattr(
+        forwards_in,
+        "Told",
+        lambda *fields: replace(told(*fields), **said) if fields[2] else told(*fields),
+    )
+    pair.begin()
+    assert pair.run() == {"back_incompatible": 1}
+    pair.expect_whole()
+
+
+REFUSALS: dict[str, Callable[[Pair], object]] = {
+    "busy": lambda pair: setattr(pair.guests, "is_ending", lambda: True),
+    "wrong_role": lambda pair: setattr(pair.guests, "engine_core", lambda: None),
+    "incompatible": lambda pair: setattr(forwards_in, "WIRE_VERSION", -1),
+    "bad_params": lambda pair: setattr(pair.target.scheduler, "max_model_len", 200),
+    "bad_params ": lambda pair: setattr(
+        pair.guests,
+        "engine_core",
+        lambda: SimpleNamespace(preprocess_add_request=_not_a_request),
+    ),
+}
+
+
+def _not_a_request(sent: object) -> None:
+    raise ValueError("no such grammar")
+
+
+@pytest.mark.parametrize("cause", REFUSALS)
+def test_target_that_cannot_have_it_says_why(
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: str,
+) -> None:
+    monkeypatch.setattr(forwards_in, "WIRE_VERSION", forwards_in.WIRE_VERSION)  # undone in the end
+    pair = Pair(engines, tmp_path)
+    REFUSALS[cause](pair)
+    pair.begin()
+    assert pair.run() == {cause.strip(): 1}
+    pair.expect_whole()
+    assert pair.states == ["ASKED"]
+
+
+def test_target_without_the_secret_gets_none(engines: Engines, tmp_path: Path) -> None:
+    pair = Pair(engines, tmp_path, secret=False)
+    pair.begin()
+    assert pair.run() == {"unauthenticated": 1}
+    pair.expect_whole()
+
+
+@pytest.mark.parametrize(
+    ("feature", "sampling"),
+    [("logprobs", {"logprobs": 21}), ("prompt_logprobs", {"prompt_logprobs": 1})],
+)
+def test_what_cannot_go_stays_and_says_why(
+    engines: Engines,
+    tmp_path: Path,
+    feature: str,
+    sampling: dict[str, Any],
+) -> None:
+    pair = Pair(engines, tmp_path)
+    pair.source.add("0_abc", PROMPT, max_tokens=NUM_OUTPUT, temperature=0.0)
+    pair.source.add("p", PROMPT, max_tokens=NUM_OUTPUT, temperature=0.0, **sampling)
+    pair.source.run(lambda: all(len(tokens) >= 3 for tokens in pair.source.tokens.values()))
+    pair.forwards.is_ending = lambda: True
+    assert pair.run() == {"n": 1, feature: 1}
+    pair.expect_whole()
+    assert not pair.states
+
+
+def test_engine_that_would_end_at_once_is_refused(engines: Engines) -> None:
+    config = engines.config("kv_both", {})
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    extra |= {"forward": {"peers": ["127.0.0.1:7"]}, "security": {"secret_file": "secret"}}
+    config.shutdown_timeout = 30
+    check_config(config)
+    config.shutdown_timeout = 0
+    with pytest.raises(ConfigError, match=r"forward\.peers without --shutdown-timeout"):
+        check_config(config)
+
+
+@pytest.mark.parametrize("salt", [None, "a tenant/"])
+def test_both_engines_hash_a_forwarded_request_alike_whatever_its_salt_says_of_weights(
+    salt: str | None,
+) -> None:
+    contents = [Content(hasher, None) for _ in range(2)]
+    for content in contents:
+        content.generation = "files-1"
+    params = SamplingParams(max_tokens=4)
+    request = Request(
+        "r", PROMPT, params, None, cache_salt=salt, block_hasher=contents[0].hash_blocks
+    )
+    sent = MsgpackDecoder(EngineCoreRequest).decode(encode_request(request, "away", {}))
+    assert sent.cache_salt == salt
+    guest = Request.from_engine_core_request(sent, contents[1].hash_blocks)
+    assert guest.block_hashes == request.block_hashes != []
+
+
+def test_images_go_with_a_request_and_past_the_cache_of_the_targets_own() -> None:
+    item = MultiModalKwargsItem(
+        {"pixels": MultiModalFieldElem(data=torch.arange(4000.0), field=MultiModalBatchedField())}
+    )
+    place = PlaceholderRange(offset=20, length=8)
+    sent = EngineCoreRequest(
+        request_id="theirs",
+        prompt_token_ids=prompt_of(100, 0),
+        mm_features=[MultiModalFeatureSpec(item, "image", "its hash", place)],
+        sampling_params=SamplingParams(max_tokens=8),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    request = Request.from_engine_core_request(sent, hasher)
+    seen = []
+
+    def preprocess(sent: EngineCoreRequest) -> tuple[Request, int]:
+        seen.append(sent.mm_features)
+        return Request.from_engine_core_request(sent, hasher), 0
+
+    encoder = SimpleNamespace(cache_size=8)
+    scheduler = SimpleNamespace(
+        max_model_len=200, max_num_encoder_input_tokens=8, encoder_cache_manager=encoder
+    )
+    core = SimpleNamespace(preprocess_add_request=preprocess, scheduler=scheduler)
+    encoded = encode_request(request, "r", {})
+    guest = make_guest(core, "r", read_request(encoded), None)
+    assert seen == [None]
+    (feature,) = guest.mm_features
+    assert (feature.identifier, feature.mm_position) == ("its hash", place)
+    assert torch.equal(feature.data["pixels"].data, item["pixels"].data)
+    assert guest.block_hashes == request.block_hashes
+    encoder.cache_size = 7
+    with pytest.raises(TransferError, match="an image of 8 tokens, and 7 can be encoded here"):
+        make_guest(core, "r", read_request(encoded), None)
+    shared = MultiModalKwargsItem({"address": item["pixels"]})
+    for data in (None, shared):
+        request.mm_features[0] = dataclasses.replace(feature, data=data)
+        with pytest.raises(TransferError, match="images without their data"):
+            make_guest(core, "r", read_request(encode_request(request, "r", {})), None)
+
+
+def test_request_that_fits_in_no_message_stays(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards_out, "_MAX_BYTES", 100)
+    pair = Pair(engines, tmp_path)
+    pair.begin()
+    assert pair.run() == {"too_large": 1}
+    pair.expect_whole()
+    assert not pair.states

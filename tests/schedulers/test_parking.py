@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads that are parked: their requests wait, and others run beside them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.schedulers.harness import POLL_LIMIT_S, Engine, Engines, prompt_of, session_of, tails_of
+from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.types import Cause
+
+
+def test_parked_load_holds_its_blocks_and_ends_cached(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=2)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    ((load_id, load),) = consumer.worker.parked.items()
+    assert load.blocks[0].indices == tuple(range(7))
+    assert not load.in_step
+    assert load.blocks[0].has_tail
+    assert request.status is RequestStatus.WAITING_FOR_KV
+    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 7
+    assert consumer.cached_block(request, 0) is None
+    consumer.step()
+    assert request.status is RequestStatus.WAITING_FOR_KV
+    consumer.worker.end_parked(load_id)
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 1}
+    table = consumer.scheduler.kv_cache_manager.get_block_ids("c")[0]
+    assert tuple(table) == load.block_ids
+    assert not step.loads
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 2)
+
+
+def test_other_requests_run_beside_a_parked_load(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.add("other", prompt_of(40, start=500), max_tokens=3)
+    consumer.run(lambda: len(consumer.tokens["other"]) == 3)
+    consumer.expect_tokens("other", 3)
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+
+
+def test_failed_parked_load_frees_its_blocks(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), {**params, "return_provenance": True})
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)), Cause.TRANSFER_FAILED.value)
+    step = consumer.schedule_until_admitted(request)
+    assert step.output.num_scheduled_tokens == {"c": 100}
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+    returned = consumer.params["c"]
+    assert returned is not None
+    assert returned["provenance"]["outcome"] == Cause.TRANSFER_FAILED.value
+    assert returned["provenance"]["num_computed_tokens"] == 100
+
+
+def test_abort_of_a_parked_request_frees_after_the_report(
+    producer: Engine, engines: Engines
+) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.abort("c")
+    assert consumer.counts()["free_blocks"] == consumer.counts_at_start["free_blocks"] - 7
+    assert consumer.scheduler.has_requests()
+    consumer.run_to_end()
+    assert consumer.counts() == consumer.counts_at_start
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+
+
+def test_abort_before_the_parked_load_left_frees_after_the_report(
+    producer: Engine, engines: Engines
+) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.wait_for_answer()
+    assert not consumer.scheduler.pd.try_promote(request)
+    consumer.abort("c")
+    consumer.run_to_end()
+    assert consumer.counts() == consumer.counts_at_start
+
+
+@pytest.mark.parametrize(("num_blocks", "parks"), [(13, False), (15, True)])
+def test_load_is_not_parked_into_the_last_free_blocks(
+    producer: Engine, engines: Engines, num_blocks: int, parks: bool
+) -> None:
+    """Six blocks are in use; six and the tail are missing; a tenth of all has to stay free."""
+    params = producer.prefill("p", prompt_of(100))
+    consumer = engines.make("kv_consumer", num_blocks=num_blocks, load_mode="park")
+    consumer.add("long", prompt_of(90, start=500), max_tokens=4)
+    consumer.step()
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.wait_for_answer()
+    consumer.step()
+    assert request.status is (RequestStatus.WAITING_FOR_KV if parks else RequestStatus.WAITING)
+    assert consumer.counts()["loads"] == parks
+    if parks:
+        consumer.run(lambda: bool(consumer.worker.parked))
+        consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    consumer.run_to_end()
+    consumer.expect_tokens("long", 4)
+    consumer.expect_tokens("c", 1)
+
+
+def test_parked_load_brings_only_what_is_missing(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    consumer.warm("w", prompt_of(100))
+    consumer.evict(consumer.requests["w"], 1, 4)
+    params = producer.prefill("p", prompt_of(100))
+    consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    ((load_id, load),) = consumer.worker.parked.items()
+    assert load.blocks[0].indices == (1, 4, 6)
+    consumer.worker.end_parked(load_id)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+
+
+def test_tail_of_a_parked_load_goes_back_with_a_request_that_is_not_admitted(
+    producer: Engine, engines: Engines
+) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    consumer.step()
+    consumer.run(lambda: session_of(consumer, request) in tails_of(consumer))
+    consumer.abort("c")
+    consumer.run_to_end()
+    assert consumer.counts() == consumer.counts_at_start
+
+
+def test_tails_of_loads_that_wait_are_not_held_against_what_runs(
+    producer: Engine, engines: Engines
+) -> None:
+    """A request grows into all of the memory, and others wait behind it."""
+    consumer = engines.make("kv_consumer", num_blocks=17, load_mode="park")
+    consumer.add("grows", prompt_of(16), max_tokens=200)
+    consumer.step()
+    names = [f"c{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        prompt = prompt_of(20, start=3000 + 100 * number)
+        consumer.add(name, prompt, producer.prefill(f"p{number}", prompt), max_tokens=2)
+    consumer.poll(
+        lambda: consumer.scheduler.pd.part(Consumer).client.outcomes.qsize() == len(names)
+    )
+    consumer.run(lambda: len(consumer.worker.parked) == len(names))
+    scheduler = consumer.scheduler
+    has_limit_of_its_own = hasattr(scheduler, "max_num_active_reqs")  # from 0.31 on
+    limit = "max_num_active_reqs" if has_limit_of_its_own else "max_num_running_reqs"
+    setattr(scheduler, limit, 1)
+    for load_id in list(consumer.worker.parked):
+        consumer.worker.end_parked(load_id)
+    assert len(consumer.tokens["grows"]) < 20
+    consumer.run_to_end()
+    consumer.expect_tokens("grows", 200)
+    for name in names:
+        consumer.expect_tokens(name, 2)
+
+
+def test_engines_that_wait_for_each_others_memory_go_on(engines: Engines) -> None:
+    """Each keeps a prompt of 10 of its 16 blocks for the other, and has no room for the other's."""
+    pair = [engines.make("kv_both", num_blocks=17, admission_timeout_s=0.3) for _ in range(2)]
+    for number, engine in enumerate(pair):
+        prompt = prompt_of(160, start=3000 * number)
+        params = engine.prefill("p", prompt)
+        pair[1 - number].add("c", prompt, {**params, "return_provenance": True}, max_tokens=4)
+    deadline = time.monotonic() + POLL_LIMIT_S
+    while any(len(engine.tokens["c"]) < 4 for engine in pair):
+        assert time.monotonic() < deadline, [engine.counts() for engine in pair]
+        for engine in pair:
+            if engine.scheduler.has_requests():
+                engine.step()
+    for engine in pair:
+        engine.run_to_end()
+        engine.expect_tokens("c", 4)
+    outcomes = {(engine.params["c"] or {})["provenance"]["outcome"] for engine in pair}
+    assert Cause.DEADLINE.value in outcomes
+
+
+def test_reset_gives_the_tail_of_a_parked_load_back(producer: Engine, engines: Engines) -> None:
+    consumer = engines.make("kv_consumer", load_mode="park")
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    session = session_of(consumer, request)
+    consumer.run(lambda: session in tails_of(consumer))
+    assert consumer.scheduler.reset_prefix_cache()
+    assert session not in tails_of(consumer)
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
