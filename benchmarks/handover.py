@@ -27,6 +27,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from host import usual_dtype
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
@@ -153,7 +155,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default=usual_dtype())
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--load-mode", default="step", choices=("auto", "step", "park"))

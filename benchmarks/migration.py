@@ -9,12 +9,16 @@ stop    the time from the last token at the first engine to the first new one at
           live      the KV is copied while it decodes, and it stops for the last blocks
           blocking  it stops first, and then all of it is copied
           replay    it is aborted, and the second engine is told its tokens and computes all
-others  the time between two tokens of other requests at both engines while one moves, against the
-        same requests' before it
+others  the time between two tokens of other requests at both engines, each of which computes with
+        one thread, while one moves, against the same requests' before it; and, as the limit, while
+        another process copies as many bytes, there and back, and nothing moves
 idle    decode steps of an engine that can move requests and has none to move, against the same
         engine's without the parts that do it, in turns
 pool    the time to the next token of a request whose engine is lost, with its blocks in a pool of
         both, against one that the pool does not know
+forward a request that the first engine, which is about to end, has the second one compute, while
+        its client stays: its stop, as above; the time between two of its tokens from then on, and
+        the processor time of both engines' processes for each, against the same request's before
 
     python benchmarks/migration.py --model .cache/models/60m --part stop
 """
@@ -24,42 +28,47 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import queue
 import random
+import socket
 import statistics
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from host import usual_dtype
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
-PARTS = ("stop", "others", "idle", "pool")
+PARTS = ("stop", "others", "idle", "pool", "forward")
 KINDS = ("live", "blocking", "replay")
 NUM_BEFORE = 24
-NUM_OUTPUT = 400
+NUM_OUTPUT = 500
 NUM_OTHERS = 3
+NUM_OF_OTHERS = 6000
 TURN_STEPS = 25
+NUM_FORWARDED = 100
+"""Tokens that count, on each side of a forward."""
+STEP, AWAY, PROCESSOR = "", "away", "processor"
+"""Instead of a request's name."""
 
 
-def serve(pipe: Connection, options: argparse.Namespace, pool: str | None) -> None:
-    """An engine in this process; it says of each output when it came."""
+def make_engine(options: argparse.Namespace, extra: dict[str, Any], port: int) -> Any:
+    """In this process."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    from vllm_ascend_pd.engine.scheduler import moves_in
-    from vllm_ascend_pd.engine.scheduler.producer import Producer
-
-    extra: dict[str, Any] = {"transfer": {"max_freeze_s": 30, "peer_timeout_s": 30}}
-    if pool is not None:
-        extra["pool"] = json.loads(pool)
+    extra = {"transfer": {"max_freeze_s": 30, "peer_timeout_s": 30}, **extra}
     llm = LLM(
         model=options.model,
         dtype=options.dtype,
@@ -67,24 +76,50 @@ def serve(pipe: Connection, options: argparse.Namespace, pool: str | None) -> No
         max_model_len=8192,
         max_num_batched_tokens=8192,
         kv_cache_memory_bytes=1 << 30,
+        shutdown_timeout=60,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="InEngine", kv_role="kv_both", kv_port=0, kv_connector_extra_config=extra
+            kv_connector="InEngine",
+            kv_role="kv_both",
+            kv_port=port,
+            kv_connector_extra_config=extra,
         ),
     )
-    engine: Any = llm.llm_engine
-    side = engine.engine_core.engine_core.scheduler.pd
+    return llm.llm_engine
+
+
+def serve(pipe: Connection, options: argparse.Namespace, extra: dict[str, Any], port: int) -> None:
+    """It says of each output when it came."""
+    engine = make_engine(options, extra, port)
+    from vllm import SamplingParams
+
+    from vllm_ascend_pd.engine.scheduler import moves_in
+    from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
+    from vllm_ascend_pd.engine.scheduler.producer import Producer
+
+    scheduler = engine.engine_core.engine_core.scheduler
+    side = scheduler.pd
+    forwards = side.part(ForwardsOut)
+    if forwards is not None:
+        tell_when_away(forwards, pipe)
     producer = side.part(Producer)
     at = producer.endpoint
     pipe.send({"host": at.host, "port": at.port, "key": at.key, "epoch": producer.epoch})
+    groups = side.common.groups
+    pipe.send(sum(group.bytes_per_block / group.block_size for group in groups))
     limit = moves_in._MAX_MISSING
     parts = list(side.parts), list(side._admission.parts)
     while True:
-        if pipe.poll(0.0 if engine.has_unfinished_requests() else 0.001):
+        has_work = engine.has_unfinished_requests() or scheduler.running
+        if pipe.poll(0.0 if has_work else 0.001):
             if (job := pipe.recv()) is None:
                 break
             name, *arguments = job
             if name == "abort":
                 engine.abort_request(arguments)
+            elif name == "ending":
+                forwards.is_ending = lambda is_ending=arguments[0]: is_ending
+            elif name == PROCESSOR:
+                pipe.send((PROCESSOR, time.monotonic(), time.process_time(), None))
             elif name == "moves":
                 for mine, all_parts in zip((side.parts, side._admission.parts), parts, strict=True):
                     mine[:] = [
@@ -102,8 +137,11 @@ def serve(pipe: Connection, options: argparse.Namespace, pool: str | None) -> No
                     extra_args={"kv_transfer_params": kv} if kv else None,
                 )
                 engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+        began = time.thread_time()
         outputs = engine.step()
-        if not outputs:  # as vLLM's engine process does when a step has computed nothing
+        if outputs:
+            pipe.send((STEP, time.monotonic(), time.thread_time() - began, None))
+        elif not scheduler.running:  # as vLLM's engine process does when it has computed nothing
             time.sleep(0.001)
         for output in outputs:
             sample = output.outputs[0]
@@ -112,22 +150,39 @@ def serve(pipe: Connection, options: argparse.Namespace, pool: str | None) -> No
     engine.engine_core.shutdown()
 
 
+def tell_when_away(forwards: Any, pipe: Connection) -> None:
+    go = forwards.go
+
+    def tell(request: Any) -> None:
+        go(request)
+        pipe.send((AWAY, time.monotonic(), None, None))
+
+    forwards.go = tell
+
+
 class Engine:
     """One of the two; what its requests say, by request."""
 
-    def __init__(self, options: argparse.Namespace, pool: str | None) -> None:
+    def __init__(self, options: argparse.Namespace, extra: dict[str, Any], port: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=serve, args=(child, options, pool))
+        self._process = context.Process(target=serve, args=(child, options, extra, port))
         self._process.start()
         self.times: dict[str, list[float]] = {}
         """When each token came."""
+        self.steps: list[tuple[float, float]] = []
+        """When each ended, and the processor time that its thread took."""
+        self.away: list[float] = []
+        """When each request that it forwards had been stopped."""
+        self.processor_s = 0.0
+        """Of its process, when it was asked last."""
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def wait_until_ready(self) -> None:
         from vllm_ascend_pd.resume import Source
 
         self.source = Source(**self._pipe.recv())
+        self.bytes_per_token: float = self._pipe.recv()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -153,6 +208,16 @@ class Engine:
         """The next output of this request, or of any."""
         while True:
             of, came_at, tokens, reason = self._said.get()
+            if of == STEP:
+                self.steps.append((came_at, tokens))
+            elif of == AWAY:
+                self.away.append(came_at)
+            elif of == PROCESSOR:
+                self.processor_s = tokens
+                if name == PROCESSOR:
+                    return came_at, [], None
+            if of in (STEP, AWAY, PROCESSOR):
+                continue
             self.times.setdefault(of, []).append(came_at)
             if name in (None, of):
                 return came_at, tokens, reason
@@ -242,38 +307,113 @@ def gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
+@dataclass(frozen=True)
+class Window:
+    """Of something that others may feel, and of the time before it."""
+
+    before: float
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
 def measure_others(source: Engine, target: Engine, options: argparse.Namespace) -> None:
-    """Each engine has others that decode all the time; as many moves as fit beside them."""
-    print("between two tokens of others while one moves, against before it (p50, p99)")
+    """Each engine has others that decode all the time; each round moves a request, and copies."""
+    print("between two tokens of others, against before (p50, p99), while a request moves;")
+    print(
+        "and while another process copies as many bytes, there and back; the same of the processor"
+    )
+    print("time of the engines' steps")
+    engines = {"source": source, "target": target}
     for num_tokens in options.tokens:
-        before: dict[str, list[float]] = {"source": [], "target": []}
-        meanwhile: dict[str, list[float]] = {"source": [], "target": []}
-        for number in range(options.rounds + 1):
-            others = [f"other-{num_tokens}-{number}-{i}" for i in range(NUM_OTHERS)]
-            for engine in (source, target):
-                keep_busy(engine, others)
-            name, prompt = f"mover-{num_tokens}-{number}", new_prompt(num_tokens)
-            times, came_at = move(source, target, name, prompt, "live")
-            begun_at = times[NUM_BEFORE - 1]
-            for engine in (source, target):
-                for other in others:
-                    engine.tell("abort", other)
-                engine.read()
-            for where, engine in (("source", source), ("target", target)):
-                if number:
-                    before[where] += gaps_between(engine, others, times[1], begun_at)
-                    meanwhile[where] += gaps_between(engine, others, begun_at, came_at)
-        for where, usual in before.items():
-            ratios = [percentile(meanwhile[where], q) / percentile(usual, q) for q in (0.5, 0.99)]
-            print(
-                f"{num_tokens:>6} tokens, {where}: {ratios[0]:.2f} {ratios[1]:.2f}"
-                f" ({len(meanwhile[where])} and {len(usual)} tokens)"
-            )
+        others = [f"other-{num_tokens}-{i}" for i in range(NUM_OTHERS)]
+        for engine in engines.values():
+            keep_busy(engine, others)
+        rounds = []
+        with copier(round(num_tokens * source.bytes_per_token)) as copy:
+            for number in range(options.rounds + 1):
+                name, prompt = f"mover-{num_tokens}-{number}", new_prompt(num_tokens)
+                times, came_at = move(source, target, name, prompt, "live")
+                moved = Window(times[1], times[NUM_BEFORE - 1], came_at)
+                rounds.append({"moves": moved, "copies": copy_for_as_long(copy, moved)})
+                for engine in engines.values():
+                    engine.read()
+        for engine in engines.values():
+            for other in others:
+                engine.tell("abort", other)
+        for where, engine in engines.items():
+            told = [
+                f"{kind}: {against_before(engine, others, [r[kind] for r in rounds[1:]])}"
+                for kind in ("moves", "copies")
+            ]
+            print(f"{num_tokens:>6} tokens, {where}, {'. '.join(told)}", flush=True)
+        ms = statistics.median(r["moves"].seconds for r in rounds[1:]) * 1000
+        print(f"        a move took {ms:.0f} ms")
+
+
+def copy_for_as_long(copy: Callable[[], None], moved: Window) -> Window:
+    """As a move took, with as much before it."""
+    time.sleep(0.2)  # what has moved is aborted
+    before = time.monotonic()
+    time.sleep(moved.begin - moved.before)
+    begin = time.monotonic()
+    copy()
+    time.sleep(max(0.0, begin + moved.seconds - time.monotonic()))
+    return Window(before, begin, time.monotonic())
+
+
+def against_before(engine: Engine, others: list[str], windows: Sequence[Window]) -> str:
+    waits: tuple[list[float], list[float]] = [], []
+    steps: tuple[list[float], list[float]] = [], []
+    for window in windows:
+        parts = (window.before, window.begin), (window.begin, window.end)
+        for part, (begin, end) in enumerate(parts):
+            waits[part].extend(gaps_between(engine, others, begin, end))
+            steps[part].extend(took for at, took in engine.steps if begin < at <= end)
+    return f"{ratios(*waits)} of {len(waits[1])} tokens; of the processor {ratios(*steps)}"
+
+
+def ratios(usual: list[float], meanwhile: list[float]) -> str:
+    return " ".join(f"{percentile(meanwhile, q) / percentile(usual, q):.2f}" for q in (0.5, 0.99))
+
+
+@contextlib.contextmanager
+def copier(num_bytes: int) -> Iterator[Callable[[], None]]:
+    """Has another process copy so much there and back."""
+    context = multiprocessing.get_context("spawn")
+    pipe, child = context.Pipe()
+    process = context.Process(target=copy_when_asked, args=(child, num_bytes))
+    process.start()
+    assert pipe.recv() == "ready"
+
+    def copy() -> None:
+        pipe.send("copy")
+        pipe.recv()
+
+    try:
+        yield copy
+    finally:
+        pipe.send(None)
+        process.join()
+
+
+def copy_when_asked(pipe: Connection, num_bytes: int) -> None:
+    import numpy as np
+
+    here, there = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    pipe.send("ready")
+    while pipe.recv() is not None:
+        np.copyto(there, here)
+        np.copyto(here, there)
+        pipe.send("copied")
 
 
 def keep_busy(engine: Engine, others: list[str]) -> None:
     for other in others:
-        engine.add(other, new_prompt(256), num_output=4000)
+        engine.add(other, new_prompt(256), num_output=NUM_OF_OTHERS)
     for other in others:
         while len(engine.times.get(other, ())) < 5:
             engine.next()
@@ -338,12 +478,82 @@ def measure_pool(source: Engine, target: Engine, options: argparse.Namespace) ->
         print(f"{num_tokens:>6} tokens: {pool / computed:.3f} ({pool:.0f} / {computed:.0f})")
 
 
+def measure_forward(source: Engine, target: Engine, options: argparse.Namespace) -> None:
+    print("a request that is forwarded, against itself before: its stop in decode steps (median,")
+    print("worst); time between tokens (p50, p99) and processor time for each of both engines")
+    for num_tokens in options.tokens:
+        stops: list[float] = []
+        costs: list[float] = []
+        waits: tuple[list[float], list[float]] = [], []
+        for number in range(options.rounds + 1):
+            name = f"forward-{num_tokens}-{number}"
+            decode_some(source, name, new_prompt(num_tokens))
+            before = follow(source, target, name, NUM_FORWARDED)
+            source.away.clear()
+            source.tell("ending", True)
+            while not source.away:
+                assert source.next(name)[2] is None, "it has ended before it was away"
+            away_at = source.away[0]
+            while source.times[name][-1] <= away_at:
+                source.next(name)
+            after = follow(source, target, name, NUM_FORWARDED)
+            source.tell("abort", name)
+            source.tell("ending", False)
+            times = source.times.pop(name)
+            if not number:  # it opens connections
+                continue
+            first = next(i for i, at in enumerate(times) if at > away_at)
+            stops.append((times[first] - times[first - 1]) / statistics.median(before.gaps))
+            costs.append(after.processor_s / before.processor_s)
+            waits[0].extend(before.gaps)
+            waits[1].extend(after.gaps)
+        print(
+            f"{num_tokens:>6} tokens: stop {statistics.median(stops):.1f} ({max(stops):.1f}),"
+            f" between tokens {ratios(*waits)}, processor time {statistics.median(costs):.2f}",
+            flush=True,
+        )
+
+
+@dataclass(frozen=True)
+class Followed:
+    gaps: list[float]
+    processor_s: float
+    """Of both engines."""
+
+
+def follow(source: Engine, target: Engine, name: str, num_tokens: int) -> Followed:
+    """So many tokens of a request that streams."""
+    began = processor_of(source, target)
+    times = [source.next(name)[0] for _ in range(num_tokens + 1)]
+    return Followed(gaps(times), processor_of(source, target) - began)
+
+
+def processor_of(*engines: Engine) -> float:
+    for engine in engines:
+        engine.tell(PROCESSOR)
+        engine.next(PROCESSOR)
+    return sum(engine.processor_s for engine in engines)
+
+
+def forwarding_engines(options: argparse.Namespace, folder: Path) -> list[Engine]:
+    """The second one is the first one's peer."""
+    secret = folder / "secret"
+    secret.write_text("of these two engines " * 3)
+    secret.chmod(0o600)
+    security = {"security": {"secret_file": str(secret)}}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    peers = {"forward": {"peers": [f"127.0.0.1:{port}"]}}
+    return [Engine(options, {**security, **peers}), Engine(options, security, port)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default=usual_dtype())
     parser.add_argument("--part", choices=PARTS, default="stop")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=5)
@@ -351,13 +561,18 @@ def main() -> None:
     from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 
     random.seed(0)
+    if options.part == "others":
+        os.environ["OMP_NUM_THREADS"] = "1"
     with contextlib.ExitStack() as stack:
-        pool = None
+        extra: dict[str, Any] = {}
         if options.part == "pool":
             master = EmbeddedMaster()
             stack.callback(master.stop)
-            pool = json.dumps({"master": master.address, "dram_size": 1 << 30})
-        engines = [Engine(options, pool) for _ in range(1 if options.part == "idle" else 2)]
+            extra["pool"] = {"master": master.address, "dram_size": 1 << 30}
+        if options.part == "forward":
+            engines = forwarding_engines(options, Path(stack.enter_context(TemporaryDirectory())))
+        else:
+            engines = [Engine(options, extra) for _ in range(1 if options.part == "idle" else 2)]
         for engine in engines:
             engine.wait_until_ready()
         measure = {
@@ -365,6 +580,7 @@ def main() -> None:
             "others": measure_others,
             "idle": measure_idle,
             "pool": measure_pool,
+            "forward": measure_forward,
         }[options.part]
         measure(*engines, options)
         for engine in engines:

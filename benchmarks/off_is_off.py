@@ -33,6 +33,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from host import usual_dtype
+
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("unpatched", "patched-off", "patched-idle")
 CONTROL = "unpatched-again"
@@ -135,7 +137,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default=usual_dtype())
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)

@@ -31,6 +31,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from host import usual_dtype
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -593,7 +595,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=".cache/models/60m")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default=usual_dtype())
     parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt of `ttft`")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kv-cache-mb", type=int, default=512)

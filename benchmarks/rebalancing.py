@@ -68,6 +68,18 @@ class Got:
 
 
 @dataclass(frozen=True)
+class Result:
+    got: list[Got]
+    num_moved: int
+    num_switched: int
+    """Roles of engines."""
+
+    @property
+    def num_good(self) -> int:
+        return sum(one.is_good for one in self.got)
+
+
+@dataclass(frozen=True)
 class Deployment:
     name: str
     roles: tuple[str, ...]
@@ -139,18 +151,35 @@ async def ask(http: aiohttp.ClientSession, url: str, sent: Sent, started: float)
     return Got(sent.at_s, waits[0], waits[1:])
 
 
-async def replay(one: Deployment, trace: Sequence[Sent], folder: Path) -> tuple[list[Got], int]:
-    """What clients got, and how many requests have moved."""
+async def replay(one: Deployment, trace: Sequence[Sent], folder: Path) -> Result:
     async with (
         deployed(one, folder) as url,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
     ):
         started = time.monotonic()
-        got = await asyncio.gather(*(ask(http, url, sent, started) for sent in trace))
+        asked = [asyncio.ensure_future(ask(http, url, sent, started)) for sent in trace]
+        telling = asyncio.ensure_future(tell(one.name, asked, started))
+        got = await asyncio.gather(*asked)
+        telling.cancel()
         async with http.get(f"{url}/metrics") as response:
             lines = (await response.text()).splitlines()
-        moved = [line for line in lines if "moves_total{" in line and 'outcome="moved"' in line]
-        return got, sum(int(float(line.split()[-1])) for line in moved)
+        moved = (line for line in lines if "moves_total{" in line and 'outcome="moved"' in line)
+        switched = (line for line in lines if "role_switches_total{" in line)
+        return Result(got, *(sum(int(float(m.split()[-1])) for m in n) for n in (moved, switched)))
+
+
+async def tell(name: str, asked: Sequence[asyncio.Future[Got]], started: float) -> None:
+    """From time to time, how far it is."""
+    while True:
+        await asyncio.sleep(15)
+        ended = [one.result() for one in asked if one.done()]
+        now = time.monotonic() - started
+        good = sum(one.is_good for one in ended)
+        print(
+            f"{now:4.0f} s: {name}: {len(ended)} of {len(asked)} answered, {good} in time",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 # ------------------------------------------------------------------------------- traces, report
@@ -190,7 +219,7 @@ def skewed(duration_s: float) -> list[Sent]:
 def turning(duration_s: float) -> list[Sent]:
     """Long prompts and short answers; from the middle on the other way round."""
     rng, half = random.Random(0), duration_s / 2
-    first = [Sent(at, rng.randint(700, 1100), 10) for at in arrivals(2.4, 0, half, rng)]
+    first = [Sent(at, rng.randint(700, 1100), 10) for at in arrivals(2.0, 0, half, rng)]
     then = arrivals(1.9, half, duration_s, rng)
     return first + [Sent(at, rng.randint(30, 70), rng.randint(60, 140)) for at in then]
 
@@ -206,39 +235,60 @@ ROLES = [
 ]
 
 
-def report(results: dict[str, tuple[list[Got], int]], duration_s: float) -> None:
-    print("| | requests in time | TTFT p50 | TTFT p99 | a token's wait, p50 | p99 | moved |")
-    print("|---|---|---|---|---|---|---|")
-    for name, (got, num_moved) in results.items():
-        ttft = statistics.quantiles((one.ttft_s for one in got), n=100)
-        waits = statistics.quantiles(itertools.chain(*(one.waits_s for one in got)), n=100)
-        good = sum(one.is_good for one in got)
+def report(results: dict[str, Result], duration_s: float) -> None:
+    print(
+        "| | in time | goodput | TTFT p50 | TTFT p99 | a token's wait, p50 | p99"
+        " | moved | other role |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, one in results.items():
+        ttft, waits = quantiles(one)
         print(
-            f"| {name} | {good} of {len(got)}, {good / duration_s:.2f}/s | {ttft[49]:.2f} s"
-            f" | {ttft[98]:.2f} s | {waits[49] * 1000:.0f} ms | {waits[98] * 1000:.0f} ms"
-            f" | {num_moved} |"
+            f"| {name} | {one.num_good} of {len(one.got)} | {one.num_good / duration_s:.2f}/s"
+            f" | {ttft[49]:.2f} s | {ttft[98]:.2f} s"
+            f" | {waits[49] * 1000:.0f} ms | {waits[98] * 1000:.0f} ms"
+            f" | {one.num_moved} | {one.num_switched} |"
         )
+    *others, last = results
+    best = max(others, key=lambda name: results[name].num_good)
+    ratios = [
+        after[98] / before[98]
+        for before, after in zip(quantiles(results[best]), quantiles(results[last]), strict=True)
+    ]
+    goodput = results[last].num_good / max(1, results[best].num_good)
+    print(
+        f"{last} against {best}: goodput {goodput:.2f}, TTFT p99 {ratios[0]:.2f},"
+        f" p99 of a token's wait {ratios[1]:.2f}"
+    )
 
 
-def draw(results: dict[str, tuple[list[Got], int]], path: Path) -> None:
+def quantiles(one: Result) -> tuple[list[float], list[float]]:
+    """Of times to the first token, and of waits for each further one."""
+    waits = itertools.chain(*(got.waits_s for got in one.got))
+    ttft = (got.ttft_s for got in one.got)
+    return statistics.quantiles(ttft, n=100), statistics.quantiles(waits, n=100)
+
+
+def draw(results: dict[str, Result], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, (late, spread) = pyplot.subplots(1, 2, figsize=(10, 3.4))
-    for name, (got, _) in results.items():
-        ordered = sorted(got, key=lambda one: one.at_s)
-        late.plot([one.at_s for one in ordered], [one.ttft_s for one in ordered], label=name)
-        waits = sorted(itertools.chain(*(one.waits_s for one in got)))
-        spread.plot(
-            [wait * 1000 for wait in waits], [i / len(waits) for i in range(len(waits))], label=name
-        )
+    figure, (late, spread, good) = pyplot.subplots(1, 3, figsize=(14, 3.4))
+    for name, one in results.items():
+        ordered = sorted(one.got, key=lambda got: got.at_s)
+        at = [got.at_s for got in ordered]
+        late.plot(at, [got.ttft_s for got in ordered], label=name)
+        waits = sorted(itertools.chain(*(got.waits_s for got in one.got)))
+        spread.plot([w * 1000 for w in waits], [i / len(waits) for i in range(len(waits))])
+        good.plot(at, list(itertools.accumulate(got.is_good for got in ordered)))
     late.axhline(SLO_TTFT_S, color="black", linewidth=0.8)
     late.set(title="time to the first token, s", xlabel="request came at, s", yscale="log")
     late.legend()
     spread.axvline(SLO_ITL_S * 1000, color="black", linewidth=0.8)
-    spread.set(title="waits for each token", xlabel="ms", xscale="log", ylim=(0.5, 1))
+    spread.set(title="waits for each token, share", xlabel="ms", xscale="log", ylim=(0.5, 1))
+    good.set(title="requests in time so far", xlabel="request came at, s")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

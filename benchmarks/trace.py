@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from host import usual_dtype
 from traces import ideal_hits, make_trace, prompt_of, scale
 
 from vllm_ascend_pd.planner.trace_file import TraceRequest, read_trace
@@ -232,7 +233,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=".cache/models/60m")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default=usual_dtype())
     parser.add_argument("--trace", type=Path, help="a file in Mooncake's format")
     parser.add_argument("--max-requests", type=int, default=480, help="the first ones of the trace")
     parser.add_argument("--duration-s", type=float, default=40.0, help="the trace in real time")
