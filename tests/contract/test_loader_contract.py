@@ -206,13 +206,12 @@ class FromPool(Subject):
         theirs = BlockValues(inner, one_group(self.theirs.layout)[0], space)
         slot = slots.acquire()
         assert slot is not None
-        packing = PackedSlot(theirs, slot, range(NUM_THEIRS))
-        packing.pack_all()
-        for index, block_hash in enumerate(self.hashes):
-            addr = packing.seal(index, block_hash)
-            value = Value(space.key(block_hash), addr, values.num_bytes)
-            assert self.tier.put([value]) == [Status.OK]
-        packing.close()
+        with PackedSlot(theirs, slot, range(NUM_THEIRS)) as packing:
+            packing.pack_all()
+            for index, block_hash in enumerate(self.hashes):
+                addr = packing.seal(index, block_hash)
+                value = Value(space.key(block_hash), addr, values.num_bytes)
+                assert self.tier.put([value]) == [Status.OK]
         self.loader = PoolLoader(self.tier, [values], slots, num_readers=2)
         self.loader.start()
 

@@ -103,11 +103,10 @@ def test_groups_have_values_of_their_own_under_the_same_hash(slots: StagingPool)
     for each, key in zip(values, keys, strict=True):
         slot = slots.acquire()
         assert slot is not None
-        packing = PackedSlot(each, slot, [3])
-        packing.pack_all()
-        value = Value(key, packing.seal(3, block_hash), each.num_bytes)
-        assert tier.put([value]) == [Status.OK]
-        packing.close()
+        with PackedSlot(each, slot, [3]) as packing:
+            packing.pack_all()
+            value = Value(key, packing.seal(3, block_hash), each.num_bytes)
+            assert tier.put([value]) == [Status.OK]
     pages.bytes[:] = 0
     slot = slots.acquire()
     assert slot is not None

@@ -462,18 +462,18 @@ def pack_in_step(side: Side, full_graph: bool) -> PackedSlot:
 
 
 def test_announced_blocks_are_packed_by_the_layer_hook(pooled: Side) -> None:
-    packing = pack_in_step(pooled, full_graph=False)
-    deadline = time.monotonic() + 10
-    while not packing.is_whole:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    packing.close()
+    with pack_in_step(pooled, full_graph=False) as packing:
+        deadline = time.monotonic() + 10
+        while not packing.is_whole:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
     assert pooled.worker.counts()["busy_slots"] == 0
 
 
 def test_a_step_brings_the_saves_of_those_before(pooled: Side) -> None:
     """Before it packs: what has been dropped makes room for what it announces."""
-    pack_in_step(pooled, full_graph=False).close()
+    with pack_in_step(pooled, full_graph=False):
+        pass
     first = StepMeta(ahead=(AheadSpec(8, (1, 2)),))
     pooled.worker.begin_step(output_of(first))
     second = StepMeta(saves=(Save(1, (1, 2), (b"1" * 32, b"2" * 32), 8), DropAhead(8)))
@@ -485,14 +485,14 @@ def test_a_step_brings_the_saves_of_those_before(pooled: Side) -> None:
 
 
 def test_full_graph_packs_nothing_ahead(pooled: Side) -> None:
-    packing = pack_in_step(pooled, full_graph=True)
-    assert not packing.is_whole
-    assert pooled.worker.counts()["busy_slots"] == 1
-    packing.close()
+    with pack_in_step(pooled, full_graph=True) as packing:
+        assert not packing.is_whole
+        assert pooled.worker.counts()["busy_slots"] == 1
 
 
 def test_step_that_announces_nothing_packs_nothing(pooled: Side) -> None:
-    pack_in_step(pooled, full_graph=False).close()
+    with pack_in_step(pooled, full_graph=False):
+        pass
     pooled.worker.begin_step(output_of(StepMeta(grants=GRANT.grants)))
     armed = pooled.worker.take_armed_step(wait_all=False)
     assert armed is not None

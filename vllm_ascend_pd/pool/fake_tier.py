@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.backends.fault_script import parse_steps
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
 from vllm_ascend_pd.types import Place
 
@@ -28,6 +28,7 @@ class TierFault(Enum):
     FULL = "full"  # put
     CORRUPT = "corrupt"  # get: one bit in the middle is wrong
     SHORT = "short"  # get: the value has another size
+    RAISE = "raise"  # the call raises, which a tier must not
     DELAY = "delay"  # the call takes delay(ms) longer
 
 
@@ -119,6 +120,8 @@ class FaultyTier(Tier):
         fault, delay_ms = self.script.next(call)
         if delay_ms:
             time.sleep(delay_ms / 1000)
+        if fault is TierFault.RAISE:
+            raise BackendError(f"scripted: {call} raises")
         return fault
 
     def remove(self, keys: Sequence[str]) -> None:

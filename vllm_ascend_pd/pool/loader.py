@@ -197,10 +197,10 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         slot = wait_slot(self._slots, lambda: load.ended is not None)
         if slot is None:
             return
-        targets = [
-            Value(keys[index], slot.addr + i * size, size) for i, index in enumerate(indices)
-        ]
         with slot:
+            targets = [
+                Value(keys[index], slot.addr + i * size, size) for i, index in enumerate(indices)
+            ]
             # What a stalled owner sends may land when it goes on, also after the call has raised.
             slot.quarantine(QUARANTINE_S)
             statuses = self._tier.get(targets)

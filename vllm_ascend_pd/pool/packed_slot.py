@@ -12,12 +12,14 @@ group, and what no Save names is never stored.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,24 +28,29 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.pool.messages import AheadSpec
     from vllm_ascend_pd.pool.values import BlockValues
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 
 class PackedSlot:
-    """Values of some blocks side by side in one staging slot, which it leaves at its ``close``.
+    """Values of some blocks side by side in one staging slot: a context manager, at whose end
+    nothing is packed any more and the slot goes back, once. Its holder may hand it on, with the
+    duty to leave it.
 
     Any thread; one at a time copies.
     """
 
     def __init__(self, values: BlockValues, slot: Slot, block_ids: Sequence[int]) -> None:
-        self._values = values
-        self._slot = slot
-        self._index_of = {block_id: i for i, block_id in enumerate(block_ids)}
-        self._block_ids = np.array(block_ids, dtype=np.int64)
-        self._lock = threading.Lock()  # guards all below, and the copy
-        self._totals = np.zeros(len(block_ids), dtype=np.uint64)
-        self._num_layers = 0
-        self._is_open = True
+        """The slot is this one's from here on; also when this raises."""
+        with ExitStack() as held:
+            self._slot = held.enter_context(slot)
+            self._values = values
+            self._index_of = {block_id: i for i, block_id in enumerate(block_ids)}
+            self._block_ids = np.array(block_ids, dtype=np.int64)
+            self._lock = threading.Lock()  # guards all below, and the copy
+            self._totals = np.zeros(len(block_ids), dtype=np.uint64)
+            self._num_layers = 0
+            self._is_open = True
+            self._held = held.pop_all()
 
     def pack(self, stop: int) -> None:
         """The layers before ``stop`` that are not packed yet."""
@@ -74,14 +81,17 @@ class PackedSlot:
         self._values.seal(int(self._totals[index]), block_hash, self._slot.region, offset)
         return self._slot.addr + offset
 
-    def close(self, quarantine_s: float = 0.0) -> None:
-        """Give the slot back, once; a write that was given up may still read it for so long."""
+    def quarantine(self, seconds: float) -> None:
+        """A write that was given up may still read it for so long after its end."""
+        self._slot.quarantine(seconds)
+
+    def __enter__(self) -> PackedSlot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         with self._lock:
-            if not self._is_open:
-                return
             self._is_open = False
-        with self._slot as slot:
-            slot.quarantine(quarantine_s)
+            self._held.close()
 
 
 class PackAhead:
@@ -112,11 +122,11 @@ class PackAhead:
         if self._slots is None:
             return False
         for spec in specs:
+            values, own = self._values[spec.group], list(filter(self._owns, spec.block_ids))
             slot = self._slots.acquire()
             if slot is None:
                 break
-            own = list(filter(self._owns, spec.block_ids))
-            packing = PackedSlot(self._values[spec.group], slot, own)
+            packing = PackedSlot(values, slot, own)
             with self._lock:
                 self._packings[spec.ahead_id] = packing
             self._in_step.append(packing)
@@ -131,14 +141,15 @@ class PackAhead:
     def run(self) -> None:
         while (work := self._work.get()) is not None:
             packings, stop = work
-            try:
-                for packing in packings:
-                    if stop is None:
-                        packing.close()
-                    else:
-                        packing.pack_done(stop)
-            except Exception:
-                logger.exception("blocks cannot be packed ahead")
+            for packing in packings:
+                if stop is None:
+                    with packing:
+                        continue
+                try:
+                    packing.pack_done(stop)
+                except Exception:
+                    # Whoever saves it tries once more, and answers.
+                    logger.exception("blocks cannot be packed ahead")
 
     def stop(self) -> None:
         self._work.put(None)

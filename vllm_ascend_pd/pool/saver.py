@@ -7,14 +7,15 @@ pack thread:   the same packing, while a step computes (`pool.packed_slot`)
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.kv.load import QUARANTINE_S
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.pool.loader import wait_slot
 from vllm_ascend_pd.pool.messages import DROPPED, Message, Packed, Save, Saved
 from vllm_ascend_pd.pool.packed_slot import PackAhead, PackedSlot
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.pool.values import BlockValues
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _RETRY_FULL_S = (0.02, 0.04, 0.08)
 
@@ -100,11 +101,15 @@ class Saver:
 
     def save(self, save: Save) -> None:
         """Any thread; returns at once."""
-        packing = self.ahead.take(save.ahead_id)
-        is_packed = packing is not None and packing.is_whole
-        if is_packed:
-            self._answer(Packed(save.save_id))
-        self._saves.put(_Queued(save, packing, is_packed))
+        with ExitStack() as held:
+            packing = self.ahead.take(save.ahead_id)
+            if packing is not None:
+                held.enter_context(packing)
+            is_packed = packing is not None and packing.is_whole
+            if is_packed:
+                self._answer(Packed(save.save_id))
+            self._saves.put(_Queued(save, packing, is_packed))
+            held.pop_all()
 
     def drop(self, last_save_id: int) -> None:
         """Also while the save thread is held by a call that does not return."""
@@ -117,10 +122,9 @@ class Saver:
                 break
             if queued is not None and queued.save.save_id <= last_save_id:
                 save = queued.save
-                if queued.packing is not None:
-                    queued.packing.close()
-                if not queued.is_packed:
-                    self._answer(Packed(save.save_id))
+                with queued.packing or nullcontext():
+                    if not queued.is_packed:
+                        self._answer(Packed(save.save_id))
                 self._answer(Saved(save.save_id, (DROPPED,) * len(save.block_ids), 0, 0.0))
             else:
                 kept.append(queued)
@@ -153,34 +157,34 @@ class Saver:
     def _save(self, queued: _Queued) -> list[str]:
         """At most what one slot holds."""
         save = queued.save
-        values = self._values[save.group]
         packing = queued.packing or self._begin_packing(save)
         if packing is None:
             return [DROPPED] * len(save.block_ids)
-        if save.save_id <= self._dropped_saves:
-            packing.close()
-            return [DROPPED] * len(save.block_ids)
-        own = [i for i, block_id in enumerate(save.block_ids) if self._owns(block_id)]
-        statuses = [Status.FAILED]
-        try:
+        with packing:
+            if save.save_id <= self._dropped_saves:
+                return [DROPPED] * len(save.block_ids)
             packing.pack_all()
             if not queued.is_packed:
                 self._answer(Packed(save.save_id))
-            statuses = self._put(
-                [
-                    Value(
-                        values.key(save.hashes[i]),
-                        packing.seal(save.block_ids[i], save.hashes[i]),
-                        values.num_bytes,
-                        save.tenants[i] if save.tenants else "",
-                    )
-                    for i in own
-                ]
+            return self._store(save, packing)
+
+    def _store(self, save: Save, packing: PackedSlot) -> list[str]:
+        values = self._values[save.group]
+        own = [i for i, block_id in enumerate(save.block_ids) if self._owns(block_id)]
+        sealed = [
+            Value(
+                values.key(save.hashes[i]),
+                packing.seal(save.block_ids[i], save.hashes[i]),
+                values.num_bytes,
+                save.tenants[i] if save.tenants else "",
             )
-        finally:
-            # A write that was given up may still read from it.
-            failed = Status.FAILED in statuses
-            packing.close(QUARANTINE_S if failed else 0.0)
+            for i in own
+        ]
+        # A write that was given up may still read from it, also after the call has raised.
+        packing.quarantine(QUARANTINE_S)
+        statuses = self._put(sealed)
+        if Status.FAILED not in statuses:
+            packing.quarantine(0)
         # Of the others' blocks they say how it ended.
         every = [Status.OK.value] * len(save.block_ids)
         for i, status in zip(own, statuses, strict=True):
@@ -188,10 +192,9 @@ class Saver:
         return every
 
     def _begin_packing(self, save: Save) -> PackedSlot | None:
+        values, own = self._values[save.group], list(filter(self._owns, save.block_ids))
         slot = wait_slot(self._slots, lambda: save.save_id <= self._dropped_saves or self._stopping)
-        if slot is None:
-            return None
-        return PackedSlot(self._values[save.group], slot, list(filter(self._owns, save.block_ids)))
+        return None if slot is None else PackedSlot(values, slot, own)
 
     def _put(self, values: list[Value]) -> list[Status]:
         """What finds memory full is tried again for a moment, since room is made in the background;

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.tier import Status, Value
@@ -40,6 +41,19 @@ def test_scripted_get(fault: str, status: Status) -> None:
     tier = faulty(f"get:{fault}")
     assert tier.get([value()]) == [status]
     assert tier.get([value()]) == [Status.OK]
+
+
+def test_scripted_calls_that_raise() -> None:
+    tier = faulty("put:raise;get:raise;lookup:raise")
+    calls: list[Callable[[], object]] = [
+        lambda: tier.put([value()]),
+        lambda: tier.get([value()]),
+        lambda: tier.lookup(["k"]),
+    ]
+    for call in calls:
+        with pytest.raises(BackendError, match="scripted"):
+            call()
+        call()
 
 
 def test_corrupt_get_has_one_wrong_bit() -> None:

@@ -18,6 +18,7 @@ from tests.pages import one_group
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.kv.load import QUARANTINE_S
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.io import PoolIO, PoolSlots
 from vllm_ascend_pd.pool.keys import KeySpace
@@ -48,9 +49,14 @@ class GatedCopier(PythonBlockCopier):
         self.gate.set()
         self.num_layers = 0
         """Of all calls."""
+        self.num_failing = 0
+        """Calls to come that raise."""
 
     def gather_layers(self, layout: PageLayout, start: int, stop: int, *args: Any) -> Any:
         assert self.gate.wait(LONG_S)
+        if self.num_failing:
+            self.num_failing -= 1
+            raise OSError("the pages cannot be read")
         result = super().gather_layers(layout, start, stop, *args)
         self.num_layers += stop - start
         return result
@@ -68,12 +74,17 @@ class Worker:
         self.memory = MemoryTier(1 << 20)
         self.tier = FaultyTier(self.memory)
         slot_bytes = 4 * self.values.num_bytes
-        self.slots = [StagingPool(NoRegistry(), n, slot_bytes) for n in (1, 1, NUM_SLOTS)]
-        read, write, self.ahead_slots = self.slots
-        slots = PoolSlots(read, write, self.ahead_slots)
+        self.now = 0.0
+        self.slots = [
+            StagingPool(NoRegistry(), n, slot_bytes, clock=lambda: self.now)
+            for n in (1, 1, NUM_SLOTS)
+        ]
+        read, self.write_slots, self.ahead_slots = self.slots
+        slots = PoolSlots(read, self.write_slots, self.ahead_slots)
         self.io = PoolIO(self.tier, [self.values], slots, num_readers=1)
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.link = PoolLink("test", self.inbox.put)
+        self.hears: Callable[[Any], None] = self.inbox.put
+        self.link = PoolLink("test", lambda message: self.hears(message))
         self.io.start()
         self.link.connect(self.io.address)
         self.link.start()
@@ -110,6 +121,9 @@ class Worker:
             region = Region(memory.ctypes.data, size)
             assert self.values.unpack(7, HASHES[block_id], region, 0) is Status.OK
             assert self.pages[:, 7, 0].tolist() == [10 * block_id + n for n in range(NUM_LAYERS)]
+
+    def check_all_free(self) -> None:
+        assert [pool.num_free for pool in self.slots] == [1, 1, NUM_SLOTS]
 
     def stop(self) -> None:
         self.copier.gate.set()
@@ -260,3 +274,80 @@ def test_failed_put_leaves_its_slot_in_quarantine(worker: Worker) -> None:
     assert worker.until(Saved).statuses == ("failed",)
     assert worker.ahead_slots.num_free == NUM_SLOTS - 1
     assert len(worker.io.ahead) == 0
+    worker.now += QUARANTINE_S
+    worker.check_all_free()
+
+
+AHEAD = pytest.mark.parametrize("ahead_id", [0, 1], ids=["after-the-step", "ahead"])
+
+
+@AHEAD
+def test_packing_that_raises_fails_the_save_and_gives_the_slot_back(
+    worker: Worker, ahead_id: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.io.ahead.begin_step([AheadSpec(1, (2,))] if ahead_id else [])
+    worker.copier.num_failing = 100
+    worker.compute(2)
+    worker.save((2, 3), ahead_id)
+    assert worker.until(Saved).statuses == ("failed", "failed")
+    worker.check_all_free()  # at once: nobody was told to read from it
+    assert "a write to the pool failed" in caplog.text
+    assert not any(worker.memory.lookup([worker.space.key(HASHES[2])]))
+    worker.copier.num_failing = 0
+    worker.save((2,), save_id=2)
+    assert worker.until(Saved).statuses == ("ok",)
+
+
+@AHEAD
+def test_put_that_raises_fails_the_save_and_leaves_its_slot_in_quarantine(
+    worker: Worker, ahead_id: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.tier.script = TierScript("put:raise")
+    worker.io.ahead.begin_step([AheadSpec(1, (2,))] if ahead_id else [])
+    worker.compute(2)
+    worker.save((2,), ahead_id)
+    assert worker.until(Saved).statuses == ("failed",)
+    assert "a write to the pool failed" in caplog.text
+    pool = worker.ahead_slots if ahead_id else worker.write_slots
+    assert (pool.num_free, pool.num_held) == (pool.num_slots - 1, 0)
+    worker.now += QUARANTINE_S
+    worker.check_all_free()
+    worker.save((2,), save_id=2)
+    assert worker.until(Saved).statuses == ("ok",)
+
+
+def test_group_that_cannot_be_packed_ahead_leaves_the_others(worker: Worker) -> None:
+    worker.io.ahead.begin_step([AheadSpec(1, (2,)), AheadSpec(2, (3,))])
+    worker.copier.num_failing = 1
+    for block_id in (2, 3):
+        worker.pages[:, block_id] = [[10 * block_id + n] for n in range(NUM_LAYERS)]
+    worker.io.ahead.layer_done(NUM_LAYERS - 1)
+    worker.wait(lambda: worker.copier.num_layers == NUM_LAYERS)  # of the second
+    for save_id in (1, 2):
+        worker.save((save_id + 1,), ahead_id=save_id, save_id=save_id)
+        assert worker.until(Saved).statuses == ("ok",)
+    worker.check_stored(2, 3)
+    worker.check_all_free()
+
+
+@pytest.mark.parametrize(
+    "spec", [AheadSpec(1, (2,), group=1), AheadSpec(1, (1 << 70,))], ids=["group", "block-id"]
+)
+def test_step_whose_announcement_raises_holds_no_slot(worker: Worker, spec: AheadSpec) -> None:
+    with pytest.raises((IndexError, OverflowError)):
+        worker.io.ahead.begin_step([spec])
+    worker.check_all_free()
+
+
+def test_answer_that_raises_holds_no_slot(worker: Worker) -> None:
+    worker.io.ahead.begin_step([AheadSpec(1, (2,))])
+    worker.compute(2)
+    worker.wait(lambda: worker.copier.num_layers == NUM_LAYERS)
+
+    def hear(message: Any) -> None:
+        raise OSError(f"nobody takes {message}")
+
+    worker.hears = hear
+    with pytest.raises(OSError, match="nobody takes"):
+        worker.save((2,), ahead_id=1)
+    worker.check_all_free()
