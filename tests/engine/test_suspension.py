@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,8 +10,8 @@ import pytest
 from tests.engine.test_worker_step import GRANT, LEASE, NAMES, Side, load_spec
 from tests.engine.test_worker_step import side as side
 from vllm_ascend_pd.engine.metadata import StepMeta
-from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
-from vllm_ascend_pd.engine.suspension import resume, suspend
+from vllm_ascend_pd.engine.scheduler.loads import Loads
+from vllm_ascend_pd.engine.suspension import Suspension, resume, suspend
 from vllm_ascend_pd.engine.worker import step
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.types import Cause
@@ -94,13 +93,10 @@ def test_worker_that_cannot_let_go_has_the_others_take_theirs_again() -> None:
             if method is suspend:
                 raise TransferError("still read")
 
-    side: Any = SimpleNamespace(
-        common=SimpleNamespace(loads=[]),
-        parts=[],
-        engine_core=SimpleNamespace(model_executor=Executor()),
-    )
+    untouched: Any = None
+    executor: Any = Executor()
     with pytest.raises(TransferError, match="still read"):
-        SchedulerSide.before_sleep(side, 1)
+        Suspension(Loads(1), [], untouched, executor).begin(1)
     assert asked == [suspend, resume]
 
 

@@ -16,10 +16,13 @@ from vllm_ascend_pd.engine.vllm_api.connector import (
     KVConnectorStats,
     SupportsHMA,
 )
+from vllm_ascend_pd.engine.vllm_api.outputs import attach_stats
 from vllm_ascend_pd.metrics import COUNTERS, GAUGES, split_key
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.types import KVConnectorOutput
+    from vllm_ascend_pd.metrics import Stats
 
 
 @dataclass
@@ -41,6 +44,12 @@ class PDStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return not any(map(_counts, self.data))
+
+
+def carry(stats: Stats, output: KVConnectorOutput) -> None:
+    """To the front end, what there is since the last time."""
+    if values := stats.take():
+        attach_stats(output, PDStats(data=values))
 
 
 def _counts(key: str) -> bool:

@@ -3,9 +3,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import hooks
+from vllm_ascend_pd.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_ascend_pd.engine.scheduler.identity import Identity
+    from vllm_ascend_pd.engine.scheduler.loads import Loads
+    from vllm_ascend_pd.engine.scheduler.parts import Part
+    from vllm_ascend_pd.engine.vllm_api.types import Executor
+
+
+class Suspension:
+    """Scheduler thread."""
+
+    def __init__(
+        self, loads: Loads, parts: Sequence[Part], identity: Identity, executor: Executor
+    ) -> None:
+        self._loads = loads
+        self._parts = parts
+        self._identity = identity
+        self._executor = executor
+
+    def begin(self, level: int) -> None:
+        """See ``hooks.SchedulerHooks.before_sleep``.
+
+        Raises:
+            TransferError: the caches are in use.
+        """
+        if len(self._loads) or any(part.is_storing for part in self._parts):
+            raise TransferError("KV is still loaded or stored: no sleep; try again in a moment")
+        if level > 1:
+            self._identity.weights_changed()
+        try:
+            self._executor.collective_rpc(suspend)
+        except Exception:  # of one worker; the others have let go, and nobody will wake them
+            self._executor.collective_rpc(resume)
+            raise
+
+    def end(self, tags: list[str] | None) -> None:
+        """See ``hooks.SchedulerHooks.after_wake_up``."""
+        if tags is None or "kv_cache" in tags:
+            self._executor.collective_rpc(resume)
 
 
 def suspend(worker: object) -> None:

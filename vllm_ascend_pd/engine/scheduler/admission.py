@@ -243,8 +243,11 @@ class Admission:
             return num_local, num_external
         return num_local - num_tail, num_external + num_tail
 
-    def allocated(self, request: Request, hits: Sequence[Sequence[KVCacheBlock]]) -> None:
-        """The request has committed to ``hits``, by group."""
+    def allocated(self, request: Request, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """The request has committed to ``hits``, by group; whether they may be of a source."""
+        self._loads.note_begin(request, len(hits[0]))
+        if not hits[0] and self.is_idle:
+            return False
         phantoms = [phantom for table in hits for phantom in self._phantoms.claim(table)]
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom])
@@ -270,6 +273,7 @@ class Admission:
             else:
                 stats.num_local_cached_tokens -= num_external
                 stats.num_external_cached_tokens += num_external
+        return True
 
     def _find(self, request: Request) -> BlockSource | None:
         return next(filter(None, (part.find(request) for part in self.parts)), None)

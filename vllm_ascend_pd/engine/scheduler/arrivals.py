@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.engine.vllm_api.engine import join_wave
 from vllm_ascend_pd.engine.vllm_api.groups import known_end
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.parts import Ending
     from vllm_ascend_pd.engine.scheduler.producer import Producer
     from vllm_ascend_pd.engine.scheduler.resume import Resumes
-    from vllm_ascend_pd.engine.vllm_api.types import Request
+    from vllm_ascend_pd.engine.vllm_api.types import EngineCore, Request
     from vllm_ascend_pd.metrics import Stats
 
 
@@ -43,11 +44,14 @@ class Arrivals:
         self._consumer = consumer
         self.forwards: ForwardsOut | None = None
         """Of an engine that has peers to forward to."""
+        self._has_new = False
+        """Since the last step."""
         self._ignored: dict[str, Provenance] = {}
         """By request id: those that are served without the transfer that they ask for."""
 
     def add(self, request: Request) -> bool:
         """Whether it will be scheduled."""
+        self._has_new = True
         params = request.kv_transfer_params
         if isinstance(params, dict) and RESUME in params:
             return self._resumes.add(request, params)
@@ -60,6 +64,11 @@ class Arrivals:
         if self.forwards is not None and self.forwards.holds(request):
             return False
         return not self._resumes.holds(request)
+
+    def begin_step(self, engine_core: EngineCore | None) -> None:
+        if self._has_new and engine_core is not None:
+            self._has_new = False
+            join_wave(engine_core)
 
     def _add(self, request: Request, params: object) -> None:
         if not isinstance(params, dict):

@@ -31,12 +31,15 @@ from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.prefill_meter import PrefillMeter
 from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.engine.scheduler.queue_order import QueueOrder
 from vllm_ascend_pd.engine.scheduler.resume import Resumes
 from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
 from vllm_ascend_pd.engine.sharding import can_divide_pages, own_layers, sharding
+from vllm_ascend_pd.engine.suspension import Suspension
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.engine.vllm_api.blocks import free_after_steps_under_way
 from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
 from vllm_ascend_pd.engine.vllm_api.engine import attach, is_ending, join_reports, wake
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
@@ -70,7 +73,7 @@ def create(scheduler: Scheduler) -> SchedulerSide:
     # A parked load is not ordered against a step that is still writing freed blocks.
     has_loads = config.role.consumes or config.pool is not None
     if has_loads and scheduler.vllm_config.max_concurrent_batches > 1:
-        scheduler.defer_block_free = True
+        free_after_steps_under_way(scheduler)
     return _Builder(scheduler, config).build()
 
 
@@ -140,7 +143,7 @@ class _Builder:
         parts.append(EngineInfo(self._common, self._trust, (*labels, self._fingerprint, master)))
         parts += [self._router_contact(url, endpoint) for url in config.router.urls]
         logger.debug("fingerprint: %s", self._fingerprint)
-        parts.append(resumes)
+        parts += [resumes, QueueOrder(self._scheduler)]
         arrivals = Arrivals(config.role, self._common.stats, resumes, producer, consumer)
         arrivals.forwards = forwards
         return SchedulerSide(self._common, parts, arrivals, self._complete)
@@ -199,6 +202,9 @@ class _Builder:
             self._config.identity is WeightReading.FULL,
             side.forsake,
             lambda generation: side.identify(f"{self._fingerprint} generation={generation}"),
+        )
+        side.suspension = Suspension(
+            self._common.loads, side.parts, side.identity, engine_core.model_executor
         )
         if (guests := side.part(ForwardsIn)) is not None:
             guests.adapter = side.identity.adapter

@@ -7,9 +7,12 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from vllm_ascend_pd.engine.scheduler.parts import COUNTS
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from vllm_ascend_pd.engine.scheduler.parts import Common, Part
     from vllm_ascend_pd.metrics import Stats
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,17 @@ OF_REQUESTS = (
 wait for consumers, and saves end by themselves."""
 LASTS_S = 60.0
 """What a peer must answer first may be there for a while."""
+
+
+def count(common: Common, parts: Iterable[Part]) -> dict[str, int]:
+    """See ``SchedulerSide.counts``."""
+    return {
+        **dict.fromkeys(COUNTS, 0),
+        "free_blocks": common.manager.block_pool.get_num_free_blocks(),
+        "phantoms": len(common.phantoms),
+        "loads": len(common.loads),
+        **{name: num for part in parts for name, num in part.counts().items()},
+    }
 
 
 class IntegrityCheck:

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_ascend_pd.engine.carrier import PDStats
+from vllm_ascend_pd.engine.carrier import carry
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.scheduler.admission import Admission
-from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck
-from vllm_ascend_pd.engine.scheduler.parts import COUNTS, Ending, Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck, count
+from vllm_ascend_pd.engine.scheduler.parts import Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
-from vllm_ascend_pd.engine.suspension import resume, suspend
-from vllm_ascend_pd.engine.vllm_api.engine import join_wave
-from vllm_ascend_pd.engine.vllm_api.queues import keep_order_of_arrival
-from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.engine.vllm_api.requests import tell_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.arrivals import Arrivals
     from vllm_ascend_pd.engine.scheduler.identity import Identity
     from vllm_ascend_pd.engine.scheduler.parts import Common
+    from vllm_ascend_pd.engine.suspension import Suspension
     from vllm_ascend_pd.engine.vllm_api.types import (
         EngineCore,
         KVCacheBlocks,
@@ -43,6 +41,7 @@ class SchedulerSide:
     """
 
     identity: Identity  # from on_engine_started on
+    suspension: Suspension  # from on_engine_started on
     engine_core: EngineCore | None = None
 
     def __init__(
@@ -58,8 +57,6 @@ class SchedulerSide:
         self._admission = Admission(common)
         self._arrivals = arrivals
         self._start = on_engine_started
-        self._has_arrivals = False
-        """Since the last step."""
         self._ends = LoadEnds(common, self.parts, self._admission.hand_on)
         checks = common.config.transfer.check_integrity
         self._integrity = IntegrityCheck(common.stats) if checks else None
@@ -80,7 +77,6 @@ class SchedulerSide:
     def on_request_added(self, request: Request) -> None:
         if self.engine_core is not None:
             self.identity.check(request)
-        self._has_arrivals = True
         if not self._arrivals.add(request):
             return
         source = self._admission.source_of(request)
@@ -104,31 +100,20 @@ class SchedulerSide:
 
     def on_slots_allocated(self, request: Request, new_computed_blocks: KVCacheBlocks) -> None:
         hits = new_computed_blocks.blocks
-        self.common.loads.note_begin(request, len(hits[0]))
-        if hits[0] or not self._admission.is_idle:
-            self._admission.allocated(request, hits)
+        if self._admission.allocated(request, hits):
             self._arrivals.admitted(request, len(hits[0]) * self.common.block_size)
 
     # The step and its output.
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
         # Called in every pass of the scheduler.
-        for new in scheduler_output.scheduled_new_reqs:
-            request = self.common.scheduler.requests[new.req_id]
-            # vLLM keeps images of cached blocks from the worker, which is told once. Where their KV
-            # is not to be had in the end, or is evicted, they are encoded after all.
-            new.mm_features = request.mm_features
-            if request.num_output_tokens:  # which another engine has sampled
-                new.prefill_token_ids = list(request.all_token_ids)
-        if self._has_arrivals and self.engine_core is not None:
-            self._has_arrivals = False
-            join_wave(self.engine_core)
+        tell_all(self.common.scheduler, scheduler_output)
+        self._arrivals.begin_step(self.engine_core)
         draft = StepDraft()
         self._admission.begin_step(scheduler_output)
         for part in self.parts:
             part.begin_step(scheduler_output, draft)
         self._admission.add_loads(draft)
-        keep_order_of_arrival(self.common.scheduler)
         meta = draft.finish()
         self._ends.clear_spoiled(scheduler_output, meta)
         return meta
@@ -142,10 +127,8 @@ class SchedulerSide:
             self._ends.fold(report)
         for part in self.parts:
             part.end_step()
-        if output is None or not self.common.scheduler.log_stats:
-            return
-        if values := self.common.stats.take():
-            output.kv_connector_stats = PDStats(data=values)
+        if output is not None and self.common.scheduler.log_stats:
+            carry(self.common.stats, output)
 
     def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
         for part in self.parts:
@@ -165,7 +148,7 @@ class SchedulerSide:
         loads = self.common.loads
         pending = loads.num_parked > 0 or loads.num_resting > 0 or any(has_news)
         if self._integrity is not None and not pending and not self.common.scheduler.requests:
-            self._integrity.look(self._count())
+            self._integrity.look(count(self.common, self.parts))
         return pending
 
     def on_engine_started(self, engine_core: EngineCore) -> None:
@@ -183,22 +166,10 @@ class SchedulerSide:
         self.identity.on_lora_loaded(lora_request)
 
     def before_sleep(self, level: int) -> None:
-        if len(self.common.loads) or any(part.is_storing for part in self.parts):
-            raise TransferError("KV is still loaded or stored: no sleep; try again in a moment")
-        if level > 1:
-            self.identity.weights_changed()
-        assert self.engine_core is not None
-        executor = self.engine_core.model_executor
-        try:
-            executor.collective_rpc(suspend)
-        except Exception:  # of one worker; the others have let go, and nobody will wake them
-            executor.collective_rpc(resume)
-            raise
+        self.suspension.begin(level)
 
     def after_wake_up(self, tags: list[str] | None) -> None:
-        if tags is None or "kv_cache" in tags:
-            assert self.engine_core is not None
-            self.engine_core.model_executor.collective_rpc(resume)
+        self.suspension.end(tags)
 
     def identify(self, fingerprint: str) -> None:
         """Of this engine, with its weights as they are from now on."""
@@ -224,13 +195,4 @@ class SchedulerSide:
     def counts(self) -> dict[str, int]:
         """What a leak check compares; all but ``free_blocks`` are zero when nothing goes on."""
         self.has_pending_work()
-        return self._count()
-
-    def _count(self) -> dict[str, int]:
-        return {
-            **dict.fromkeys(COUNTS, 0),
-            "free_blocks": self.common.manager.block_pool.get_num_free_blocks(),
-            "phantoms": len(self.common.phantoms),
-            "loads": len(self.common.loads),
-            **{name: count for part in self.parts for name, count in part.counts().items()},
-        }
+        return count(self.common, self.parts)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         BlockPool,
         KVCacheBlock,
         Request,
+        Scheduler,
     )
     from vllm_ascend_pd.kv.span import KVGroup
 
@@ -68,3 +69,12 @@ def free_to_front(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
     for block in unused:
         block.ref_cnt = 0
     pool.free_block_queue.prepend_n(unused)
+
+
+def free_after_steps_under_way(scheduler: Scheduler) -> None:
+    """Blocks that a step may still write are nobody else's before it has ended.
+
+    Touches:
+        vllm/v1/core/sched/scheduler.py:Scheduler.defer_block_free
+    """
+    scheduler.defer_block_free = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's step gives back. Main thread of the worker process."""
+"""What a worker's step gives back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 def step_output(report: object = None) -> KVConnectorOutput:
     """What carries ``report`` to the scheduler."""
     return _KVConnectorOutput(kv_connector_worker_meta=report)
+
+
+def attach_stats(output: KVConnectorOutput, stats: object) -> None:
+    """For the front end."""
+    output.kv_connector_stats = stats
 
 
 def output_without_forward(report: object) -> ModelRunnerOutput:
