@@ -876,6 +876,33 @@ def test_blocks_that_a_load_brought_in_and_are_gone_again_are_no_source(world: W
     assert min(world.stats.take().values()) >= 0
 
 
+def test_what_a_parked_load_brought_is_not_held_against_others(world: World) -> None:
+    """Its request may wait as long as the queue is: its blocks can be evicted, and its tail goes
+    back when memory is short.
+    """
+    request = world.request(num_tokens=64)
+    world.source.add(request)
+    world.find([Place.DRAM] * 4)
+    prompt = world.source.find(request)
+    assert prompt is not None
+    parking, num_free = world.common.parking, world.pool.get_num_free_blocks()
+    assert parking.park(prompt, world.phantoms.find_missing(request, prompt))
+    (spec,) = world.loads.take_new()
+    assert world.pool.get_num_free_blocks() == num_free - 4
+    result = LoadResult(spec.load_id, "", 10, 1.0)
+    record = world.loads.end(spec.load_id)
+    prompt.load_ended(result, record.places(), was_parked=True)
+    parking.end(record, result)
+    assert world.pool.get_num_free_blocks() == num_free - 1  # the tail
+    parking.relieve(is_stuck=False)
+    assert prompt in parking.tails
+    others = world.pool.get_new_blocks(world.pool.num_gpu_blocks * 9 // 10)
+    parking.relieve(is_stuck=False)
+    assert world.pool.get_num_free_blocks() == num_free - len(others)
+    assert prompt.offers  # and is loaded again
+    assert parking.num_tail_tokens(prompt) == 15
+
+
 # Several KV cache groups.
 
 

@@ -193,6 +193,33 @@ def test_engines_that_wait_for_each_others_memory_go_on(engines: Engines) -> Non
     assert Cause.DEADLINE.value in outcomes
 
 
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_request_that_waits_for_memory_renews_its_lease_until_its_deadline_only(
+    producer: Engine, engines: Engines, load_mode: str
+) -> None:
+    """It waits on for as long as another request has the memory."""
+    consumer = engines.make(
+        "kv_consumer", num_blocks=13, load_mode=load_mode, admission_timeout_s=0.3
+    )
+    consumer.add("long", prompt_of(90, start=500), max_tokens=100)
+    consumer.step()
+    request = consumer.add("c", prompt_of(100), producer.prefill("p", prompt_of(100)))
+    consumer.wait_for_answer()
+    consumer.step()
+    client = consumer.scheduler.pd.part(Consumer).client
+    consumer.poll(lambda: client.counts()["kept"] == 1)
+    assert producer.counts()["leases"] == 1
+    session = session_of(consumer, request)
+    consumer.poll(lambda: session.is_overdue(time.monotonic()))
+    consumer.run(lambda: session.state.final)
+    consumer.poll(lambda: client.counts()["kept"] == 0)
+    producer.poll(lambda: producer.counts() == producer.counts_at_start)
+    assert request.status is RequestStatus.WAITING
+    consumer.run_to_end()
+    consumer.expect_tokens("long", 100)
+    consumer.expect_tokens("c", 1)
+
+
 def test_reset_gives_the_tail_of_a_parked_load_back(producer: Engine, engines: Engines) -> None:
     consumer = engines.make("kv_consumer", load_mode="park")
     params = producer.prefill("p", prompt_of(100))
