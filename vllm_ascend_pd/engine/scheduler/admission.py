@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.config import LoadMode
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.groups import block_table
+from vllm_ascend_pd.engine.vllm_api.prefill_stats import count_external
 from vllm_ascend_pd.engine.vllm_api.queues import waiting_queues
-from vllm_ascend_pd.engine.vllm_api.status import is_queued, queue, waits_for_kv
+from vllm_ascend_pd.engine.vllm_api.status import is_queued, queue, queue_as, waits_for_kv
 from vllm_ascend_pd.kv.cost import Question, plan
 from vllm_ascend_pd.types import Cause
 
@@ -111,7 +112,7 @@ class Admission:
             return source.state.final and self.try_promote(request)
         if source.delays():
             return False
-        request.status = source.queued_status
+        queue_as(request, source.queued_status)
         return is_queued(request)
 
     def _place(self, source: BlockSource) -> bool:
@@ -266,13 +267,8 @@ class Admission:
             source.admit(num_hit - num_external, num_external + num_tail, indices)
             num_external += num_tail
             num_hit += num_tail
-        stats = request.prefill_stats
-        if stats is not None and num_external:
-            if request.num_preemptions:  # of which the engine counts nothing anew
-                stats.set(request.num_prompt_tokens, num_hit - num_external, num_external)
-            else:
-                stats.num_local_cached_tokens -= num_external
-                stats.num_external_cached_tokens += num_external
+        if num_external:
+            count_external(request, num_hit, num_external)
         return True
 
     def _find(self, request: Request) -> BlockSource | None:

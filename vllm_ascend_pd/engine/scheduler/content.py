@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.model_identity import weight_files
-from vllm_ascend_pd.engine.vllm_api.hashes import hash_anew, salt_of_client, use_hasher
-from vllm_ascend_pd.engine.vllm_api.lora import adapter_folder, with_reload
+from vllm_ascend_pd.engine.vllm_api.hashes import salt_anew, salt_of_client, use_hasher
+from vllm_ascend_pd.engine.vllm_api.lora import adapter_folder, ask_no_reload, with_reload
 from vllm_ascend_pd.engine.weight_files import content_digest, stat_key
 from vllm_ascend_pd.types import GENERATION_SALT
 
@@ -56,8 +56,7 @@ class Content:
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:
         """vLLM's block hasher, for new requests."""
-        use_hasher(request, self._hash_blocks)
-        request.cache_salt = self._salt(request)
+        use_hasher(request, self._hash_blocks, self._salt(request))
         return self._hash_blocks(request)
 
     def is_current(self, request: Request) -> bool:
@@ -69,8 +68,7 @@ class Content:
         like nothing else.
         """
         is_mixed = request.num_computed_tokens > 0
-        request.cache_salt = self._salt(request, secrets.token_hex(8) if is_mixed else "")
-        hash_anew(request)
+        salt_anew(request, self._salt(request, secrets.token_hex(8) if is_mixed else ""))
 
     def _salt(self, request: Request, mixture: str = "") -> str | None:
         salt = salt_of_client(request)
@@ -117,8 +115,7 @@ class Content:
                 return False
             self.note_adapter(lora, content)
         if lora.load_inplace:
-            # Else vLLM reads its files in every step.
-            request.lora_request = with_reload(lora, False)
+            ask_no_reload(request, lora)
         self.loras[lora.lora_name] = with_reload(lora, False)
         return changed
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.config import FirstTokenMode
+from vllm_ascend_pd.engine.vllm_api import prefill_stats
 from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
 from vllm_ascend_pd.engine.vllm_api.requests import append_output, is_seeded, tell_output
 
@@ -115,7 +116,5 @@ def deliver(scheduler: Scheduler, request: Request, token_id: int, num_local_tok
     counted as transferred, because it is not computed here.
     """
     new_token_ids, ended = append_output(scheduler, request, [token_id])
-    if request.prefill_stats is not None:
-        num_tokens = request.num_prompt_tokens
-        request.prefill_stats.set(num_tokens, num_local_tokens, num_tokens - num_local_tokens)
+    prefill_stats.count(request, num_local_tokens, request.num_prompt_tokens - num_local_tokens)
     return tell_output(scheduler, request, new_token_ids, ended)

@@ -21,6 +21,7 @@ from vllm_ascend_pd.engine.scheduler.weights import (
     settled_generation,
 )
 from vllm_ascend_pd.engine.vllm_api.config import lora_options
+from vllm_ascend_pd.engine.vllm_api.engine import hash_new_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ class Identity:
         self._on_generation = on_generation
         options = lora_options(scheduler.vllm_config.lora_config)
         self._content = Content(engine_core.request_block_hasher, options)
-        engine_core.request_block_hasher = self._content.hash_blocks
+        hash_new_requests(engine_core, self._content.hash_blocks)
 
     def check(self, request: Request) -> None:
         """Before a request is added: it was hashed a moment ago, by another thread."""

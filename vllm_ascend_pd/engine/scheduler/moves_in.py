@@ -26,7 +26,7 @@ from vllm_ascend_pd.engine.scheduler.resume import Refusal
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
 from vllm_ascend_pd.engine.vllm_api.requests import append_output, params_digest
-from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
+from vllm_ascend_pd.engine.vllm_api.status import queue_as, wait_for_kv
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.transfer.load import LoadSpec
@@ -229,7 +229,7 @@ class MovesIn(Part):
         self._advance(move, ComingEvent.GO)
         request, last = move.request, move.round
         assert last is not None
-        request.status = move.status
+        queue_as(request, move.status)
         last.arrive(move.num_peer_tokens)
         self.open[request.request_id] = last
         self._leave(move)

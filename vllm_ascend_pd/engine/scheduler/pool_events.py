@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.vllm_api.blocks import block_key, split_key
-from vllm_ascend_pd.engine.vllm_api.events import removed, stored
+from vllm_ascend_pd.engine.vllm_api.events import stored, tell_removed, tell_stored
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -83,11 +83,10 @@ class PoolEvents:
         if not self._pool.enable_kv_cache_events:
             return
         if after is not Place.NOWHERE and event is not None:
-            event.medium = after.medium
-            self._pool.kv_event_queue.append(event)
+            tell_stored(self._pool, event, after.medium)
         if before is not Place.NOWHERE:
             block_hash, group = split_key(key)
             self._remove([block_hash], before.medium, group)
 
     def _remove(self, hashes: list[bytes], medium: str, group: int) -> None:
-        self._pool.kv_event_queue.append(removed(hashes, medium, self._groups[group]))
+        tell_removed(self._pool, hashes, medium, self._groups[group])

@@ -14,7 +14,7 @@ from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
 from vllm_ascend_pd.engine.vllm_api.queues import next_waiting, num_waiting
-from vllm_ascend_pd.engine.vllm_api.status import is_preempted, is_queued, waits_for_kv
+from vllm_ascend_pd.engine.vllm_api.status import is_preempted, is_queued, queue_as, waits_for_kv
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool.known_keys import KnownKeys
 from vllm_ascend_pd.pool.link import PoolLink
@@ -187,7 +187,7 @@ class PoolSide(Part):
         if self.source.find(request) is not None:
             return
         if waits_for_kv(request):
-            request.status = failed.queued_status
+            queue_as(request, failed.queued_status)
         self.saves.forget(request)
         self.source.add(request, failed.provenance)
 

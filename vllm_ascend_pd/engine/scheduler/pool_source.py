@@ -16,7 +16,7 @@ from vllm_ascend_pd.config import LoadFromPool
 from vllm_ascend_pd.engine.scheduler.pool_prompt import Asked, PoolPrompt, num_asked
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.blocks import block_key
-from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
+from vllm_ascend_pd.engine.vllm_api.status import queue_as, wait_for_kv
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.pool.fold import fold_found
@@ -294,7 +294,7 @@ class PoolSource:
             return False
         prompt.advance(SourceEvent.NOTHING)
         if not prompt.had_peer:
-            prompt.request.status = prompt.queued_status
+            queue_as(prompt.request, prompt.queued_status)
             self.closed[prompt.request.request_id] = self.open.pop(prompt.request.request_id)
         return True
 

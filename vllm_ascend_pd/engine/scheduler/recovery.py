@@ -15,8 +15,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.engine.vllm_api import prefill_stats
 from vllm_ascend_pd.engine.vllm_api.groups import allocated_span
 from vllm_ascend_pd.engine.vllm_api.status import drop_output_under_way, preempt
+from vllm_ascend_pd.engine.vllm_api.steps import clear_blocks
 from vllm_ascend_pd.log_limit import limited_logger
 
 if TYPE_CHECKING:
@@ -133,8 +135,7 @@ class LoadEnds:
         self._common.stats.add("recovered_requests", len(preempted))
         for request in preempted:
             logger.warning("request %s: recomputing after a failed load", request.request_id)
-            if request.prefill_stats is not None:
-                request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
+            prefill_stats.count(request, 0, 0)
             self._hand_on(request)
 
     def _spoil(self, block_ids: set[int]) -> None:
@@ -151,5 +152,5 @@ class LoadEnds:
             return
         loaded = {i for load in loads for i in load.block_ids}
         zeroed = [*(output.new_block_ids_to_zero or ()), *sorted(self._spoiled)]
-        output.new_block_ids_to_zero = [i for i in zeroed if i not in loaded] or None
+        clear_blocks(output, [i for i in zeroed if i not in loaded])
         self._spoiled = set()

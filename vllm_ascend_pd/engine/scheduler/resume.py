@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.engine.scheduler.parts import Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
+from vllm_ascend_pd.engine.vllm_api.prefill_stats import count_nothing
 from vllm_ascend_pd.engine.vllm_api.requests import (
     accept_tokens,
     append_output,
@@ -129,8 +130,7 @@ class Resumes(Part):
         """Its output so far is given to its client with the step under way, and it goes on unless
         it ``ended`` with it.
         """
-        # The engine that began it has counted its prompt.
-        request.prefill_stats = None
+        count_nothing(request)  # the engine that began it has counted its prompt
         request_id = request.request_id
         outcome = EXACT if self._is_exact(request.sampling_params) else SAMPLED
         self._untold[request_id] = _Begun(request, token_ids, outcome, ended)

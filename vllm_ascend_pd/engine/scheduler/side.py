@@ -11,7 +11,7 @@ from vllm_ascend_pd.engine.scheduler.admission import Admission
 from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck, count
 from vllm_ascend_pd.engine.scheduler.parts import Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
-from vllm_ascend_pd.engine.vllm_api.requests import tell_all
+from vllm_ascend_pd.engine.vllm_api.steps import complete_new_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ class SchedulerSide:
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
         # Called in every pass of the scheduler.
-        tell_all(self.common.scheduler, scheduler_output)
+        complete_new_requests(self.common.scheduler, scheduler_output)
         self._arrivals.begin_step(self.engine_core)
         draft = StepDraft()
         self._admission.begin_step(scheduler_output)

@@ -9,9 +9,11 @@ from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
     drafter_may_have_two_groups,
+    hash_whole_prompts,
     is_pooling_model,
     keeps_states,
     returns_routed_experts,
+    use_one_group,
     uses_cascade_attention,
     uses_sparse_attention,
 )
@@ -43,12 +45,10 @@ def check_config(config: VllmConfig) -> None:
     if keeps_states(config):
         _check_states(config)
     elif drafter_may_have_two_groups(config):
-        # With one group, windows keep the KV of the whole prompt.
-        config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    if _has_pool(config) and config.cache_config.prefix_cache_retention_interval == 0:
-        # By default vLLM hashes of windows and states only what the end of a prompt needs; the pool
-        # stores what is hashed, so that a prompt which begins alike is a hit, too.
-        config.cache_config.prefix_cache_retention_interval = None
+        use_one_group(config)
+    if _has_pool(config):
+        # It stores what is hashed.
+        hash_whole_prompts(config)
     parallel = config.parallel_config
     speculative = config.speculative_config
     method = "ngram" if speculative is None else speculative.method

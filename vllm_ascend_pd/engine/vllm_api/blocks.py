@@ -72,9 +72,5 @@ def free_to_front(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
 
 
 def free_after_steps_under_way(scheduler: Scheduler) -> None:
-    """Blocks that a step may still write are nobody else's before it has ended.
-
-    Touches:
-        vllm/v1/core/sched/scheduler.py:Scheduler.defer_block_free
-    """
+    """Blocks that a step may still write are nobody else's before it has ended."""
     scheduler.defer_block_free = True

@@ -31,6 +31,19 @@ def drafter_may_have_two_groups(config: VllmConfig) -> bool:
     return bool(speculative.draft_model_config.hf_text_config.num_hidden_layers > 1)
 
 
+def use_one_group(config: VllmConfig) -> None:
+    """For all layers: windows keep the KV of the whole prompt."""
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
+def hash_whole_prompts(config: VllmConfig) -> None:
+    """By default vLLM hashes of windows and states only what the end of a prompt needs; then a
+    prompt that begins alike is no hit.
+    """
+    if config.cache_config.prefix_cache_retention_interval == 0:
+        config.cache_config.prefix_cache_retention_interval = None
+
+
 def data_parallel_rank(config: VllmConfig) -> int | None:
     """Of an engine core behind a front end with several of them; ``None`` of one that is alone.
 

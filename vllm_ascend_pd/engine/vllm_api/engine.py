@@ -9,7 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.engine import EngineCoreRequestType
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import EngineCore
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.engine.vllm_api.types import BlockHash, EngineCore, Request
     from vllm_ascend_pd.hooks import SchedulerHooks
 
 
@@ -23,6 +25,11 @@ def attach(core: EngineCore, hooks: SchedulerHooks) -> None:
     """Where the patched executor looks for them."""
     executor: Any = core.model_executor
     executor.pd = hooks
+
+
+def hash_new_requests(core: EngineCore, hasher: Callable[[Request], list[BlockHash]]) -> None:
+    """With it instead of vLLM's."""
+    core.request_block_hasher = hasher
 
 
 def is_ending(core: EngineCore) -> bool:

@@ -13,7 +13,7 @@ from vllm_ascend_pd.engine.vllm_api.hashes import event_extra_keys
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm_ascend_pd.engine.vllm_api.types import BlockStored, Request
+    from vllm_ascend_pd.engine.vllm_api.types import BlockPool, BlockStored, Request
     from vllm_ascend_pd.kv.span import KVGroup
 
 
@@ -44,10 +44,18 @@ def endpoint_of_rank(endpoint: str, rank: int) -> str:
     return str(kv_events.ZmqEventPublisher.offset_endpoint_port(endpoint, rank))
 
 
-def removed(block_hashes: Iterable[bytes], medium: str, group: KVGroup) -> object:
+def tell_stored(pool: BlockPool, event: BlockStored, medium: str) -> None:
+    event.medium = medium
+    pool.kv_event_queue.append(event)
+
+
+def tell_removed(
+    pool: BlockPool, block_hashes: Iterable[bytes], medium: str, group: KVGroup
+) -> None:
     """Touches: vllm/distributed/kv_events.py:BlockRemoved"""
-    return kv_events.BlockRemoved(
+    event = kv_events.BlockRemoved(
         block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in block_hashes],
         medium=medium,
         group_idx=group.id,
     )
+    pool.kv_event_queue.append(event)

@@ -36,9 +36,12 @@ def event_extra_keys(request: Request, start: int, stop: int) -> list[tuple[Any,
     return keys
 
 
-def use_hasher(request: Request, hasher: Callable[[Request], list[BlockHash]]) -> None:
-    """For its blocks from now on."""
+def use_hasher(
+    request: Request, hasher: Callable[[Request], list[BlockHash]], salt: str | None
+) -> None:
+    """For its blocks from now on, with this salt."""
     request._block_hasher = hasher
+    request.cache_salt = salt
 
 
 def salt_of_client(request: Request) -> str | None:
@@ -50,7 +53,13 @@ def salt_of_client(request: Request) -> str | None:
     return salt
 
 
+def salt_anew(request: Request, salt: str | None) -> None:
+    """Hash it with another salt."""
+    request.cache_salt = salt
+    hash_anew(request)
+
+
 def hash_anew(request: Request) -> None:
-    """All its full blocks, with the salt that it has now."""
+    """All its full blocks."""
     request.block_hashes.clear()
     request.update_block_hashes()

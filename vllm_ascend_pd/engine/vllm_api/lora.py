@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.types import LoRARequest
+    from vllm_ascend_pd.engine.vllm_api.types import LoRARequest, Request
 
 
 def adapter_folder(lora: LoRARequest) -> str:
@@ -23,3 +23,8 @@ def with_reload(lora: LoRARequest, load_inplace: bool) -> LoRARequest:
     struct: Any = lora
     changed: LoRARequest = msgspec.structs.replace(struct, load_inplace=load_inplace)
     return changed
+
+
+def ask_no_reload(request: Request, lora: LoRARequest) -> None:
+    """Of its adapter, which the workers have: else they read its files in every step."""
+    request.lora_request = with_reload(lora, False)

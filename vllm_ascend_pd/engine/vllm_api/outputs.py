@@ -18,6 +18,11 @@ def step_output(report: object = None) -> KVConnectorOutput:
     return _KVConnectorOutput(kv_connector_worker_meta=report)
 
 
+def attach_report(output: KVConnectorOutput, report: object) -> None:
+    """For the scheduler."""
+    output.kv_connector_worker_meta = report
+
+
 def attach_stats(output: KVConnectorOutput, stats: object) -> None:
     """For the front end."""
     output.kv_connector_stats = stats

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.outputs import LogprobsLists
 
-    from vllm_ascend_pd.engine.vllm_api.types import (
-        Request,
-        SamplingParams,
-        Scheduler,
-        SchedulerOutput,
-    )
+    from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, Scheduler
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -130,17 +125,6 @@ def accept_tokens(scheduler: Scheduler, request: Request, token_ids: Sequence[in
     """
     manager = scheduler.structured_output_manager
     return bool(manager.accept_tokens(request, list(token_ids)))
-
-
-def tell_all(scheduler: Scheduler, output: SchedulerOutput) -> None:
-    """What the worker does not hear otherwise of the requests that are new to it."""
-    for new in output.scheduled_new_reqs:
-        request = scheduler.requests[new.req_id]
-        # vLLM keeps images of cached blocks from the worker, which is told once. Where their KV is
-        # not to be had in the end, or is evicted, they are encoded after all.
-        new.mm_features = request.mm_features
-        if request.num_output_tokens:  # which another engine has sampled
-            new.prefill_token_ids = list(request.all_token_ids)
 
 
 def named(scheduler: Scheduler, name: str) -> list[Request]:

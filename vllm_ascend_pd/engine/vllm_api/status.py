@@ -94,6 +94,11 @@ def drop_output_under_way(request: Request) -> None:
         request.drop_stale_output = True
 
 
+def queue_as(request: Request, status: Any) -> None:
+    """It waits for no KV any more: see ``status_in_queue``."""
+    request.status = status
+
+
 def status_in_queue(request: Request, at_arrival: Any) -> Any:
     """What a request goes back to that waits for no KV any more."""
     return RequestStatus.PREEMPTED if request.num_preemptions else at_arrival

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
-from vllm_ascend_pd.engine.vllm_api.outputs import output_without_forward, step_output
+from vllm_ascend_pd.engine.vllm_api.outputs import (
+    attach_report,
+    output_without_forward,
+    step_output,
+)
 from vllm_ascend_pd.engine.worker.loaders import Loaders
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.pool.messages import PoolLoadSpec
@@ -107,7 +111,7 @@ class StepOutput:
 
     def __exit__(self, failed: object, *_: object) -> None:
         if failed is None:
-            self._output.kv_connector_worker_meta = self._side.end_step()
+            attach_report(self._output, self._side.end_step())
 
 
 class WorkerSide:

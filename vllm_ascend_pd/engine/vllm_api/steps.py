@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step tells the workers. Scheduler thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.vllm_api.types import Scheduler, SchedulerOutput
+
+
+def complete_new_requests(scheduler: Scheduler, output: SchedulerOutput) -> None:
+    """Of what is new to the worker it hears all that it may need."""
+    for new in output.scheduled_new_reqs:
+        request = scheduler.requests[new.req_id]
+        # vLLM keeps images of cached blocks from the worker, which is told once. Where their KV is
+        # not to be had in the end, or is evicted, they are encoded after all.
+        new.mm_features = request.mm_features
+        if request.num_output_tokens:  # which another engine has sampled
+            new.prefill_token_ids = list(request.all_token_ids)
+
+
+def clear_blocks(output: SchedulerOutput, block_ids: list[int]) -> None:
+    """Before the forward, these and no others."""
+    output.new_block_ids_to_zero = block_ids or None
