@@ -60,7 +60,8 @@ class Outcome:
     """Seconds between two tokens, of which ``step_tokens`` were that far apart."""
     step_tokens: npt.NDArray[np.float64]
     prefill_use: float
-    """Share of the P engines' time in which they computed; ``decode_use`` likewise."""
+    """Share of the P engines' time in which they computed, until the last token or P's last step;
+    ``decode_use`` likewise."""
     decode_use: float
     hit_rate: float
     """Share of all prompt tokens that P engines had in their prefix cache."""
@@ -97,6 +98,8 @@ class _Decode:
     running: list[tuple[int, int]] = field(default_factory=list)
     """A heap: the step with which a request ends, and the request."""
     num_steps: int = 0
+    num_firsts: int = 0
+    """Requests whose first token the next step gives: it is nobody's second."""
     context_tokens: int = 0
     """Of all that run."""
     kv_tokens: int = 0
@@ -180,6 +183,8 @@ class _Simulation:
         self._end_s = [math.nan] * len(trace)
         self._step_s, self._step_tokens = array("d"), array("d")
         self._num_hit_tokens = 0
+        self._prefilled_s = 0.0
+        """When P's last step ended."""
         self._num_computing = 0
         """P engines; ``_tokens_per_s`` is of all D engines."""
         self._tokens_per_s = 0.0
@@ -281,6 +286,7 @@ class _Simulation:
 
     def _prefilled(self, now: float, number: int, _: int) -> None:
         prefill = self._prefills[number]
+        self._prefilled_s = now
         for request in prefill.batch:
             self._prefill_load.tokens[number] -= self._prompts[request]
             if not self._computed_by_d[request]:
@@ -331,7 +337,8 @@ class _Simulation:
         num_tokens = decode.steps * len(decode.running)
         seconds = now - decode.began_s
         self._step_s.append(seconds / decode.steps)
-        self._step_tokens.append(num_tokens)
+        self._step_tokens.append(num_tokens - decode.num_firsts)
+        decode.num_firsts = 0
         decode.busy_s += seconds
         decode.num_steps += decode.steps
         decode.context_tokens += num_tokens
@@ -357,8 +364,10 @@ class _Simulation:
                 num_tokens = self._prompts[request]
                 computing_s += self._costs[num_tokens] - self._costs[num_tokens - computed]
                 joined.append(request)
+                decode.context_tokens -= 1  # the token is not there yet
                 last += 1
             heappush(decode.running, (last, request))
+        decode.num_firsts = len(joined)
         batch = len(decode.running)
         self._tokens_per_s -= decode.tokens_per_s
         decode.tokens_per_s = 0.0
@@ -387,9 +396,10 @@ class _Simulation:
         trace, first, end = self._trace, np.array(self._first_s), np.array(self._end_s)
         duration = float(end.max())
         gaps = np.maximum(1, trace.num_output_tokens - 1)
+        whole_s = max(duration, self._prefilled_s)
 
         def use(engines: Sequence[_Prefill | _Decode]) -> float:
-            return sum(e.busy_s for e in engines) / (len(engines) * duration) if duration else 0.0
+            return sum(e.busy_s for e in engines) / (len(engines) * whole_s) if whole_s else 0.0
 
         return Outcome(
             split=self._split,

@@ -171,6 +171,24 @@ def test_d_computes_less_than_a_block_itself_and_waits_for_no_p() -> None:
     assert whole.hit_rate == found.hit_rate
 
 
+def test_what_d_computes_itself_leaves_nothing_behind() -> None:
+    asked = trace(*((float(i), 41, 11) for i in range(500)), prefixes=((1, 2, 3, 4),) * 500)
+    speeds = replace(SPEEDS, block_size=16, step_slope_s=[1e-4] * (MAX_SEQS + 1))
+    itl_s = simulate(asked, speeds, ONE_EACH).itl_s
+    assert itl_s[1:] == pytest.approx(itl_s[0])  # the first one is P's
+    assert itl_s[0] == pytest.approx(0.02 + 45.5e-4)
+
+
+def test_p_that_ends_after_the_last_token_was_not_busier_than_all_the_time() -> None:
+    # Each D computes its prompt and gives both tokens by 0.09; the P computes both until 0.1.
+    speeds = replace(SPEEDS, block_size=64)
+    found = simulate(trace((0, 50, 2), (0, 50, 2)), speeds, Split(1, 2))
+    assert found.duration_s == pytest.approx(0.09)
+    assert found.prefill_use == pytest.approx(1.0)
+    assert found.decode_use == pytest.approx(0.9)
+    assert found.step_tokens.sum() == 2  # each one's second
+
+
 def test_p_is_slower_the_more_tokens_d_gives() -> None:
     # D gives 50 tokens a second to the first request from 0.11 on.
     speeds = replace(SPEEDS, prefill_slowdown=Line.through([(0, 1.0), (100, 3.0)]))
@@ -231,11 +249,28 @@ ROWS = st.lists(
 
 
 @settings(deadline=None, max_examples=100)
-@given(ROWS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 500), st.floats(0, 1e-3))
+@given(
+    ROWS,
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 500),
+    st.floats(0, 1e-3),
+    st.sampled_from((1, 16, 64)),
+)
 def test_every_request_ends_once_and_no_sooner_than_it_could_alone(
-    rows: list[tuple[float, int, int]], p: int, d: int, kv_tokens: int, slope: float
+    rows: list[tuple[float, int, int]],
+    p: int,
+    d: int,
+    kv_tokens: int,
+    slope: float,
+    block_size: int,
 ) -> None:
-    speeds = replace(SPEEDS, decode_kv_tokens=kv_tokens, step_slope_s=[slope] * (MAX_SEQS + 1))
+    speeds = replace(
+        SPEEDS,
+        decode_kv_tokens=kv_tokens,
+        step_slope_s=[slope] * (MAX_SEQS + 1),
+        block_size=block_size,
+    )
     asked = trace(*sorted(rows))
     outcome = simulate(asked, speeds, Split(p, d))
     assert len(outcome.ttft_s) == len(rows)
@@ -248,6 +283,10 @@ def test_every_request_ends_once_and_no_sooner_than_it_could_alone(
     assert 0 < outcome.prefill_use <= 1 + 1e-9
     assert 0 <= outcome.decode_use <= 1 + 1e-9
     assert not math.isnan(outcome.duration_s)
+    # Whatever there was before, who comes when all is done finds the engines as they were at first.
+    last = (1e4, 100, 10)
+    after = simulate(trace(*sorted(rows), last), speeds, Split(p, d))
+    assert after.itl_s[-1] == pytest.approx(simulate(trace(last), speeds, Split(p, d)).itl_s[0])
 
 
 def test_the_same_trace_has_the_same_outcome() -> None:
