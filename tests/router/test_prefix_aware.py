@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -16,8 +17,12 @@ import zmq.asyncio
 from tests.router.harness import FAST, Deployment, deployed, run, until
 from tests.router.scripted_engine import ScriptedEngine
 from tests.router.test_discovery import described, register
+from tests.unit.router.test_policies import instance
 from tests.unit.router.test_prefix_index import BLOCK, CLEARED, batch, stored
+from vllm_ascend_pd.registration import KVEvents
+from vllm_ascend_pd.router.instances import Instance
 from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex
+from vllm_ascend_pd.router.prefix.subscriber import Subscriber
 
 Cluster = tuple[Deployment, dict[str, ScriptedEngine], dict[str, "Publisher"]]
 
@@ -34,11 +39,18 @@ class Publisher:
         self.sent: list[bytes] = []
         self._task = asyncio.ensure_future(self._answer())
 
+    @property
+    def events(self) -> KVEvents:
+        return KVEvents(endpoint=self.endpoint, replay_endpoint=self.replay_endpoint)
+
     async def publish(self, *events: dict[str, Any]) -> None:
         payload = batch(*events)
         seq = len(self.sent).to_bytes(8, "big")
         self.sent.append(payload)
         await self._pub.send_multipart([b"", seq, payload])
+
+    async def publish_frames(self, num_frames: int) -> None:
+        await self._pub.send_multipart([b""] * num_frames)
 
     async def wait_subscriber(self) -> None:
         assert await asyncio.wait_for(self._pub.recv(), 20) == b"\x01"
@@ -88,6 +100,24 @@ async def cluster() -> AsyncIterator[
     for publisher in publishers.values():
         await publisher.close()
     context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def listening(
+    subscriber: Subscriber | None = None,
+) -> AsyncIterator[tuple[Publisher, Subscriber, Instance]]:
+    """A publisher, who is to listen to it, and the instance that it is of."""
+    subscriber = subscriber or Subscriber()
+    context = zmq.asyncio.Context()
+    publisher = Publisher(context)
+    one = instance("one")
+    one.spec = msgspec.structs.replace(one.spec, kv_events=publisher.events)
+    try:
+        yield publisher, subscriber, one
+    finally:
+        await subscriber.close()
+        await publisher.close()
+        context.destroy(linger=0)
 
 
 def index(d: Deployment, name: str) -> PrefixIndex:
@@ -207,28 +237,74 @@ def test_events_before_the_router_came_are_replayed() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_index_is_not_believed_when_something_fails_on_the_way(
+    is_replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with listening() as (publisher, subscriber, one):
+            with monkeypatch.context() as patch:
+                patch.setattr(PrefixIndex, "_apply", lambda self, event: 1 / 0)
+                if is_replayed:
+                    await publisher.publish(CLEARED)
+                subscriber.watch(one)
+                await publisher.wait_subscriber()
+                if not is_replayed:
+                    await publisher.publish(CLEARED)
+                index = one.prefix_index
+                assert index is not None
+                await until(lambda: index.state is IndexState.DEGRADED, "state")
+            await publisher.publish(stored([b"a"], None, TOKENS[:BLOCK]))
+            await until(lambda: len(index) == 1, "index")
+            assert index.state is IndexState.DEGRADED
+
+    run(test)
+
+
+class ForgetsAtTheLastMoment(Subscriber):
+    """An engine is gone in the turn of the loop in which its replay ends."""
+
+    async def _replay(self, instance: Instance, *rest: Any) -> None:
+        await super()._replay(instance, *rest)
+        self.forget(instance)
+
+
+def test_nobody_listens_to_an_engine_that_went_while_its_events_were_replayed() -> None:
+    async def test() -> None:
+        async with listening(ForgetsAtTheLastMoment()) as (publisher, subscriber, one):
+            await publisher.publish(stored([b"a"], None, TOKENS[:BLOCK]))
+            subscriber.watch(one)
+            task = subscriber._tasks[one]
+            await asyncio.wait({task}, timeout=20)
+            assert task.done()
+            assert not subscriber.holders.num_hit_tokens(TOKENS).any()
+
+    run(test)
+
+
+def test_messages_without_end_are_not_listened_to() -> None:
+    async def test() -> None:
+        async with listening() as (publisher, subscriber, one):
+            subscriber.watch(one)
+            await publisher.wait_subscriber()
+            await publisher.publish_frames(4)
+            await publisher.publish(stored([b"a"], None, TOKENS[:BLOCK]))
+            index = one.prefix_index
+            assert index is not None
+            await until(lambda: index.state is IndexState.EXACT, "state")
+            await publisher.publish_frames(1000)
+            await until(lambda: index.state is IndexState.FALLBACK, "state")
+            assert not subscriber.holders.num_hit_tokens(TOKENS).any()
+
+    run(test)
+
+
 def test_event_that_makes_no_sense_ends_nothing() -> None:
     async def test() -> None:
         async with cluster() as (d, _, publishers):
             await publish_prompt(d, "p1", publishers["p1"], 2)
             await publishers["p1"].publish({**stored([b"x"], None, TOKENS), "block_size": 0})
             await until(lambda: index(d, "p1").state is IndexState.DEGRADED, "state")
-            await publish_prompt(d, "p1", publishers["p1"], 3)
-
-    run(test)
-
-
-def test_index_is_not_believed_when_something_fails_on_the_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def test() -> None:
-        async with cluster() as (d, _, publishers):
-            await publish_prompt(d, "p1", publishers["p1"], 2)
-            assert index(d, "p1").state is IndexState.EXACT
-            with monkeypatch.context() as patch:
-                patch.setattr(PrefixIndex, "_apply", lambda self, event: 1 / 0)
-                await publishers["p1"].publish(CLEARED)
-                await until(lambda: index(d, "p1").state is IndexState.DEGRADED, "state")
             await publish_prompt(d, "p1", publishers["p1"], 3)
 
     run(test)

@@ -264,6 +264,20 @@ def test_engines_with_other_block_sizes_hold_the_same_prompt() -> None:
     assert [hits(index, TOKENS) for index in (taken, large)] == [0, 8]
 
 
+def test_what_comes_for_an_engine_that_is_gone_is_not_the_next_ones() -> None:
+    holders = Holders()
+    gone = PrefixIndex(holders)
+    gone.close()
+    gone.close()
+    engines = [PrefixIndex(holders) for _ in range(2)]
+    gone.receive(0, batch(stored([b"a"], None, TOKENS[:4])))
+    assert [hits(one, TOKENS) for one in engines] == [0, 0]
+    assert len({one.slot for one in engines}) == 2
+    for one in engines:
+        one.close()
+    assert not holders._slots
+
+
 def test_very_many_engines_are_told_apart() -> None:
     holders = Holders()
     indexes = [PrefixIndex(holders) for _ in range(600)]

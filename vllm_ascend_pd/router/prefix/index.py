@@ -175,18 +175,25 @@ class PrefixIndex:
         self._group = 0
         self._keeps_all = False
         """Whether ``_group`` does; until one is known that does, it is the first."""
+        self.is_closed = False
+        """Then its slot is another engine's."""
 
     def __len__(self) -> int:
         return len(self._own)
 
     def close(self) -> None:
-        """Its engine is gone."""
+        """Its engine is gone; what comes from it now is nobody's."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         self.forget(IndexState.FALLBACK)
         self._set_block_size(None)
         self.holders.free_slot(self.slot)
 
     def receive(self, seq: int, payload: bytes) -> None:
         """The next message. After a gap, what was removed meanwhile is not known: start anew."""
+        if self.is_closed:
+            return
         if self._next_seq is not None and seq != self._next_seq and seq > 0:
             if seq < self._next_seq:  # a replay of what came already
                 return

@@ -24,6 +24,8 @@ _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_IN_ALL_S = 30.0
 _HIGH_WATER = 100_000
 _MAX_FRAME_BYTES = 64 << 20
+_MAX_FRAMES = 16
+"""Of one message; an event has 3, and a replayed one 4."""
 
 
 class Subscriber:
@@ -68,44 +70,64 @@ class Subscriber:
             socket.setsockopt_string(zmq.SUBSCRIBE, events.topic)
             socket.connect(events.endpoint)
             if events.replay_endpoint is not None:
-                await self._replay_in_time(events.replay_endpoint, index)
+                await self._replay_in_time(instance, events.replay_endpoint, index)
+            if index.is_closed:  # a wait that ends while it is cancelled goes on
+                return
             logger.info("%s: listening to %s", instance.instance_id, events.endpoint)
             while True:
-                frames = await socket.recv_multipart()
-                if len(frames) != 3 or len(frames[1]) != 8:
-                    continue
-                was = index.state
-                try:
-                    index.receive(int.from_bytes(frames[1], "big"), frames[2])
-                except Exception:  # one event of an engine must not end this task
-                    logger.exception("%s: an event was not understood", instance.instance_id)
-                    index.forget(IndexState.DEGRADED)
-                if index.state is not was:
-                    _say(instance, was, index.state)
+                frames = await _message(socket)
+                if len(frames) == 3 and len(frames[1]) == 8:
+                    _receive(instance, index, frames[1], frames[2])
         except zmq.ZMQError as e:
             logger.warning("%s: no KV events: %s", instance.instance_id, e)
             index.forget(IndexState.FALLBACK)
         finally:
             socket.close(linger=0)
 
-    async def _replay_in_time(self, endpoint: str, index: PrefixIndex) -> None:
+    async def _replay_in_time(self, instance: Instance, endpoint: str, index: PrefixIndex) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._replay(endpoint, index), _REPLAY_IN_ALL_S)
+            await asyncio.wait_for(self._replay(instance, endpoint, index), _REPLAY_IN_ALL_S)
 
-    async def _replay(self, endpoint: str, index: PrefixIndex) -> None:
+    async def _replay(self, instance: Instance, endpoint: str, index: PrefixIndex) -> None:
         """What was published before we came, as far as the engine still has it."""
         assert self._context is not None
         socket = self._context.socket(zmq.DEALER)
         try:
+            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
             socket.connect(endpoint)
             await socket.send_multipart([b"", (0).to_bytes(8, "big")])
             while await socket.poll(int(_REPLAY_TIMEOUT_S * 1000)):
-                frames = await socket.recv_multipart()
-                if len(frames) != 4 or frames[2] == _END_OF_REPLAY:
+                frames = await _message(socket)
+                if len(frames) != 4 or len(frames[2]) != 8 or frames[2] == _END_OF_REPLAY:
                     break
-                index.receive(int.from_bytes(frames[2], "big"), frames[3])
+                _receive(instance, index, frames[2], frames[3])
         finally:
             socket.close(linger=0)
+
+
+async def _message(socket: zmq.asyncio.Socket) -> list[bytes]:
+    """The frames of the next one.
+
+    Raises:
+        zmq.ZMQError: there are more than any publisher sends.
+    """
+    frames = [await socket.recv()]
+    while socket.get(zmq.RCVMORE):
+        if len(frames) == _MAX_FRAMES:
+            raise zmq.ZMQError(zmq.EMSGSIZE)
+        frames.append(await socket.recv())
+    return frames
+
+
+def _receive(instance: Instance, index: PrefixIndex, seq: bytes, payload: bytes) -> None:
+    was = index.state
+    try:
+        index.receive(int.from_bytes(seq, "big"), payload)
+    except Exception:  # one event of an engine must not end the task
+        logger.exception("%s: an event was not understood", instance.instance_id)
+        index.forget(IndexState.DEGRADED)
+    if index.state is not was:
+        _say(instance, was, index.state)
 
 
 def _say(instance: Instance, was: IndexState, now: IndexState) -> None:
