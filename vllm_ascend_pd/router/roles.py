@@ -38,6 +38,8 @@ IDLE = 0.1
 """A kind that would have no more to do with one engine less gives it away sooner, at ``LOW``."""
 HOLD_S = 8.0
 """So long the same is asked for, before it is done; seconds in which it is not are taken off."""
+MAX_LOOK_S = 2.0
+"""So long at most what a look asked for holds; the next one comes after a second or so."""
 MAX_URGENCY = 3.0
 """By which seconds of much load count for more: every one costs requests."""
 REST_S = 30.0
@@ -120,23 +122,29 @@ def decide(engines: Sequence[EngineWork], needs: Needs = by_load) -> Switch | No
 class RolePatience:
     """Times are seconds of one clock."""
 
+    before: Switch | None = None
+    """What the last look asked for, which holds until this one."""
     role: Role | None = None
-    """Asked for last."""
     asked_s: float = 0.0
+    """So long that role has been asked for; ``HOLD_S`` is enough, however long a switch rests."""
     looked_at: float = 0.0
     rests_until: float = 0.0
 
     def take(self, switch: Switch | None, now: float) -> Switch | None:
         """What is to be done of what one look asks for."""
-        passed_s, self.looked_at = now - self.looked_at, now
-        if switch is None or switch.is_first:
+        passed_s, self.looked_at = min(now - self.looked_at, MAX_LOOK_S), now
+        if self.before is None:
             self.asked_s = max(0.0, self.asked_s - passed_s)
-            return switch
-        if switch.role == self.role:
-            self.asked_s += passed_s * min(max(switch.urgency, 1.0), MAX_URGENCY)
         else:
+            passed_s *= min(max(self.before.urgency, 1.0), MAX_URGENCY)
+            self.asked_s = min(HOLD_S, self.asked_s + passed_s)
+        self.before = None
+        if switch is None or switch.is_first:
+            return switch
+        if switch.role != self.role:
             self.role, self.asked_s = switch.role, 0.0
         if now < self.rests_until or self.asked_s < HOLD_S:
+            self.before = switch
             return None
         self.rests_until, self.role = now + REST_S, None
         return switch

@@ -134,18 +134,53 @@ def switched_after(asks: Callable[[float], Switch | None], patience: RolePatienc
     return next(s for s in range(1000) if patience.take(asks(begun + s), begun + s) is not None)
 
 
+def looks(
+    patience: RolePatience, asks: Switch | None, seconds: float, later: float = 0.0
+) -> list[Switch]:
+    """What is done by looks once a second, after so long without one."""
+    begun, done = patience.looked_at + later, []
+    for s in range(1, int(seconds) + 1):
+        if (switch := patience.take(asks, begun + s)) is not None:
+            done.append(switch)
+    return done
+
+
 def test_a_switch_waits_until_it_is_asked_for_steadily_and_rests_then() -> None:
     patience, wanted, back = RolePatience(), Switch("e0", "prefill"), Switch("e1", "decode")
-    assert patience.take(wanted, 0.0) is None
-    assert patience.take(wanted, HOLD_S - 1) is None
-    assert patience.take(back, HOLD_S) is None  # the other way: from the start
-    assert patience.take(replace(back, instance_id="e2"), 2 * HOLD_S - 1) is None
-    done_at = 2 * HOLD_S
-    assert patience.take(back, done_at) == back
-    for later in range(int(REST_S)):
-        assert patience.take(wanted, done_at + later) is None
-    assert patience.take(wanted, done_at + REST_S) == wanted
-    assert patience.take(wanted, done_at + 2 * REST_S) is None  # from the start, too
+    assert not looks(patience, wanted, HOLD_S)
+    assert not looks(patience, None, 1)  # it was a moment
+    assert not looks(patience, wanted, 1)
+    assert not looks(patience, back, 1)  # the other way: from the start
+    other = replace(back, instance_id="e2")
+    assert not looks(patience, other, HOLD_S - 1)
+    assert looks(patience, back, 1) == [back]
+    assert not looks(patience, wanted, REST_S - 1)
+    assert looks(patience, wanted, 1) == [wanted]
+    assert looks(patience, wanted, REST_S) == [wanted]
+
+
+def test_what_was_asked_for_while_a_switch_rests_is_not_owed_for_ever() -> None:
+    patience, wanted = RolePatience(), Switch("e0", "prefill")
+    assert looks(patience, wanted, HOLD_S + 1) == [wanted]
+    assert not looks(patience, wanted, REST_S - HOLD_S)
+    assert not looks(patience, None, HOLD_S)
+    assert not looks(patience, wanted, HOLD_S)
+    assert looks(patience, wanted, 1) == [wanted]
+
+
+def test_the_first_look_that_asks_says_nothing_of_the_time_before() -> None:
+    patience, wanted = RolePatience(), Switch("e0", "prefill")
+    assert not looks(patience, wanted, HOLD_S)
+    assert not looks(patience, None, 1)
+    assert not looks(patience, wanted, 1, later=100)
+    assert looks(patience, wanted, 2) == [wanted]
+
+
+def test_time_in_which_nobody_looked_is_not_asked_for_all_of_it() -> None:
+    patience, wanted = RolePatience(), Switch("e0", "prefill")
+    assert not looks(patience, wanted, HOLD_S / 2)
+    assert not looks(patience, wanted, 1, later=100)
+    assert looks(patience, wanted, HOLD_S / 2) == [wanted]
 
 
 def test_a_moment_without_need_does_not_make_a_switch_wait_from_the_start() -> None:
