@@ -204,6 +204,9 @@ OWN_COPIES = {
         "a drafter's method; drafters are refused at start"
     ),
     ("NPUWorker", "add_lora"): "the worker's method; EngineCore's calls it",
+    ("KpoolTailManager", "get_num_blocks_to_allocate"): (
+        "no manager of states: the patch is to that of MambaManager"
+    ),
     **dict.fromkeys(
         (
             ("NPUWorker", "sleep"),
