@@ -12,7 +12,7 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
-from tests.schedulers.harness import Engine, Engines, hasher, prompt_of
+from tests.schedulers.harness import Engine, Engines, fail_all, hasher, prompt_of
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import Found, Lookup
@@ -61,6 +61,25 @@ def test_preempted_request_that_the_pool_has_nothing_for_is_resumed(
     assert step.output.scheduled_cached_reqs.resumed_req_ids == {"p"}
     engine.run_to_end()
     engine.expect_tokens("p", 3)
+
+
+def test_request_that_is_looked_up_before_the_report_delivers_no_stale_token(
+    producer: Engine, pooled: tuple[Engine, Callable[[], None]]
+) -> None:
+    """Preempted by the pass after the one of its load, it waits for the pool when that fails."""
+    engine, answer = pooled
+    engine.worker.peers.append(producer.worker)
+    engine.worker.cause_of = fail_all
+    request = engine.add("c", prompt_of(100), producer.prefill("p", prompt_of(100)), max_tokens=3)
+    engine.schedule_until_admitted(request)
+    engine.preempt(request)
+    engine.schedule()
+    assert request.status is RequestStatus.WAITING_FOR_KV
+    engine.finish_step()
+    assert engine.tokens["c"] == []
+    answer()
+    engine.run_to_end()
+    engine.expect_tokens("c", 3)
 
 
 def test_request_that_the_pool_has_nothing_for_still_waits_for_its_grammar(

@@ -89,8 +89,10 @@ def put_away(scheduler: Scheduler, request: Request) -> None:
 
 
 def drop_output_under_way(request: Request) -> None:
-    """Of one that has been preempted already, with tokens kept that steps under way sample."""
-    if is_preempted(request) and request.num_stale_output_tokens:
+    """Of one that has been preempted already, with tokens kept that steps under way sample; it may
+    wait for KV by now.
+    """
+    if not is_running(request) and request.num_stale_output_tokens:
         request.drop_stale_output = True
 
 
