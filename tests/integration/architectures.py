@@ -61,7 +61,8 @@ def architecture(name: str) -> Any:
             sliding_window=64,
         )
     if name == "gdn":
-        # Three layers keep a state, each in a group of its own; vLLM wants experts in some layer.
+        # Three layers keep a state, each in a group of its own; vLLM wants experts in some layer. A
+        # token has all of them: which ones it has a last bit of bfloat16 would decide.
         return transformers.Qwen3NextConfig(
             **{**_COMMON, "num_hidden_layers": 4},
             num_attention_heads=4,
@@ -72,7 +73,7 @@ def architecture(name: str) -> Any:
             linear_num_value_heads=1,
             mlp_only_layers=[0, 1, 2],
             num_experts=2,
-            num_experts_per_tok=1,
+            num_experts_per_tok=2,
             moe_intermediate_size=64,
             shared_expert_intermediate_size=64,
         )
@@ -115,7 +116,7 @@ def architecture(name: str) -> Any:
             n_routed_experts=2,
             n_shared_experts=1,
             moe_intermediate_size=32,
-            num_experts_per_tok=1,
+            num_experts_per_tok=2,
             # DeepSeek's own scaling. vLLM's CPU kernel turns the wrong rows of MLA without one.
             rope_scaling={
                 "rope_type": "yarn",
