@@ -179,9 +179,9 @@ class Engine:
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def wait_until_ready(self) -> None:
-        from vllm_ascend_pd.resume import Source
+        from vllm_ascend_pd.resume import RunningAt
 
-        self.source = Source(**self._pipe.recv())
+        self.source = RunningAt(**self._pipe.recv())
         self.bytes_per_token: float = self._pipe.recv()
         threading.Thread(target=self._listen, daemon=True).start()
 

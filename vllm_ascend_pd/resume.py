@@ -35,7 +35,7 @@ _MAX_TOKENS = 1 << 24
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunningAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine that runs the request, and is to hand it over: what its registration says in
     ``kv`` and as its ``epoch``.
     """
@@ -61,7 +61,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Refuse rather than go on where the next tokens are only as likely as the lost ones were: with
     a temperature and no seed, or with a seed and drafts.
     """
-    source: Source | None = None
+    source: RunningAt | None = None
     """Set where the request still runs."""
     proof: Name = ""
 
@@ -97,7 +97,7 @@ class ResumeKey:
         prompt_token_ids: Sequence[int] | None,
         output_token_ids: Sequence[int],
         only_exact: bool = True,
-        source: Source | None = None,
+        source: RunningAt | None = None,
     ) -> Resume:
         """For the answer to this prompt that has begun with these tokens; ``None`` if only the
         ``source`` knows it."""

@@ -13,7 +13,7 @@ import requests
 from tests.e2e.forked_engines import Launcher
 from tests.e2e.servers import free_port
 from tests.e2e.test_resume_over_http import CHAT, COMPLETION, Stream, read
-from vllm_ascend_pd.resume import ResumeKey, Source
+from vllm_ascend_pd.resume import ResumeKey, RunningAt
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -50,13 +50,13 @@ def urls(launched: Launcher, tmp_path_factory: pytest.TempPathFactory) -> list[s
 
 
 @pytest.fixture(scope="module")
-def at(urls: list[str]) -> Source:
+def at(urls: list[str]) -> RunningAt:
     """Where requests of the first engine are taken over."""
     sent = {"model": "tiny", "prompt": "where?", "max_tokens": 1}
     sent["kv_transfer_params"] = {"do_remote_decode": True}
     answer = requests.post(f"{urls[0]}/v1/completions", json=sent, timeout=60)
     found = answer.json()["kv_transfer_params"]
-    return Source(
+    return RunningAt(
         found["remote_host"], found["remote_port"], found["remote_key"], found["remote_epoch"]
     )
 
@@ -64,7 +64,7 @@ def at(urls: list[str]) -> Source:
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
 def test_stream_moves_while_it_runs(
-    urls: list[str], at: Source, body: dict[str, Any], sampling: str
+    urls: list[str], at: RunningAt, body: dict[str, Any], sampling: str
 ) -> None:
     source, target = urls
     request = {**body, **SAMPLING[sampling], "max_tokens": NUM_OUTPUT}

@@ -24,7 +24,7 @@ from vllm_ascend_pd.engine.scheduler.sources import (
     SourceEvent,
     SourceState,
 )
-from vllm_ascend_pd.kv.cost import Plan
+from vllm_ascend_pd.kv.cost import LoadPlan
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
 from vllm_ascend_pd.net.trust import Trust
@@ -272,7 +272,7 @@ def test_request_whose_source_failed_is_admitted_without_it(ready: BlockSource) 
 
 
 def test_only_what_was_decided_is_used(ready: BlockSource) -> None:
-    ready.use(Plan(num_blocks=2, parks=False, load_ms=1.0), NUM_BLOCKS)
+    ready.use(LoadPlan(num_blocks=2, parks=False, load_ms=1.0), NUM_BLOCKS)
     assert ready.num_blocks == 2
     assert not ready.has_block(2)
     assert not ready.has_tail(2)

@@ -26,7 +26,7 @@ from tests.integration.test_identity import LORA
 from tests.integration.test_prefill_first import moved
 from tests.integration.test_resume import SAMPLING, SEED, begun
 from tests.integration.test_speculation import LLM as DRAFTS
-from vllm_ascend_pd.resume import ResumeKey, Source
+from vllm_ascend_pd.resume import ResumeKey, RunningAt
 from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def coming(
 ) -> dict[str, Any]:
     """The ``kv_transfer_params`` of a request that runs at ``source`` under this name; only that
     knows its prompt if none is told."""
-    at = Source(**source.source())
+    at = RunningAt(**source.source())
     resume = ResumeKey(None).sign(name, prompt, [], only_exact, at)
     return {"resume": resume.to_params(), "return_provenance": True}
 

@@ -29,7 +29,7 @@ from tests.schedulers.harness import (
 )
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.vllm_api.status import preempt
-from vllm_ascend_pd.resume import ResumeKey, Source
+from vllm_ascend_pd.resume import ResumeKey, RunningAt
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.load import LoadSpec
@@ -244,7 +244,7 @@ def coming(name: str, source: Engine, prompt: list[int] = PROMPT) -> dict[str, A
     """The ``resume`` of a request that runs there."""
     producer = source.scheduler.pd.part(Producer)
     at = producer.endpoint
-    said = Source(at.host, at.port, at.key, producer.epoch)
+    said = RunningAt(at.host, at.port, at.key, producer.epoch)
     return ResumeKey(None).sign(name, prompt, [], source=said).to_params()
 
 

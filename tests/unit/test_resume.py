@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.net.trust import Secret
-from vllm_ascend_pd.resume import Resume, ResumeKey, Source, prompt_digest
+from vllm_ascend_pd.resume import Resume, ResumeKey, RunningAt, prompt_digest
 
 _KEY = ResumeKey(Secret(b"a secret of more than 32 bytes for tests"))
 _OTHER = ResumeKey(Secret(b"another secret of more than 32 bytes ...."))
 _SIGNED = _KEY.sign("cmpl-1", [1, 2, 3], [7, 8])
-_SOURCE = Source("10.0.0.1", 14579, "key", "epoch")
+_SOURCE = RunningAt("10.0.0.1", 14579, "key", "epoch")
 
 
 def test_what_was_signed_is_accepted_after_its_way_as_json() -> None:

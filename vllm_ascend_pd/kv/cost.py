@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How blocks that are held elsewhere come: in a step, parked, only the first ones, or computed.
 
-Pure: a ``Question`` holds all that is looked at, a ``Plan`` what follows from it.
+Pure: a ``Question`` holds all that is looked at, a ``LoadPlan`` what follows from it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     num_blocks: int
     """So many leading blocks are used, the rest is computed."""
     parks: bool
@@ -68,10 +68,10 @@ class Plan:
     """What loading them is expected to take."""
 
 
-def plan(question: Question) -> Plan:
+def plan(question: Question) -> LoadPlan:
     num_blocks = _cut(question.load_ms, question.compute_ms)
     load_ms = sum(ms for ms in question.load_ms[:num_blocks] if ms is not None)
-    return Plan(num_blocks, _parks(question, load_ms), load_ms)
+    return LoadPlan(num_blocks, _parks(question, load_ms), load_ms)
 
 
 def _cut(load_ms: Sequence[float | None], compute_ms: float) -> int:

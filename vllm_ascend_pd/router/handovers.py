@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm_ascend_pd.resume import Source
+from vllm_ascend_pd.resume import RunningAt
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.resumable import resume_params
@@ -44,24 +44,24 @@ class Handover:
         return cls(params, len(known.token_ids))
 
     @classmethod
-    def live(cls, key: ResumeKey, job: Job, known: Transcript, source: Source) -> Handover:
+    def live(cls, key: ResumeKey, job: Job, known: Transcript, source: RunningAt) -> Handover:
         """The target copies tokens and KV from the source, which stops in between. What comes
         first from the target, it gives because the source never will."""
         request_id = str(known.envelope.get("id", ""))
         return cls(resume_params(key, request_id, known, job.promise.kind, source), 0)
 
     @classmethod
-    def whole(cls, key: ResumeKey, job: Job, source: Source) -> Handover:
+    def whole(cls, key: ResumeKey, job: Job, source: RunningAt) -> Handover:
         """The same for an answer that does not stream, of which nothing is known."""
         request_id = _ID_PREFIXES[job.body.path] + job.trace.request_id
         return cls(resume_params(key, request_id, None, job.promise.kind, source), 0)
 
 
-def live_source(source: InstanceSpec, target: InstanceSpec) -> Source | None:
+def live_source(source: InstanceSpec, target: InstanceSpec) -> RunningAt | None:
     """Where the target can copy a running request from, if it can."""
     if source.kv is None or not source.epoch or target.role == "prefill":
         return None
-    return Source(source.kv.host, source.kv.port, source.kv.key, source.epoch)
+    return RunningAt(source.kv.host, source.kv.port, source.kv.key, source.epoch)
 
 
 async def until_new(stream: Stream, client: Transcript, num_told: int) -> bytes | Failure:

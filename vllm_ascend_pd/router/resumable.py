@@ -17,7 +17,7 @@ from vllm_ascend_pd.resume import RESUME
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.resume import ResumeKey, Source
+    from vllm_ascend_pd.resume import ResumeKey, RunningAt
     from vllm_ascend_pd.router.bodies import Body
     from vllm_ascend_pd.router.transcript import Transcript
 
@@ -110,7 +110,7 @@ def resume_params(
     request_id: str,
     known: Transcript | None,
     kind: Kind,
-    source: Source | None = None,
+    source: RunningAt | None = None,
 ) -> msgspec.Raw | None:
     """For the engine that goes on with it; nothing if the client has no token yet. The ``source``
     tells tokens itself, and of an answer that comes whole nobody else knows any."""

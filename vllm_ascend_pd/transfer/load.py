@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.backends.page_ring import RingPlacer
     from vllm_ascend_pd.backends.staging import Slot
     from vllm_ascend_pd.kv.span import LoadBlocks
-    from vllm_ascend_pd.transfer.shares import Source
+    from vllm_ascend_pd.transfer.shares import PageSource
     from vllm_ascend_pd.types import Endpoint, LoadId
     from vllm_ascend_pd.wire import Progress, Ticket, Worker
 
@@ -61,7 +61,7 @@ class PeerLoad(Load):
 
     spec: LoadSpec
     blocks: LoadBlocks
-    source: Source
+    source: PageSource
     pages: GroupPages
     """Of the layers that come from there; ``first_layer`` is the first among this worker's."""
     first_layer: int
@@ -92,7 +92,7 @@ class PeerLoad(Load):
         cls,
         spec: LoadSpec,
         blocks: LoadBlocks,
-        source: Source,
+        source: PageSource,
         pages: GroupPages,
         piece_bytes: int,
     ) -> PeerLoad:

@@ -96,7 +96,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._copier = copier
         self._groups = groups
         self._layers = layers or Layers(0, sum(len(group.layers) for group in groups))
-        self._pool = pool
+        self._staging = pool
         self.peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._active: list[PeerLoad] = []
         self._in_flight: dict[int, InFlight] = {}
@@ -135,7 +135,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
 
     def _piece_bytes(self, peer: Endpoint) -> int:
         """What goes through a ring need not fit in it."""
-        return max(self._pool.slot_bytes, PIECE_BYTES if self._rings.takes(peer) else 0)
+        return max(self._staging.slot_bytes, PIECE_BYTES if self._rings.takes(peer) else 0)
 
     def take_rested(self) -> list[LoadId]:
         return self._live_pages.take_rested()
@@ -236,7 +236,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         for load in self._active:
             num_held = sum(flight.load.spec is load.spec for flight in self._in_flight.values())
             while load.pieces and load.ended is None and num_held < self._slots_per_load:
-                slot = self._pool.acquire()
+                slot = self._staging.acquire()
                 if slot is None:
                     return
                 ask = partial(self._send_fetch, load, load.pieces.popleft(), slot)

@@ -101,7 +101,7 @@ class DataServer(Reactor):
         self._copier = copier
         self._groups = groups
         self._runs = [page_runs(group.layout) for group in groups]
-        self._pool = pool
+        self._staging = pool
         self._grants = grants
         self._allows_host = allows_host
         self.write_timeout_s = write_timeout_s
@@ -193,7 +193,7 @@ class DataServer(Reactor):
         is_idle = not self._queue and not self._writes
         progress = self._poll_writes() | self._rings.go_on(may_wait=is_idle)
         while (ready := self._next_ready()) is not None:
-            slot = self._pool.acquire()
+            slot = self._staging.acquire()
             if slot is None:
                 break
             progress = True
@@ -255,7 +255,7 @@ class DataServer(Reactor):
         ids = _block_ids(fetch, grant)
         if self._rings.start(identity, fetch, route, layers, ids):
             return None
-        if fetch.num_bytes > self._pool.slot_bytes:
+        if fetch.num_bytes > self._staging.slot_bytes:
             return Fetched(fetch.fetch_id, 0, Cause.BAD_PARAMS.value, route.name)
         window = None
         if isinstance(engine, SupportsWindow):
@@ -335,7 +335,7 @@ class DataServer(Reactor):
 
     def _max_bytes(self, fetch: Fetch) -> int:
         """Of one piece. Through a ring goes what any number of pages have."""
-        return _MAX_RING_BYTES if fetch.ring_bytes and not fetch.live else self._pool.slot_bytes
+        return _MAX_RING_BYTES if fetch.ring_bytes and not fetch.live else self._staging.slot_bytes
 
     def _may_write_to(self, transport: str, session: str) -> bool:
         """A session of a network transport is ``host:port``; others do not leave this host."""

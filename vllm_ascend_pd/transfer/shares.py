@@ -45,7 +45,7 @@ WHOLE = Share()
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PageSource:
     """``theirs`` of the pages of the producer's worker ``rank`` is ``ours`` of this worker's, in
     ``layers`` of this worker's, which are counted from its first one and come after ``skip`` others
     there. ``None`` are all of them.
@@ -98,7 +98,7 @@ class Sharding:
         """Which of them this one is."""
         return self.tp_rank % self.num_replicas
 
-    def loads_from(self, layers: Layers, peers: Sequence[Layers | None]) -> tuple[Source, ...]:
+    def loads_from(self, layers: Layers, peers: Sequence[Layers | None]) -> tuple[PageSource, ...]:
         """Of a producer whose workers have layers of ``peers``, by rank: those that hold pages of
         ``layers``.
 
@@ -106,7 +106,7 @@ class Sharding:
             TransferError: its stages have not each of these layers once, or the heads of the two do
                 not divide evenly.
         """
-        found: list[Source] = []
+        found: list[PageSource] = []
         first_rank, known = 0, layers.first
         for stage, workers in groupby(peers):
             num_workers = len(list(workers))
@@ -132,7 +132,7 @@ class Sharding:
             )
         return tuple(found)
 
-    def sources(self, num_peers: int) -> tuple[Source, ...]:
+    def sources(self, num_peers: int) -> tuple[PageSource, ...]:
         """Of a producer's stage with ``num_peers`` workers: those that hold this worker's pages.
 
         Raises:
@@ -147,14 +147,14 @@ class Sharding:
         if theirs >= ours:
             count = theirs // ours
             return tuple(
-                Source(
+                PageSource(
                     rank=(share * count + part) * peers_per_share + same, ours=Share(part, count)
                 )
                 for part in range(count)
             )
         count = ours // theirs
         peer_share, part = divmod(share, count)
-        return (Source(rank=peer_share * peers_per_share + same, theirs=Share(part, count)),)
+        return (PageSource(rank=peer_share * peers_per_share + same, theirs=Share(part, count)),)
 
 
 def num_shares(tp_size: int, num_kv_heads: int) -> int:

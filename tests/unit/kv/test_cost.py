@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.config import LoadMode
-from vllm_ascend_pd.kv.cost import Plan, Question, Speed, plan
+from vllm_ascend_pd.kv.cost import LoadPlan, Question, Speed, plan
 
 FAST, SLOW = 0.1, 2.0
 COMPUTE = 1.0
 """Milliseconds for a block."""
 
 
-def decide(*load_ms: float | None, compute_ms: float = COMPUTE, **options: Any) -> Plan:
+def decide(*load_ms: float | None, compute_ms: float = COMPUTE, **options: Any) -> LoadPlan:
     defaults: dict[str, Any] = {
         "mode": LoadMode.AUTO,
         "max_step_ms": 50.0,

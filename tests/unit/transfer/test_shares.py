@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.transfer.shares import Sharding, Share, Source
+from vllm_ascend_pd.transfer.shares import PageSource, Sharding, Share
 from vllm_ascend_pd.types import Layers
 
 
@@ -63,7 +63,7 @@ def test_replicas_share_the_load() -> None:
 
 
 def test_equal_engines_move_whole_pages() -> None:
-    assert Sharding(1, 2, 8).sources(2) == (Source(1),)
+    assert Sharding(1, 2, 8).sources(2) == (PageSource(1),)
 
 
 @pytest.mark.parametrize(("num_workers", "num_peers"), [(2, 3), (3, 2), (1, 0)])

@@ -47,7 +47,7 @@ from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.pool.link import pool_address
-from vllm_ascend_pd.resume import ResumeKey, Source
+from vllm_ascend_pd.resume import ResumeKey, RunningAt
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
 from vllm_ascend_pd.types import Epoch
@@ -131,7 +131,7 @@ class _Builder:
             parts += [consumer, resumes.moves]
         if config.forward.peers:  # with both roles
             assert endpoint is not None
-            source = Source(endpoint.host, endpoint.port, endpoint.key, self._epoch)
+            source = RunningAt(endpoint.host, endpoint.port, endpoint.key, self._epoch)
             forwards = moves_out.forwards = ForwardsOut(
                 self._common, client, resumes, self._resume_key, source, self._is_ending
             )

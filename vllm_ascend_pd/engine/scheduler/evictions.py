@@ -45,7 +45,7 @@ class Evictions:
     """Scheduler thread."""
 
     def __init__(self, pool: BlockPool, horizon: int) -> None:
-        self._pool = pool
+        self._blocks = pool
         self._horizon = horizon
         self._good: dict[int, GoodBlock] = {}
 
@@ -65,7 +65,7 @@ class Evictions:
         """Good blocks at the front of the free queue, the next one to be evicted first. The queue
         must not change meanwhile.
         """
-        for block in next_to_evict(self._pool, self._horizon):
+        for block in next_to_evict(self._blocks, self._horizon):
             if block.block_hash is not None and self.is_good(block):
                 yield self._good[block.block_id]
 
@@ -73,4 +73,4 @@ class Evictions:
         """Unpin blocks that have been stored: those that nobody has come to use are still the next
         ones to be evicted.
         """
-        free_to_front(self._pool, blocks)
+        free_to_front(self._blocks, blocks)

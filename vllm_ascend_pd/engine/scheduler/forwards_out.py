@@ -36,7 +36,7 @@ from vllm_ascend_pd.engine.vllm_api.status import queue as queue_again
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.net.connection import MAX_FRAME_BYTES
-from vllm_ascend_pd.resume import RESUME, Source
+from vllm_ascend_pd.resume import RESUME, RunningAt
 from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import WIRE_VERSION, More, Refused, Take, Told
 
@@ -84,7 +84,7 @@ class ForwardsOut(Part):
         client: ControlClient,
         resumes: Resumes,
         key: ResumeKey,
-        source: Source,
+        source: RunningAt,
         is_ending: Callable[[], bool],
     ) -> None:
         self._common = common

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.consumer import Consumer
     from vllm_ascend_pd.engine.scheduler.resume import Resumes
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
-    from vllm_ascend_pd.kv.cost import Plan
+    from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import KVGroup, LoadBlocks, Wanted
-    from vllm_ascend_pd.resume import Source
+    from vllm_ascend_pd.resume import RunningAt
     from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
     from vllm_ascend_pd.wire import Ask
 
@@ -85,7 +85,7 @@ class MovesIn(Part):
         fingerprint: str,
     ) -> None:
         self.common = common
-        self._pool = common.manager.block_pool
+        self._blocks = common.manager.block_pool
         self._consumer = consumer
         self._client = client
         self._resumes = resumes
@@ -96,7 +96,7 @@ class MovesIn(Part):
         self.open: dict[str, Round] = {}
         """Both by request id: those that come, and the last round of those that are here."""
 
-    def begin(self, request: Request, name: str, source: Source) -> Refusal | None:
+    def begin(self, request: Request, name: str, source: RunningAt) -> Refusal | None:
         """Ask for it; ``name`` is the request's at ``source``. It waits then."""
         if not self._consumer.allows(source.host):
             detail = f"resume.source: {source.host!r} {NOT_ALLOWED}"
@@ -215,13 +215,13 @@ class MovesIn(Part):
         end = request.num_tokens - 1
         for group, held in move.held.items():
             wanted = range(group.first_kept(end), end // group.block_size)
-            self._pool.free_blocks([held.pop(index) for index in [*held] if index not in wanted])
+            self._blocks.free_blocks([held.pop(index) for index in [*held] if index not in wanted])
             for index in wanted:
                 if index in held:
                     continue
-                block = cached_block(self._pool, request.block_hashes[index], group)
+                block = cached_block(self._blocks, request.block_hashes[index], group)
                 if block is not None:
-                    self._pool.touch([block])
+                    self._blocks.touch([block])
                     held[index] = block
 
     def _arrive(self, move: _Move) -> None:
@@ -252,7 +252,7 @@ class MovesIn(Part):
 
     def _release_blocks(self, move: _Move) -> None:
         for held in move.held.values():
-            self._pool.free_blocks([held[index] for index in sorted(held, reverse=True)])
+            self._blocks.free_blocks([held[index] for index in sorted(held, reverse=True)])
             held.clear()
 
     def _leave_round(self, move: _Move) -> None:
@@ -337,7 +337,7 @@ class Round(BlockSource):
     def compute_ms(self) -> float:
         return 0.0
 
-    def use(self, plan: Plan, num_offered: int) -> None:
+    def use(self, plan: LoadPlan, num_offered: int) -> None:
         """Never asked: nothing of it is loaded after it has arrived."""
 
     def give_up(self, cause: Cause) -> None:

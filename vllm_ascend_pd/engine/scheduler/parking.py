@@ -47,7 +47,7 @@ class Parking:
     ) -> None:
         """Blocks of all ``groups`` are of one size."""
         self._manager = manager
-        self._pool = manager.block_pool
+        self._blocks = manager.block_pool
         self._groups = groups
         self._size = groups[0]
         self._phantoms = phantoms
@@ -70,18 +70,18 @@ class Parking:
             for block_hash in request.block_hashes[
                 group.first_needed(num_kept * group.block_size) : num_kept
             ]
-            if (block := cached_block(self._pool, block_hash, group)) is not None
+            if (block := cached_block(self._blocks, block_hash, group)) is not None
         ]
-        self._pool.touch(kept)
-        margin = self._pool.num_gpu_blocks // _FREE_SHARE
+        self._blocks.touch(kept)
+        margin = self._blocks.num_gpu_blocks // _FREE_SHARE
         num_tails = len(self._groups) if source.has_tail(num_full) else 0
-        enough = self._pool.get_num_free_blocks() - len(missing) - num_tails >= margin
+        enough = self._blocks.get_num_free_blocks() - len(missing) - num_tails >= margin
         if enough:
-            blocks = self._pool.get_new_blocks(len(missing))
-            tails = self._pool.get_new_blocks(num_tails)
+            blocks = self._blocks.get_new_blocks(len(missing))
+            tails = self._blocks.get_new_blocks(num_tails)
             self._loads.park(source, missing, blocks, _tails(source, num_full, tails))
             source.advance(SourceEvent.PARK)
-        self._pool.free_blocks(reversed(kept))
+        self._blocks.free_blocks(reversed(kept))
         return enough
 
     def end(self, record: LoadRecord, result: LoadResult) -> None:
@@ -107,7 +107,7 @@ class Parking:
             logger.warning("%d blocks rest: a peer may still write into them", len(held))
             self._loads.rest(result, held)
         else:
-            self._pool.free_blocks(reversed(held))
+            self._blocks.free_blocks(reversed(held))
         self.cache_full_tail(source)
 
     def take_tail(self, source: BlockSource, num_hits: int) -> int:
@@ -146,7 +146,7 @@ class Parking:
             self.drop_tail(source)
 
     def drop_tail(self, source: BlockSource) -> None:
-        self._pool.free_blocks(self.tails.pop(source, ()))
+        self._blocks.free_blocks(self.tails.pop(source, ()))
 
     def drop_tails(self) -> None:
         for source in list(self.tails):
@@ -162,8 +162,8 @@ class Parking:
         """Where memory is short, or no request can be scheduled, what waits does not hold any: a
         tail is loaded again when its request is admitted.
         """
-        margin = self._pool.num_gpu_blocks // _FREE_SHARE
-        if is_stuck or self._pool.get_num_free_blocks() < margin:
+        margin = self._blocks.num_gpu_blocks // _FREE_SHARE
+        if is_stuck or self._blocks.get_num_free_blocks() < margin:
             self.drop_tails()
 
 

@@ -65,7 +65,7 @@ class PhantomBlocks:
 
     def __init__(self, block_pool: BlockPool, groups: Sequence[KVGroup]) -> None:
         """Blocks of all ``groups`` are of one size."""
-        self._pool = block_pool
+        self._blocks = block_pool
         self._groups = groups
         self._size = groups[0]
         self._phantoms: dict[int, Phantom] = {}
@@ -74,7 +74,7 @@ class PhantomBlocks:
         return len(self._phantoms)
 
     def _cached(self, request: Request, index: int, group: KVGroup) -> KVCacheBlock | None:
-        return cached_block(self._pool, request.block_hashes[index], group)
+        return cached_block(self._blocks, request.block_hashes[index], group)
 
     def num_leading_hits(self, request: Request, stop: int) -> int:
         """How many of the first ``stop`` blocks are cached, counted up to the first that is not."""
@@ -156,7 +156,7 @@ class PhantomBlocks:
                     stop, rest = index, list(windows)  # no end behind this one will do
                     break
                 window.append(block)
-            tables[group.id] = [*[self._pool.null_block] * first, *reversed(window)]
+            tables[group.id] = [*[self._blocks.null_block] * first, *reversed(window)]
         if stop <= start:
             return [list(blocks) for blocks in hits]
         return [table[:stop] for table in tables]
@@ -192,13 +192,13 @@ class PhantomBlocks:
             # What is there already must survive get_new_blocks, which evicts the least recently
             # used.
             kept = [b for table in tables for b in table if b is not None and not b.is_null]
-            self._pool.touch(kept)
-            num_free = self._pool.get_num_free_blocks()
+            self._blocks.touch(kept)
+            num_free = self._blocks.get_num_free_blocks()
             if len(missing) <= num_free:
                 break
-            self._pool.free_blocks(reversed(kept))
+            self._blocks.free_blocks(reversed(kept))
             stop = missing[num_free].block_index  # where windows end there, too, is looked up
-        new = self._pool.get_new_blocks(len(missing))
+        new = self._blocks.get_new_blocks(len(missing))
         for place, block in zip(missing, new, strict=True):
             tables[place.group][place.block_index] = block
         for group in self._groups:
@@ -206,8 +206,8 @@ class PhantomBlocks:
             self._enter(request, tables[group.id], indices, group)
         for place, block in zip(missing, new, strict=True):
             self._phantoms[block.block_id] = Phantom(block, block.block_hash, source, place)
-        self._pool.free_blocks(reversed(new))
-        self._pool.free_blocks(reversed(kept))
+        self._blocks.free_blocks(reversed(new))
+        self._blocks.free_blocks(reversed(kept))
         return tuple(cast("list[KVCacheBlock]", table) for table in tables)  # nothing is missing
 
     def cache(
@@ -227,7 +227,7 @@ class PhantomBlocks:
         self, request: Request, table: Table, indices: Sequence[int], group: KVGroup
     ) -> None:
         for start, stop in _runs(indices):
-            enter_blocks(self._pool, request, table, start, stop, group)
+            enter_blocks(self._blocks, request, table, start, stop, group)
 
     def claim(self, blocks: Iterable[KVCacheBlock]) -> list[Phantom]:
         """Take the phantoms among ``blocks``, to which a request has just committed."""
@@ -244,12 +244,12 @@ class PhantomBlocks:
         """Evict what ``source`` can no longer provide."""
         gone = [i for i, phantom in self._phantoms.items() if phantom.source is source]
         phantoms = [self._phantoms.pop(block_id) for block_id in gone]
-        self._pool.evict_blocks({p.block.block_id for p in phantoms if p.is_current()})
+        self._blocks.evict_blocks({p.block.block_id for p in phantoms if p.is_current()})
 
     def withdraw_all(self) -> None:
         """Evict every phantom: the prefix cache is about to be reset."""
         phantoms, self._phantoms = self._phantoms, {}
-        self._pool.evict_blocks({i for i, phantom in phantoms.items() if phantom.is_current()})
+        self._blocks.evict_blocks({i for i, phantom in phantoms.items() if phantom.is_current()})
 
 
 def _missing(tables: Sequence[Table]) -> list[Wanted]:

@@ -34,13 +34,13 @@ class PoolEvents:
         stores_to: Place = Place.DRAM,
     ) -> None:
         self._stores_to = stores_to
-        self._pool = pool
+        self._blocks = pool
         self._known = known
         self._groups = groups
 
     def make_stored(self, request: Request, index: int, group: int) -> BlockStored | None:
         """Of block ``index`` of ``request``, without its medium; ``None`` when nobody listens."""
-        if not self._pool.enable_kv_cache_events:
+        if not self._blocks.enable_kv_cache_events:
             return None
         return stored(request, index, self._groups[group])
 
@@ -68,7 +68,7 @@ class PoolEvents:
     def all_gone(self) -> None:
         """The pool is down, or was: nothing that it had can be counted on."""
         known = self._known.clear()
-        if self._pool.enable_kv_cache_events:
+        if self._blocks.enable_kv_cache_events:
             hashes: dict[tuple[str, int], list[bytes]] = {}
             for key, place in known.items():
                 block_hash, group = split_key(key)
@@ -80,13 +80,13 @@ class PoolEvents:
         """Of several tiers, the one that it would be loaded from is told. First where it is now, so
         that it is never nowhere in between.
         """
-        if not self._pool.enable_kv_cache_events:
+        if not self._blocks.enable_kv_cache_events:
             return
         if after is not Place.NOWHERE and event is not None:
-            tell_stored(self._pool, event, after.medium)
+            tell_stored(self._blocks, event, after.medium)
         if before is not Place.NOWHERE:
             block_hash, group = split_key(key)
             self._remove([block_hash], before.medium, group)
 
     def _remove(self, hashes: list[bytes], medium: str, group: int) -> None:
-        tell_removed(self._pool, hashes, medium, self._groups[group])
+        tell_removed(self._blocks, hashes, medium, self._groups[group])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
     from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
     from vllm_ascend_pd.engine.vllm_api.types import Request
-    from vllm_ascend_pd.kv.cost import Plan
+    from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
     from vllm_ascend_pd.metrics import Provenance
@@ -144,7 +144,7 @@ class PoolPrompt(BlockSource):
     def holds_back(self) -> bool:
         return super().holds_back() and not (self.pending and self._pool.has_answer(self))
 
-    def use(self, plan: Plan, num_offered: int) -> None:
+    def use(self, plan: LoadPlan, num_offered: int) -> None:
         if self.plan is None:
             self._pool.decided(self, plan, num_offered)
         self.plan = plan

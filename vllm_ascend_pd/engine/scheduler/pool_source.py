@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
     from vllm_ascend_pd.engine.vllm_api.types import Request
-    from vllm_ascend_pd.kv.cost import Plan
+    from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import Wanted
     from vllm_ascend_pd.metrics import Provenance
@@ -376,7 +376,7 @@ class PoolSource:
             return 0.0
         return self._common.prefill.ms(self.size.block_size)
 
-    def decided(self, prompt: PoolPrompt, plan: Plan, num_offered: int) -> None:
+    def decided(self, prompt: PoolPrompt, plan: LoadPlan, num_offered: int) -> None:
         """So many of the blocks that it offers are used."""
         use = plan.num_blocks
         label = "all" if use == num_offered else "part" if use else "none"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.engine.scheduler.consumer import Consumer
     from vllm_ascend_pd.engine.vllm_api.types import Request
-    from vllm_ascend_pd.kv.cost import Plan
+    from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
     from vllm_ascend_pd.wire import Opened, RemotePrefill, Worker
@@ -184,7 +184,7 @@ class RemotePrompt(BlockSource):
             return 0.0
         return self._peers.prefill.ms(self._size.block_size)
 
-    def use(self, plan: Plan, num_offered: int) -> None:
+    def use(self, plan: LoadPlan, num_offered: int) -> None:
         self.plan = plan
         if plan.num_blocks < num_offered:
             self._peers.speed.relax()

@@ -133,7 +133,7 @@ class Saves:
         self._not_found = not_found
         self._num_workers = common.sharding.num_workers
         self._send = send
-        self._pool = common.manager.block_pool
+        self._blocks = common.manager.block_pool
         self._manager = common.manager
         self._groups = common.groups
         self._block_size = common.block_size
@@ -144,12 +144,12 @@ class Saves:
         self._stats = common.stats
         self._blocks_per_save = bounds.blocks_per_save
         self._clock = clock
-        self._max_pinned = max(1, self._pool.num_gpu_blocks // _PINNED_SHARE)
+        self._max_pinned = max(1, self._blocks.num_gpu_blocks // _PINNED_SHARE)
         # With memory this short, blocks are evicted unsaved rather than kept from a step.
         self._min_free = min(bounds.blocks_per_step, self._max_pinned)
         self._evictions: Evictions | None = None
         if config.save is PoolSave.EVICTION:
-            self._evictions = Evictions(self._pool, bounds.blocks_per_step)
+            self._evictions = Evictions(self._blocks, bounds.blocks_per_step)
         self.breaker = Breaker(
             config.breaker_failures,
             config.probe_interval_s,
@@ -316,7 +316,7 @@ class Saves:
 
     def _room(self) -> int:
         """So many blocks that nobody else uses may be pinned and leave enough for the next step."""
-        return self._pool.get_num_free_blocks() - self._min_free
+        return self._blocks.get_num_free_blocks() - self._min_free
 
     def _store_waiting(self, ahead_ids: dict[int, int]) -> int:
         """Pin and send what waits, as many blocks as may be pinned now. Those that the step may
@@ -373,7 +373,7 @@ class Saves:
                 if save is not None:
                     self._send_save(save)
                 save = saves[place] = _Save(group, self._clock(), place[0])
-            self._pool.touch([good.block])
+            self._blocks.touch([good.block])
             self._num_pinned += 1
             self._pending.add(good.block_hash)
             save.blocks.append(good)
@@ -459,7 +459,7 @@ class Saves:
         if self._evictions is not None:
             self._evictions.give_back(save.pinned)
         else:
-            self._pool.free_blocks(reversed(save.pinned))
+            self._blocks.free_blocks(reversed(save.pinned))
         save.pinned = []
 
     def drop(self) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_ascend_pd.engine.carrier import carry
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
-from vllm_ascend_pd.engine.scheduler.admission import Admission
 from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck, count
 from vllm_ascend_pd.engine.scheduler.parts import Ending, Part, StepDraft
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
+from vllm_ascend_pd.engine.scheduler.supply import Supply
 from vllm_ascend_pd.engine.vllm_api.steps import complete_new_requests
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class SchedulerSide:
         """``on_engine_started`` adds what only a complete engine can have."""
         self.common = common
         self.parts: list[Part] = []
-        self._admission = Admission(common)
+        self._supply = Supply(common)
         self._arrivals = arrivals
         self._start = on_engine_started
-        self._ends = LoadEnds(common, self.parts, self._admission.hand_on)
+        self._ends = LoadEnds(common, self.parts, self._supply.hand_on)
         checks = common.config.transfer.check_integrity
         self._integrity = IntegrityCheck(common.stats) if checks else None
         for part in parts:
@@ -66,7 +66,7 @@ class SchedulerSide:
     def add(self, part: Part) -> None:
         self.parts.append(part)
         if part.has_blocks:
-            self._admission.parts.append(part)
+            self._supply.parts.append(part)
 
     def part(self, kind: type[P]) -> P | None:
         """Of this engine, if it has one."""
@@ -79,28 +79,28 @@ class SchedulerSide:
             self.identity.check(request)
         if not self._arrivals.add(request):
             return
-        source = self._admission.source_of(request)
+        source = self._supply.source_of(request)
         for part in self.parts:
             part.arrived(request, source)
 
     def try_promote(self, request: Request) -> bool:
-        return self._arrivals.admits(request) and self._admission.try_promote(request)
+        return self._arrivals.admits(request) and self._supply.try_promote(request)
 
     # Lookup and allocation.
 
     def get_external_prefix_cache_blocks(
         self, request: Request, hit: tuple[Any, int, int]
     ) -> tuple[Any, int, int]:
-        return self._admission.look_up(request, hit)
+        return self._supply.look_up(request, hit)
 
     def split_tail(
         self, request: Request, num_local_tokens: int, num_external_tokens: int
     ) -> tuple[int, int]:
-        return self._admission.split_tail(request, num_local_tokens, num_external_tokens)
+        return self._supply.split_tail(request, num_local_tokens, num_external_tokens)
 
     def on_slots_allocated(self, request: Request, new_computed_blocks: KVCacheBlocks) -> None:
         hits = new_computed_blocks.blocks
-        if self._admission.allocated(request, hits):
+        if self._supply.allocated(request, hits):
             self._arrivals.admitted(request, len(hits[0]) * self.common.block_size)
 
     # The step and its output.
@@ -110,10 +110,10 @@ class SchedulerSide:
         complete_new_requests(self.common.scheduler, scheduler_output)
         self._arrivals.begin_step(self.engine_core)
         draft = StepDraft()
-        self._admission.begin_step(scheduler_output)
+        self._supply.begin_step(scheduler_output)
         for part in self.parts:
             part.begin_step(scheduler_output, draft)
-        self._admission.add_loads(draft)
+        self._supply.add_loads(draft)
         meta = draft.finish()
         self._ends.clear_spoiled(scheduler_output, meta)
         return meta
@@ -138,7 +138,7 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         ending = Ending()
-        self._admission.leave(request)
+        self._supply.leave(request)
         for part in self.parts:
             part.finish(request, ending)
         return self._arrivals.finish(request, ending)
@@ -180,7 +180,7 @@ class SchedulerSide:
         """It is about to be hashed anew, so nothing that was meant for it fits any more."""
         for part in self.parts:
             part.forsake(request)
-        self._admission.leave(request)
+        self._supply.leave(request)
 
     def reset(self, reset_connector: bool) -> None:
         self.common.phantoms.withdraw_all()

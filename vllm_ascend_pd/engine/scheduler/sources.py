@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_ascend_pd.engine.vllm_api.types import Request
-    from vllm_ascend_pd.kv.cost import Plan
+    from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
     from vllm_ascend_pd.pool.messages import PoolLoadSpec
@@ -137,7 +137,7 @@ class BlockSource(ABC):
         """Tokens that a parked load has brought into the prefix cache, until admission."""
         self.is_stale = False
         """Whether the request is hashed anew: what loads bring in has other hashes."""
-        self.plan: Plan | None = None
+        self.plan: LoadPlan | None = None
         """What was decided last."""
         self._status_at_arrival = request.status
         self._is_counted = False
@@ -215,7 +215,7 @@ class BlockSource(ABC):
         return self.state is SourceState.FAILED
 
     @abstractmethod
-    def use(self, plan: Plan, num_offered: int) -> None:
+    def use(self, plan: LoadPlan, num_offered: int) -> None:
         """It is decided how its blocks come, and how many of ``num_offered`` leading ones do."""
 
     @abstractmethod

@@ -36,7 +36,7 @@ _COLLECT_S = 0.0002
 """What peers and the pool have said is looked at so often within a pass."""
 
 
-class Admission:
+class Supply:
     """Scheduler thread."""
 
     def __init__(self, common: Common) -> None:
