@@ -132,10 +132,7 @@ def _lint_header(patch: Patch, root: Path) -> Iterator[str]:
     for key in needed:
         if not given.get(key):
             yield f"no '{key}:' in the last paragraph of the header: add it"
-    if given.get("Kind", KINDS[0]) not in KINDS:
-        yield f"Kind: {given['Kind']}: use one of {', '.join(KINDS)}"
-    if not UPSTREAM.fullmatch(given.get("Upstream", "none")):
-        yield "Upstream: is not 'none', 'not-forwardable', a URL or 'rejected URL': change it"
+    yield from _lint_kind(given)
     for hook in _listed(given.get("Hook", "")):
         path, colon, name = hook.partition(":")
         if path not in paths or not colon or not name:
@@ -143,6 +140,18 @@ def _lint_header(patch: Patch, root: Path) -> Iterator[str]:
     for test in _listed(given.get("Test", "")):
         if not (root / test.partition("::")[0]).is_file():
             yield f"Test: {test}: no such file: write the test or correct the path"
+
+
+def _lint_kind(given: dict[str, str]) -> Iterator[str]:
+    kind, upstream = given.get("Kind", KINDS[0]), given.get("Upstream", "")
+    if kind not in KINDS:
+        yield f"Kind: {kind}: use one of {', '.join(KINDS)}"
+    if upstream and not UPSTREAM.fullmatch(upstream):
+        yield "Upstream: is not 'none', 'not-forwardable', a URL or 'rejected URL': change it"
+    if kind == "temporary" and upstream in ("none", "not-forwardable"):
+        yield f"Kind: temporary, Upstream: {upstream}: give the URL of the bug, or of what brought it"
+    if given.get("Calls") == "none" and kind != "temporary" and upstream != "not-forwardable":
+        yield "Calls: none: only what is temporary or not-forwardable may: call a hook"
 
 
 def _lint_size(patch: Patch) -> Iterator[str]:

@@ -152,6 +152,8 @@ def test_command_line_reports_and_sets_the_exit_code(
         ("Subject: worker: begin step", "Subject: worker: end step", "worker-end-step.patch"),
         ("Kind: temporary", "Kind: nice", "Kind: nice"),
         ("Upstream: rejected https", "Upstream: maybe https", "Upstream: is not"),
+        ("rejected https://example.invalid/pull/1", "none", "temporary, Upstream: none: give"),
+        ("rejected https://example.invalid/pull/1", "not-forwardable", "give the URL"),
         ("Hook: vllm/v1/worker/runner.py", "Hook: vllm/v1/worker/walker.py", "Hook: vllm"),
         ("runner.py:Runner.step", "runner.py", "Hook: vllm/v1/worker/runner.py"),
         ("test_it.py", "test_no.py", "Test: tests/patches/test_no.py: no such file"),
@@ -279,6 +281,11 @@ def test_patch_without_calls_says_none(project: Project) -> None:
     project.replace(WORKER, "Calls: vllm", "Calls: none\nNote: vllm")
     project.replace(WORKER, "pd_hooks.", "")
     project.hooks.write_text(HOOKS.replace("def begin_step", "def _begin_step"))
+    assert project.problems() == []
+    project.replace(WORKER, "Kind: temporary", "Kind: incompatible")
+    (problem,) = project.problems()
+    assert "Calls: none: only what is temporary or not-forwardable may" in problem
+    project.replace(WORKER, "rejected https://example.invalid/pull/1", "not-forwardable")
     assert project.problems() == []
 
 
