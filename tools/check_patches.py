@@ -149,7 +149,7 @@ def _lint_kind(given: dict[str, str]) -> Iterator[str]:
     if upstream and not UPSTREAM.fullmatch(upstream):
         yield "Upstream: is not 'none', 'not-forwardable', a URL or 'rejected URL': change it"
     if kind == "temporary" and upstream in ("none", "not-forwardable"):
-        yield f"Kind: temporary, Upstream: {upstream}: give the URL of the bug, or of what brought it"
+        yield f"Kind: temporary, Upstream: {upstream}: give the URL of the bug or its cause"
     if given.get("Calls") == "none" and kind != "temporary" and upstream != "not-forwardable":
         yield "Calls: none: only what is temporary or not-forwardable may: call a hook"
 
