@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Twenty requests move at once, and source, target or router dies within, or stops for a while, or
-nothing comes through between source and target: each answer is whole.
+nothing comes through between source and target: each answer is whole, or as long as somebody is
+there to whom it is given.
 
 In the real schedulers with real control threads between them; workers are simulated. Who has the
 tokens of an answer that nobody goes on with resumes it at a third engine, as the router does.
@@ -8,9 +9,10 @@ tokens of an answer that nobody goes on with resumes it at a third engine, as th
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,9 +27,11 @@ from tests.schedulers.harness import (
     right_token,
 )
 from tests.schedulers.test_move_faults import (  # noqa: F401
+    EACH_SHAPE,
     KINDS,
     PATIENCE,
     QUICK,
+    SHAPES,
     Wire,
     coming,
     shape,
@@ -77,12 +81,15 @@ class Crowd:
         self.stopped: Engine | None = None
         self._num_turns = 0
 
-    def begin(self) -> None:
+    def begin(self, num_moving: int) -> None:
         for i, prompt in enumerate(PROMPTS):
             self.source.add(f"r{i}", prompt, max_tokens=NUM_OUTPUT, temperature=0)
         self.source.run(lambda: all(len(given) >= 3 for given in self.source.tokens.values()))
-        for i, prompt in enumerate(PROMPTS):
-            self._add(self.target, f"t{i}", i, coming(f"r{i}", self.source, prompt))
+        self.move(range(num_moving))
+
+    def move(self, which: Iterable[int]) -> None:
+        for i in which:
+            self._add(self.target, f"t{i}", i, coming(f"r{i}", self.source, PROMPTS[i]))
 
     def _add(self, engine: Engine, name: str, i: int, resume: dict[str, Any]) -> None:
         engine.add(name, PROMPTS[i], {"resume": resume}, max_tokens=NUM_OUTPUT, temperature=0)
@@ -117,7 +124,7 @@ class Crowd:
         """Until all have ended; this happens once the message is on its way."""
         deadline = time.monotonic() + POLL_LIMIT_S
         has_happened, goes_on_at = False, math.inf
-        while any(engine.scheduler.requests for engine in self.alive):
+        while goes_on_at < math.inf or any(engine.scheduler.requests for engine in self.alive):
             self.step()
             if line.has_met and not has_happened:
                 has_happened = True
@@ -126,6 +133,7 @@ class Crowd:
             if time.monotonic() >= goes_on_at:
                 self.stopped, goes_on_at = None, math.inf
                 line.let_go()
+                self._end_the_routers_silence(what)
             assert time.monotonic() < deadline, [engine.counts() for engine in self.alive]
         self.step()
 
@@ -136,11 +144,27 @@ class Crowd:
                 self.target.abort(f"t{i}")
         elif what.endswith("dies"):
             self.kill(self.source if what == "source dies" else self.target)
-        elif what.endswith("stops"):  # and does not answer
+        elif what in ("source stops", "target stops"):  # and does not answer
             self.stopped = self.source if what == "source stops" else self.target
             line.is_held = True
-        else:
+        elif what == "line is cut":
             line.is_cut = True
+
+    def _end_the_routers_silence(self, what: str) -> None:
+        """It says what it had to say, or its connections end: at one engine before the other."""
+        if what == "router stops":
+            self.move(range(NUM_REQUESTS // 2, NUM_REQUESTS))
+        elif what == "router is gone":
+            for i in range(NUM_REQUESTS):
+                legs = [(self.source, f"r{i}"), (self.target, f"t{i}")]
+                for engine, name in legs if i % 2 else reversed(legs):
+                    engine.abort(name)
+                    self.step()
+
+    def expect_right_as_far_as_they_go(self) -> None:
+        """Of answers whose router is not there any more."""
+        for given in *self.source.tokens.values(), *self.target.tokens.values():
+            assert given == RIGHT[: len(given)]
 
     def answer(self, i: int) -> list[int]:
         """What the client of one request gets in the end."""
@@ -162,8 +186,7 @@ class Crowd:
         return None if params is None else params["resume"]
 
 
-@pytest.mark.parametrize("shape", ["full", "states"], indirect=True)
-@pytest.mark.usefixtures("shape")
+@EACH_SHAPE
 @pytest.mark.parametrize("what", ["source dies", "target dies", "router dies"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whoever_dies_each_answer_is_whole_and_nothing_is_left(
@@ -173,21 +196,45 @@ def test_whoever_dies_each_answer_is_whole_and_nothing_is_left(
     what: str,
 ) -> None:
     crowd = crowd_to_which_happens(what, kind, engines, monkeypatch)
-    if what != "router dies":  # without it no client is left
+    if what == "router dies":  # without it no client is left
+        crowd.expect_right_as_far_as_they_go()
+    else:
         assert [crowd.answer(i) for i in range(NUM_REQUESTS)] == [RIGHT] * NUM_REQUESTS
 
 
-@pytest.mark.parametrize("what", ["source stops", "target stops", "line is cut"])
-@pytest.mark.parametrize("kind", KINDS)
+def paired(*whats: str) -> pytest.MarkDecorator:
+    """Each of them at each message; the shapes take turns."""
+    shapes = itertools.cycle(SHAPES)
+    cases = [(what, kind, next(shapes)) for what in whats for kind in KINDS]
+    return pytest.mark.parametrize(("what", "kind", "shape"), cases, indirect=["shape"])
+
+
+@paired("source stops", "target stops", "line is cut", "router stops")
+@pytest.mark.usefixtures("shape")
 def test_whoever_stops_for_longer_than_is_waited_each_answer_is_whole(
     engines: Engines,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     what: str,
 ) -> None:
-    """What it finds when it goes on is another's, or its own still."""
+    """What it finds when it goes on is another's, or its own still. The router has half of them
+    moved then only.
+    """
     crowd = crowd_to_which_happens(what, kind, engines, monkeypatch)
     assert [crowd.answer(i) for i in range(NUM_REQUESTS)] == [RIGHT] * NUM_REQUESTS
+
+
+@paired("router is gone")
+@pytest.mark.usefixtures("shape")
+def test_router_that_never_comes_back_leaves_nothing(
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    what: str,
+) -> None:
+    """Its connections end a while later, at one engine first."""
+    crowd = crowd_to_which_happens(what, kind, engines, monkeypatch)
+    crowd.expect_right_as_far_as_they_go()
 
 
 def crowd_to_which_happens(
@@ -200,7 +247,7 @@ def crowd_to_which_happens(
         line = Line(monkeypatch, kind)
         waits = {name: patience * value for name, value in QUICKER.items()}
         crowd = Crowd(engines, **waits)
-        crowd.begin()
+        crowd.begin(NUM_REQUESTS // 2 if what == "router stops" else NUM_REQUESTS)
         crowd.run(line, what, 1.2 * max(waits.values()))
         if line.has_met:
             return crowd
