@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ REQUIREMENTS = REPO / "tools" / "requirements"
 UV = "0.13.9"
 LOCKED_EXTRAS = ("cluster", "dev", "kubernetes", "tracing")
 PYTHONS = ("3.10", "3.11", "3.12")
+PROGRESS_S = 5.0
 
 INDEX_FIX = (
     "see that the package index can be reached (`pip config list`, proxy) and that the disk is not"
@@ -129,9 +130,26 @@ def only_one_at_a_time(folder: Path) -> Iterator[None]:
 def call(title: str, command: Sequence[str], fix: str, env: dict[str, str] | None = None) -> None:
     """Run a command on the caller's terminal, so that its progress is seen."""
     print(f"== {title}", flush=True)
-    result = subprocess.run(command, cwd=REPO, env=clean_env(env))
-    if result.returncode != 0:
-        raise StepError(title, f"exit code {result.returncode}", fix)
+    process = subprocess.Popen(command, cwd=REPO, env=clean_env(env))
+    if (code := wait_for(process, lambda: title)) != 0:
+        raise StepError(title, f"exit code {code}", fix)
+
+
+def wait_for(
+    process: subprocess.Popen[bytes], doing: Callable[[], str], every_s: float = PROGRESS_S
+) -> int:
+    """Its exit code. A line every few seconds says what it is doing, for most show nothing before
+    they are done.
+    """
+    started = time.monotonic()
+    try:
+        while True:
+            try:
+                return process.wait(every_s)
+            except subprocess.TimeoutExpired:
+                print(f"   {time.monotonic() - started:.0f} s: {doing()}", flush=True)
+    finally:
+        process.kill()
 
 
 def clean_env(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -171,6 +189,14 @@ def uv_settings(pip_config: str) -> dict[str, str]:
     if "UV_INDEX" in merged:  # pip takes the best of all indexes, uv what the first one has
         merged["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return merged
+
+
+def pip_settings(pip: Sequence[str]) -> dict[str, str]:
+    """Where pip takes packages from, for uv, which the caller may have told otherwise."""
+    command = [*pip, "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, env=clean_env())
+    settings = uv_settings(listed.stdout)
+    return {key: value for key, value in settings.items() if key not in os.environ}
 
 
 class Environment:
@@ -268,11 +294,7 @@ class Environment:
         if not (self._uv_folder / f"uv-{UV}.dist-info").is_dir():
             options = ["--quiet", "--upgrade", "--no-deps", "--target", str(self._uv_folder)]
             call("uv", [*pip, "install", *options, f"uv=={UV}"], INDEX_FIX)
-        listed = subprocess.run(
-            [*pip, "config", "list"], capture_output=True, text=True, env=clean_env()
-        )
-        settings = uv_settings(listed.stdout)
-        return {key: value for key, value in settings.items() if key not in os.environ}
+        return pip_settings(pip)
 
     def uv_install(
         self, title: str, what: Sequence[str], env: dict[str, str], fix: str = INDEX_FIX
@@ -317,7 +339,7 @@ class Environment:
         try:
             yield
             print("== native extension", flush=True)
-            if build.wait() != 0:
+            if wait_for(build, lambda: last_line(log)) != 0:
                 print(log.read_text(errors="replace"), file=sys.stderr)
                 reason = f"exit code {build.returncode}"
                 raise StepError("native extension", reason, BUILD_FIX)
@@ -357,6 +379,12 @@ class Environment:
         for path in sorted(files):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()
+
+
+def last_line(log: Path) -> str:
+    """What a compiler that writes there does."""
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "begins")
 
 
 def pythons(vllm: str) -> tuple[str, ...]:

@@ -3,11 +3,13 @@
 
     make wheel && python3 tools/check_wheel.py
 
-Nothing of the checkout is used but what ``make wheel`` has put into ``dist``.
+What is run is what ``docs/install.md`` says, line by line, in a copy of ``dist``. Nothing else of
+the checkout is used.
 """
 
 import json
-import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,26 +18,23 @@ import time
 import urllib.request
 from pathlib import Path
 
-import bootstrap_host as host
-from bootstrap_install import REPO, Environment, clean_env
+from bootstrap_install import REPO, clean_env, pip_settings
 
 PORT = 18231
 UP_S = 1200
-ENGINE = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-ENGINE += ["--kv-cache-memory-bytes", str(128 << 20)]
 
 
 def main() -> int:
+    *steps, serve = documented((REPO / "docs" / "install.md").read_text())
     with tempfile.TemporaryDirectory(prefix="check-wheel-") as folder:
-        place = Path(folder)
-        install(place)
-        run(place, "vllm-pd", "patch", "apply")
-        run(place, "python", "-m", "vllm_ascend_pd.testing.tiny_model", "--out", "model")
-        command = [str(place / ".venv/bin/vllm-pd"), "up", "model", "--port", str(PORT)]
-        up = subprocess.Popen([*command, "--", *ENGINE], cwd=place, env=environment())
+        place = Path(folder) / "dist"
+        shutil.copytree(REPO / "dist", place)
+        for step in steps:
+            run(place, step)
+        up = subprocess.Popen(["sh", "-c", f"exec {serve}"], cwd=place, env=environment())
         try:
             print(complete(up))
-            run(place, "vllm-pd", "doctor", "--router", f"http://127.0.0.1:{PORT}")
+            run(place, f".venv/bin/vllm-pd doctor --router http://127.0.0.1:{PORT}")
         finally:
             up.send_signal(signal.SIGINT)
             code = up.wait(300)
@@ -43,28 +42,23 @@ def main() -> int:
     return code
 
 
-def install(place: Path) -> None:
-    dist = REPO / "dist"
-    [wheel], [alias] = dist.glob("vllm_ascend_pd-*.whl"), dist.glob("vllm-*.whl")
-    fresh = Environment(place / ".venv")
-    fresh.make()
-    settings = fresh.fetch_uv()
-    torch = host.plan_for("cpu").requirements[0]
-    fresh.uv_install("torch", [*(fresh.source_of(torch, settings) or []), torch], settings)
-    locked = dist / f"cpu-py3{sys.version_info[1]}.txt"
-    options = ["--override", str(dist / "left-out.txt"), "--constraint", str(locked)]
-    fresh.uv_install("wheels", [*options, f"{wheel}[cpu,cluster]", str(alias)], settings)
+def documented(page: str) -> list[str]:
+    """The page's lines for a machine without a checkout, for this Python and our port."""
+    found = re.findall(r"^```\n(python3 -m venv .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    block: str = found[0].replace("python3 -m venv", f"{sys.executable} -m venv")
+    block = block.replace("cpu-py311.txt", f"cpu-py3{sys.version_info[1]}.txt")
+    return block.replace("up model", f"up model --port {PORT}").splitlines()
 
 
 def environment() -> dict[str, str]:
+    """uv takes packages from where pip is told to look, as in ``make venv``."""
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return clean_env(offline)
+    return clean_env({**pip_settings([sys.executable, "-m", "pip"]), **offline})
 
 
-def run(place: Path, program: str, *words: str) -> None:
-    command = [str(place / ".venv" / "bin" / program), *words]
-    print("$", os.path.relpath(command[0], place), *words, flush=True)
-    subprocess.run(command, cwd=place, env=environment(), check=True)
+def run(place: Path, line: str) -> None:
+    print("$", line, flush=True)
+    subprocess.run(["sh", "-c", line], cwd=place, env=environment(), check=True)
 
 
 def complete(up: subprocess.Popen[bytes]) -> str:

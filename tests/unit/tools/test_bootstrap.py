@@ -19,9 +19,11 @@ from bootstrap_install import (
     StepError,
     call,
     clean_env,
+    last_line,
     lock_file,
     pythons,
     uv_settings,
+    wait_for,
 )
 from engine_alias import write_alias_wheel
 from packaging.requirements import Requirement
@@ -159,6 +161,26 @@ def test_a_failing_command_is_an_error_with_the_fix() -> None:
     with pytest.raises(StepError) as raised:
         call("torch", [sys.executable, "-c", "raise SystemExit(3)"], "free some space")
     assert str(raised.value) == "step 'torch' failed: exit code 3\nfix: free some space"
+
+
+def test_a_long_step_says_what_it_does_and_for_how_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    step = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+    def doing() -> str:
+        told = last_line(log)
+        if told != "begins" and step.stdin is not None:
+            step.stdin.close()
+        log.write_text("-- Configuring done\n[1/5] Building CXX object csrc/checksum.cc.o\n\n")
+        return told
+
+    assert wait_for(step, doing, every_s=0.01) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "   0 s: begins"
+    assert second == "   0 s: [1/5] Building CXX object csrc/checksum.cc.o"
 
 
 def test_uv_is_told_where_pip_takes_packages_from() -> None:
