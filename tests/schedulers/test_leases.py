@@ -5,11 +5,24 @@ revoked, expired."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from tests.schedulers.harness import BLOCK_SIZE, CHOSEN, SPEC, WINDOW, Engine, Engines, prompt_of
+from tests.schedulers.harness import (
+    BLOCK_SIZE,
+    CHOSEN,
+    SPEC,
+    STATE,
+    WINDOW,
+    Engine,
+    Engines,
+    prompt_of,
+)
 from vllm_ascend_pd.engine.metadata import StepMeta
+from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.kv.span import NO_BLOCK
+from vllm_ascend_pd.types import TransferId
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 96, 100])
@@ -196,3 +209,33 @@ def test_prompt_whose_window_has_slid_on_is_not_lent_again(engines: Engines) -> 
     producer.run_to_end()
     assert producer.params.get("p") is None
     producer.scheduler.reset_prefix_cache()
+
+
+def test_state_that_was_only_published_is_not_handed_to_another_engine(engines: Engines) -> None:
+    """Of a request that goes on the state at its last boundary comes from the prefix cache, where
+    another request may have put the block that its own load is to fill.
+    """
+    engine = engines.make("kv_both", specs=(SPEC, STATE))
+    pd = engine.scheduler.pd
+    request = engine.add("r", prompt_of(100), max_tokens=40)
+    engine.run(lambda: len(engine.tokens["r"]) > 2)
+    while engine.in_flight:
+        engine.finish_step()
+    producer = pd.part(Producer)
+    lease = producer.lend(request, TransferId("t"))
+
+    def handed_over() -> int:
+        producer.extend(lease, request, 98)
+        return lease.span.groups[1].block_ids[5]
+
+    [state] = engine.pool.get_cached_block(request.block_hashes[5], [1])
+    assert handed_over() == state.block_id
+    engine.pool.evict_blocks({state.block_id})
+    assert handed_over() == NO_BLOCK
+    source = SimpleNamespace(num_blocks=6, parked_only=False, has_block=lambda index, group: True)
+    pd.common.phantoms.publish(request, [[], []], source, 4)
+    assert engine.pool.get_cached_block(request.block_hashes[5], [1]) is not None
+    assert handed_over() == NO_BLOCK
+    pd.common.phantoms.withdraw(source)
+    producer.take_back(lease)
+    engine.run_to_end()

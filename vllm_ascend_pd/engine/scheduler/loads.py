@@ -87,6 +87,10 @@ class LoadRecord:
         blocks = [block for block in self.held if block.block_id not in result.failed]
         return ([self.filled[b.block_id] for b in blocks], blocks) if blocks else None
 
+    def may_spoil(self, block: KVCacheBlock) -> bool:
+        """Whether it fills this block, or one that this is computed on."""
+        return block.block_id in self.filled or block.block_id in self.computed_on
+
     def bad_block_ids(self, failed: Sequence[int]) -> set[int]:
         """If it failed: the blocks that still hold what it should have filled, or what was
         computed on it, also by a request that has been preempted or has ended meanwhile.
@@ -231,12 +235,17 @@ class Loads:
         """``request`` shares blocks; those of a load that has not ended make it a user, and so do
         those that another one computes on them.
         """
-        for record in [*self.new, *self.running.values()]:
-            if record.parked_for is None and any(
-                block.block_id in record.filled or block.block_id in record.computed_on
-                for block in blocks
-            ):
+        for record in self.in_steps():
+            if any(record.may_spoil(block) for block in blocks):
                 record.users.setdefault(request, set())
+
+    def in_steps(self) -> list[LoadRecord]:
+        """Loads that are not parked, and whose end is not known yet."""
+        return [r for r in (*self.new, *self.running.values()) if r.parked_for is None]
+
+    def may_spoil(self, block: KVCacheBlock) -> bool:
+        """Whether a load in a step has yet to fill it, or what it is computed on."""
+        return any(record.may_spoil(block) for record in self.in_steps())
 
     def is_under(self, request: Request) -> bool:
         """Whether ``request`` is computed on KV of a load whose end is not known yet."""
@@ -249,9 +258,7 @@ class Loads:
         """Remember what this step computes on top of loads whose end is not known yet, in whatever
         group: a layer reads what those before it have made of the KV of other groups.
         """
-        for record in [*self.new, *self.running.values()]:
-            if record.parked_for is not None:
-                continue
+        for record in self.in_steps():
             filled = record.places()
             for user, on in record.users.items():
                 tables = get_tables(user)

@@ -73,6 +73,10 @@ class PhantomBlocks:
     def __len__(self) -> int:
         return len(self._phantoms)
 
+    def __contains__(self, block: KVCacheBlock) -> bool:
+        phantom = self._phantoms.get(block.block_id)
+        return phantom is not None and phantom.is_current()
+
     def _cached(self, request: Request, index: int, group: KVGroup) -> KVCacheBlock | None:
         return cached_block(self._blocks, request.block_hashes[index], group)
 

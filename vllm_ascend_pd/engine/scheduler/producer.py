@@ -334,7 +334,8 @@ class Producer(Part):
             for group in self._common.groups
         )
         tables = [
-            movable_blocks(self._manager, request, group, end) for group in self._common.groups
+            movable_blocks(self._manager, request, group, end, self._is_whole)
+            for group in self._common.groups
         ]
         lease.span = Span(0, end, tuple(blocks)).holding([block_ids(table) for table in tables])
         self._extended[lease] = self._grant(lease, end, end)
@@ -349,6 +350,10 @@ class Producer(Part):
         self._manager.block_pool.touch(sliding)
         self._manager.block_pool.free_blocks(reversed(prompt.pinned))
         prompt.pinned = sliding
+
+    def _is_whole(self, block: KVCacheBlock) -> bool:
+        """Whether a cached block holds what its hash says, and not what a load has yet to bring."""
+        return block not in self._common.phantoms and not self._common.loads.may_spoil(block)
 
     def take_back(self, lease: Lease) -> None:
         """Nothing of it may be read from the next step on."""

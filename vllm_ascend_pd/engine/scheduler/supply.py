@@ -187,9 +187,7 @@ class Supply:
         loads = self._loads
         if loads.new or loads.running:
             draft.cancels = loads.take_cancels()
-            loads.note_computed(
-                lambda request: [block_table(self._manager, request, g) for g in self._groups]
-            )
+            self._note_computed()
         self._prefetch()
         draft.loads = loads.take_new()
 
@@ -252,8 +250,10 @@ class Supply:
         phantoms = [phantom for table in hits for phantom in self._phantoms.claim(table)]
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom])
-        for table in hits:
-            self._loads.note_user(request, table)
+        if self._loads.in_steps():
+            self._note_computed()  # others that this pass has admitted may compute what is shared
+            for table in hits:
+                self._loads.note_user(request, table)
         num_blocks = len(hits[0])
         indices = sorted({phantom.place.block_index for phantom in phantoms})
         num_hit = num_blocks * self._block_size
@@ -270,6 +270,11 @@ class Supply:
         if num_external:
             count_external(request, num_hit, num_external)
         return True
+
+    def _note_computed(self) -> None:
+        self._loads.note_computed(
+            lambda request: [block_table(self._manager, request, g) for g in self._groups]
+        )
 
     def _find(self, request: Request) -> BlockSource | None:
         return next(filter(None, (part.find(request) for part in self.parts)), None)

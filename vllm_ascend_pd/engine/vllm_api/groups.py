@@ -12,7 +12,7 @@ from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
 from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, KVGroup, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
     from vllm_ascend_pd.engine.vllm_api.types import (
@@ -127,16 +127,21 @@ def lasting_blocks(
 
 
 def movable_blocks(
-    manager: KVCacheManager, request: Request, group: KVGroup, end: int
+    manager: KVCacheManager,
+    request: Request,
+    group: KVGroup,
+    end: int,
+    is_whole: Callable[[KVCacheBlock], bool],
 ) -> list[KVCacheBlock]:
     """As ``lasting_blocks``, of a request that goes on: also the state at the last boundary, which
-    it has given up, as long as that is in the prefix cache.
+    it has given up, as long as that is in the prefix cache and ``is_whole``.
     """
     blocks = lasting_blocks(manager, request, group, end)
     index = end // group.block_size - 1
     if group.state and index >= 0 and blocks[index].is_null:
         cached = cached_block(manager.block_pool, request.block_hashes[index], group)
-        blocks[index] = cached or blocks[index]
+        if cached is not None and is_whole(cached):
+            blocks[index] = cached
     return blocks
 
 
