@@ -42,13 +42,13 @@ def finish(*llms: Any) -> list[Any]:
 
 def source_of(llm: Any) -> Any:
     """Where requests of this engine are taken over: a router knows it from the registration."""
-    from vllm_ascend_pd.resume import Source
+    from vllm_ascend_pd.resume import RunningAt
 
     add(llm, "where?", {"max_tokens": 1}, {"do_remote_decode": True})
     at = finish(llm)[0].kv_transfer_params
     add(llm, "there", {"max_tokens": 1}, {"release_transfer_id": at["transfer_id"]})
     finish(llm)
-    return Source(at["remote_host"], at["remote_port"], at["remote_key"], at["remote_epoch"])
+    return RunningAt(at["remote_host"], at["remote_port"], at["remote_key"], at["remote_epoch"])
 
 
 def move(source: Any, target: Any, at: Any, prompt: str, sampling: dict[str, Any]) -> list[Any]:
