@@ -666,6 +666,22 @@ def test_what_was_found_or_cached_when_a_request_came_may_be_gone(world: World) 
     assert list(world.source.closed) == ["r"]
 
 
+def test_tail_is_not_held_for_a_prompt_that_is_looked_up_again(world: World) -> None:
+    request = world.request()
+    world.source.add(request)
+    world.find([Place.DRAM] * 4)
+    prompt = world.source.find(request)
+    assert prompt is not None
+    parking = world.source._common.parking
+    parking.tails[prompt] = world.pool.get_new_blocks(1)
+    num_free = world.pool.get_num_free_blocks()
+    world.now += 2
+    world.source.look_again(request)
+    assert len(world.take(Lookup)) == 1
+    assert not parking.tails
+    assert world.pool.get_num_free_blocks() == num_free + 1
+
+
 @pytest.mark.parametrize("why", ["peer", "bypassed", "admitted", "unknown"])
 def test_no_second_look(world: World, why: str) -> None:
     request = world.request()

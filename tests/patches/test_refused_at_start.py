@@ -198,6 +198,21 @@ def test_a_pool_for_states_with_drafts_is_refused(
         hooks.check_config(config)
 
 
+def test_a_drafter_of_several_layers_beside_states_is_refused(states: str) -> None:
+    config = configure(states)
+    text_config = SimpleNamespace(num_hidden_layers=2)
+    config.speculative_config = SimpleNamespace(
+        method="eagle",
+        draft_model_config=SimpleNamespace(hf_text_config=text_config),
+        parallel_drafting=False,
+        use_multi_module_mtp=lambda: False,
+    )
+    with pytest.raises(ConfigError, match="a drafter of several layers beside"):
+        hooks.check_config(config)
+    text_config.num_hidden_layers = 1
+    hooks.check_config(config)
+
+
 def test_sparse_attention_is_refused(moe: str) -> None:
     with pytest.raises(ValueError, match="sparse attention"):
         configure(moe, '--hf-overrides={"index_topk": 16}')

@@ -172,6 +172,7 @@ class PoolSource:
             return
         prompt.advance(SourceEvent.ABORT)
         self._phantoms.withdraw(prompt)
+        self._common.parking.leave(prompt)
         self.add(request)
 
     def _refresh(self, request: Request, num_blocks: int) -> None:
