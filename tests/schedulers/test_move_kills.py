@@ -202,10 +202,10 @@ def test_whoever_dies_each_answer_is_whole_and_nothing_is_left(
         assert [crowd.answer(i) for i in range(NUM_REQUESTS)] == [RIGHT] * NUM_REQUESTS
 
 
-def paired(*whats: str) -> pytest.MarkDecorator:
+def paired(*fates: str) -> pytest.MarkDecorator:
     """Each of them at each message; the shapes take turns."""
     shapes = itertools.cycle(SHAPES)
-    cases = [(what, kind, next(shapes)) for what in whats for kind in KINDS]
+    cases = [(what, kind, next(shapes)) for what in fates for kind in KINDS]
     return pytest.mark.parametrize(("what", "kind", "shape"), cases, indirect=["shape"])
 
 
