@@ -251,7 +251,10 @@ class Supply:
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom])
         if self._loads.in_steps():
-            self._note_computed()  # others that this pass has admitted may compute what is shared
+            if self._has_windows:
+                # Others of this pass may compute what is shared; without windows the blocks before
+                # are shared as well, and those tell.
+                self._note_computed()
             for table in hits:
                 self._loads.note_user(request, table)
         num_blocks = len(hits[0])
