@@ -268,10 +268,12 @@ class LeaseBook:
             is_computed = lease is not None and lease.state is ProducerState.LEASED
             if lease is not None and not is_computed and not lease.announced:
                 lease = None
+            # The next tick ends it.
+            is_over = is_computed and lease is not None and lease.expires_at <= self._clock()
             servers = self.page_servers
         if (lease is None or not servers) and not request.epoch:
             return Waiting(request.transfer_id)
-        if lease is None or not servers:
+        if lease is None or is_over or not servers:
             return refuse(Cause.LEASE_EXPIRED, "no such lease (expired, released or revoked)")
         end = lease.match(request)
         if not end:

@@ -248,6 +248,13 @@ def test_lease_expires_after_its_term(book: LeaseBook, lease: Lease, clock: Cloc
     assert len(book) == 0
 
 
+def test_open_does_not_revive_what_is_over(book: LeaseBook, lease: Lease, clock: Clock) -> None:
+    clock.now += LEASE_S
+    assert cause_of(book.open(make_open())) == Cause.LEASE_EXPIRED.value
+    assert book.expire() == (1, None)
+    assert book.take_closed() == [lease]
+
+
 def test_open_renews_the_lease(book: LeaseBook, lease: Lease, clock: Clock) -> None:
     clock.now += LEASE_S - 1
     book.open(make_open())
