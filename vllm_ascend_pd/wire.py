@@ -222,7 +222,7 @@ class Told(msgspec.Struct, frozen=True, tag="told"):
     is_over: bool = False
     cause: CauseName = ""
     logprobs: Annotated[tuple[TokenLogprobs, ...], msgspec.Meta(max_length=_MAX_ITEMS)] = ()
-    """Of each of the tokens, where the request asks for them."""
+    """Of the last of them, those that the target has sampled, where the request asks for them."""
     open_id: int = 0
 
 

@@ -29,7 +29,15 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from tests.schedulers.harness import NUM_BLOCKS, POLL_LIMIT_S, Engine, Engines, hasher, prompt_of
+from tests.schedulers.harness import (
+    NUM_BLOCKS,
+    POLL_LIMIT_S,
+    Engine,
+    Engines,
+    hasher,
+    prompt_of,
+    right_token,
+)
 from tests.schedulers.test_move_faults import KINDS, NUM_OUTPUT, PROMPT, QUICK, Wire
 from vllm_ascend_pd.engine.scheduler import forwards_in, forwards_out
 from vllm_ascend_pd.engine.scheduler.content import Content
@@ -39,6 +47,7 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.supported import check_config
 from vllm_ascend_pd.engine.vllm_api.guests import encode_request, make_guest, read_request
 from vllm_ascend_pd.errors import ConfigError, TransferError
+from vllm_ascend_pd.wire import TokenLogprobs
 
 ALL_KINDS = [*KINDS, "take", "more", "told"]
 PATIENT = {name: 25 * seconds for name, seconds in QUICK.items()}
@@ -93,9 +102,9 @@ class Pair:
         self._away: set[str] = set()
         """Before the last step."""
 
-    def begin(self, *names: str, num_output: int = NUM_OUTPUT) -> None:
+    def begin(self, *names: str, num_output: int = NUM_OUTPUT, **sampling: Any) -> None:
         for name in names or ("r",):
-            self.source.add(name, PROMPT, max_tokens=num_output, temperature=0.0)
+            self.source.add(name, PROMPT, max_tokens=num_output, temperature=0.0, **sampling)
         self.source.run(lambda: all(len(tokens) >= 3 for tokens in self.source.tokens.values()))
         self.forwards.is_ending = lambda: True
 
@@ -343,6 +352,27 @@ def test_what_is_no_token_is_not_delivered(
     )
     pair.begin()
     assert pair.run() == {"back_incompatible": 1}
+    pair.expect_whole()
+
+
+def test_logprobs_are_those_of_the_last_tokens_that_are_told(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target has none of what the source has sampled since it asked for tokens."""
+    pair = Pair(engines, tmp_path)
+    told = forwards_in.Told
+
+    def tell(*fields: Any) -> Any:
+        start, new = fields[1:3]
+        if not new:
+            return told(*fields)
+        tokens = tuple(right_token(len(PROMPT) + i) for i in range(start - 2, start + len(new)))
+        logprobs = tuple(TokenLogprobs((token,), (-0.5,), 1) for token in new)
+        return replace(told(*fields), start=start - 2, token_ids=tokens, logprobs=logprobs)
+
+    monkeypatch.setattr(forwards_in, "Told", tell)
+    pair.begin(logprobs=0)
+    assert pair.run() == {"ended": 1}
     pair.expect_whole()
 
 

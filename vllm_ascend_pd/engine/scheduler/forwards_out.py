@@ -194,7 +194,8 @@ class ForwardsOut(Part):
         num_known = forward.request.num_output_tokens + len(forward.told)
         if forward.state is Forwarding.AWAY:
             new = answer.token_ids[num_known - answer.start :]
-            logprobs = answer.logprobs[num_known - answer.start :]
+            # The target has none of tokens that were sampled here since it was asked for more.
+            logprobs = answer.logprobs[max(0, len(answer.logprobs) - len(new)) :]
             if (
                 answer.start > num_known
                 or not self._are_tokens(new)
