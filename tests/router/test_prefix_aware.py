@@ -330,3 +330,23 @@ def test_without_events_it_is_least_loaded() -> None:
             assert [len(e.received) for e in (*d.prefills, *d.decodes)] == [2, 2, 2, 2]
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more"),
+    [
+        pytest.param("a text", {}, id="tokenizer_asked"),
+        pytest.param(TOKENS, {}, id="token_ids"),
+        pytest.param(TOKENS, {"cache_salt": "mine"}, id="salted"),
+    ],
+)
+def test_of_equal_costs_each_engine_gets_its_turn(
+    prompt: str | list[int], more: dict[str, Any]
+) -> None:
+    async def test() -> None:
+        async with deployed(2, 3, replace(FAST, policy="prefix-aware")) as d:
+            for _ in range(6):
+                assert (await d.post(prompt=prompt, **more))[0] == 200
+            assert [len(e.received) for e in (*d.prefills, *d.decodes)] == [3, 3, 2, 2, 2]
+
+    run(test)

@@ -91,7 +91,7 @@ class Generation:
 
     async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
         routed.is_salted = "cache_salt" in body.fields
-        instance = self.selector.decode(Routed(model=body.model))
+        instance = self.selector.to_ask(body.model)
         if body.decode_only is None and not isinstance(instance, Unavailable):
             routed.token_ids = await self.tokenizer.token_ids(body, instance, headers)
             if routed.token_ids is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_ascend_pd.router import stored
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed
+from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
 from vllm_ascend_pd.router.ranking import Rankings
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Selector:
     max_requests: int = 1024
     """For which an instance has room."""
     _rankings: Rankings = field(init=False)
+    _questions: LeastLoaded = field(default_factory=LeastLoaded, init=False)
 
     def __post_init__(self) -> None:
         self._rankings = Rankings(self.registry, self._admits)
@@ -139,6 +141,13 @@ class Selector:
         if isinstance(found, Unavailable):
             return found
         return self.policy.choose_decode(request, found.decodes)
+
+    def to_ask(self, model: str | None) -> Instance | Unavailable:
+        """One engine for a question about a request; whose turn it is to get one stays."""
+        found = self.candidates(Routed(model=model, alone="a question"))
+        if isinstance(found, Unavailable):
+            return found
+        return self._questions.choose_decode(Routed(), found.decodes)
 
     def _owner(self, request: Routed) -> Instance | Unavailable | None:
         """Who has the response that a request goes on from, if it is one of these."""

@@ -40,7 +40,7 @@ class LooksAtAll(Selector):
 
 class OneByOne(PrefixAware):
     def _best(
-        self, request: Routed, instances: Sequence[Instance], hits: Any, weight: float
+        self, request: Routed, instances: Sequence[Instance], hits: Any, weight: float, turn: int
     ) -> tuple[Instance, int]:
         def hit(one: Instance) -> int:
             return 0 if one.prefix_index is None else int(hits[one.prefix_index.slot])
@@ -48,7 +48,7 @@ class OneByOne(PrefixAware):
         def cost(one: Instance) -> float:
             return queued_tokens(one) + weight * (request.num_prompt_tokens - hit(one))
 
-        start = self._others.next_turn() % len(instances)
+        start = turn % len(instances)
         best = min((*instances[start:], *instances[:start]), key=cost)
         return best, hit(best)
 

@@ -49,15 +49,16 @@ class PrefixAware(Policy):
         if request.token_ids is None or request.is_salted:
             return self._others.choose(request, prefills, decodes)
         hits = self.subscriber.holders.num_hit_tokens(request.token_ids)
-        prefill, request.num_prefill_hit_tokens = self._best(request, prefills, hits, 1.0)
+        turn = self._others.next_turn()
+        prefill, request.num_prefill_hit_tokens = self._best(request, prefills, hits, 1.0, turn)
         decodes = partners(prefill, decodes)
-        return Pair(prefill, self._decode(request, decodes, hits, TRANSFER_COST))
+        return Pair(prefill, self._decode(request, decodes, hits, TRANSFER_COST, turn))
 
     def choose_decode(self, request: Routed, decodes: Sequence[Instance]) -> Instance:
         if request.token_ids is None or request.is_salted:
             return self._others.choose_decode(request, decodes)
         hits = self.subscriber.holders.num_hit_tokens(request.token_ids)
-        return self._decode(request, decodes, hits, 1.0)
+        return self._decode(request, decodes, hits, 1.0, self._others.next_turn())
 
     def _decode(
         self,
@@ -65,8 +66,9 @@ class PrefixAware(Policy):
         decodes: Sequence[Instance],
         hits: npt.NDArray[np.int64],
         weight: float,
+        turn: int,
     ) -> Instance:
-        decode, num_hit_tokens = self._best(request, decodes, hits, weight)
+        decode, num_hit_tokens = self._best(request, decodes, hits, weight, turn)
         index = decode.prefix_index
         exact = index is not None and index.state is IndexState.EXACT
         request.num_decode_hit_tokens = num_hit_tokens if exact else 0
@@ -79,6 +81,7 @@ class PrefixAware(Policy):
         instances: Sequence[Instance],
         hits: npt.NDArray[np.int64],
         weight: float,
+        turn: int,
     ) -> tuple[Instance, int]:
         """``hits`` are by the slots of the instances' indexes."""
         import numpy as np
@@ -87,6 +90,5 @@ class PrefixAware(Policy):
         hits = hits[found["slot"]]
         costs = found["queued"] + weight * (request.num_prompt_tokens - hits)
         equal = np.flatnonzero(costs == costs.min())
-        start = self._others.next_turn() % len(instances)
-        at = int(equal[np.searchsorted(equal, start) % len(equal)])
+        at = int(equal[np.searchsorted(equal, turn % len(instances)) % len(equal)])
         return instances[at], int(hits[at])
