@@ -47,12 +47,12 @@ HARMLESS_IF_WHOLE = ("echo", "include_reasoning")
 """An engine makes of all tokens at once what these ask for."""
 EXACT_TOOL_PARSERS = frozenset(
     (
-        *("ernie45", "glm47", "granite4", "hermes", "llama4_pythonic", "longcat", "minimax_m2"),
-        *("olmo3", "pythonic", "qwen3_coder", "qwen3_xml"),
+        *("glm47", "hermes", "llama4_pythonic", "longcat", "minimax_m2", "olmo3", "pythonic"),
+        *("qwen3_coder", "qwen3_xml"),
     )
 )
-"""Of vLLM's, those that make the same calls of the tokens however many come at once; tried with a
-cut at every token. Others lose or repeat arguments."""
+"""Of vLLM's, those that make the same text and calls of the tokens however many come at once; tried
+with a cut at every token. Others lose or repeat some of it."""
 
 
 @dataclass(frozen=True, slots=True)
