@@ -275,9 +275,15 @@ def _router_command(
     parsers = {_tool_call_parser(engine) for engine in engines}
     if len(parsers) == 1 and "" not in parsers:
         words += [_TOOL_CALL_PARSER, *parsers]
-    if any(engine.role == "both" for engine in engines) and "roles" not in router.args:
-        words += ["--roles", "auto"]
-    argv = (*words, *render_args(router.args))
+    args = _dashed(router.args)
+    if any(engine.role == "both" for engine in engines):
+        args = {"roles": "auto", **args}
+    if args.get("roles") == "auto" and str(args.get("workers") or 1) != "1":
+        raise ConfigError(
+            "router.args.workers: one process decides who computes prompts and who answers; leave"
+            " it out, or give roles: operator"
+        )
+    argv = (*words, *render_args(args))
     return Command("router", "router", host, argv, dict(router.env), shared.router_url)
 
 

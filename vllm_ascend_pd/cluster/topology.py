@@ -138,9 +138,10 @@ def load(path: Path) -> Topology:
 
 def parse(raw: Any) -> Topology:
     """A topology from plain values; ``ConfigError`` names the field."""
-    if isinstance(raw, dict) and raw.get("both"):
-        raw = {"prefill": [], "decode": [], **raw}
     topology = parsing.parse(raw, Topology, top="the topology")
+    if any(group.count for group in topology.both):
+        unsaid: dict[str, Any] = {role: () for role in ("prefill", "decode") if role not in raw}
+        topology = msgspec.structs.replace(topology, **unsaid)
     if not topology.hosts:
         topology = msgspec.structs.replace(topology, hosts={LOCAL: Host()})
     _check(topology)

@@ -78,6 +78,9 @@ def test_engines_that_can_do_both() -> None:
     by_hand = plan(both=[{"count": 2}], router={"args": {"roles": "operator"}}).commands[-1]
     assert by_hand.argv.count("--roles") == 1
     assert option(by_hand, "--roles") == "operator"
+    args = {"--roles": "operator", "workers": 2}
+    workers = plan(both=[{"count": 2}], router={"args": args}).commands[-1]
+    assert workers.argv.count("--roles") == 1
 
 
 def test_engines_that_can_do_both_and_do_not_register() -> None:
@@ -268,6 +271,12 @@ def test_ports_of_the_master_on_several_hosts_are_fixed() -> None:
             "both to prefill-0 and to decode-0",
         ),
         (CPU, {"decode": [{"port": 65535, "count": 2}]}, "decode-1: port 65536 is not within"),
+        (
+            CPU,
+            {"both": [{"count": 2}], "router": {"args": {"workers": 2}}},
+            "router.args.workers: one process decides",
+        ),
+        (CPU, {"router": {"args": {"--roles": "auto", "workers": 2}}}, "router.args.workers: one"),
         (CPU, {"args": {"prefix-caching-hash-algo": "xxhash"}}, "env.PYTHONHASHSEED is missing"),
         (
             GPU,

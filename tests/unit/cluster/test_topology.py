@@ -39,6 +39,8 @@ def test_engines_that_can_do_both_are_alone_unless_others_are_asked_for() -> Non
         ("both", (EngineGroup(count=2),)),
     )
     assert parse({"model": "m", "both": [{}], "decode": [{}]}).decode == (EngineGroup(),)
+    none = parse({"model": "m", "both": [{"count": 0}]})
+    assert none.prefill == none.decode == (EngineGroup(),)
 
 
 def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"prefill": [{"count": 0}]}, "prefill: at least one engine is needed"),
         ({"decode": []}, "decode: at least one engine is needed"),
         ({"both": [{}]}, "both: at least two engines are needed, or one beside"),
-        ({"both": [{"count": 0}]}, "prefill: at least one engine is needed"),
+        ({"both": [{"count": 0}], "decode": []}, "decode: at least one engine is needed"),
         ({"both": [{"count": 2}, {"host": "c"}]}, r"both\[1\].host: 'c' is not in hosts"),
         ({"decode": [{"host": "c"}]}, r"decode\[0\].host: 'c' is not in hosts \['localhost'\]"),
         ({"router": {"host": "c"}}, r"router.host: 'c' is not in hosts"),

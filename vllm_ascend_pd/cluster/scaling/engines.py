@@ -96,6 +96,12 @@ def refuse_what_a_cluster_decides(topology: Topology) -> None:
                     f"{role}: with --ray every engine may get any role, so all are equal; give"
                     " args and env for all of them"
                 )
+    for role, num_engines in (("both", 0), ("prefill", 1), ("decode", 1)):
+        if sum(group.count for group in getattr(topology, role)) != num_engines:
+            raise ConfigError(
+                f"{role}: with --ray, --pd-ratio and --max-instances say how many engines have"
+                " which role; leave it out"
+            )
 
 
 def order_engine(shared: Shared, name: str, node: Node, place: int) -> EngineOrder:

@@ -142,6 +142,8 @@ def test_beside_the_router_runs_a_driver_that_knows_all(tmp_path: Path) -> None:
     [
         ({"hosts": {"a": {"address": "10.0.0.1"}}}, "hosts: with --ray the cluster says where"),
         ({"args": {"data-parallel-size": 2}}, "data-parallel-size: with --ray each engine has one"),
+        ({"both": [{"count": 2}]}, "both: with --ray, --pd-ratio and --max-instances say how many"),
+        ({"prefill": [{}, {}]}, "prefill: with --ray, --pd-ratio and --max-instances say how"),
         ({"decode": [{"args": {"max-num-seqs": 4}}]}, "decode: with --ray every engine may get"),
     ],
 )
