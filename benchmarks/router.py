@@ -19,6 +19,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import statistics
 import subprocess
@@ -38,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOY_PROXY = ROOT / "tests/e2e/third_party/toy_proxy_server.py"
 BODY = {"model": "tiny", "prompt": "Hello, my name is " * 20, "max_tokens": 16, "temperature": 0}
 ROUTER_CORE, OTHER_CORE = "0", "1"
+NGINX_PROGRAM = "/usr/sbin/nginx"
 
 LUA = """
 wrk.method = "POST"
@@ -343,6 +345,9 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=0, help="streams to begin at once")
     parser.add_argument("--router-option", action="append", default=[], help="for --burst")
     options = parser.parse_args()
+    needed = () if options.burst or options.streams else ("wrk", NGINX_PROGRAM)
+    if missing := [name for name in needed if shutil.which(name) is None]:
+        parser.error(f"needs {' and '.join(missing)}: apt-get install wrk nginx-light")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.burst:
@@ -364,7 +369,7 @@ def main() -> None:
         config = folder / "nginx.conf"
         config.write_text(NGINX % values)
         os.chmod(folder, 0o755)
-        nginx = ["/usr/sbin/nginx", "-p", str(folder), "-c", str(config)]
+        nginx = [NGINX_PROGRAM, "-p", str(folder), "-c", str(config)]
         with process(nginx, OTHER_CORE, folder / "nginx.log"):
             wait_for(f"http://127.0.0.1:{decode}/v1/completions", folder / "error.log")
             if options.soak:
