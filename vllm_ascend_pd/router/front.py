@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from vllm_ascend_pd.router.answers import error_response
 
@@ -85,6 +86,8 @@ class _Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """What no handler has answered: bytes that are not HTTP, or a bug of ours."""
+        if isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
+            status = 431
         if isinstance(exc, ConnectionError) or self.transport is None:
             raise ConnectionError("the client has left")
         if status >= 500:

@@ -155,7 +155,8 @@ class RegisteredDiscovery:
             return error_response(409, "conflict", message)
         if known is None and sum(i.spec.source == SOURCE for i in self._registry) >= MAX_INSTANCES:
             message = f"{MAX_INSTANCES} instances have registered already"
-            return error_response(429, "too_many_instances", message)
+            after = {"Retry-After": f"{registration.TTL_S:.0f}"}  # when one has been silent
+            return error_response(429, "too_many_instances", message, headers=after)
         spec = InstanceSpec.of(described, instance_id, SOURCE, described.epoch)
         await self._heartbeats.beat(spec)
         answer = msgspec.json.encode(registration.Registered())
