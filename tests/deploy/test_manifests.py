@@ -183,6 +183,11 @@ def as_started(deployment: Object, address: str) -> list[str]:
     return [*one["command"], *(word.replace("$$(", "$(") for word in expanded)]
 
 
+def argument(deployment: Object, option: str) -> str:
+    words = as_started(deployment, "10.0.0.1")
+    return words[words.index(option) + 1]
+
+
 def test_pods_run_the_commands_of_the_plan() -> None:
     hosts = {name: {"address": f"10.0.0.{n}"} for n, name in enumerate(("r", "p", "d", "e"), 1)}
     on_hosts = {
@@ -243,22 +248,37 @@ def test_what_the_user_writes_is_not_expanded_by_kubernetes() -> None:
     assert "a$(POD_IP)" in name
 
 
-def test_a_pod_has_the_time_to_end_its_requests() -> None:
-    for name, deployment in made().items():
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "args": {"shutdown-timeout": 300},
+            "router": {"args": {"drain-timeout": 120.5}},
+        },
+    ],
+    ids=["unsaid", "said"],
+)
+def test_a_pod_has_the_time_to_end_its_requests(changes: Object) -> None:
+    for name, deployment in made(**changes).items():
         spec = deployment["spec"]["template"]["spec"]
         leave = int(container(deployment)["lifecycle"]["preStop"]["exec"]["command"][1])
         words = as_started(deployment, "10.0.0.1")
-        drain = "--shutdown-timeout"
-        drain_s = int(words[words.index(drain) + 1]) if drain in words else 0
+        drain = "--drain-timeout" if name == "vllm-pd-router" else "--shutdown-timeout"
+        drain_s = float(words[words.index(drain) + 1]) if drain in words else 0
         assert spec["terminationGracePeriodSeconds"] > leave + drain_s, name
+
+
+def test_what_a_pod_answers_can_be_copied_to_another_one() -> None:
+    config = argument(made()["vllm-pd-decode"], "--kv-transfer-config")
+    assert json.loads(config)["kv_role"] == "kv_both"
 
 
 def test_own_networks_and_the_pools_own_master_are_kept() -> None:
     extra = {"security": {"allowed_peers": ["10.1.0.0/16"]}, "pool": {"master": "10.1.0.5:1"}}
     deployments = made(extra_config=extra)
     assert "vllm-pd-master" not in deployments
-    words = as_started(deployments["vllm-pd-prefill"], "10.0.0.1")
-    config = json.loads(words[words.index("--kv-transfer-config") + 1])
+    config = json.loads(argument(deployments["vllm-pd-prefill"], "--kv-transfer-config"))
     found = config["kv_connector_extra_config"]
     assert found["security"]["allowed_peers"] == ["10.1.0.0/16"]
     assert found["pool"]["master"] == "10.1.0.5:1"
@@ -271,6 +291,10 @@ def test_own_networks_and_the_pools_own_master_are_kept() -> None:
         ({"device": None}, "device is missing"),
         ({"both": [{"count": 2}]}, "both: each of several routers would choose"),
         ({"args": {"tensor-parallel-size": "two"}}, "positive number, not 'two'"),
+        (
+            {"args": {"shutdown-timeout": "long"}},
+            "prefill-0: shutdown-timeout must be seconds, not 'long'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(changes: Object, message: str) -> None:

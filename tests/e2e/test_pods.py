@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``deploy/overlays/cpu-demo`` says, run as processes of this host in place of pods: their
 commands, environment, volumes, probes and end. Each has a loopback address as a pod has its own.
+Of decode pods there are two, as after ``kubectl scale``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,22 @@ pytestmark = [
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SECRET = "/etc/vllm-pd/secret"
 START_S = 400
+NUM_TOKENS = 1200
+MOVED = 'vllm:pd_router_moves_total{cause="",outcome="moved",reason="drain"}'
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """What is found, once there is something."""
+    end = time.monotonic() + 60
+    while not (one := found()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return one
 
 
 @dataclass
 class Pod:
-    """The first pod of a Deployment, which is a process group here."""
+    """A pod of a Deployment, which is a process group here."""
 
     name: str
     address: str
@@ -160,9 +173,11 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
     [secret] = [one for one in objects if one["kind"] == "Secret"]
     pods: dict[str, Pod] = {}
     plugin = forking_plugin(folder)
-    deployments = [one for one in objects if one["kind"] == "Deployment"]
-    for number, one in enumerate(deployments):
-        name = one["metadata"]["name"]
+    deployments = {one["metadata"]["name"]: one for one in objects if one["kind"] == "Deployment"}
+    [scaled] = [name for name in deployments if name.endswith("decode")]
+    replicas = [*((name, "x") for name in deployments), (scaled, "y")]
+    for number, (deployment, replica) in enumerate(replicas):
+        one, name = deployments[deployment], f"{deployment}-{replica}"
         folders = {}
         for mount in one["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]:
             if mount["mountPath"] != "/dev/shm":
@@ -175,7 +190,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
         address = f"127.{os.getpid() % 200 + 20}.0.{number + 2}"
         template = one["spec"]["template"]
         log = folder / f"{name}.log"
-        pods[name] = Pod(f"{name}-x", address, template, folders, log, plugin)
+        pods[name] = Pod(name, address, template, folders, log, plugin)
     try:
         yield pods
     finally:
@@ -195,7 +210,7 @@ def api() -> Iterator[ApiServer]:
 def test_pods_become_ready_serve_and_end(
     pods: dict[str, Pod], api: ApiServer, tmp_path: Path
 ) -> None:
-    router = pods["vllm-pd-router"]
+    router = pods["vllm-pd-router-x"]
     kubeconfig = api.do(lambda server: server.kubeconfig(tmp_path / "kubeconfig"))
     engines = [pod for pod in pods.values() if "model" in pod.template["metadata"]["labels"]]
     for pod in engines:
@@ -214,19 +229,34 @@ def test_pods_become_ready_serve_and_end(
         api.do(lambda server, p=pod, own=labels: server.put(p.name, **own))
     router.wait_for("startupProbe")
     router.wait_for("readinessProbe")
-    end = time.monotonic() + 60
-    while requests.get(f"{router.url}/health", timeout=30).json()["status"] != "ok":
-        assert time.monotonic() < end  # until then D answers alone
-        time.sleep(0.2)
+    # Until then D answers alone.
+    until(lambda: requests.get(f"{router.url}/health", timeout=30).json()["status"] == "ok")
 
-    prefill, decode = pods["vllm-pd-prefill"], pods["vllm-pd-decode"]
+    prefill = pods["vllm-pd-prefill-x"]
+    decodes = [pods["vllm-pd-decode-x"], pods["vllm-pd-decode-y"]]
     for prompt in ("Hello, my name is", LONG):
         # The salt keeps what the prefill engine computed for the pair out of its own answer.
         assert complete(router.url, prompt) == complete(prefill.url, prompt, cache_salt="alone")
-    assert metric(decode.url, "vllm:pd_load_bytes_total") > 0
-    assert f'engine_id="{decode.name}"' in requests.get(f"{decode.url}/metrics", timeout=30).text
+    assert sum(metric(decode.url, "vllm:pd_load_bytes_total") for decode in decodes) > 0
+    for decode in decodes:
+        page = requests.get(f"{decode.url}/metrics", timeout=30).text
+        assert f'engine_id="{decode.name}"' in page
+
+    # An answer that does not stream can only be copied to another engine, with all its KV.
+    with ThreadPoolExecutor() as at_once:
+        alone = at_once.submit(
+            complete, prefill.url, "Once", cache_salt="alone", max_tokens=NUM_TOKENS
+        )
+        moved = at_once.submit(complete, router.url, "Once", max_tokens=NUM_TOKENS)
+        running = until(lambda: requests.get(f"{router.url}/requests", timeout=30).json())
+        [ending] = [pod for pod in decodes if pod.name == running[0]["instance"]]
+        labels = {**ending.template["metadata"]["labels"], "address": ending.address}
+        api.do(lambda server: server.put(ending.name, ending=True, **labels))
+        until(lambda: metric(router.url, MOVED) == 1)
+        assert ending.end() == 0, ending.log.read_text()[-4000:]
+        assert moved.result() == alone.result()
 
     # One after the other: here each sees the processes of the others, which no pod does, and vLLM's
     # server fails as it ends where another one that has its port ends in the same moment.
-    for pod in (router, *engines):
+    for pod in (router, *(pod for pod in engines if pod is not ending)):
         assert pod.end() == 0, pod.log.read_text()[-4000:]

@@ -17,8 +17,9 @@ from tests.router.harness import Deployment, deployed, run, until
 from tests.router.moving import SLOW, Client, is_whole, move, name
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.registration import KVEndpoint
-from vllm_ascend_pd.resume import Resume, ResumeKey
+from vllm_ascend_pd.resume import Resume, ResumeKey, RunningAt
 from vllm_ascend_pd.router.config import RouterConfig
+from vllm_ascend_pd.router.health import parse_place
 
 
 @asynccontextmanager
@@ -47,6 +48,54 @@ async def running(d: Deployment, **fields: Any) -> tuple[Client, ScriptedEngine,
 def sources(d: Deployment) -> list[bool]:
     """Of each leg that went on with a request: whether it copied from a running one."""
     return [bool(r.params["resume"].get("source")) for r in resumes(d)]
+
+
+def info(port: int, epoch: str = "e", value: str = "1.0", rank: int = 0) -> str:
+    """A line of an engine's metrics."""
+    labels = {
+        "engine": rank,
+        "engine_id": 'a\\",epoch=\\"b',
+        "epoch": epoch,
+        "kv_endpoint": f"127.0.0.1:{port}" if port else "",
+        "model_name": "tiny",
+    }
+    told = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    return f"vllm:pd_engine_info{{{told}}} {value}\n"
+
+
+def test_engine_that_did_not_register_says_in_its_metrics_where_it_is_copied_from() -> None:
+    async def test() -> None:
+        async with deployed(0, 2, PATIENT, **SLOW, copy_s=0.1) as d:
+            for one in d.decodes:
+                one.metrics = info(one.port, "before", "0.0") + info(one.port)
+            await until(lambda: all(i.runs_at for i in d.router.registry))
+            client, source, target = await running(d)
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            assert is_whole(await client.rest(), source)
+            (leg,) = resumes(d)
+            found = Resume.from_params(leg.params["resume"]).source
+            assert found == RunningAt("127.0.0.1", source.port, "", "e")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("page", "rank"),
+    [
+        pytest.param("", None, id="no_such_engine"),
+        pytest.param(info(0), None, id="consumer"),
+        pytest.param(info(7, epoch=""), None, id="no_epoch"),
+        pytest.param(info(7) + info(8, rank=1), None, id="several_ranks"),
+        pytest.param(info(7), 1, id="another_rank"),
+    ],
+)
+def test_metrics_that_do_not_say_where_a_request_is_are_no_place(
+    page: str, rank: int | None
+) -> None:
+    assert parse_place(page.encode(), rank) is None
+    both = (info(7) + info(8, rank=1)).encode()
+    assert parse_place(both, 1) == RunningAt("127.0.0.1", 8, "", "e")
 
 
 @pytest.mark.parametrize("kind", ["exact", "sampled"])

@@ -9,6 +9,7 @@ address that no network has, in whose place the pods' environment then stands: `
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -17,8 +18,8 @@ import msgspec
 import yaml
 
 from vllm_ascend_pd.cluster.machine import Machine
-from vllm_ascend_pd.cluster.placement import num_devices
-from vllm_ascend_pd.cluster.plan import DRAIN_S, MASTER_PORTS, Command, make_plan
+from vllm_ascend_pd.cluster.placement import num_devices, option
+from vllm_ascend_pd.cluster.plan import MASTER_PORTS, Command, make_plan
 from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology
 from vllm_ascend_pd.config import ANYWHERE
 from vllm_ascend_pd.errors import ConfigError
@@ -218,12 +219,24 @@ def _container(one: _Workload, topology: Topology, image: str) -> Object:
     return container
 
 
+def _drain_s(command: Command) -> int:
+    """From SIGTERM on."""
+    name = "shutdown-timeout" if command.is_engine else "drain-timeout"
+    said = option(list(command.argv), f"--{name}")
+    if said is None:
+        return _ROUTER_DRAIN_S
+    try:
+        return math.ceil(float(said))
+    except (ValueError, OverflowError) as e:
+        raise ConfigError(f"{command.name}: {name} must be seconds, not {said!r}") from e
+
+
 def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
     role = one.command.role
     labels = {PART_OF: NAME, COMPONENT: role, "app.kubernetes.io/name": one.name}
     if one.command.is_engine:
         labels["model"] = role  # by which routers tell P from D
-    grace_s = _LEAVE_S + 15 + (DRAIN_S if one.command.is_engine else _ROUTER_DRAIN_S)
+    grace_s = _LEAVE_S + 15 + _drain_s(one.command)
     pod: Object = {
         "serviceAccountName": f"{NAME}-router" if role == "router" else "default",
         "automountServiceAccountToken": role == "router",

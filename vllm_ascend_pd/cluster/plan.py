@@ -303,12 +303,15 @@ def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) 
             security.setdefault("allow_non_loopback", True)
         security.setdefault("allowed_peers", peers)
         extra["security"] = security
+    is_known = shared.registers or "secret_file" in extra.get("security", {})
+    if engine.role == "decode" and is_known:
+        kv_role = "kv_both"  # its running requests can be copied
     if shared.registers:
         others = extra.get("router", {}).get("url")
         urls = f"{shared.router_url},{others}" if others else shared.router_url
         own = {"url": urls, "http_url": engine.url, "instance_id": engine.name}
         if engine.role == "decode":
-            kv_role, own["role"] = "kv_both", "decode"  # its running requests can be copied
+            own["role"] = "decode"
         extra["router"] = {**extra.get("router", {}), **own}
     if isinstance(extra.get("pool"), dict):
         extra["pool"] = _pool(extra["pool"], engine, shared)

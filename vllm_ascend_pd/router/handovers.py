@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from vllm_ascend_pd.resume import ResumeKey
-    from vllm_ascend_pd.router.instances import InstanceSpec
+    from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.legs import Stream
     from vllm_ascend_pd.router.relay import Job
     from vllm_ascend_pd.router.transcript import Transcript
@@ -57,11 +57,12 @@ class Handover:
         return cls(resume_params(key, request_id, None, job.promise.kind, source), 0)
 
 
-def live_source(source: InstanceSpec, target: InstanceSpec) -> RunningAt | None:
+def live_source(source: Instance, target: Instance) -> RunningAt | None:
     """Where the target can copy a running request from, if it can."""
-    if source.kv is None or not source.epoch or target.role == "prefill":
+    if target.spec.role == "prefill":
         return None
-    return RunningAt(source.kv.host, source.kv.port, source.kv.key, source.epoch)
+    kv, epoch = source.spec.kv, source.spec.epoch
+    return RunningAt(kv.host, kv.port, kv.key, epoch) if kv and epoch else source.runs_at
 
 
 async def until_new(stream: Stream, client: Transcript, num_told: int) -> bytes | Failure:

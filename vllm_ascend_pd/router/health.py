@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.kv.breaker import BreakerState
+from vllm_ascend_pd.resume import RunningAt
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import EngineLoad, Instance, InstanceSpec
 
@@ -32,6 +33,10 @@ _SAMPLE = re.compile(
     rb"|prefix_cache_queries_total|prefix_cache_hits_total)(\{[^\n]*\})? ([-+.0-9eE]+)$",
     re.MULTILINE,
 )
+
+
+_INFO = re.compile(rb"^vllm:pd_engine_info\{([^\n]*)\} 1\.0$", re.MULTILINE)
+_PLACE = re.compile(rb'(?:^|,)(epoch|kv_endpoint)="([^"\\]*)"')
 
 
 class _Model(msgspec.Struct):
@@ -153,7 +158,9 @@ class Prober:
             return
         result = await self._get(instance, b"/metrics")
         if not isinstance(result, Failure) and result[0] == 200:
-            instance.load = parse_load(result[1], instance.spec.data_parallel_rank)
+            rank = instance.spec.data_parallel_rank
+            instance.load = parse_load(result[1], rank)
+            instance.runs_at = parse_place(result[1], rank)
 
     async def _get(self, instance: Instance, target: bytes) -> tuple[int, bytes] | Failure:
         response = await self._clients[instance].request(
@@ -200,3 +207,18 @@ def parse_load(text: bytes, rank: int | None = None) -> EngineLoad:
         prefix_hits=sums.get(b"prefix_cache_hits_total", 0.0),
         read_at=time.monotonic(),
     )
+
+
+def parse_place(text: bytes, rank: int | None = None) -> RunningAt | None:
+    """Where an engine hands running requests over, as its ``/metrics`` say. It does so to who has
+    the installation's secret, by which the two know each other; of several behind one server
+    nobody knows which has a request."""
+    wanted = b"" if rank is None else b'engine="%d"' % rank
+    found = [labels for labels in _INFO.findall(text) if wanted in labels]
+    if len(found) != 1:
+        return None
+    told = {name: value.decode(errors="replace") for name, value in _PLACE.findall(found[0])}
+    host, _, port = told.get(b"kv_endpoint", "").rpartition(":")
+    if not port.isdecimal() or not told.get(b"epoch"):
+        return None
+    return RunningAt(host, int(port), "", told[b"epoch"])

@@ -20,6 +20,7 @@ from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from vllm_ascend_pd.resume import RunningAt
     from vllm_ascend_pd.router.http_client import EngineClient
     from vllm_ascend_pd.router.prefix.index import PrefixIndex
 
@@ -110,6 +111,9 @@ class Instance:
         """As registered, or as ``/v1/models`` said."""
         self.kv = spec.kv
         """Of a producer that can be asked in concurrent order."""
+        self.runs_at: RunningAt | None = None
+        """Of an engine that has not registered: where its own metrics say that its running requests
+        are copied from."""
         self.num_admitted = 0
         """Requests that have room here, whether a leg of theirs has begun or not."""
         self.num_active = 0

@@ -311,7 +311,7 @@ class Moves:
         if instance is None:
             return "unavailable"
         move.advance(MoveEvent.ASKED)
-        origin = live_source(source.instance.spec, instance.spec)
+        origin = live_source(source.instance, instance)
         if source.transcript is None:
             if origin is None:
                 return "not_live"
