@@ -211,11 +211,16 @@ def test_prompt_whose_window_has_slid_on_is_not_lent_again(engines: Engines) -> 
     producer.scheduler.reset_prefix_cache()
 
 
-def test_state_that_was_only_published_is_not_handed_to_another_engine(engines: Engines) -> None:
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_state_that_was_only_published_is_not_handed_to_another_engine(
+    engines: Engines, num_drafts: int
+) -> None:
     """Of a request that goes on the state at its last boundary comes from the prefix cache, where
-    another request may have put the block that its own load is to fill.
+    another request may have put the block that its own load is to fill; with drafts of any request
+    the one at the boundary before.
     """
-    engine = engines.make("kv_both", specs=(SPEC, STATE))
+    states = replace(STATE, num_speculative_blocks=num_drafts)
+    engine = engines.make("kv_both", specs=(SPEC, states), num_drafts=num_drafts)
     pd = engine.scheduler.pd
     request = engine.add("r", prompt_of(100), max_tokens=40)
     engine.run(lambda: len(engine.tokens["r"]) > 2)
@@ -223,19 +228,33 @@ def test_state_that_was_only_published_is_not_handed_to_another_engine(engines: 
         engine.finish_step()
     producer = pd.part(Producer)
     lease = producer.lend(request, TransferId("t"))
+    index = 5 - num_drafts
 
     def handed_over() -> int:
         producer.extend(lease, request, 98)
-        return lease.span.groups[1].block_ids[5]
+        return lease.span.groups[1].block_ids[index]
 
-    [state] = engine.pool.get_cached_block(request.block_hashes[5], [1])
+    [state] = engine.pool.get_cached_block(request.block_hashes[index], [1])
     assert handed_over() == state.block_id
     engine.pool.evict_blocks({state.block_id})
     assert handed_over() == NO_BLOCK
-    source = SimpleNamespace(num_blocks=6, parked_only=False, has_block=lambda index, group: True)
-    pd.common.phantoms.publish(request, [[], []], source, 4)
-    assert engine.pool.get_cached_block(request.block_hashes[5], [1]) is not None
+    source = SimpleNamespace(
+        num_blocks=index + 1,
+        parked_only=False,
+        has_block=lambda index, group: True,
+        load_started=lambda: None,
+    )
+    pd.common.phantoms.publish(request, [[], []], source, 0)
+    [state] = engine.pool.get_cached_block(request.block_hashes[index], [1])
     assert handed_over() == NO_BLOCK
-    pd.common.phantoms.withdraw(source)
+    (phantom,) = pd.common.phantoms.claim([state])
+    other = engine.add("other", prompt_of(100))
+    pd.common.loads.claim(other, source, [phantom])
+    assert handed_over() == NO_BLOCK
+    # Its own loads are waited for before anything is granted.
+    pd.common.loads.note_user(request, [state])
+    assert handed_over() == state.block_id
+    engine.pool.evict_blocks({state.block_id})
+    pd.common.loads.new.clear()
     producer.take_back(lease)
     engine.run_to_end()

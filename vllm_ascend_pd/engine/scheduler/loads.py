@@ -243,9 +243,12 @@ class Loads:
         """Loads that are not parked, and whose end is not known yet."""
         return [r for r in (*self.new, *self.running.values()) if r.parked_for is None]
 
-    def may_spoil(self, block: KVCacheBlock) -> bool:
-        """Whether a load in a step has yet to fill it, or what it is computed on."""
-        return any(record.may_spoil(block) for record in self.in_steps())
+    def may_spoil(self, block: KVCacheBlock, user: Request) -> bool:
+        """Whether a load in a step has yet to fill it, or what it is computed on: one that ``user``
+        does not use itself.
+        """
+        records = self.in_steps()
+        return any(record.may_spoil(block) for record in records if user not in record.users)
 
     def is_under(self, request: Request) -> bool:
         """Whether ``request`` is computed on KV of a load whose end is not known yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
@@ -225,7 +226,7 @@ class Producer(Part):
             block.is_null
             for group in self._common.groups
             if group.window or group.chunk
-            for block in lasting_blocks(self._manager, request, group, end)[group.first_kept(end) :]
+            for block in self._lasting(request, group, end)[group.first_kept(end) :]
         )
 
     def _build_held(self) -> list[Grant]:
@@ -296,10 +297,7 @@ class Producer(Part):
     def _hold(self, span: Span, request: Request) -> Span:
         """In the blocks that the request has of it until all of it is computed."""
         return span.holding(
-            [
-                block_ids(lasting_blocks(self._manager, request, group, span.end))
-                for group in self._common.groups
-            ]
+            [block_ids(self._lasting(request, group, span.end)) for group in self._common.groups]
         )
 
     def _pin(self, prompt: _Prompt, request: Request, groups: Iterable[KVGroup]) -> None:
@@ -307,7 +305,7 @@ class Producer(Part):
         blocks = [
             block
             for group in groups
-            for block in lasting_blocks(self._manager, request, group, prompt.lease.span.end)
+            for block in self._lasting(request, group, prompt.lease.span.end)
             if not block.is_null
         ]
         self._manager.block_pool.touch(blocks)
@@ -334,7 +332,7 @@ class Producer(Part):
             for group in self._common.groups
         )
         tables = [
-            movable_blocks(self._manager, request, group, end, self._is_whole)
+            movable_blocks(self._manager, request, group, end, partial(self._is_whole, request))
             for group in self._common.groups
         ]
         lease.span = Span(0, end, tuple(blocks)).holding([block_ids(table) for table in tables])
@@ -351,9 +349,16 @@ class Producer(Part):
         self._manager.block_pool.free_blocks(reversed(prompt.pinned))
         prompt.pinned = sliding
 
-    def _is_whole(self, block: KVCacheBlock) -> bool:
-        """Whether a cached block holds what its hash says, and not what a load has yet to bring."""
-        return block not in self._common.phantoms and not self._common.loads.may_spoil(block)
+    def _lasting(self, request: Request, group: KVGroup, end: int) -> list[KVCacheBlock]:
+        is_whole = partial(self._is_whole, request)
+        return lasting_blocks(self._manager, request, group, end, is_whole)
+
+    def _is_whole(self, request: Request, block: KVCacheBlock) -> bool:
+        """Whether a cached block holds what its hash says, and not what a load has yet to bring.
+        The end of those that the request is computed on is waited for.
+        """
+        common = self._common
+        return block not in common.phantoms and not common.loads.may_spoil(block, request)
 
     def take_back(self, lease: Lease) -> None:
         """Nothing of it may be read from the next step on."""

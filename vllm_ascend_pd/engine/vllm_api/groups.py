@@ -109,10 +109,15 @@ def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
 
 
 def lasting_blocks(
-    manager: KVCacheManager, request: Request, group: KVGroup, end: int
+    manager: KVCacheManager,
+    request: Request,
+    group: KVGroup,
+    end: int,
+    is_whole: Callable[[KVCacheBlock], bool],
 ) -> list[KVCacheBlock]:
     """Of the first ``end`` tokens, those that the request has until the last of them is computed:
-    null blocks where it may give one up before.
+    null blocks where it may give one up before. What it has given up already counts as long as it
+    is in the prefix cache and ``is_whole``.
     """
     first = group.first_kept(end)
     null = manager.block_pool.null_block
@@ -122,7 +127,8 @@ def lasting_blocks(
     if group.stops_early and 0 <= index < len(lasting) - 1 and lasting[index].is_null:
         # Where the rest was computed in two steps, the request has given it up.
         cached = cached_block(manager.block_pool, request.block_hashes[index], group)
-        lasting[index] = cached or null
+        if cached is not None and is_whole(cached):
+            lasting[index] = cached
     return lasting
 
 
@@ -134,9 +140,9 @@ def movable_blocks(
     is_whole: Callable[[KVCacheBlock], bool],
 ) -> list[KVCacheBlock]:
     """As ``lasting_blocks``, of a request that goes on: also the state at the last boundary, which
-    it has given up, as long as that is in the prefix cache and ``is_whole``.
+    it has given up.
     """
-    blocks = lasting_blocks(manager, request, group, end)
+    blocks = lasting_blocks(manager, request, group, end, is_whole)
     index = end // group.block_size - 1
     if group.state and index >= 0 and blocks[index].is_null:
         cached = cached_block(manager.block_pool, request.block_hashes[index], group)
