@@ -189,9 +189,10 @@ class FileTier(Tier):
         with self._lock:
             if not self._is_open:
                 return Status.FAILED
-            if value.key not in self._room:
+            entry = self._room.entry(value.key)
+            if entry is None:
                 return Status.MISSING
-            path = self.path_of(value.key, self._room.tenant(value.key))
+            path = self.path_of(value.key, entry[1])
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         try:
             with path.open("rb", buffering=0) as file:
@@ -202,12 +203,11 @@ class FileTier(Tier):
                     if not num_read:
                         return Status.DAMAGED
                     data = data[num_read:]
-        except FileNotFoundError:
-            self._forget([value.key])
-            return Status.MISSING
         except OSError as e:
-            self._forget([value.key])
-            return self._failed(e)
+            with self._lock:
+                if self._room.entry(value.key) is entry:  # and not one that was put meanwhile
+                    self._room.pop(value.key)
+            return Status.MISSING if isinstance(e, FileNotFoundError) else self._failed(e)
         with suppress(OSError):
             os.utime(path)  # of what is kept, the next start knows what was used
         return Status.OK

@@ -33,6 +33,10 @@ class Room:
     def all_keys(self) -> list[str]:
         return list(self._values)
 
+    def entry(self, key: str) -> tuple[int, str] | None:
+        """Bytes and tenant: another object each time that a value is kept."""
+        return self._values.get(key)
+
     def tenant(self, key: str) -> str:
         return self._values.get(key, (0, ""))[1]
 

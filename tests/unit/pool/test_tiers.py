@@ -258,6 +258,26 @@ def test_file_that_somebody_removed_is_missing(files: FileTier, tmp_path: Path) 
     assert put(files, 1) == [Status.OK]
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(errno.ENOENT, Status.MISSING), (errno.EIO, Status.FAILED)]
+)
+def test_value_that_is_put_again_while_its_old_file_is_read_stays(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch, error: int, status: Status
+) -> None:
+    put(files, 1)
+
+    def replace(path: Path, *args: object, **kwargs: object) -> None:
+        monkeypatch.undo()
+        files.remove([key_of(1)])
+        put(files, 1)
+        raise OSError(error, "the old one")
+
+    monkeypatch.setattr(Path, "open", replace)
+    assert get(files, 1) == [status]
+    assert lookup(files, 1) == [Place.SSD]
+    assert get(files, 1) == [Status.OK]
+
+
 def test_half_written_file_is_no_value(files: FileTier, tmp_path: Path) -> None:
     files.close()
     (tmp_path / ".pd-value-3").write_bytes(b"half")
