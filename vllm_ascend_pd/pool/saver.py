@@ -77,7 +77,7 @@ class Saver:
         self._saves: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._dropped_saves = 0  # written by the link thread, read by the save thread
         self._stopping = False
-        self._num_over_share = 0
+        self._last_over_share = 0
         self.ahead = PackAhead(values, ahead_slots, replica.owns)
         targets = [("pd-pool-save", self._run)]
         if ahead_slots is not None:
@@ -134,25 +134,33 @@ class Saver:
     def _run(self) -> None:
         while (queued := self._saves.get()) is not None:
             save, started = queued.save, time.monotonic()
-            statuses: list[str] = []
+            statuses, num_bytes, num_over_share = [Status.FAILED.value] * len(save.block_ids), 0, 0
             try:
                 statuses = self._save(queued)
+                num_bytes = self._num_bytes(save, statuses)
+                num_over_share = self._num_over_share()
             except Exception:
                 logger.exception("a write to the pool failed")
-            statuses += [Status.FAILED.value] * (len(save.block_ids) - len(statuses))
-            num_stored = sum(
-                self._owns(block_id) and status == Status.OK.value
-                for block_id, status in zip(save.block_ids, statuses, strict=True)
-            )
-            num_bytes = num_stored * self._values[save.group].num_bytes
             if DROPPED in statuses and not queued.is_packed:
                 self._answer(Packed(save.save_id))
             elapsed_ms = (time.monotonic() - started) * 1000
-            over_share = self._tier.num_over_share
-            self._num_over_share, before = over_share, self._num_over_share
             self._answer(
-                Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms, over_share - before)
+                Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms, num_over_share)
             )
+
+    def _num_bytes(self, save: Save, statuses: Sequence[str]) -> int:
+        """That were stored by this worker."""
+        num_stored = sum(
+            self._owns(block_id) and status == Status.OK.value
+            for block_id, status in zip(save.block_ids, statuses, strict=True)
+        )
+        return num_stored * self._values[save.group].num_bytes
+
+    def _num_over_share(self) -> int:
+        """Since the last save."""
+        over_share = self._tier.num_over_share
+        self._last_over_share, before = over_share, self._last_over_share
+        return over_share - before
 
     def _save(self, queued: _Queued) -> list[str]:
         """At most what one slot holds."""

@@ -316,6 +316,14 @@ def test_put_that_raises_fails_the_save_and_leaves_its_slot_in_quarantine(
     assert worker.until(Saved).statuses == ("ok",)
 
 
+def test_save_of_a_group_that_is_not_there_fails_alone(worker: Worker) -> None:
+    worker.link.send(Save(1, (2, 3), (HASHES[2], HASHES[3]), group=1))
+    assert worker.until(Saved).statuses == ("failed", "failed")
+    worker.check_all_free()
+    worker.save((2,), save_id=2)
+    assert worker.until(Saved).statuses == ("ok",)
+
+
 def test_group_that_cannot_be_packed_ahead_leaves_the_others(worker: Worker) -> None:
     worker.io.ahead.begin_step([AheadSpec(1, (2,)), AheadSpec(2, (3,))])
     worker.copier.num_failing = 1
