@@ -13,6 +13,7 @@ import asyncio
 import math
 import time
 from bisect import bisect_left, insort
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
@@ -59,15 +60,12 @@ class Admitted:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.release()
+        self._give_back(self._held.copy())
 
     def prefilled(self) -> None:
         """The prefill engine has done its part."""
         if self.pair.prefill is not self.pair.decode:
             self._give_back({self.pair.prefill})
-
-    def release(self) -> None:
-        self._give_back(self._held.copy())
 
     def _give_back(self, instances: set[Instance]) -> None:
         for instance in instances & self._held:
@@ -140,8 +138,8 @@ class Admission:
         except asyncio.CancelledError:
             if waiter.outcome.done() and not waiter.outcome.cancelled():
                 given = waiter.outcome.result()
-                if isinstance(given, Admitted):
-                    given.release()
+                with given if isinstance(given, Admitted) else nullcontext():
+                    raise
             raise
         finally:
             deadline.cancel()
