@@ -21,6 +21,7 @@ import pytest
 import ray
 
 from tests.raylets import Raylets, raylets
+from vllm_ascend_pd.cluster.scaling import ray_fleet
 from vllm_ascend_pd.cluster.scaling.engines import Node
 from vllm_ascend_pd.cluster.scaling.fleet import Fleet, Member, Phase
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
@@ -310,6 +311,19 @@ def test_an_actor_that_is_killed_is_lost_and_leaves_nothing(ray_subject: RaySubj
     assert "its actor is gone" in ray_subject.until({"a": Phase.LOST})["a"].note
     until(lambda: not ray_subject.is_left("a"))
     until(lambda: not secret.exists())
+
+
+@pytest.mark.slow
+def test_a_place_that_nobody_saw_settle_is_given_back(
+    ray_subject: RaySubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray_subject.start("a")
+    ray_subject.until({"a": Phase.READY})
+    monkeypatch.setattr(ray_fleet, "_settle", lambda group: 1 / 0)
+    ray_subject.end("a")
+    ray_subject.until({"a": Phase.ENDED})
+    ray_subject.start("b")
+    ray_subject.until({"b": Phase.READY})
 
 
 @pytest.mark.slow

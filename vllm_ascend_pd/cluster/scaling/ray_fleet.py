@@ -359,10 +359,12 @@ class RayFleet:
             return
         ray = import_ray()
         with contextlib.suppress(Exception):  # gone with its node
-            if engine.actor is not None:
-                ray.kill(engine.actor)
-            _settle(engine.group)
-            ray.util.remove_placement_group(engine.group)
+            try:
+                if engine.actor is not None:
+                    ray.kill(engine.actor)
+                _settle(engine.group)
+            finally:
+                ray.util.remove_placement_group(engine.group)
 
     def _drop_all(self) -> None:
         for engine in self._engines.values():
