@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import requests
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 import vllm_ascend_pd.cluster
 from vllm_ascend_pd.metrics import COUNTERS, GAUGES
+from vllm_ascend_pd.router import snapshot
 
 PROMETHEUS = shutil.which("prometheus")
 PROGRAMS = ("prometheus",) if PROMETHEUS else ()
@@ -49,14 +51,33 @@ def metric_names(expression: str) -> set[str]:
     return {re.sub("_bucket$", "", name) for name in re.findall(r"vllm:\w+", expression)}
 
 
-def declared_metrics(urls: list[str]) -> set[str]:
-    """What these processes expose, with or without a value now; of our engines' counters that
-    appear when they are first counted, all."""
-    names = {f"vllm:pd_{name}_total" for name in COUNTERS} | {f"vllm:pd_{name}" for name in GAUGES}
+def asked_labels(expression: str) -> set[str]:
+    """By which it groups or selects."""
+    groups = re.findall(r"\b(?:by|without|on|ignoring) \(([^)]*)\)", expression)
+    grouped = {label.strip() for group in groups for label in group.split(",")}
+    return grouped | set(re.findall(r"[{,]\s*(\w+)\s*(?:=|!=|=~|!~)", expression))
+
+
+def declared_metrics(urls: list[str]) -> dict[str, set[str] | None]:
+    """What these processes expose, and its labels, with those that a Prometheus adds: ``None`` of
+    what has no value now. Of counters that appear when they are first counted, all."""
+    added = {"instance", "job"}
+    ours = {"engine", "model_name", *added}
+    known: dict[str, set[str] | None] = {
+        f"vllm:pd_{n}_total": {label or "", *ours} for n, (_, label) in COUNTERS.items()
+    }
+    known |= {f"vllm:pd_{n}": {*labels, *ours} for n, (_, labels) in GAUGES.items()}
+    routers = snapshot.COUNTERS.items()
+    known |= {f"{snapshot.PREFIX}{n}_total": {*labels, *added} for n, (_, labels) in routers}
     for url in urls:
         page = requests.get(f"{url}/metrics", timeout=30).text
-        names |= set(re.findall(r"^# TYPE (\S+)", page, re.M))
-    return names
+        for name in re.findall(r"^# TYPE (\S+)", page, re.M):
+            known.setdefault(name, None)
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                name = re.sub("_bucket$", "", sample.name)
+                known[name] = (known.get(name) or added) | set(sample.labels)
+    return known
 
 
 def present_metrics(prometheus: str) -> set[str]:

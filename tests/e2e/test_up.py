@@ -230,18 +230,30 @@ def test_a_profile_of_it_plans_how_a_trace_is_served(up: Up, tmp_path: Path) -> 
     assert rows == [["1P", "3D"], ["2P", "2D"], ["3P", "1D"]]
 
 
+def test_dashboard_and_alerts_ask_for_metrics_and_labels_that_there_are(up: Up) -> None:
+    complete(up.url, "To be counted. " + LONG)
+    declared = observed.declared_metrics(
+        [up.url, up.engine_url("prefill-0"), up.engine_url("decode-0")]
+    )
+    for expression, legend in observed.expressions():
+        names = observed.metric_names(expression)
+        assert names, expression
+        assert names <= declared.keys(), expression
+        labels = [declared[name] for name in names]
+        if None not in labels:
+            asked = observed.asked_labels(expression) | (legend or set())
+            assert asked <= set().union(*filter(None, labels)), expression
+
+
 @observed.needs_prometheus
 def test_queries_of_the_dashboard_and_the_alerts_find_what_they_ask_for(up: Up) -> None:
     complete(up.url, "To be observed. " + LONG)
     prometheus = up.engine_url("prometheus")
     assert f"{prometheus}/alerts alerts" in up.output
-    engines = [up.engine_url(name) for name in ("prefill-0", "decode-0")]
-    declared = observed.declared_metrics([up.url, *engines])
     up.until(lambda: "vllm:pd_loads_total" in observed.present_metrics(prometheus), 60)
     present = observed.present_metrics(prometheus)
     for expression, labels in observed.expressions():
         names = observed.metric_names(expression)
-        assert names <= declared, expression
         if names <= present and labels is not None:
             # A rate is there with the second sample of what has just been counted first.
             up.until(partial(observed.query, prometheus, expression), 60)
