@@ -25,6 +25,7 @@ import requests
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from tests.e2e.servers import free_port
+from tests.e2e.streams import REQUESTS, assert_whole, begun, read_all
 from tests.e2e.test_up import ENGINE_ARGS, LONG, complete, metric
 from tests.raylets import ADDRESS, Raylets, raylets
 from tests.zygote import forking_plugin
@@ -148,10 +149,14 @@ class Asking:
 
 
 def test_requests_are_answered_while_a_node_goes_and_another_comes(up: UpOnRay) -> None:
-    (lost,) = [one for one in up.instances().values() if one["used_for"] == "prefill"]
+    (lost,) = [one for one in up.instances().values() if one["used_for"] == "decode"]
     host = urlsplit(lost["url"]).hostname
+    streams = {name: REQUESTS[name] for name in ("completion", "chat", "seed")}
+    expected = read_all(up.url, streams)
     with Asking(up.url) as asking:
-        up.cluster.remove(up.nodes[host])
+        with begun(up.url, streams) as ended:
+            up.cluster.remove(up.nodes[host])
+            assert_whole(ended(), expected)
         up.until(lambda: len(up.instances()) == 1 and up.roles() == ["both"])
         count = len(asking.answers)
         up.until(lambda: len(asking.answers) > count + 2)
