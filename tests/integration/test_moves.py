@@ -263,6 +263,7 @@ def test_adapter_and_salt_go_on(engines: Engines, prompt_of: PromptOf, tmp_path:
     adapter = str(make_tiny_lora(tmp_path / "adapter", Path(pair[0].config.model), 3))
     kinds = {name: {**SAMPLING[name], "lora": adapter} for name in ("greedy", "seed")}
     kinds["salt"] = {"cache_salt": "salt"}
+    kinds["adapter and salt"] = {"lora": adapter, "cache_salt": "salt"}
     cuts = cuts_with_the_same_tokens(pair, SingleEngine(pair[0]), prompt_of(70), kinds)
     assert all(len(of_kind) > 4 for of_kind in cuts.values())
 
@@ -407,15 +408,17 @@ def test_other_request_of_one_name_is_not_handed_over(
     assert source.run()["r"].token_ids == single(prompt, 60, **successor).token_ids
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("num_steps", "num_output"), [(0, 60), (1, 60), (2, 60), (3, NUM_OUTPUT), (5, 60), (8, 60)]
+)
 def test_source_that_dies_leaves_no_request_waiting(
-    engines: Engines, single: SingleEngine, prompt_of: PromptOf, num_steps: int
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, num_steps: int, num_output: int
 ) -> None:
     """Requests of all kinds go on if it was given the word, else they are refused, at once, and go
     on with what their clients have."""
     target = engines.shared("kv_both", transfer={**PATIENT, "load_timeout_s": 61})
     source = engines.own("kv_both", transfer={**PATIENT, "load_timeout_s": 60})
-    prompt, num_output = prompt_of(2 * BLOCK_SIZE + 5), 60
+    prompt = prompt_of(2 * BLOCK_SIZE + 5)
     for name, options in SAMPLING.items():
         source.add(name, prompt, num_output, **options)
     source.step_until("seed and regex", "num_output_tokens", 5)
