@@ -121,7 +121,7 @@ def process(command: list[str], core: str, log: Path) -> Iterator[subprocess.Pop
     finally:
         started.terminate()
         try:
-            started.wait(10)
+            started.wait(60)
         except subprocess.TimeoutExpired:
             started.kill()
             started.wait()

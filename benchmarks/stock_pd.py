@@ -490,7 +490,7 @@ def router(set_up: SetUp, logs: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
 
 
 def wait_for_model(url: str, log: str) -> None:

@@ -77,7 +77,7 @@ def helper(command: list[str], port: int, log: Path, env: dict[str, str]) -> Ite
         finally:
             process.terminate()
             try:
-                process.wait(5)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
 
