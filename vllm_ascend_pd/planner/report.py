@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.planner.search import SLOWER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +18,11 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.planner.limits import Need
     from vllm_ascend_pd.planner.search import Objective, Row, Splits
 
-_HEAD = ("split", "goodput", "in time", "TTFT p50", "p99", "ITL p50", "p99", "P busy", "D busy")
+_HEAD = (
+    *("split", "goodput", "in time", f"{100 * (SLOWER - 1):.0f} % slower"),
+    *("TTFT p50", "p99", "ITL p50", "p99", "P busy", "D busy"),
+)
+_OVERLOADED = "overloaded"
 
 
 def table(found: Splits, objective: Objective, num_per_instance: int) -> str:
@@ -26,7 +32,9 @@ def table(found: Splits, objective: Objective, num_per_instance: int) -> str:
     lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
     best = found.best
     shown = f"{best.goodput:.2f} requests/s in time, {100 * best.attained:.1f} % of all"
-    lines += ["", f"best:  {best.split}: {shown}"]
+    lines += ["", f"best:  {best.split}: {_OVERLOADED if best.is_overloaded else shown}"]
+    if any(row.is_overloaded for row in found.rows):
+        lines.append(f"{_OVERLOADED}: its queue grows as long as requests come")
     goal = f"{100 * objective.attained:g} % of the requests in time"
     if found.least is None:
         lines.append(f"least: so many instances do not get {goal}")
@@ -49,17 +57,24 @@ def needs(found: Sequence[Need]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    busy = (f"{100 * row.prefill_use:.0f} %", f"{100 * row.decode_use:.0f} %")
+    if row.is_overloaded:
+        return (str(row.split), _OVERLOADED, *"------", *busy)
     return (
         str(row.split),
         f"{row.goodput:.2f}/s",
         f"{100 * row.attained:.1f} %",
+        f"{100 * row.attained_if_slower:.1f} %",
         f"{row.ttft_p50_s:.3f} s",
         f"{row.ttft_p99_s:.3f} s",
         f"{1000 * row.itl_p50_s:.1f} ms",
         f"{1000 * row.itl_p99_s:.1f} ms",
-        f"{100 * row.prefill_use:.0f} %",
-        f"{100 * row.decode_use:.0f} %",
+        *busy,
     )
+
+
+def _shown(row: Row, figure: float) -> float:
+    return math.nan if row.is_overloaded else figure
 
 
 def to_json(found: Splits) -> str:
@@ -81,11 +96,16 @@ def draw(found: Splits, objective: Objective, path: Path) -> None:
     goodput, ttft, itl, busy = axes
     places = range(len(rows))
     colors = ["#6a9f58" if row is found.best else "#4878a8" for row in rows]
-    goodput.bar(places, [row.goodput for row in rows], color=colors)
+    goodput.bar(places, [_shown(row, row.goodput) for row in rows], color=colors)
     goodput.set(title="requests in time, per second")
+    for place, row in zip(places, rows, strict=True):
+        if row.is_overloaded:
+            at = (place, 0.02)  # of the height
+            where = goodput.get_xaxis_transform()
+            goodput.text(*at, _OVERLOADED, rotation=90, ha="center", transform=where)
     for one, name, limit_s in ((ttft, "ttft", objective.ttft_s), (itl, "itl", objective.itl_s)):
         for percent, mark in (("p50", "o"), ("p99", "^")):
-            seconds = [1000 * getattr(row, f"{name}_{percent}_s") for row in rows]
+            seconds = [1000 * _shown(row, getattr(row, f"{name}_{percent}_s")) for row in rows]
             one.plot(places, seconds, mark + "-", label=percent)
         one.axhline(1000 * limit_s, color="black", linestyle=":", label="objective")
         one.set(title=f"{name.upper()}, ms", yscale="log")
@@ -96,7 +116,7 @@ def draw(found: Splits, objective: Objective, path: Path) -> None:
     busy.legend()
     for one in axes:
         one.set_xticks(list(places), [f"{p}:{d}" for p, d in (row.split for row in rows)])
-        one.set_xlabel("P:D")
+        one.set(xlabel="P:D", xlim=(-0.6, len(rows) - 0.4))
     figure.tight_layout()
     try:
         figure.savefig(path)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.planner.known_speeds import SPEEDS, poisson
+from tests.unit.planner.known_speeds import SPEEDS, poisson, trace
 from vllm_ascend_pd.planner import report
 from vllm_ascend_pd.planner.limits import router_needs
-from vllm_ascend_pd.planner.search import MAX_ROWS, Objective, Search
+from vllm_ascend_pd.planner.search import MAX_ROWS, Objective, Row, Search
 from vllm_ascend_pd.planner.simulate import Outcome, Split, simulate
 
 
@@ -81,6 +81,62 @@ def test_of_many_splits_those_around_the_best_are_tried() -> None:
 
 def test_an_objective_of_time_between_tokens_counts_too() -> None:
     assert Search(World(1, 1), Objective(2, 0.004)).find(2).best.attained == 0
+
+
+@pytest.mark.parametrize(
+    ("per_second", "seconds", "is_overloaded"),
+    [
+        pytest.param(4.0, 100, False, id="room"),
+        pytest.param(9.5, 100, False, id="nearly_full"),
+        pytest.param(15.0, 20, True, id="too_many"),
+        pytest.param(15.0, 200, True, id="too_many_for_long"),
+    ],
+)
+def test_a_queue_that_grows_as_long_as_requests_come_is_overload(
+    per_second: float, seconds: int, is_overloaded: bool
+) -> None:
+    # P computes a prompt of 100 tokens in 0.1 s.
+    asked = poisson(round(per_second * seconds), per_second, 100, 2, 1)
+    row = Row.of(simulate(asked, SPEEDS, Split(1, 9)), Objective(2.0, 0.1))
+    assert row.is_overloaded == is_overloaded
+
+
+def test_a_burst_that_is_over_is_no_overload() -> None:
+    times = [*np.arange(0, 20, 0.2), *np.linspace(20, 21, 100), *np.arange(31, 51, 0.2)]
+    asked = trace(*((float(at), 100, 2) for at in times))
+    row = Row.of(simulate(asked, SPEEDS, Split(1, 9)), Objective(2.0, 0.1))
+    assert row.ttft_p99_s > 2.0
+    assert not row.is_overloaded
+
+
+def test_what_is_in_time_by_a_little_is_not_if_all_is_slower() -> None:
+    def just(split: Split) -> Outcome:
+        """By 10 % of the objective, but for a quarter of the requests."""
+        times = np.where(np.arange(100) < 25, 0.5, 1.8)
+        nothing = np.zeros(0)
+        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0)
+
+    found = Search(just, OBJECTIVE).find(2)
+    assert (found.best.attained, found.best.attained_if_slower) == (1.0, 0.25)
+    shown = report.table(found, OBJECTIVE, 1).splitlines()[1]
+    assert shown.split()[3:7] == ["100.0", "%", "25.0", "%"]
+
+
+def test_what_is_overloaded_has_no_figures_and_is_not_the_best(tmp_path: Path) -> None:
+    # 15 prompts a second are too many for one P, and 300 tokens for one D.
+    asked = poisson(600, 15.0, 100, 20, 1)
+    objective = Objective(2.0, 0.019)
+    found = Search(lambda split: simulate(asked, SPEEDS, split), objective).find(12)
+    assert [row.split.num_prefill for row in found.rows if row.is_overloaded] == [1, 11]
+    assert not found.best.is_overloaded
+    shown = report.table(found, objective, 1)
+    first, second = shown.splitlines()[1:3]
+    assert first.split()[:4] == ["1P", "11D", "overloaded", "-"]
+    assert second.split()[2] == "0.00/s"
+    assert "overloaded: its queue grows as long as requests come" in shown
+    assert json.loads(report.to_json(found))["rows"][0]["is_overloaded"]
+    report.draw(found, objective, tmp_path / "plan.svg")
+    assert "<!-- overloaded -->" in (tmp_path / "plan.svg").read_text()
 
 
 def test_table_picture_and_json_show_what_was_found(tmp_path: Path) -> None:
