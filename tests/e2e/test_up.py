@@ -29,6 +29,7 @@ import requests
 from tests.e2e import observed
 from tests.e2e.load import Load
 from tests.e2e.servers import START_TIMEOUT_S, free_port
+from tests.e2e.streams import CHAT, GREEDY, TEXT, USAGE, assert_whole, begun, read_all
 from tests.zygote import forking_plugin
 from vllm_ascend_pd.planner import profile as planner_profile
 from vllm_ascend_pd.testing.tiny_model import main as make_model
@@ -300,8 +301,13 @@ def test_a_killed_engine_is_reported_and_started_again(up: Up) -> None:
     up.until(hands_over)
 
 
-def test_the_only_decode_engine_is_restarted_and_no_request_fails(up: Up) -> None:
-    first, alone = up.pid("decode-0"), up.engine_url("prefill-0")
+def test_all_engines_are_restarted_and_no_request_fails(up: Up) -> None:
+    """Of each role there is one. Long streams go on, and clients come and go."""
+    first = {name: up.pid(name) for name in ("prefill-0", "decode-0")}
+    bodies = {
+        "text": {**TEXT, **GREEDY, **USAGE, "max_tokens": 1500, "return_token_ids": True},
+        "chat": {**CHAT, **GREEDY, "max_tokens": 1500, "temperature": 0.9, "seed": 5},
+    }
     answers: dict[str, str] = {}
     done = threading.Event()
 
@@ -312,16 +318,20 @@ def test_the_only_decode_engine_is_restarted_and_no_request_fails(up: Up) -> Non
             if done.wait(0.5):
                 return
 
-    with ThreadPoolExecutor(3) as clients:
+    with ThreadPoolExecutor(3) as clients, begun(up.url, bodies) as ended:
         asking = [clients.submit(ask, client) for client in range(3)]
-        restart = [VLLM_PD, "restart", "decode-0", "--port", str(up.port)]
+        restart = [VLLM_PD, "restart", "--rolling", "--port", str(up.port)]
         told = subprocess.run(restart, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
         done.set()
         for client in asking:
             client.result()
+        streams = ended()
     assert told.returncode == 0, (told, up.output)
-    assert re.findall(r"decode-0: (\w+)", told.stdout) == ["draining", "restarting", "ready"]
-    assert up.pid("decode-0") != first
+    alone = up.engine_url("prefill-0")
+    assert_whole(streams, read_all(alone, bodies))
+    for name, pid in first.items():
+        assert re.findall(rf"{name}: (\w+)", told.stdout) == ["draining", "restarting", "ready"]
+        assert up.pid(name) != pid
     for prompt in list(answers)[:: len(answers) // 24 + 1]:
         assert answers[prompt] == complete(alone, prompt, cache_salt="alone")
 

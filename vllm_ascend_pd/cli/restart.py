@@ -19,14 +19,16 @@ answer:
 
     vllm-pd restart decode-0
 
-    vllm-pd restart --all"""
+    vllm-pd restart --rolling"""
 )
 def restart(
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Engines, as `vllm-pd up` names them."),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All engines of this machine.")] = False,
+    every: Annotated[
+        bool, typer.Option("--rolling", "--all", help="All engines of this machine, in turn.")
+    ] = False,
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the router, which says which `up`.")
     ] = 8000,
@@ -41,7 +43,7 @@ def restart(
     from vllm_ascend_pd.cluster.control import RestartOrder, ask_to_restart, socket_path
 
     if bool(names) == every:
-        raise typer.BadParameter("name engines, or give --all", param_hint="NAME")
+        raise typer.BadParameter("name engines, or give --rolling", param_hint="NAME")
 
     async def follow() -> int:
         code = 0

@@ -202,7 +202,7 @@ class Control:
     async def _replace_all(self, order: RestartOrder) -> AsyncIterator[RestartProgress]:
         assert self._scaling is not None
         if order.names:
-            yield RestartProgress("with --ray all engines are replaced: give --all", True)
+            yield RestartProgress("with --ray all engines are replaced: give --rolling", True)
             return
         self._scaling.renew(order.drain_s)
         try:

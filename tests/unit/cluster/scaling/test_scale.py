@@ -76,7 +76,7 @@ def test_a_restart_is_a_new_generation_of_all_engines(scaling: Scaling) -> None:
         finally:
             await control.close()
 
-    assert asyncio.run(run("engine-0")) == ["with --ray all engines are replaced: give --all"]
+    assert asyncio.run(run("engine-0")) == ["with --ray all engines are replaced: give --rolling"]
     assert scaling.target().generation == 0
     (text,) = asyncio.run(run())
     assert "the driver of the engines is away" in text
