@@ -23,11 +23,11 @@ def base_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     folder: Path = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(folder)
     config = VllmConfig(
-        model_config=ModelConfig(model=str(folder), dtype="float32", seed=0, max_model_len=2048),
+        model_config=ModelConfig(model=str(folder), dtype="float32", seed=0, max_model_len=4096),
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
             max_num_batched_tokens=2048,
-            max_model_len=2048,
+            max_model_len=4096,
             is_encoder_decoder=False,
         ),
         cache_config=CacheConfig(

@@ -81,7 +81,7 @@ CHOSEN = {"do_remote_decode": True, "transfer_id": "chosen"}
 
 def right_token(position: int) -> int:
     """What the simulated model says at ``position``, whatever came before."""
-    return 100 + position
+    return 100 + position % 1900
 
 
 def prompt_of(num_tokens: int, start: int = 1000) -> list[int]:

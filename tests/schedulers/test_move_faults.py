@@ -44,7 +44,9 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 """Of KV cache groups."""
 NUM_OUTPUT = 150
 PROMPT = prompt_of(5 * BLOCK_SIZE + 3)
-NUM_TURNS, NUM_BLOCKS = 200, 128
+NUM_TURNS, NUM_BLOCKS = 1000, 240
+NUM_OUTPUT_OF_TURNS = 3600
+"""More than is computed meanwhile."""
 QUICK = {"peer_timeout_s": 0.4, "max_freeze_s": 0.3, "lease_s": 1.0}
 PATIENCE = 1, 5, 25
 """Times ``QUICK``: on a slow host a move may be given up before the message in question is sent."""
@@ -167,16 +169,17 @@ class Move:
             elif grant is not None and grant.num_ready >= (load.num_awaited or 0):
                 engine.worker.end_parked(load_id)
 
-    def to_and_fro(self, request: str) -> None:
+    def to_and_fro(self, request: str, num_turns: int) -> None:
         """It begins at the source, and leaves nothing where it has been."""
         here, there = self.source, self.target
         old = f"{request} 0"
-        here.add(old, PROMPT, max_tokens=NUM_BLOCKS * BLOCK_SIZE // 2, temperature=0)
+        here.add(old, PROMPT, max_tokens=NUM_OUTPUT_OF_TURNS, temperature=0)
         here.run(lambda: len(here.tokens[old]) > 0)
-        for turn in range(NUM_TURNS):
+        for turn in range(num_turns):
+            deadline = time.monotonic() + POLL_LIMIT_S
             new = f"{request} {turn + 1}"
             resume = {"resume": coming(old, here)}
-            there.add(new, PROMPT, resume, max_tokens=NUM_BLOCKS * BLOCK_SIZE // 2, temperature=0)
+            there.add(new, PROMPT, resume, max_tokens=NUM_OUTPUT_OF_TURNS, temperature=0)
             while here.scheduler.requests or len(there.tokens[new]) <= len(here.tokens[old]):
                 has_news = here.scheduler.pd.has_pending_work() or there.worker.parked
                 if has_news and here.scheduler.requests:
@@ -184,6 +187,7 @@ class Move:
                 there.scheduler.pd.has_pending_work()  # as an engine's loop asks
                 there.step()
                 self.end_loads(there)
+                assert time.monotonic() < deadline, (here.counts(), there.counts())
             there.expect_tokens(new, len(there.tokens[new]))
             assert here.params[old] == {"moved": True}
             assert here.counts() == here.counts_at_start
@@ -594,14 +598,14 @@ def test_steps_in_flight_are_waited_for(engines: Engines, num_steps: int) -> Non
 
 @EACH_SHAPE
 @ASYNC
-def test_requests_move_to_and_fro_and_nothing_is_left_of_a_turn(
+def test_request_moves_to_and_fro_a_thousand_times_and_nothing_is_left_of_a_turn(
     engines: Engines,
 ) -> None:
-    """A thousand times between the same engines."""
+    """After others, which make what engines keep."""
     move = Move(engines, num_blocks=NUM_BLOCKS, peer_timeout_s=60, max_freeze_s=60)
     sizes = []
-    for name in "abcde":
-        move.to_and_fro(name)
+    for name, num_turns in ("a", NUM_TURNS // 20), ("b", NUM_TURNS // 20), ("c", NUM_TURNS):
+        move.to_and_fro(name, num_turns)
         sizes.append(num_held())
     assert sizes[-1] - sizes[1] < NUM_TURNS, sizes
 
