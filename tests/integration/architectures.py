@@ -91,6 +91,19 @@ def architecture(name: str) -> Any:
             mamba_d_head=32,
             mamba_d_state=16,
         )
+    if name == "nemotron":
+        # Mamba2 between plain layers, which keep nothing.
+        common = {key: value for key, value in _COMMON.items() if key != "num_hidden_layers"}
+        return transformers.NemotronHConfig(
+            **common,
+            **heads,
+            num_key_value_heads=4,
+            layers_block_type=["mamba", "mlp", "mamba", "attention", "mamba", "mlp"],
+            mamba_num_heads=4,
+            mamba_head_dim=32,
+            ssm_state_size=16,
+            n_groups=1,
+        )
     if name == "chunks":
         return transformers.Llama4TextConfig(
             **{**_COMMON, "num_hidden_layers": 4},

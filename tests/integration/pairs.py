@@ -102,6 +102,29 @@ class Three:
         assert answer.token_ids == expected.token_ids
 
 
+def expect_recovery_and_preemptions(
+    producer: Engine,
+    consumer: Engine,
+    assert_right: Callable[[Answer, list[int]], None],
+    prompt_of: Callable[..., list[int]],
+) -> None:
+    """The consumer computes what fails to come, and has too little memory for four requests."""
+    prompt = prompt_of(190, "fails")
+    params = producer.prefill(prompt)
+    producer.set_faults("fail,ok*")
+    answer = consumer.ask(prompt, 24, params)
+    assert_right(answer, prompt)
+    assert (answer.outcome, answer.sources) == ("transfer_failed", (0, 0, 190))
+    prompts = {name: prompt_of(190, name) for name in "abcd"}
+    before = consumer.metrics()["preemptions"]
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, 100, producer.prefill(prompt))
+    answers = consumer.run()
+    assert consumer.metrics()["preemptions"] > before
+    for name, prompt in prompts.items():
+        assert_right(answers[name], prompt)
+
+
 def expect_tokens_of_one_worker(
     pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:

@@ -16,7 +16,12 @@ from tests.integration.engines import (
     Fleet,
     assert_no_leak,
 )
-from tests.integration.pairs import Pair, Three, abort_early_and_late
+from tests.integration.pairs import (
+    Pair,
+    Three,
+    abort_early_and_late,
+    expect_recovery_and_preemptions,
+)
 from tests.integration.test_moves import expect_broken_answers_to_go_on, num_bytes_of_move
 
 pytestmark = pytest.mark.engine
@@ -245,3 +250,28 @@ def test_states_of_mamba2(
     assert_likeliest(single, prompt, answer.token_ids)
     rest = LONG % BLOCK_SIZE
     assert answer.sources == (LONG - rest, rest, 0)
+
+
+def test_states_of_mamba2_between_layers_that_keep_nothing(
+    fleet: Fleet,
+    base_config: EngineConfig,
+    models: Callable[[str], str],
+    prompt_of: Callable[..., list[int]],
+) -> None:
+    """Nemotron-H."""
+    config = replace(base_config, executor="uni", model=models("nemotron"), dtype="bfloat16")
+    single, producer, consumer = fleet.engines(
+        config,
+        replace(config, role="kv_producer", faults="ok*"),
+        replace(config, role="kv_consumer", num_blocks=50, max_model_len=640),
+    )
+    prompt = prompt_of(LONG)
+    answer = consumer.ask(prompt, 40, producer.prefill(prompt))
+    assert_likeliest(single, prompt, answer.token_ids)
+    assert answer.sources == (0, LONG, 0)
+    expect_recovery_and_preemptions(
+        producer,
+        consumer,
+        lambda answer, prompt: assert_likeliest(single, prompt, answer.token_ids),
+        prompt_of,
+    )

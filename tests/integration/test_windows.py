@@ -10,7 +10,12 @@ from dataclasses import replace
 import pytest
 
 from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, assert_no_leak
-from tests.integration.pairs import Pair, Three, abort_early_and_late
+from tests.integration.pairs import (
+    Pair,
+    Three,
+    abort_early_and_late,
+    expect_recovery_and_preemptions,
+)
 from tests.integration.pool_steps import POOL, settle
 from tests.integration.test_moves import expect_broken_answers_to_go_on, num_bytes_of_move
 from tests.integration.test_speculation import LLM as DRAFTS
@@ -281,9 +286,12 @@ def test_attention_sinks(
 ) -> None:
     """gpt-oss, which vLLM runs in bfloat16 only."""
     config = replace(base_config, executor="uni", model=models("sinks"), dtype="bfloat16")
-    roles = ("kv_producer", "kv_consumer")
-    single, *engines = fleet.engines(config, *(replace(config, role=role) for role in roles))
-    pair = Pair(*engines, prompt_of(5, "where"))
+    single, producer, consumer = fleet.engines(
+        config,
+        replace(config, role="kv_producer", faults="ok*"),
+        replace(config, role="kv_consumer", num_blocks=41, max_model_len=640),
+    )
+    pair = Pair(producer, consumer, prompt_of(5, "where"))
     for num_tokens in (SHORT, 4 * BLOCK_SIZE, LONG, CHUNKED):
         prompt = prompt_of(num_tokens, str(num_tokens))
         if num_tokens in (SHORT, LONG):
@@ -292,6 +300,12 @@ def test_attention_sinks(
             answer = pair.ask(prompt, max_tokens=40)
         assert_likeliest(single, prompt, answer.token_ids)
         assert answer.sources == (0, num_tokens, 0)
+    expect_recovery_and_preemptions(
+        producer,
+        consumer,
+        lambda answer, prompt: assert_likeliest(single, prompt, answer.token_ids),
+        prompt_of,
+    )
 
 
 def test_request_with_drafts_moves(windows: Three, prompt_of: Callable[..., list[int]]) -> None:
