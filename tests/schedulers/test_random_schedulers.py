@@ -283,8 +283,11 @@ class Rounds:
                 self._gone[asked.moves_from] = True
 
     def _reset(self) -> None:
+        draw = self._draw
         with suppress(RuntimeError):  # a step under way still has blocks
-            self._draw.choice(self._both).scheduler.reset_prefix_cache(self._draw.random() < 0.3)
+            draw.choice(self._both).scheduler.reset_prefix_cache(
+                reset_running_requests=draw.random() < 0.3, reset_connector=draw.random() < 0.3
+            )
 
     def _step_prefiller(self) -> None:
         self._step(self._prefiller, self._draw.choice([1, 1, 2, 5, 20]))

@@ -9,22 +9,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import Answer, Engine
+from tests.integration.conftest import SingleEngine
+from tests.integration.engines import Answer, Engine, EngineConfig, Fleet
 from tests.integration.stress.rounds import Rounds
 from tests.integration.stress.workload import MAX_LENGTH, Spec, make_specs
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
+from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
 if TYPE_CHECKING:
-    from tests.integration.conftest import Engines, SingleEngine
+    from tests.integration.conftest import Engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(0)]  # each wait has a deadline of its own
 
 NUM_SPECS = 48
+LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 WRITE_FAULTS = ("fail", "drop", "short", "corrupt", "garbage", "delay(3)")
 POOL_FAULTS = ("get:{}fail", "get:{}missing", "get:{}corrupt", "put:{}fail", "put:{}full")
 PATIENT = {
@@ -42,10 +47,23 @@ SMALL = {
 """So little memory that requests wait for it, preempt each other, and are evicted."""
 
 
-@pytest.fixture
-def answer_of(single: SingleEngine) -> Callable[[Spec], Answer]:
+@pytest.fixture(scope="module")
+def adapters(base_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("adapters")
+    model = Path(base_config.model)
+    return [str(make_tiny_lora(folder / name, model, seed)) for seed, name in enumerate("ab")]
+
+
+@pytest.fixture(scope="module")
+def single_with_adapters(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
+    config = replace(base_config, executor="uni", llm=json.dumps(LORA))
+    return SingleEngine(fleet.engine(config))
+
+
+def _asking(single: SingleEngine) -> Callable[[Spec], Answer]:
     def ask(spec: Spec) -> Answer:
-        return single(list(spec.prompt), spec.max_tokens, cache_salt=spec.salt, **spec.sampling)
+        options = {"cache_salt": spec.salt, "lora": spec.lora, **spec.sampling}
+        return single(list(spec.prompt), spec.max_tokens, **options)
 
     return ask
 
@@ -78,7 +96,6 @@ def _pair(engines: Engines, **options: Any) -> tuple[Engine, Engine]:
 @pytest.mark.parametrize("with_pool", [False, True], ids=["peers", "pool"])
 def test_random_operations(
     engines: Engines,
-    answer_of: Callable[[Spec], Answer],
     request: pytest.FixtureRequest,
     runs_ahead: bool,
     with_pool: bool,
@@ -89,14 +106,23 @@ def test_random_operations(
     if with_pool:
         options["pool"] = _pool(request.getfixturevalue("master"))
         options["pool_faults"] = "get:ok*;put:ok*"
-        options["llm"] = json.dumps({"scheduling_policy": "priority"})
     name = request.node.callspec.id
     again = f"--stress-seed {seed} -k {name}"
     print(f"again: make test TESTS=tests/integration/stress PYTEST_ARGS='{again}'")
     draw = Random(f"{seed} {name}")
-    specs = make_specs(draw, NUM_SPECS)
+    llm: dict[str, Any] = {"scheduling_policy": draw.choice(["fcfs", "priority"])}
+    loras: list[str | None] = [None]
+    with_adapters = with_pool != runs_ahead
+    if with_adapters:
+        # All have one: vLLM's CPU kernels give a request without the adapter of the last slot when
+        # others of its batch have one.
+        llm |= LORA
+        loras = request.getfixturevalue("adapters")
+    single = request.getfixturevalue("single_with_adapters" if with_adapters else "single")
+    options["llm"] = json.dumps(llm)
+    specs = make_specs(draw, NUM_SPECS, loras)
     prefiller, decoder = _pair(engines, **options)
-    rounds = Rounds(prefiller, decoder, specs, answer_of, draw)
+    rounds = Rounds(prefiller, decoder, specs, _asking(single), draw)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         prefiller.set_faults(_script(draw, WRITE_FAULTS))

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from string import ascii_lowercase
 from typing import Any
 
 from tests.integration.engines import BLOCK_SIZE, Answer
@@ -16,6 +17,9 @@ MAX_LENGTH = 14 * BLOCK_SIZE
 _NUM_STEMS = 6
 _TOLERANCE = 2e-3
 """Of a log probability: the same prompt may be computed in other chunks."""
+
+_PAIRS = [a + b for a in ascii_lowercase for b in ascii_lowercase]
+"""Of letters. Most tokens of the tiny model's hold one, and many are one."""
 
 _INTEGER_OBJECT = {
     "type": "object",
@@ -35,6 +39,8 @@ class Spec:
     sampling: dict[str, Any]
     salt: str | None
     priority: int
+    lora: str | None = None
+    """The folder of its adapter."""
 
     @property
     def for_prefill(self) -> dict[str, Any]:
@@ -46,18 +52,20 @@ def _token(draw: Random) -> int:
     return draw.choice(VOCABULARY)
 
 
+def _seeded(draw: Random) -> dict[str, Any]:
+    return {"temperature": 1.0, "seed": draw.randrange(1000)}
+
+
 def _structured(**constraint: Any) -> dict[str, Any]:
     return {"structured_outputs": constraint, "ignore_eos": False}
 
 
 KINDS: dict[str, Callable[[Random], dict[str, Any]]] = {
     "greedy": lambda draw: {},
-    "seed": lambda draw: {"temperature": 1.0, "seed": draw.randrange(1000)},
-    "samples": lambda draw: {
-        "temperature": 1.0,
-        "seed": draw.randrange(1000),
-        "n": draw.choice([2, 3]),
-    },
+    "seed": lambda draw: _seeded(draw),
+    "samples": lambda draw: {**_seeded(draw), "n": draw.choice([2, 3])},
+    "top p": lambda draw: {**_seeded(draw), "top_p": draw.choice([0.3, 0.9])},
+    "min p": lambda draw: {**_seeded(draw), "min_p": draw.choice([0.05, 0.5])},
     "equal samples": lambda draw: {"temperature": 0.9, "top_k": 1, "n": 2},
     "logprobs": lambda draw: {"logprobs": 2},
     "prompt logprobs": lambda draw: {"prompt_logprobs": 1},
@@ -72,6 +80,8 @@ KINDS: dict[str, Callable[[Random], dict[str, Any]]] = {
         "min_tokens": draw.choice([1, 3, 8]),
         "stop_token_ids": draw.sample(VOCABULARY, 120),  # more are too many for Model Runner V2
     },
+    "bad words": lambda draw: {"bad_words": draw.sample(_PAIRS, 60)},
+    "stop strings": lambda draw: {"stop": draw.sample(_PAIRS, 40)},
     "stop": lambda draw: {"stop_token_ids": draw.sample(VOCABULARY, 800)},
     "allowed": lambda draw: {"allowed_token_ids": sorted(draw.sample(VOCABULARY, 5))},
     "regex": lambda draw: _structured(regex="[a-c]{3,9}"),
@@ -81,16 +91,19 @@ KINDS: dict[str, Callable[[Random], dict[str, Any]]] = {
 """Sampling parameters by the name of what is special about them."""
 
 
-def make_specs(draw: Random, num_specs: int) -> list[Spec]:
+def make_specs(draw: Random, num_specs: int, loras: Sequence[str | None] = (None,)) -> list[Spec]:
     """Prompts of a few stems, so that they share blocks; lengths around the edges of blocks."""
     stems = [draw.choices(VOCABULARY, k=MAX_LENGTH) for _ in range(_NUM_STEMS)]
-    names = list(KINDS)
+    # With adapters, vLLM's layer for logits takes one position of each request only.
+    names = [kind for kind in KINDS if None in loras or kind != "prompt logprobs"]
     # Each kind once, then more of the plain ones.
     kinds = names + draw.choices(names, [len(names), *[1] * (len(names) - 1)], k=num_specs)
-    return [_make_spec(draw, kind, draw.choice(stems)) for kind in kinds[:num_specs]]
+    return [
+        _make_spec(draw, kind, draw.choice(stems), draw.choice(loras)) for kind in kinds[:num_specs]
+    ]
 
 
-def _make_spec(draw: Random, kind: str, stem: list[int]) -> Spec:
+def _make_spec(draw: Random, kind: str, stem: list[int], lora: str | None) -> Spec:
     length = _draw_length(draw)
     shared = draw.choice([length, length, draw.randrange(length + 1)])
     own = draw.choices(VOCABULARY, k=length - shared)
@@ -105,6 +118,7 @@ def _make_spec(draw: Random, kind: str, stem: list[int]) -> Spec:
         sampling=sampling,
         salt=draw.choice([None, None, None, "a", "b"]),
         priority=draw.choice([0, 0, 1]),
+        lora=lora,
     )
 
 
