@@ -26,6 +26,7 @@ from vllm_ascend_pd.backends.block_copy import (
     GroupPages,
     PageLayout,
     Region,
+    WorkerPages,
     make_block_copier,
 )
 from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
@@ -80,8 +81,7 @@ def produce(pipe: Connection, options: argparse.Namespace) -> None:
     server = DataServer(
         host="127.0.0.1",
         transports=transports,
-        copier=make_block_copier(),
-        groups=one_group(layout),
+        pages=WorkerPages(make_block_copier(), one_group(layout)),
         pool=StagingPool(transports, options.slots, options.slot_bytes),
         grants=grants,
         allows_host=lambda host: host == "127.0.0.1",
@@ -118,8 +118,8 @@ def main() -> None:
     memory, layout = make_pages(options)
     transports = open_transport(options.transport)
     pool = StagingPool(transports, options.slots, options.slot_bytes)
-    groups = one_group(layout)
-    loader = PeerLoader(transports.sessions, make_block_copier(), groups, pool, make_trust(options))
+    pages = WorkerPages(make_block_copier(), one_group(layout))
+    loader = PeerLoader(transports.sessions, pages, pool, make_trust(options))
     loader.start()
     raw = RawTransfer(memory.nbytes)
     ids = tuple(range(options.blocks))

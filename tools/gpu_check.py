@@ -34,7 +34,7 @@ import numpy as np
 import torch  # noqa: TID251 - its streams are what is checked
 from gpu_pages import LAYERS, Gpu, MakeBelieve, Pages, Staging, Without
 
-from vllm_ascend_pd.backends.block_copy import GroupPages, make_block_copier
+from vllm_ascend_pd.backends.block_copy import GroupPages, WorkerPages, make_block_copier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
@@ -125,20 +125,22 @@ def transfer_waits_on_both_sides(machine: Any, device: Device) -> None:
     copiers = [DeviceBlockCopier(device, make_block_copier()) for _ in sides]
     transports = [Transports({SHARED_MEMORY: SharedMemoryTransferEngine()}) for _ in sides]
     pools = [StagingPool(each, 8, 1 << 20) for each in transports]
-    groups = [(GroupPages.of(each.layout, 1, range(LAYERS)),) for each in sides]
+    pages = [
+        WorkerPages(copier, (GroupPages.of(each.layout, 1, range(LAYERS)),))
+        for copier, each in zip(copiers, sides, strict=True)
+    ]
     grants, lease, num = Grants(), LeaseRef("prompt", 1), len(THEIRS)
     server = DataServer(
         host="127.0.0.1",
         transports=transports[0],
-        copier=copiers[0],
-        groups=groups[0],
+        pages=pages[0],
         pool=pools[0],
         grants=grants,
         allows_host=lambda host: host == "127.0.0.1",
         write_timeout_s=60.0,
         trust=Trust(),
     )
-    loader = PeerLoader(transports[1].sessions, copiers[1], groups[1], pools[1], Trust())
+    loader = PeerLoader(transports[1].sessions, pages[1], pools[1], Trust())
     server.start()
     loader.start()
     grants.begin_step([Grant(lease, "epoch", (tuple(THEIRS),), num, num)])

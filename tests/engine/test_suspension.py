@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 @pytest.fixture
 def direct(side: Side) -> Iterator[Side]:
     """Its transports know the KV pages by address."""
-    side.worker._live_regions = regions = [
+    side.live_regions += [
         (side.caches[name].data_ptr(), side.caches[name].nbytes) for name in NAMES
     ]
-    for region in regions:
+    for region in side.live_regions:
         side.transports.register(*region)
     yield side
     side.worker.resume()
-    for addr, _ in regions:
+    for addr, _ in side.live_regions:
         side.transports.unregister(addr)
 
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.pages import one_group
 from tests.unit.transfer.raw_peers import silent_server
 from vllm_ascend_pd import hooks
-from vllm_ascend_pd.backends.block_copy import BlockCopier
+from vllm_ascend_pd.backends.block_copy import BlockCopier, WorkerPages
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
@@ -30,7 +30,7 @@ from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate, run_order
-from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerSide
+from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerLayers, WorkerMemory, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import LoadBlocks
@@ -81,34 +81,31 @@ class Side:
         self.transports = Transports({"fake": self.engine})
         self.grants = grants = Grants()
         copier, trust = PythonBlockCopier(), Trust()
+        pages = WorkerPages(copier, one_group(self.located.layout))
         pools = [StagingPool(self.engine, 2, 4 * SPEC.page_size_bytes) for _ in range(2)]
+        self.live_regions: list[tuple[int, int]] = []
         self.server = DataServer(
             host="127.0.0.1",
             transports=self.transports,
-            copier=copier,
-            groups=one_group(self.located.layout),
+            pages=pages,
             pool=pools[0],
             grants=grants,
             allows_host=lambda host: True,
             write_timeout_s=5.0,
             trust=trust,
         )
-        self.loader = PeerLoader(
-            self.transports.sessions, copier, one_group(self.located.layout), pools[1], trust
-        )
+        self.loader = PeerLoader(self.transports.sessions, pages, pools[1], trust)
         self.server.start()
         self.loader.start()
         self.pool = self.open_pool(copier, pools) if pooled else None
         self.worker = WorkerSide(
-            self.located.layer_index,
-            self.transports,
-            pools,
+            WorkerLayers(self.located.layer_index, drafts=drafts),
+            WorkerMemory(self.transports, pools, self.live_regions),
             grants,
             trust,
             self.server,
             self.loader,
             self.pool,
-            drafts=drafts,
         )
 
     def open_pool(self, copier: BlockCopier, pools: list[StagingPool]) -> PoolIO:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vllm_ascend_pd import _C
+    from vllm_ascend_pd.types import Layers
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,16 @@ class GroupPages:
     def num_among(self, num_layers: int) -> int:
         """How many of its layers are among the first ``num_layers`` of the engine."""
         return bisect_left(self.layers, num_layers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerPages:
+    """The pages of one worker, by KV cache group, and what copies them."""
+
+    copier: BlockCopier
+    groups: Sequence[GroupPages]
+    layers: Layers | None = None
+    """Those of its pipeline stage, where there are several (``wire.Worker``)."""
 
 
 class BlockCopier(ABC):

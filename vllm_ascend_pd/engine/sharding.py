@@ -43,7 +43,7 @@ def stage_layers(own: Sharding, num_layers: int) -> Layers | None:
 def own_layers(worker: object) -> Layers:
     """Of an engine with stages. Runs in the worker processes."""
     side: Any = hooks.worker
-    layers: Layers = side.layers
+    layers: Layers = side.layers.stage
     return layers
 
 

@@ -17,9 +17,7 @@ from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import LivePages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages
+    from vllm_ascend_pd.backends.block_copy import WorkerPages
     from vllm_ascend_pd.transfer.load import InFlight, PeerLoad
     from vllm_ascend_pd.transfer.pieces import Piece
     from vllm_ascend_pd.types import Endpoint, LoadId
@@ -44,9 +42,9 @@ class LivePageWrites:
     each write, or is gone for so long.
     """
 
-    def __init__(self, copier: BlockCopier, groups: Sequence[GroupPages], rest_s: float) -> None:
-        self._copier = copier
-        self._runs = [page_runs(group.layout) for group in groups]
+    def __init__(self, pages: WorkerPages, rest_s: float) -> None:
+        self._copier = pages.copier
+        self._runs = [page_runs(group.layout) for group in pages.groups]
         self._rest_s = rest_s
         # Writes that nobody waits for any more: by fetch until they are answered, or until a time,
         # of peers that are gone.

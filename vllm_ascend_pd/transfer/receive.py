@@ -35,9 +35,9 @@ from vllm_ascend_pd.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages
+    from vllm_ascend_pd.backends.block_copy import WorkerPages
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.live_pages import DirectPlacement
@@ -70,19 +70,17 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
     def __init__(
         self,
         sessions: Mapping[str, str],
-        copier: BlockCopier,
-        groups: Sequence[GroupPages],
+        pages: WorkerPages,
         pool: StagingPool,
         trust: Trust,
         answer_timeout_s: float = 2.0,
         push_mode: PushMode = PushMode.AUTO,
         sharding: Sharding | None = None,
         placement: DirectPlacement | None = None,
-        layers: Layers | None = None,
     ) -> None:
         """``sessions``: where the pool's memory is reached, by transport. ``answer_timeout_s``: a
         producer that a step waits for and that says nothing so long is gone. ``placement``: with
-        direct placement only. ``layers``: which ones this worker's pipeline stage has.
+        direct placement only.
         """
         Reactor.__init__(self, "pd-loader")
         Loader.__init__(self)
@@ -93,17 +91,18 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         # One silent producer must not hold every slot until its pieces are given up.
         self._slots_per_load = max(1, pool.num_slots - pool.num_slots // 4)
         self._sessions = dict(sessions)
-        self._copier = copier
-        self._groups = groups
-        self._layers = layers or Layers(0, sum(len(group.layers) for group in groups))
+        self._copier = pages.copier
+        self._groups = pages.groups
+        num_layers = sum(len(group.layers) for group in pages.groups)
+        self._layers = pages.layers or Layers(0, num_layers)
         self._staging = pool
         self.peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._active: list[PeerLoad] = []
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
         rest_s = placement.rest_s if placement is not None else 0.0
-        self._live_pages = LivePageWrites(copier, groups, rest_s)
-        self._rings = Rings(sessions, copier, self._in_flight, self.attempt, self._fail)
+        self._live_pages = LivePageWrites(pages, rest_s)
+        self._rings = Rings(sessions, pages.copier, self._in_flight, self.attempt, self._fail)
         self._heard_at: dict[Endpoint, float] = {}
         self._next_fetch_id = random.getrandbits(48)
 

@@ -35,17 +35,16 @@ from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef
 from vllm_ascend_pd.wire import Fetch, Fetched, Packing, Progress, Watch, decode_data, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages, PageLayout
+    from vllm_ascend_pd.backends.block_copy import PageLayout, WorkerPages
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.backends.transfer_engine import TransferHandle
     from vllm_ascend_pd.backends.transports import Route, Transports
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.transfer.grants import Grant, Grants
-    from vllm_ascend_pd.types import Layers
 
 logger = limited_logger(__name__)
 
@@ -86,33 +85,30 @@ class DataServer(Reactor):
         self,
         host: str,
         transports: Transports,
-        copier: BlockCopier,
-        groups: Sequence[GroupPages],
+        pages: WorkerPages,
         pool: StagingPool,
         grants: Grants,
         allows_host: Callable[[str], bool],
         write_timeout_s: float,
         trust: Trust,
-        layers: Layers | None = None,
     ) -> None:
-        """``layers``: see ``PageServer``."""
         super().__init__("pd-data-server")
         self._transports = transports
-        self._copier = copier
-        self._groups = groups
-        self._runs = [page_runs(group.layout) for group in groups]
+        self._copier = pages.copier
+        self._groups = pages.groups
+        self._runs = [page_runs(group.layout) for group in pages.groups]
         self._staging = pool
         self._grants = grants
         self._allows_host = allows_host
         self.write_timeout_s = write_timeout_s
         self._queue: deque[tuple[bytes, Fetch, float]] = deque()
         self._writes: deque[_Write] = deque()
-        self._rings = RingPackers(copier, grants, write_timeout_s, self._reply, self.attempt)
+        self._rings = RingPackers(pages.copier, grants, write_timeout_s, self._reply, self.attempt)
         self._watchers = Watchers(grants, self._reply)
         self._trust = trust
         listening = listen(host, 0)
         port = listening.getsockname()[1]
-        self.page_server = PageServer(Endpoint(host, port, trust.key), TicketKey(), layers)
+        self.page_server = PageServer(Endpoint(host, port, trust.key), TicketKey(), pages.layers)
         self.listener = Listener(self, listening, trust, self._on_frame)
         self._progress_at = 0.0
 

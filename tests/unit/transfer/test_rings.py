@@ -15,7 +15,7 @@ import pytest
 from tests.pages import one_group
 from tests.unit.transfer.raw_peers import connected
 from tests.unit.transfer.test_send_receive import ask, wait_until
-from vllm_ascend_pd.backends.block_copy import NativeBlockCopier, PageLayout, Region
+from vllm_ascend_pd.backends.block_copy import NativeBlockCopier, PageLayout, Region, WorkerPages
 from vllm_ascend_pd.backends.page_ring import RingPacker, RingPlacer
 from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
 from vllm_ascend_pd.backends.staging import StagingPool
@@ -81,8 +81,7 @@ class Host:
         self.server = DataServer(
             host="127.0.0.1",
             transports=self.transports[0],
-            copier=self.copier,
-            groups=one_group(layout_of(self.theirs)),
+            pages=WorkerPages(self.copier, one_group(layout_of(self.theirs))),
             pool=self.pools[0],
             grants=self.grants,
             allows_host=lambda host: False,
@@ -92,8 +91,7 @@ class Host:
         self.admitted = self.server.page_server.admit(LEASE, NUM_BLOCKS)
         self.loader = PeerLoader(
             self.transports[1].sessions,
-            NativeBlockCopier(),
-            one_group(layout_of(self.ours)),
+            WorkerPages(NativeBlockCopier(), one_group(layout_of(self.ours))),
             self.pools[1],
             Trust(),
         )

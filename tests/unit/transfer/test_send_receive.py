@@ -21,6 +21,7 @@ from vllm_ascend_pd.backends.block_copy import (
     BlockCopier,
     GroupPages,
     PageLayout,
+    WorkerPages,
     make_block_copier,
 )
 from vllm_ascend_pd.backends.direct_placement import page_regions
@@ -90,8 +91,7 @@ class Pair:
         self.server = DataServer(
             host="127.0.0.1",
             transports=Transports({"fake": self.engine}),
-            copier=copier,
-            groups=make_groups(self.theirs.layout),
+            pages=WorkerPages(copier, make_groups(self.theirs.layout)),
             pool=self.send_pool,
             grants=self.grants,
             allows_host=lambda host: host == "fake",
@@ -100,8 +100,7 @@ class Pair:
         )
         self.loader = PeerLoader(
             {"fake": self.our_engine.session},
-            copier,
-            make_groups(self.ours.layout),
+            WorkerPages(copier, make_groups(self.ours.layout)),
             self.receive_pool,
             self.our_trust,
             placement=placement,

@@ -12,7 +12,7 @@ import pytest
 
 from tests.pages import one_group
 from tests.unit.transfer.test_send_receive import wait_until
-from vllm_ascend_pd.backends.block_copy import PageLayout, Region
+from vllm_ascend_pd.backends.block_copy import PageLayout, Region, WorkerPages
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
@@ -75,14 +75,12 @@ class Worker:
         server = DataServer(
             host="127.0.0.1",
             transports=transports,
-            copier=PythonBlockCopier(),
-            groups=one_group(self.layout),
+            pages=WorkerPages(PythonBlockCopier(), one_group(self.layout), layers),
             pool=self.pool,
             grants=self.grants,
             allows_host=lambda host: host == "fake",
             write_timeout_s=5.0,
             trust=Trust(),
-            layers=layers,
         )
         server.start()
         self.threads.append(server)
@@ -91,16 +89,13 @@ class Worker:
 
     def load(self, sharding: Sharding, layers: Layers | None = None) -> PeerLoader:
         sessions = {"fake": self.engine.session}
-        copier = PythonBlockCopier()
         loader = PeerLoader(
             sessions,
-            copier,
-            one_group(self.layout),
+            WorkerPages(PythonBlockCopier(), one_group(self.layout), layers),
             self.pool,
             Trust(),
             push_mode=PushMode.LAYER,
             sharding=sharding,
-            layers=layers,
         )
         loader.start()
         self.threads.append(loader)

@@ -27,12 +27,11 @@ from vllm_ascend_pd.pool.values import BlockValues
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages
+    from vllm_ascend_pd.backends.block_copy import GroupPages, WorkerPages
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
     from vllm_ascend_pd.transfer.shares import Sharding
-    from vllm_ascend_pd.types import Layers
 
 
 logger = logging.getLogger(__name__)
@@ -54,10 +53,8 @@ def start_pool(
     config: PDConfig,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-    pages: Sequence[GroupPages],
-    copier: BlockCopier,
+    pages: WorkerPages,
     pools: list[StagingPool],
-    layers: Layers | None = None,
     shared: SharedEngine | None = None,
     make_staging: MakeStaging = StagingPool,
 ) -> PoolIO:
@@ -65,17 +62,17 @@ def start_pool(
     its owner closes between ``stop`` and ``close``.
 
     With ``shared`` the pool's store has no transfer engine of its own; ``make_staging`` makes
-    memory that it can reach. ``layers``: those of this worker's pipeline stage.
+    memory that it can reach.
     """
     assert config.pool is not None
-    own = as_stored(sharding(vllm_config), pages)
+    own = as_stored(sharding(vllm_config), pages.groups)
     secret = b""
     if (path := config.security.secret_file) is not None:
         secret = Secret.load(path).derive(b"pool checksum 1")
     identity, share = fingerprint(vllm_config, kv_cache_config), own.share
     spaces = [
-        KeySpace.of(identity, share.index, share.count, secret, group, layers)
-        for group in range(len(pages))
+        KeySpace.of(identity, share.index, share.count, secret, group, pages.layers)
+        for group in range(len(pages.groups))
     ]
     part = config.pool.for_rank(data_parallel_rank(vllm_config))
     part = part.for_worker(own.rank, own.num_workers)
@@ -85,7 +82,7 @@ def start_pool(
     if script := envs.pool_fault_script():
         logger.warning("%s is set: the pool fails as scripted (%s)", envs.POOL_FAULTS, script)
         tier = FaultyTier(tier, TierScript(script))
-    values = [BlockValues(copier, *both) for both in zip(pages, spaces, strict=True)]
+    values = [BlockValues(pages.copier, *both) for both in zip(pages.groups, spaces, strict=True)]
     slot_bytes = max(config.pool.staging_slot_bytes, *(each.num_bytes for each in values))
     num_readers = config.pool.io_threads
     read_slots, write_slots = (
@@ -93,8 +90,9 @@ def start_pool(
     )
     pools += [read_slots, write_slots]
     ahead_slots = None
+    on_device = isinstance(pages.copier, DeviceBlockCopier)
     # On an accelerator, launching copies layer by layer would cost the model's thread its turns.
-    if config.pool.save is PoolSave.WRITE_THROUGH and not isinstance(copier, DeviceBlockCopier):
+    if config.pool.save is PoolSave.WRITE_THROUGH and not on_device:
         ahead_slots = make_staging(tier, _AHEAD_SLOTS, slot_bytes)
         pools.append(ahead_slots)
     pool = PoolIO(
@@ -105,7 +103,7 @@ def start_pool(
         Replica(own.replica, own.num_replicas) if is_shared(part) else Replica(),
     )
     pool.start()
-    for group, space, each in zip(pages, spaces, values, strict=True):
+    for group, space, each in zip(pages.groups, spaces, values, strict=True):
         logger.info(
             "KV pool: keys %s*, %d bytes for each block of %d tokens",
             space.prefix,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd import envs
+from vllm_ascend_pd.backends.block_copy import WorkerPages
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.direct_placement import page_regions
 from vllm_ascend_pd.backends.fake_engine import FaultyTransferEngine
@@ -29,7 +30,7 @@ from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.pool_start import start_pool
-from vllm_ascend_pd.engine.worker.step import WorkerSide
+from vllm_ascend_pd.engine.worker.step import WorkerLayers, WorkerMemory, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grants
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.staging import MemoryRegistry
     from vllm_ascend_pd.backends.transfer_engine import TransferEngine
+    from vllm_ascend_pd.config import TransferConfig
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.engine.worker.kv_caches import KVCaches
 
 
 logger = logging.getLogger(__name__)
@@ -67,21 +70,13 @@ def _create(
     trust = Trust.load(config.security.secret_file)
     own = sharding(vllm_config)
     # First, as the workers of other stages wait for it.
-    layers = stage_layers(own, sum(len(g.layers) for g in kv_groups(kv_cache_config)))
+    stage = stage_layers(own, sum(len(g.layers) for g in kv_groups(kv_cache_config)))
     caches = locate(kv_cache_config, kv_caches)
     groups = caches.by_group(kv_groups(kv_cache_config))
     transfer = config.transfer
-    if caches.layout.page_bytes > transfer.staging_slot_bytes:
-        raise ConfigError(
-            f"transfer.staging_slot_bytes {transfer.staging_slot_bytes} is less than one layer's"
-            f" page of a block ({caches.layout.page_bytes} bytes); raise it"
-        )
-    if transfer.protocol is WireProtocol.ASCEND and caches.device.type != "npu":
-        raise ConfigError(
-            f"transfer.protocol ascend is for KV caches on NPUs; this worker's are on"
-            f" {caches.device.type!r}: leave it out"
-        )
+    _check_caches(transfer, caches)
     copier = make_copier(caches.device)
+    pages = WorkerPages(copier, groups, stage)
     mooncake = None
     if transfer.transport is not Transport.SHARED_MEMORY:
         mooncake = MooncakeTransferEngine(
@@ -121,28 +116,24 @@ def _create(
         server = DataServer(
             host=config.host,
             transports=transports,
-            copier=copier,
-            groups=groups,
+            pages=pages,
             pool=make_pool(),
             grants=grants,
             allows_host=config.security.allows,
             write_timeout_s=transfer.load_timeout_s,
             trust=trust,
-            layers=layers,
         )
         server.start()
     if config.role.consumes:
         loader = PeerLoader(
             transports.sessions,
-            copier,
-            groups,
+            pages,
             make_pool(),
             trust,
             transfer.peer_timeout_s,
             transfer.push_mode,
             own,
             placement,
-            layers,
         )
         loader.start()
     pool = shared = None
@@ -150,10 +141,7 @@ def _create(
         # A process can open Mooncake for the links of the NPUs once, and for one protocol.
         if mooncake is not None and transfer.protocol is not WireProtocol.TCP:
             shared = mooncake.share()
-        pool = start_pool(
-            *(config, vllm_config, kv_cache_config, groups, copier, pools),
-            *(layers, shared, make_staging),
-        )
+        pool = start_pool(config, vllm_config, kv_cache_config, pages, pools, shared, make_staging)
     logger.info(
         "in-engine transfers: role %s, transports %s%s, %d layers, %d bytes per page, %s",
         config.role.value,
@@ -163,13 +151,32 @@ def _create(
         caches.layout.page_bytes,
         type(copier).__name__,
     )
-    parts = (
-        *(caches.layer_index, transports, pools, grants, trust, server, loader, pool, own.rank),
-        *(live_regions, has_drafter(vllm_config), layers, any(group.states for group in groups)),
+    layers = WorkerLayers(
+        caches.layer_index, stage, has_drafter(vllm_config), any(group.states for group in groups)
     )
+    memory = WorkerMemory(transports, pools, live_regions)
+    parts = (layers, memory, grants, trust, server, loader, pool, own.rank)
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)
     return WorkerSide(*parts)
+
+
+def _check_caches(transfer: TransferConfig, caches: KVCaches) -> None:
+    """Before anything is opened.
+
+    Raises:
+        ConfigError: the configuration is not one for them.
+    """
+    if caches.layout.page_bytes > transfer.staging_slot_bytes:
+        raise ConfigError(
+            f"transfer.staging_slot_bytes {transfer.staging_slot_bytes} is less than one layer's"
+            f" page of a block ({caches.layout.page_bytes} bytes); raise it"
+        )
+    if transfer.protocol is WireProtocol.ASCEND and caches.device.type != "npu":
+        raise ConfigError(
+            f"transfer.protocol ascend is for KV caches on NPUs; this worker's are on"
+            f" {caches.device.type!r}: leave it out"
+        )
 
 
 def _check_host_memory(config: PDConfig) -> None:

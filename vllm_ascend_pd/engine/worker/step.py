@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import hooks
@@ -114,36 +115,46 @@ class StepOutput:
             attach_report(self._output, self._side.end_step())
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLayers:
+    """The attention layers of a worker."""
+
+    index: Mapping[str, int]
+    """In the order in which they run, aliases included."""
+    stage: Layers | None = None
+    """Which of the model's they are, where there are several pipeline stages."""
+    drafts: bool = False
+    """Some are those of a drafter, which runs behind the model."""
+    states: bool = False
+    """Some keep states."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """What others reach of a worker's memory."""
+
+    transports: Transports
+    pools: Sequence[StagingPool]
+    live_regions: Sequence[tuple[int, int]] = ()
+    """The parts of the KV caches that ``transports`` know by address."""
+
+
 class WorkerSide:
     """Implements ``hooks.WorkerHooks``: main thread of the worker process."""
 
     def __init__(
         self,
-        layer_index: Mapping[str, int],
-        transports: Transports,
-        pools: Sequence[StagingPool],
+        layers: WorkerLayers,
+        memory: WorkerMemory,
         grants: Grants,
         trust: Trust,
         server: DataServer | None,
         loader: PeerLoader | None,
         pool: PoolIO | None = None,
         rank: int = 0,
-        live_regions: Sequence[tuple[int, int]] = (),
-        drafts: bool = False,
-        layers: Layers | None = None,
-        states: bool = False,
     ) -> None:
-        """``live_regions`` are the parts of the KV caches that ``transports`` know by address.
-        ``drafts``: behind the model runs a drafter, some of the layers are its own. ``layers``:
-        those of its pipeline stage. ``states``: some layers keep one.
-        """
-        self._live_regions = live_regions
-        self._drafts = drafts
-        self._states = states
         self.layers = layers
-        self._layer_index = layer_index
-        self.transports = transports
-        self._pools = pools
+        self._memory = memory
         self._grants = grants
         self._trust = trust
         self._server = server
@@ -182,7 +193,7 @@ class WorkerSide:
             for load in meta.loads:
                 self._loader.start_load(load)
             self._has_loads = any(load.in_step for load in meta.loads)
-            if self._has_loads and self._states:
+            if self._has_loads and self.layers.states:
                 self._loader.wait_all()  # states are copied on before the forward
         if self.pool is not None:
             for message in meta.saves:
@@ -206,7 +217,7 @@ class WorkerSide:
             self._loader if self._has_loads else None,
             self._grants,
             self._server if self._has_grants else None,
-            self._layer_index,
+            self.layers.index,
             wait_all,
             self.pool.ahead if self.pool is not None and self._packs_ahead else None,
         )
@@ -219,7 +230,7 @@ class WorkerSide:
         loader = self._busy_loader()
         if loader is not None:
             loader.wait_all()
-        if not self._drafts:
+        if not self.layers.drafts:
             self.end_drafts()
 
     def end_drafts(self) -> None:
@@ -267,6 +278,10 @@ class WorkerSide:
         return StepReport(tuple(results), servers, refused, tuple(rested), errors)
 
     @property
+    def transports(self) -> Transports:
+        return self._memory.transports
+
+    @property
     def pool_address(self) -> tuple[str, int]:
         """See ``pool.link.pool_address``."""
         assert self.pool is not None
@@ -285,7 +300,7 @@ class WorkerSide:
             raise TransferError(f"KV is still read by a consumer after {_DRAIN_S:.0f} s: no sleep")
         if self._loader is not None and not self._loader.is_idle:
             raise TransferError("KV is still loaded: no sleep; abort what waits for it first")
-        for addr, _ in self._live_regions:
+        for addr, _ in self._memory.live_regions:
             self.transports.unregister(addr)
         self._is_suspended = True
 
@@ -294,14 +309,14 @@ class WorkerSide:
         if not self._is_suspended:
             return
         self._is_suspended = False
-        for region in self._live_regions:
+        for region in self._memory.live_regions:
             self.transports.register(*region)
 
     def counts(self) -> dict[str, int]:
         """What a leak check compares: all but ``regions`` are zero when nothing is under way."""
         return {
             "regions": self.transports.num_regions(),
-            "busy_slots": sum(pool.num_held for pool in self._pools),
+            "busy_slots": sum(pool.num_held for pool in self._memory.pools),
             "loads": self._loader.num_loads() if self._loader is not None else 0,
             "loaded_bytes": self._loader.num_loaded_bytes() if self._loader is not None else 0,
             "grants": len(self._grants),
@@ -311,7 +326,7 @@ class WorkerSide:
         for part in (*self._reactors, self.pool):
             if part is not None:
                 part.stop()
-        for pool in self._pools:
+        for pool in self._memory.pools:
             pool.close()
         if self.pool is not None:
             self.pool.close()
