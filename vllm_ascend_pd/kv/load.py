@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm_ascend_pd.types import LoadId
 
@@ -65,9 +65,10 @@ class Load:
     in_step: bool
     """It ends within the step that carries it: the main thread waits for it."""
     timeout_s: float
-    started: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    started: float = 0.0
     deadline: float = 0.0
-    """In seconds of the monotonic clock; whoever runs the load may put it off."""
+    """In seconds of the clock; whoever runs the load may put it off."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: LoadResult | None = None
     num_bytes: int = 0
@@ -75,6 +76,7 @@ class Load:
     """The other parts: a load ends as a whole, and when one part fails so do these."""
 
     def __post_init__(self) -> None:
+        self.started = self.clock()
         self.deadline = self.started + self.timeout_s
 
     def has_layer(self, layer: int) -> bool:
@@ -90,7 +92,7 @@ class Load:
         with self.lock:
             if self.ended is not None:
                 return False
-            self.ended = self.result(cause, (time.monotonic() - self.started) * 1000)
+            self.ended = self.result(cause, (self.clock() - self.started) * 1000)
             return True
 
     def result(self, cause: str, elapsed_ms: float) -> LoadResult:

@@ -48,7 +48,8 @@ class Loader(ABC, Generic[SpecT, LoadT]):
     overdue_s: ClassVar[float] = 0.0
     """So long after its deadline a load is ended here, if the loader's threads have not done it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._loads: dict[LoadId, list[LoadT]] = {}
         """The parts of each load whose result has not been taken; main thread only."""
         self._landed = threading.Condition()
@@ -90,7 +91,7 @@ class Loader(ABC, Generic[SpecT, LoadT]):
         if not self._loads:
             return []
         results = []
-        now = time.monotonic()
+        now = self._clock()
         for load_id, loads in list(self._loads.items()):
             for load in loads:
                 if load.ended is None and now >= load.deadline + self.overdue_s:
@@ -131,7 +132,7 @@ class Loader(ABC, Generic[SpecT, LoadT]):
         with self._landed:
             self._landed.wait_for(
                 lambda: load.ended is not None or landed(),
-                timeout=max(0.0, load.deadline - time.monotonic()),
+                timeout=max(0.0, load.deadline - self._clock()),
             )
         if load.ended is None and not landed():
             self._end(load, Cause.DEADLINE.value)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,6 +16,8 @@ from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import LivePages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_ascend_pd.backends.block_copy import WorkerPages
     from vllm_ascend_pd.transfer.load import InFlight, PeerLoad
     from vllm_ascend_pd.transfer.pieces import Piece
@@ -42,10 +43,11 @@ class LivePageWrites:
     each write, or is gone for so long.
     """
 
-    def __init__(self, pages: WorkerPages, rest_s: float) -> None:
+    def __init__(self, pages: WorkerPages, rest_s: float, clock: Callable[[], float]) -> None:
         self._copier = pages.copier
         self._runs = [page_runs(group.layout) for group in pages.groups]
         self._rest_s = rest_s
+        self._clock = clock
         # Writes that nobody waits for any more: by fetch until they are answered, or until a time,
         # of peers that are gone.
         self._given_up: dict[int, InFlight] = {}
@@ -80,7 +82,7 @@ class LivePageWrites:
     def settle_answered(self, load: PeerLoad, cause: str) -> None:
         """A write that failed is over, by what the transport declares; it rests all the same."""
         if cause == Cause.TRANSFER_FAILED.value:
-            self._resting.append((time.monotonic() + self._rest_s, load))
+            self._resting.append((self._clock() + self._rest_s, load))
         else:
             self.settle(load)
 
@@ -94,13 +96,13 @@ class LivePageWrites:
             logger.info(
                 "nothing writes into the blocks of load %d any more: %.1f s after its end",
                 load.spec.load_id,
-                time.monotonic() - load.started - ended.elapsed_ms / 1000 if ended else 0,
+                self._clock() - load.started - ended.elapsed_ms / 1000 if ended else 0,
             )
             self._rested.append(load.spec.load_id)
 
     def on_lost(self, peer: Endpoint) -> None:
         """It will answer nothing any more."""
-        until = time.monotonic() + self._rest_s
+        until = self._clock() + self._rest_s
         for fetch_id, flight in list(self._given_up.items()):
             if flight.load.peer == peer:
                 del self._given_up[fetch_id]

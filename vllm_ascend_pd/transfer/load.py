@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from vllm_ascend_pd.kv.load import Load, LoadResult
 from vllm_ascend_pd.transfer.pieces import Piece, plan_pieces, plan_ready
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout
@@ -95,6 +96,7 @@ class PeerLoad(Load):
         source: PageSource,
         pages: GroupPages,
         piece_bytes: int,
+        clock: Callable[[], float],
     ) -> PeerLoad:
         """``pages`` are this worker's of the group."""
         peer = spec.peers[source.rank]
@@ -106,6 +108,7 @@ class PeerLoad(Load):
             load_id=spec.load_id,
             in_step=spec.in_step,
             timeout_s=spec.timeout_s,
+            clock=clock,
             spec=spec,
             blocks=blocks,
             source=source,
@@ -166,7 +169,7 @@ class PeerLoad(Load):
         assert spec.num_awaited is not None
         if progress != self.progress and (progress.num_ready or progress.num_layers_done):
             # It computes: from here on the term runs anew with every sign of that.
-            self.deadline = max(self.deadline, time.monotonic() + spec.timeout_s)
+            self.deadline = max(self.deadline, self.clock() + spec.timeout_s)
         self.progress = progress
         is_last = progress.num_ready >= spec.num_awaited
         num_ready, num_coming = (

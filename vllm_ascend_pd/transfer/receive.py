@@ -35,7 +35,7 @@ from vllm_ascend_pd.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from vllm_ascend_pd.backends.block_copy import WorkerPages
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
@@ -77,13 +77,14 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         push_mode: PushMode = PushMode.AUTO,
         sharding: Sharding | None = None,
         placement: DirectPlacement | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``sessions``: where the pool's memory is reached, by transport. ``answer_timeout_s``: a
         producer that a step waits for and that says nothing so long is gone. ``placement``: with
         direct placement only.
         """
         Reactor.__init__(self, "pd-loader")
-        Loader.__init__(self)
+        Loader.__init__(self, clock)
         self.answer_timeout_s = answer_timeout_s
         self._push_mode = push_mode
         self._sharding = sharding or Sharding()
@@ -101,7 +102,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
         rest_s = placement.rest_s if placement is not None else 0.0
-        self._live_pages = LivePageWrites(pages, rest_s)
+        self._live_pages = LivePageWrites(pages, rest_s, clock)
         self._rings = Rings(sessions, pages.copier, self._in_flight, self.attempt, self._fail)
         self._heard_at: dict[Endpoint, float] = {}
         self._next_fetch_id = random.getrandbits(48)
@@ -117,6 +118,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
                 source,
                 self._groups[blocks.group],
                 self._piece_bytes(spec.peers[source.rank].endpoint),
+                self._clock,
             )
             for source in self._sharding.loads_from(
                 self._layers, [peer.layers for peer in spec.peers]
@@ -150,7 +152,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
     # Reactor thread.
 
     def on_tick(self) -> float | None:
-        now = time.monotonic()
+        now = self._clock()
         if any(now >= self._flight_deadline(flight) for flight in self._in_flight.values()):
             self.peers.receive()
             for fetch_id, flight in list(self._in_flight.items()):
@@ -257,7 +259,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
                     return
                 undo.callback(self._live_pages.settle, load)
                 seed = seed if self._placement.verify else 0
-            flight = InFlight(load, piece, slot, seed, time.monotonic(), live is not None)
+            flight = InFlight(load, piece, slot, seed, self._clock(), live is not None)
             flight.placer = self._rings.offer(flight)
             fetch = Fetch(
                 fetch_id=fetch_id,
@@ -300,7 +302,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         except TransferError as e:
             logger.warning("dropped a frame of %s: %s", peer, e)
             return
-        self._heard_at[peer] = time.monotonic()
+        self._heard_at[peer] = self._clock()
         if isinstance(message, Progress):
             self._on_progress(peer, message)
         if isinstance(message, Packing):
@@ -384,7 +386,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         with self._landed:
             load.note_landed(flight.piece)
             self._landed.notify_all()
-        elapsed = time.monotonic() - flight.sent_at
+        elapsed = self._clock() - flight.sent_at
         self._speed.note(flight.num_bytes(), max(elapsed, 1e-6) * 1000)
         if load.is_done:
             self._end(load, "")

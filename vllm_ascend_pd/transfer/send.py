@@ -91,8 +91,10 @@ class DataServer(Reactor):
         allows_host: Callable[[str], bool],
         write_timeout_s: float,
         trust: Trust,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("pd-data-server")
+        self._clock = clock
         self._transports = transports
         self._copier = pages.copier
         self._groups = pages.groups
@@ -133,7 +135,7 @@ class DataServer(Reactor):
         elif isinstance(message, Watch):
             self._watchers.add(identity, message)
         elif len(self._queue) < _MAX_QUEUED:
-            self._queue.append((identity, message, time.monotonic()))
+            self._queue.append((identity, message, self._clock()))
         else:
             logger.warning("refused a fetch: %d others wait already", _MAX_QUEUED)
             failed = Cause.TRANSFER_FAILED.value
@@ -169,13 +171,13 @@ class DataServer(Reactor):
         """Wait until no page is read any more, all grants being gone; whether that came true. Main
         thread.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
         def tell() -> None:
             answers.put(not self._rings and all(write.lease is None for write in self._writes))
 
-        while (left_s := deadline - time.monotonic()) > 0:
+        while (left_s := deadline - self._clock()) > 0:
             self.submit(tell)
             try:
                 if answers.get(timeout=left_s):
@@ -195,14 +197,14 @@ class DataServer(Reactor):
             progress = True
             identity, fetch, came_at = self._queue[ready]
             del self._queue[ready]
-            if fetch.live is not None and time.monotonic() >= came_at + TransferEngine.LATE_WRITE_S:
+            if fetch.live is not None and self._clock() >= came_at + TransferEngine.LATE_WRITE_S:
                 # Its consumer may have given it up long since, and the pages be another's.
                 with slot:
                     self._reply(identity, Fetched(fetch.fetch_id, 0, Cause.DEADLINE.value))
                 continue
             self._serve(identity, fetch, slot)
             self._poll_writes()
-        now = time.monotonic()
+        now = self._clock()
         if progress:
             self._progress_at = now
         if self._writes or self._rings:
@@ -262,7 +264,7 @@ class DataServer(Reactor):
         if window is not None:
             return Fetched(fetch.fetch_id, checksum, "", route.name)
         handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
-        deadline = time.monotonic() + self.write_timeout_s
+        deadline = self._clock() + self.write_timeout_s
         return _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline)
 
     def _start_direct(
@@ -289,7 +291,7 @@ class DataServer(Reactor):
         except ValueError as e:
             logger.warning("a peer's pages do not fit ours: %s", e)
             return refused
-        deadline = time.monotonic() + self.write_timeout_s
+        deadline = self._clock() + self.write_timeout_s
         lease = lease_of(fetch)
         return _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline, lease)
 
@@ -342,7 +344,7 @@ class DataServer(Reactor):
     def _poll_writes(self) -> bool:
         """Answer the writes that ended; a slot is free once its write is over."""
         ended = False
-        now = time.monotonic()
+        now = self._clock()
         for write in list(self._writes):
             status = self.attempt(
                 partial(write.route.engine.poll, write.handle), lambda: TransferStatus.FAILED

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,8 @@ from vllm_ascend_pd.types import Cause
 
 BLOCKS = (20, 21, 22, 23)
 """The producer's: three full blocks and a tail."""
+ANSWER_TIMEOUT_S = 25.0
+"""A producer that says nothing for twice as long is given up."""
 
 
 class Prompt:
@@ -77,6 +78,14 @@ class Prompt:
         wait_until(lambda: bool(results.extend(self.pair.loader.take_results()) or results))
         return results[0]
 
+    def result_in_time(self) -> LoadResult:
+        """While time passes; the producer can answer between."""
+        for _ in range(15):
+            self.pair.pass_time(10.0)
+            if results := self.pair.loader.take_results():
+                return results[0]
+        raise AssertionError("the load does not end")
+
 
 @pytest.fixture
 def make_prompt() -> Iterator[Callable[..., Prompt]]:
@@ -85,11 +94,13 @@ def make_prompt() -> Iterator[Callable[..., Prompt]]:
     def make(
         push_mode: PushMode = PushMode.LAYER, script: FaultScript | None = None, **loader: Any
     ) -> Prompt:
+        loader = {"answer_timeout_s": ANSWER_TIMEOUT_S, **loader}
         pairs.append(Pair(script or FaultScript(), push_mode=push_mode, **loader))
         return Prompt(pairs[-1])
 
     yield make
     for pair in pairs:
+        pair.time_passed = 1000.0
         pair.stop()
 
 
@@ -212,17 +223,18 @@ def test_producer_that_computes_nothing_is_not_waited_for(
     make_prompt: Callable[..., Prompt],
 ) -> None:
     prompt = make_prompt()
-    prompt.load(timeout_s=0.3)
-    assert prompt.result().cause == Cause.DEADLINE.value
+    prompt.load(timeout_s=60.0)
+    assert prompt.result_in_time().cause == Cause.DEADLINE.value
 
 
 def test_progress_prolongs_the_wait(make_prompt: Callable[..., Prompt]) -> None:
-    prompt = make_prompt()
-    prompt.load(timeout_s=2.0)
+    prompt = make_prompt(answer_timeout_s=1000.0)
+    prompt.load(timeout_s=60.0)
     for num_ready in range(3):
         prompt.begin_step(num_ready, num_ready + 1)
-        time.sleep(0.75)
         prompt.end_step()
+        wait_until(lambda done=num_ready + 1: prompt.has(NUM_LAYERS - 1, done))
+        prompt.pair.pass_time(40.0)
     prompt.begin_step(3, 4)
     prompt.end_step()
     assert prompt.result().cause == ""
@@ -231,30 +243,32 @@ def test_progress_prolongs_the_wait(make_prompt: Callable[..., Prompt]) -> None:
 def test_producer_that_computes_no_further_is_not_waited_for(
     make_prompt: Callable[..., Prompt],
 ) -> None:
-    prompt = make_prompt(answer_timeout_s=1.0)  # it answers all the time
+    prompt = make_prompt()
     prompt.begin_step(0, 2)
     prompt.end_step()
-    prompt.load(timeout_s=2.0)
-    assert prompt.result().cause == Cause.DEADLINE.value
+    prompt.load(timeout_s=60.0)
+    wait_until(lambda: prompt.has(NUM_LAYERS - 1, 2))
+    assert prompt.result_in_time().cause == Cause.DEADLINE.value
 
 
 def test_silent_producer_is_given_up(make_prompt: Callable[..., Prompt]) -> None:
-    prompt = make_prompt(answer_timeout_s=0.1)
+    prompt = make_prompt()
     prompt.pair.server._watchers.add = lambda identity, message: None  # type: ignore[method-assign]
-    prompt.load()
-    assert prompt.result().cause == Cause.PEER_UNREACHABLE.value
+    prompt.load(timeout_s=1000.0)
+    assert prompt.result_in_time().cause == Cause.PEER_UNREACHABLE.value
 
 
 def test_producer_that_falls_silent_at_the_end_is_given_up(
     make_prompt: Callable[..., Prompt],
 ) -> None:
-    prompt = make_prompt(script=FaultScript(then=Fault(FaultKind.NEVER)), answer_timeout_s=0.5)
+    never = FaultScript(then=Fault(FaultKind.NEVER))
+    prompt = make_prompt(script=never, write_timeout_s=1000.0)
     prompt.begin_step(0, 4)
     prompt.end_step()
-    prompt.load()
+    prompt.load(timeout_s=1000.0)
     wait_until(lambda: prompt.pair.engine.num_writes > 0)
     prompt.pair.server._watchers.add = lambda identity, message: None  # type: ignore[method-assign]
-    assert prompt.result().cause == Cause.PEER_UNREACHABLE.value
+    assert prompt.result_in_time().cause == Cause.PEER_UNREACHABLE.value
 
 
 def test_corrupt_layer_ends_the_load(make_prompt: Callable[..., Prompt]) -> None:

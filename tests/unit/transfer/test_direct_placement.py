@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from tests.unit.transfer.raw_peers import connected
 from tests.unit.transfer.test_awaited_loads import Prompt
 from tests.unit.transfer.test_send_receive import (
+    LIMIT_S,
     NUM_BLOCKS,
     NUM_LAYERS,
     NUM_SLOTS,
@@ -31,7 +31,7 @@ from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.types import Cause
 from vllm_ascend_pd.wire import Fetch, Fetched, LivePages, PageRun, decode_data, encode
 
-REST_S = 0.3
+REST_S = 100.0
 FOREVER = Fault(FaultKind.DELAY, 1 << 60)
 
 
@@ -72,8 +72,15 @@ class DirectPair(Pair):
         return self.result()
 
     def wait_rested(self, spec: LoadSpec) -> None:
+        """While time passes."""
         rested: list[int] = []
-        wait_until(lambda: bool(rested.extend(self.loader.take_rested()) or rested))
+
+        def is_over() -> bool:
+            self.pass_time(REST_S / 10)
+            rested.extend(self.loader.take_rested())
+            return bool(rested)
+
+        wait_until(is_over)
         assert rested == [spec.load_id]
 
     def wait_written(self, num_writes: int) -> None:
@@ -92,6 +99,7 @@ def make_pair() -> Iterator[Callable[..., DirectPair]]:
     yield make
     for pair in pairs:
         num_errors = pair.server.num_errors, pair.loader.num_errors
+        pair.time_passed = 1000.0
         pair.stop()
         assert num_errors == (0, 0)
         assert pair.engine.num_regions() == pair.our_engine.num_regions() == 0
@@ -198,12 +206,12 @@ def test_pages_that_are_read_back_must_be_what_was_sent(
 def test_blocks_of_a_failed_write_rest(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair(FaultKind.FAIL)
     pair.grant(3)
-    began = time.monotonic()
+    began = pair.clock()
     spec = pair.start((0,), (7,))
     result = pair.result()
     assert (result.cause, result.num_resting) == (Cause.TRANSFER_FAILED.value, 1)
     pair.wait_rested(spec)
-    assert time.monotonic() - began >= REST_S
+    assert pair.clock() - began >= REST_S
     assert pair.num_free() == (NUM_SLOTS, NUM_SLOTS)
 
 
@@ -229,7 +237,7 @@ def test_blocks_of_a_cancelled_load_rest_until_the_write_is_over(
     pair.loader.cancel(spec.load_id)
     result = pair.result()
     assert (result.cause, result.num_resting) == (Cause.CANCELLED.value, 1)
-    time.sleep(REST_S * 1.5)
+    pair.pass_time(REST_S * 1.5)
     assert pair.loader.take_rested() == []
     pair.engine.end_delays()
     pair.wait_rested(spec)
@@ -242,34 +250,37 @@ def test_blocks_rest_while_a_peer_that_is_not_gone_says_nothing(
     """As when its process is stopped: nobody knows what it writes when it goes on."""
     pair = make_pair(FOREVER)
     pair.grant(3)
-    spec = pair.start((0,), (7,), timeout_s=1.0)
+    spec = pair.start((0,), (7,))
+    pair.wait_written(1)
+    pair.pass_time(LIMIT_S)
     result = pair.result()
     assert (result.cause, result.num_resting) == (Cause.DEADLINE.value, 1)
     assert pair.receive_pool.num_free == NUM_SLOTS
-    time.sleep(REST_S * 1.5)
+    pair.pass_time(REST_S * 1.5)
     assert pair.loader.take_rested() == []
     pair.engine.end_delays()
     pair.wait_rested(spec)
 
 
-@pytest.mark.parametrize("timeout_s", [1.0, 10.0])
+@pytest.mark.parametrize("given_up", [True, False])
 def test_blocks_rest_a_while_after_a_peer_has_gone(
-    make_pair: Callable[..., DirectPair], timeout_s: float
+    make_pair: Callable[..., DirectPair], given_up: bool
 ) -> None:
     """Whether the load was given up before that, or because of it."""
-    pair = make_pair(FOREVER)
+    pair = make_pair(FOREVER, write_timeout_s=1000.0)
     pair.grant(3)
-    spec = pair.start((0,), (7,), timeout_s=timeout_s)
+    spec = pair.start((0,), (7,))
     pair.wait_written(1)
-    if timeout_s < 10:
+    if given_up:
+        pair.pass_time(LIMIT_S)
         pair.result()
     pair.server.stop()
-    began = time.monotonic()
-    if timeout_s == 10:
+    began = pair.clock()
+    if not given_up:
         result = pair.result()
         assert (result.cause, result.num_resting) == (Cause.PEER_UNREACHABLE.value, 1)
     pair.wait_rested(spec)
-    assert time.monotonic() - began >= REST_S * 0.9
+    assert pair.clock() - began >= REST_S
     with _held_slot(pair):
         """It goes back."""
 
@@ -315,11 +326,11 @@ def test_write_that_does_not_end_holds_up_no_other_peer(
     make_pair: Callable[..., DirectPair],
 ) -> None:
     pair = make_pair(FOREVER)
-    pair.server.write_timeout_s = 1.0
     pair.grant(3)
-    spec = pair.start((0,), (7,), timeout_s=2.0)
+    spec = pair.start((0,), (7,))
     pair.wait_written(1)
     assert pair.send_pool.num_free == NUM_SLOTS - 1
+    pair.pass_time(LIMIT_S)
     wait_until(lambda: pair.send_pool.num_free == NUM_SLOTS)
     assert pair.result().num_resting == 1
     assert pair.load((0,), (8,)).cause == ""
