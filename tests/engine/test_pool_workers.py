@@ -7,6 +7,7 @@ import itertools
 import queue
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,19 @@ from hypothesis import strategies as st
 from tests.engine.test_pool_scheduler import World, keys
 from tests.pages import one_group
 from tests.unit.engine.test_pool_io_machine import NoRegistry
-from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout, Region, make_block_copier
+from vllm_ascend_pd.backends.block_copy import (
+    GroupPages,
+    PageLayout,
+    Region,
+    WorkerPages,
+    make_block_copier,
+)
 from vllm_ascend_pd.backends.staging import StagingPool
+from vllm_ascend_pd.config import PDConfig, PoolConfig, Role, SsdConfig
 from vllm_ascend_pd.engine.scheduler.sources import SourceState
+from vllm_ascend_pd.engine.worker import pool_start
 from vllm_ascend_pd.engine.worker.pool_start import as_stored
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.pool import link as pool_link
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.fold import fold_found, fold_saved
@@ -59,6 +69,33 @@ def test_workers_with_the_same_kv_head_store_states_of_their_own() -> None:
         assert (own.share, own.num_replicas) == (Share(rank // 2, 2), 2)
         own = as_stored(own, [whole, states])
         assert (own.share, own.num_replicas) == (Share(rank, 4), 1)
+
+
+@pytest.mark.parametrize(("tier", "field"), [("dram", "dram_size"), ("fs", "ssd.size")])
+def test_share_of_a_tenant_that_holds_no_block_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: str, field: str
+) -> None:
+    for name, value in {
+        "fingerprint": "m",
+        "sharding": Sharding(1, tp_size=2, num_kv_heads=2),
+        "data_parallel_rank": None,
+        "from_first_worker": 64 << 20,
+    }.items():
+        monkeypatch.setattr(pool_start, name, lambda *of, value=value: value)
+    ssd = SsdConfig(str(tmp_path), 128 << 20) if tier == "fs" else None
+    pool = PoolConfig(tiers=(tier,), tenant_share=1 / 64, dram_size=128 << 20, ssd=ssd)
+    config = PDConfig(role=Role.BOTH, engine_id="e", host="127.0.0.1", port=0, pool=pool)
+    layout = PageLayout(Region(1 << 20, 1 << 30), np.array([0, 1 << 29]), 1 << 20, 1 << 20)
+    num_bytes = BlockValues(make_block_copier(), one_group(layout)[0], KeySpace.of("m")).num_bytes
+    message = (
+        rf"tenant_share 0\.015625 of the {64 << 20} bytes .* pool\.{field} is less than the"
+        rf" {num_bytes} bytes of a block, .*; raise pool\.{field} to {num_bytes * 128} bytes or"
+    )
+    config_of_vllm: Any = None
+    pages = WorkerPages(make_block_copier(), one_group(layout))
+    with pytest.raises(ConfigError, match=message):
+        pool_start.start_pool(config, config_of_vllm, config_of_vllm, pages, [])
+    assert not list(tmp_path.iterdir())
 
 
 # Folding.

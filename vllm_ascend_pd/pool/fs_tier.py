@@ -82,6 +82,7 @@ class FileTier(Tier):
         ssd = opening.config.ssd
         if ssd is None:
             raise ConfigError('pool.tiers fs needs pool.ssd: {"path": …, "size": …}')
+        opening.check_share("pool.ssd.size", ssd.size)
         tier = cls(make_folder(ssd.path), ssd.size, opening.config.tenant_share)
         held = tier.stats()
         logger.info("KV pool: %s of %d bytes holds %s values", ssd.path, ssd.size, held.num_keys)

@@ -34,7 +34,9 @@ class MemoryTier(Tier):
 
     @classmethod
     def open(cls, opening: Opening) -> MemoryTier:
-        return cls(opening.memory_bytes(), tenant_share=opening.config.tenant_share)
+        num_bytes = opening.memory_bytes()
+        opening.check_share("pool.dram_size", num_bytes)
+        return cls(num_bytes, tenant_share=opening.config.tenant_share)
 
     @property
     def num_over_share(self) -> int:  # type: ignore[override]

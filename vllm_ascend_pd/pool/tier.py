@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ class Opening:
     """What the first worker calls it with, for all of them, which call it at the same time."""
     shared: SharedEngine | None = None
     """The transfers' engine, where a process can have only one."""
+    value_bytes: int = 0
+    """Of the largest values that it is to keep."""
 
     def memory_bytes(self) -> int:
         """To contribute: as configured, or a quarter of what is available."""
@@ -78,6 +82,22 @@ class Opening:
             num_bytes = int(_available_memory_bytes() * _DRAM_SHARE) // self.num_workers
         # What is available changes as soon as one of them takes its part.
         return int(self.from_first(num_bytes))
+
+    def check_share(self, field: str, num_bytes: int) -> None:
+        """Of a tier with so many bytes, as ``field`` says.
+
+        Raises:
+            ConfigError: no value fits into a tenant's share of them.
+        """
+        share = self.config.tenant_share
+        if share is None or int(num_bytes * share) >= self.value_bytes:
+            return
+        least_bytes = math.ceil(self.value_bytes / share) * self.num_workers
+        raise ConfigError(
+            f"pool.tenant_share {share:g} of the {num_bytes} bytes that a worker has of {field} is"
+            f" less than the {self.value_bytes} bytes of a block, so nothing could be stored; raise"
+            f" {field} to {least_bytes} bytes or more, or the share"
+        )
 
 
 def _available_memory_bytes() -> int:

@@ -76,14 +76,17 @@ def start_pool(
     ]
     part = config.pool.for_rank(data_parallel_rank(vllm_config))
     part = part.for_worker(own.rank, own.num_workers)
+    values = [BlockValues(pages.copier, *both) for both in zip(pages.groups, spaces, strict=True)]
+    value_bytes = max(each.num_bytes for each in values)
     tier = open_tiers(
-        Opening(part, config.host, own.rank, own.num_workers, from_first_worker, shared)
+        Opening(
+            part, config.host, own.rank, own.num_workers, from_first_worker, shared, value_bytes
+        )
     )
     if script := envs.pool_fault_script():
         logger.warning("%s is set: the pool fails as scripted (%s)", envs.POOL_FAULTS, script)
         tier = FaultyTier(tier, TierScript(script))
-    values = [BlockValues(pages.copier, *both) for both in zip(pages.groups, spaces, strict=True)]
-    slot_bytes = max(config.pool.staging_slot_bytes, *(each.num_bytes for each in values))
+    slot_bytes = max(config.pool.staging_slot_bytes, value_bytes)
     num_readers = config.pool.io_threads
     read_slots, write_slots = (
         make_staging(tier, num_slots, slot_bytes) for num_slots in (2 * num_readers, _WRITE_SLOTS)
