@@ -110,7 +110,9 @@ class Pair:
 
     def step(self, with_target: bool = True) -> None:
         self._num_turns += 1
-        if self.source.scheduler.pd.has_pending_work() or not self._num_turns % 30:
+        has_news = self.source.scheduler.pd.has_pending_work()
+        self.note()  # by the next turn it may have been refused
+        if has_news or not self._num_turns % 30:
             away = [n for n, r in self.source.requests.items() if self.forwards.holds(r)]
             step = self.source.step()
             assert step.output.num_scheduled_tokens.keys().isdisjoint(away)
@@ -118,7 +120,6 @@ class Pair:
             still_away = self._away.intersection(away)
             assert still_away.isdisjoint(self.source.worker.requests), "it has ended for the worker"
             self._away = set(away)
-            self.note()
         if with_target:
             self.target.scheduler.pd.has_pending_work()
             if self.target.scheduler.has_requests() or self.target.in_flight:
