@@ -252,8 +252,7 @@ class Loads:
 
     def is_under(self, request: Request) -> bool:
         """Whether ``request`` is computed on KV of a load whose end is not known yet."""
-        records = [*self.new, *self.running.values()]
-        return any(request in record.users for record in records)
+        return any(request in record.users for record in self.in_steps())
 
     def note_computed(
         self, get_tables: Callable[[Request], Sequence[Sequence[KVCacheBlock]]]
