@@ -624,6 +624,28 @@ def test_request_that_gets_nothing_waits_for_the_engine_alone(
     assert request.status == status
 
 
+def placed(world: World, request: Request, places: list[Place]) -> PoolPrompt:
+    """What was found of a request that waits for memory since."""
+    world.source.add(request)
+    world.find(places)
+    prompt = world.source.find(request)
+    assert prompt is not None
+    prompt.advance(SourceEvent.PLACE)
+    request.status = RequestStatus.WAITING
+    world.take(Lookup)
+    return prompt
+
+
+def look_again(world: World, request: Request, *places: Place) -> None:
+    """Once it has waited for long; ``places`` are what the pool answers, if it does."""
+    world.now += 1
+    world.source.look_again(request)
+    assert len(world.sent) == 1
+    if places:
+        world.find(list(places))
+        world.source.look_again(request)
+
+
 def test_request_that_waits_is_looked_up_again(world: World) -> None:
     """Others may have stored what it lacks."""
     request = world.request()
@@ -634,14 +656,19 @@ def test_request_that_waits_is_looked_up_again(world: World) -> None:
     assert world.take(Lookup) == []
     world.now += 0.1
     world.source.look_again(request)
-    assert request.status == RequestStatus.WAITING_FOR_KV
+    assert request.status == RequestStatus.WAITING  # and keeps its place in the queue
+    assert world.source.num_looking == 0
     world.source.look_again(request)  # it has been asked
     assert len(world.sent) == 1
     world.find([Place.DRAM, Place.DRAM, Place.NOWHERE, Place.NOWHERE])
+    assert world.source.take_queued() == []
+    world.source.look_again(request)
+    assert request.status == RequestStatus.WAITING_FOR_KV
     prompt = world.source.find(request)
     assert prompt is not None
     assert prompt.offers
     assert prompt.num_blocks == 2
+    assert world.source.take_queued() == [prompt]
     assert world.source.closed == {}
     prompt.admit(0, 32, [0, 1])
     assert prompt.provenance.pool_tokens["dram"] == 32
@@ -650,49 +677,91 @@ def test_request_that_waits_is_looked_up_again(world: World) -> None:
 def test_what_was_found_or_cached_when_a_request_came_may_be_gone(world: World) -> None:
     other = world.request(name="other")
     world.run_step(other, 32)
+    world.take(Save)
     request = world.request()
-    world.source.add(request)
-    assert [len(lookup.hashes) for lookup in world.sent if isinstance(lookup, Lookup)] == [64, 64]
-    world.find([Place.DRAM] * 2)
-    request.status = RequestStatus.WAITING
-    assert [prompt.request for prompt in world.source.take_queued()] == [request]
+    prompt = placed(world, request, [Place.DRAM] * 2)
     world.now += 1
     world.source.look_again(request)
-    assert world.source.take_queued() == []
+    assert world.source.find(request) is prompt
+    assert prompt.offers
     (lookup,) = world.take(Lookup)
     assert len(lookup.hashes) == 4 * 32
     world.source.on_found(Found(lookup.lookup_id, bytes(4), True, 0.1), world.now)
+    world.source.look_again(request)
     assert request.status == RequestStatus.WAITING
+    assert prompt.state is SourceState.ABORTED
     assert list(world.source.closed) == ["r"]
+    assert world.source.open == {}
 
 
-def test_tail_is_not_held_for_a_prompt_that_is_looked_up_again(world: World) -> None:
+def test_what_loads_have_brought_in_counts_after_a_second_look(world: World) -> None:
     request = world.request()
-    world.source.add(request)
-    world.find([Place.DRAM] * 4)
-    prompt = world.source.find(request)
-    assert prompt is not None
+    prompt = placed(world, request, [Place.SSD, Place.DRAM, Place.NOWHERE, Place.NOWHERE])
+    world.run_step(world.request(name="other"), 32)
+    world.take(Save)
+    prompt.loaded, prompt.num_parked_tokens = {0, 1}, 32
+    look_again(world, request, Place.SSD, Place.DRAM, Place.DRAM, Place.NOWHERE)
+    again = world.source.find(request)
+    assert again is not None
+    assert again is not prompt
+    assert again.num_parked_tokens == 32
+    again.admit(0, 48, [2])
+    assert again.provenance.pool_tokens == {"dram": 32, "remote": 0, "ssd": 16}
+
+
+@pytest.mark.parametrize("finds", [Place.DRAM, Place.NOWHERE])
+def test_tail_is_held_for_a_prompt_until_a_second_look_finds_anything_else(
+    world: World, finds: Place
+) -> None:
+    request = world.request()
+    prompt = placed(world, request, [Place.DRAM] * 4)
     parking = world.source._common.parking
     parking.tails[prompt] = world.pool.get_new_blocks(1)
     num_free = world.pool.get_num_free_blocks()
-    world.now += 2
+    look_again(world, request, *[finds] * 4)
+    is_kept = finds is Place.DRAM
+    assert (world.source.find(request) is prompt) == (prompt in parking.tails) == is_kept
+    assert request.status == RequestStatus.WAITING
+    assert world.pool.get_num_free_blocks() == num_free + (not is_kept)
+
+
+@pytest.mark.parametrize("why", ["deadline", "unhealthy", "forgotten", "forsaken"])
+def test_second_look_without_an_answer_changes_nothing_and_is_followed_by_another(
+    world: World, why: str
+) -> None:
+    request = world.request()
+    prompt = placed(world, request, [Place.DRAM] * 4)
+    look_again(world, request)
+    if why == "forgotten":
+        world.source.forget()
+    elif why == "forsaken":
+        prompt.forsake()
+    elif why == "unhealthy":
+        world.find([], healthy=False)
+    else:
+        world.now += 0.2
+        world.source.tick()
+    world.take(Lookup)
     world.source.look_again(request)
-    assert len(world.take(Lookup)) == 1
-    assert not parking.tails
-    assert world.pool.get_num_free_blocks() == num_free + 1
+    assert world.source.find(request) is prompt
+    assert prompt.offers == (why in ("deadline", "unhealthy"))
+    look_again(world, request)
 
 
-@pytest.mark.parametrize("why", ["peer", "bypassed", "admitted", "unknown"])
+@pytest.mark.parametrize("why", ["peer", "bypassed", "admitted", "loading", "unknown"])
 def test_no_second_look(world: World, why: str) -> None:
     request = world.request()
     world.source.add(request, Provenance(70) if why == "peer" else None)
     world.find([Place.DRAM] * 4)
     prompt = world.source.find(request)
     assert prompt is not None
+    prompt.advance(SourceEvent.PLACE)
     if why == "bypassed":
         open_get_breaker(world)
     elif why == "admitted":
         prompt.admit(0, 64, [0, 1, 2, 3])
+    elif why == "loading":
+        prompt.load_started()  # of another request that shares its blocks
     elif why == "unknown":
         world.source.finish(request)
     world.now += 2

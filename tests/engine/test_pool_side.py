@@ -28,6 +28,7 @@ from vllm_ascend_pd.pool.messages import (
     Save,
     Saved,
 )
+from vllm_ascend_pd.types import Place
 
 
 class Engine(World):
@@ -186,6 +187,11 @@ def test_requests_that_are_next_are_looked_up_again(engine: Engine) -> None:
     output: Any = SimpleNamespace(
         preempted_req_ids=None, total_num_scheduled_tokens=0, num_scheduled_tokens={}
     )
+    engine.side.begin_step(output, StepDraft())
+    assert all(request.status != RequestStatus.WAITING_FOR_KV for request in requests)
+    for lookup in engine.arrived:
+        found = Found(lookup.lookup_id, bytes([Place.DRAM] * 4), True, 0.1)
+        engine.side.source.on_found(found, 0.0)
     engine.side.begin_step(output, StepDraft())
     looked_up = [r for r in requests if r.status == RequestStatus.WAITING_FOR_KV]
     assert looked_up == [r for r in requests[:16] if r not in (waits_for_a_grammar, has_none)]

@@ -57,6 +57,8 @@ class PoolPrompt(BlockSource):
         self.had_peer = had_peer
         self.asked_at = 0.0
         """By the source's clock."""
+        self.again: PoolPrompt | None = None
+        """What a second lookup finds, made as the request waits; it may take this one's place."""
         self.loaded: set[int] = set()
         """Blocks that loads have brought in."""
         self._pool = source
@@ -113,6 +115,11 @@ class PoolPrompt(BlockSource):
         return self._num_blocks
 
     @property
+    def found_nothing(self) -> bool:
+        """Whether there is nothing; else it may not be known."""
+        return self._num_lookups > 0 and not self._num_blocks
+
+    @property
     def num_tail_tokens(self) -> int:
         """All but the last token of a prompt of full blocks: vLLM computes that one, and would
         compute its whole block."""
@@ -156,6 +163,7 @@ class PoolPrompt(BlockSource):
 
     def forsake(self) -> None:
         super().forsake()
+        self.again = None
         self.give_up(Cause.INCOMPATIBLE)
 
     # Loads and admission.
@@ -213,6 +221,12 @@ class PoolPrompt(BlockSource):
     def follow(self, is_counted: bool) -> None:
         """It continues an earlier one of the request, whose tokens have been counted or not."""
         self._is_counted = is_counted
+
+    def take_over(self, previous: PoolPrompt) -> None:
+        """It takes the place of ``previous``, whose parked loads have ended."""
+        self.plan = previous.plan
+        self.loaded = previous.loaded
+        self.num_parked_tokens = previous.num_parked_tokens
 
     def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
         origin = self.provenance

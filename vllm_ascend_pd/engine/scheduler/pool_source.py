@@ -47,14 +47,14 @@ _AGAIN_S = 1.0
 stored what it lacks, and what was in the prefix cache may have been evicted."""
 _REFRESH_S = 2.0
 """Blocks that are used without the pool are looked up this often at most."""
-_LOOKED_UP = (SourceState.READY, SourceState.FAILED)
+_LOOKED_UP = (SourceState.PLACED, SourceState.FAILED)
 _POOL_FAULTS = (Cause.POOL_FAILED.value, Cause.DEADLINE.value)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A lookup on its way: of a prompt that waits for it, of blocks that a request has already, or
-    a probe, which is no request's.
+    """A lookup on its way: of a prompt, of blocks that a request has already, or a probe, which is
+    no request's.
     """
 
     request: Request | None
@@ -122,58 +122,97 @@ class PoolSource:
     ) -> None:
         """Look for what the prefix cache has not; the request waits for the answer.
 
-        Called at arrival, when a request has been preempted (``admitted``), when its peer, whose
-        session has ``from_peer``, has failed, and when it has waited long.
+        Called at arrival, when a request has been preempted (``admitted``), and when its peer,
+        whose session has ``from_peer``, has failed.
         """
         if not self._config.get or request.skip_reading_prefix_cache:
             return
-        end = self.size.tail_index(request.num_tokens)
-        # The last token is computed in any case, which a state behind it is of no use for.
-        stop = min(end + (not self._has_states), len(request.block_hashes))
         previous = self.find(request)
-        # The blocks of a preempted request are still cached, and about to be taken by others.
-        # What a waiting one found in the prefix cache may be evicted before it is scheduled.
-        is_first = previous is None and not admitted
-        start = self._phantoms.num_leading_hits(request, end) if is_first else 0
         if previous is not None:
-            prompt = PoolPrompt(request, start, self, previous.provenance, previous.had_peer)
-            prompt.follow(previous.count_computed(admitted))
+            prompt = self._follow(previous, admitted)
         else:
+            # The blocks of a preempted request are still cached, and about to be taken by others.
+            end = self.size.tail_index(request.num_tokens)
+            start = 0 if admitted else self._phantoms.num_leading_hits(request, end)
             prompt = PoolPrompt(request, start, self, from_peer, from_peer is not None)
             prompt.follow(admitted and prompt.had_peer)
         prompt.asked_at = self._clock()
         self.closed.pop(request.request_id, None)
         self.open[request.request_id] = prompt
+        asked = self._asked_first(prompt)
         if not self.breaker.closed:
-            if start < stop:
+            if asked:
                 self._count_lookup("bypassed")
             self._give_up(prompt)
             self._probe()
             return
-        if start < stop:
-            # States are at some boundaries only, and where is not to be guessed.
-            asked = [
-                Asked(group.id, range(start, stop))
-                for group in self.groups
-                if group.keeps_all or group.state
-            ]
+        if asked:
             self._look_up(request, asked, prompt)
             wait_for_kv(request)
         else:
             self._give_up(prompt)
-        self._refresh(request, start)
+        self._refresh(request, prompt.start)
+
+    def _follow(self, previous: PoolPrompt, admitted: bool) -> PoolPrompt:
+        """Another one of the same request. What was found in the prefix cache may be evicted before
+        it is scheduled, so all of it is asked for.
+        """
+        prompt = PoolPrompt(previous.request, 0, self, previous.provenance, previous.had_peer)
+        prompt.follow(previous.count_computed(admitted))
+        return prompt
+
+    def _asked_first(self, prompt: PoolPrompt) -> list[Asked]:
+        """What its first lookup asks for."""
+        request = prompt.request
+        # The last token is computed in any case, which a state behind it is of no use for.
+        stop = self.size.tail_index(request.num_tokens) + (not self._has_states)
+        indices = range(prompt.start, min(stop, len(request.block_hashes)))
+        # States are at some boundaries only, and where is not to be guessed.
+        groups = [group.id for group in self.groups if group.keeps_all or group.state]
+        return [Asked(group, indices) for group in groups] if indices else []
 
     def look_again(self, request: Request) -> None:
-        """It waits for memory only, and may be scheduled soon."""
+        """It waits for memory only, and may be scheduled soon. It keeps its place in the queue, and
+        what it has, until there is an answer; that is taken up here.
+        """
         prompt = self.find(request)
-        if prompt is None or prompt.had_peer or not self.breaker.closed:
+        if prompt is None or prompt.had_peer or prompt.state not in _LOOKED_UP or prompt.num_loads:
             return
-        if prompt.state not in _LOOKED_UP or self._clock() - prompt.asked_at < _AGAIN_S:
+        if (again := prompt.again) is not None:
+            if not again.pending:
+                prompt.again = None
+                self._take_up(prompt, again)
             return
+        if self.breaker.closed and self._clock() - prompt.asked_at >= _AGAIN_S:
+            again = self._follow(prompt, admitted=False)
+            prompt.asked_at = again.asked_at = self._clock()
+            if asked := self._asked_first(again):
+                prompt.again = again
+                self._look_up(request, asked, again)
+
+    def _take_up(self, prompt: PoolPrompt, again: PoolPrompt) -> None:
+        """What was found counts instead of ``prompt``, if that makes a difference."""
+        is_known = again.offers or again.found_nothing
+        if not is_known or self._loadable(again) == self._loadable(prompt):
+            return
+        request = prompt.request
+        again.take_over(prompt)
         prompt.advance(SourceEvent.ABORT)
         self._phantoms.withdraw(prompt)
         self._common.parking.leave(prompt)
-        self.add(request)
+        self.closed.pop(request.request_id, None)
+        self.open[request.request_id] = again
+        if again.offers:
+            self.queued.append(again)
+            wait_for_kv(request)
+        else:
+            self._close(again)
+
+    def _loadable(self, prompt: PoolPrompt) -> tuple[list[Wanted], int]:
+        """Blocks that the request may take, and tokens of its tail."""
+        if not prompt.offers:
+            return [], 0
+        return self._phantoms.find_missing(prompt.request, prompt), prompt.num_tail_tokens
 
     def _refresh(self, request: Request, num_blocks: int) -> None:
         """These leading blocks are taken from the prefix cache. The pool evicts what nobody has
@@ -236,13 +275,17 @@ class PoolSource:
 
     @property
     def num_looking(self) -> int:
-        """Prompts whose lookup is not answered."""
-        return sum(pending.prompt is not None for pending in self._pending.values())
+        """Prompts that wait for the answer to their lookup."""
+        return sum(self._is_open(pending.prompt) for pending in self._pending.values())
 
     @property
     def is_looking(self) -> bool:
         """Whether there is any of them."""
-        return any(pending.prompt is not None for pending in self._pending.values())
+        return any(self._is_open(pending.prompt) for pending in self._pending.values())
+
+    def _is_open(self, prompt: PoolPrompt | None) -> bool:
+        """Whether it is its request's, and not one that may take another one's place."""
+        return prompt is not None and self.open.get(prompt.request.request_id) is prompt
 
     def on_found(self, found: Found, arrived_at: float) -> None:
         """A worker has answered a lookup; with the last one's answer it is over."""
@@ -285,7 +328,8 @@ class PoolSource:
         if self._config.load is LoadFromPool.NONE:
             prompt.give_up(Cause.NOT_NEEDED)
             self._stats.add("pool_decisions", label="none")
-        self.queued.append(prompt)
+        if self._is_open(prompt):
+            self.queued.append(prompt)
 
     def _give_up(self, prompt: PoolPrompt) -> bool:
         """The pool has nothing for it; whether it was waiting for that. Without a peer, nothing
@@ -294,13 +338,18 @@ class PoolSource:
         if not prompt.pending:
             return False
         prompt.advance(SourceEvent.NOTHING)
-        if not prompt.had_peer:
+        if not prompt.had_peer and self._is_open(prompt):
             queue_as(prompt.request, prompt.queued_status)
-            self.closed[prompt.request.request_id] = self.open.pop(prompt.request.request_id)
+            self._close(prompt)
         return True
+
+    def _close(self, prompt: PoolPrompt) -> None:
+        self.closed[prompt.request.request_id] = self.open.pop(prompt.request.request_id)
 
     def forget(self) -> None:
         """Nothing that the pool has now is taken any more."""
+        for prompt in (*self.open.values(), *self.closed.values()):
+            prompt.again = None
         for prompt in self.open.values():
             prompt.give_up(Cause.CANCELLED)
         # A probe goes on: without its end the breaker would stay half open.
