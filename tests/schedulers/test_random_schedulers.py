@@ -418,12 +418,15 @@ def test_random_operations_with_windows(
         rounds.run()
 
 
+DRAFTED = replace(STATE, num_speculative_blocks=2)
 POOLED = {
     "whole": (SPEC,),
     "narrow": (SPEC, replace(WINDOW, sliding_window=17)),
     "wide": (SPEC, replace(WINDOW, sliding_window=40)),
     "states": (SPEC, STATE, STATE),
     "all kinds": (WINDOW, STATE, SPEC),
+    "drafts": (SPEC, DRAFTED),
+    "drafts and windows": (SPEC, DRAFTED, WINDOW),
 }
 """KV cache groups."""
 
@@ -438,13 +441,15 @@ def test_random_operations_with_a_pool(
     save: str,
 ) -> None:
     pool = {"load": "all", "lookup_timeout_ms": 5000, "save": save}
-    rounds = Rounds(engines, seed, (40, 48, 64), specs, pool)
+    num_drafts = DRAFTED.num_speculative_blocks if DRAFTED in specs else 0
+    rounds = Rounds(engines, seed, (40, 48, 64), specs, pool, num_drafts)
     try:
         for num_rounds in range(1, 10 * NUM_ROUNDS):
             rounds.run({**OPERATIONS, "move": 10})
             num_stored = sum(each.num_stored for each in rounds.pools)
             num_loaded = sum(each.num_loaded for each in rounds.pools)
             if num_rounds >= NUM_ROUNDS and num_stored and num_loaded:
+                assert bool(rounds.num_accepted) == bool(num_drafts)
                 return
         pytest.fail(f"{num_stored} blocks were stored and {num_loaded} loaded")
     finally:

@@ -113,12 +113,16 @@ class PhantomBlocks:
     def _with_source(
         self, request: Request, source: BlockSource, tail_follows: bool
     ) -> list[Table]:
-        stop = self._size.tail_index(request.num_tokens)
+        stop = self._stop(request, source)
         nothing: list[Sequence[KVCacheBlock]] = [[] for _ in self._groups]
         has_tail = tail_follows or source.has_tail(stop)
         return self._reach(
             request, nothing, stop, source.num_tail_tokens, has_tail, source.has_block
         )
+
+    def _stop(self, request: Request, source: BlockSource) -> int:
+        """No hit is behind so many blocks."""
+        return int(min(self._size.tail_index(request.num_tokens), source.max_blocks))
 
     def _reach(
         self,
@@ -180,7 +184,7 @@ class PhantomBlocks:
         compute the last one anew; behind it ``source`` goes on, so it counts here. No reference is
         kept: if the request is not scheduled now, nothing has to be undone.
         """
-        stop = self._size.tail_index(request.num_tokens)
+        stop = self._stop(request, source)
         last = min(source.num_blocks, stop)
         if last <= len(hits[0]):
             return tuple(hits)

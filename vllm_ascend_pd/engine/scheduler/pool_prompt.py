@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
+from vllm_ascend_pd.engine.vllm_api.requests import is_for_consumer
 from vllm_ascend_pd.pool.messages import PoolBlocks, PoolLoadSpec
 from vllm_ascend_pd.types import Cause, Place
 
@@ -55,6 +56,10 @@ class PoolPrompt(BlockSource):
         super().__init__(request, provenance)
         self.start = start
         self.had_peer = had_peer
+        if is_for_consumer(request):
+            # Its consumer goes on from where it would stop, or behind its end.
+            stops = (group.last_stop(self.end) for group in source.groups if group.stops_early)
+            self.max_blocks = 1 + min(stops, default=self.end)
         self.asked_at = 0.0
         """By the source's clock."""
         self.again: PoolPrompt | None = None

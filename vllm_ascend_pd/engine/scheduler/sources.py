@@ -125,6 +125,8 @@ class BlockSource(ABC):
     """Whether nothing of it may be loaded in a step, when a request holds the blocks already."""
     place_until = math.inf
     """When it is given up to find memory for what is not complete."""
+    max_blocks: float = math.inf
+    """So many leading blocks count as hits at most, also of those that are cached here."""
 
     def __init__(self, request: Request, provenance: Provenance | None = None) -> None:
         self.request = request

@@ -179,10 +179,6 @@ def _check_states(config: VllmConfig) -> None:
             drafter_may_have_two_groups(config),
             "a drafter of several layers beside layers that keep a state (one of one layer works)",
         ),
-        (
-            _has_pool(config) and speculative is not None,
-            "speculative decoding with layers that keep a state and a pool",
-        ),
     )
 
 

@@ -32,6 +32,12 @@ def is_seeded(params: SamplingParams) -> bool:
     return bool(params.sampling_type == SamplingType.RANDOM_SEED)
 
 
+def is_for_consumer(request: Request) -> bool:
+    """Whether its prompt is computed for another engine."""
+    params: object = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("do_remote_decode"))
+
+
 def params_digest(params: SamplingParams) -> bytes:
     """Equal where the same is asked for, but for transfers."""
     asked = msgspec.structs.asdict(cast("msgspec.Struct", params))
