@@ -114,6 +114,21 @@ def test_values_reach_the_pods() -> None:
     assert path.rpartition("/")[0] in mounts
 
 
+def test_a_pod_has_the_time_that_its_options_give_it() -> None:
+    def grace_s(**values: Any) -> list[int]:
+        deployments = of(render(**values), "Deployment").values()
+        pods = [one["spec"]["template"]["spec"] for one in deployments]
+        return [pod["terminationGracePeriodSeconds"] for pod in pods]
+
+    assert grace_s() == [50, 50, 80]
+    said: Object = {
+        "args": ["--shutdown-timeout", "300"],
+        "decode": {"args": ["--shutdown-timeout=400"]},
+        "router": {"args": ["--drain-timeout", "90.5"]},
+    }
+    assert grace_s(**said) == [320, 420, 111]
+
+
 def test_a_secret_is_drawn_or_named() -> None:
     drawn = [of(render(), "Secret")["vllm-pd"]["data"]["secret"] for _ in range(2)]
     assert len(set(drawn)) == 2
