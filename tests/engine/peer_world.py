@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from tests.clock import Clock
 from vllm_ascend_pd.config import PDConfig, Role
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.loads import Loads
@@ -73,14 +74,6 @@ def make_request(tokens: list[int], params: dict[str, Any]) -> Request:
 def first_token_of(prompt: Sequence[int]) -> int:
     """What every engine samples after ``prompt``."""
     return zlib.crc32(repr(list(prompt)).encode()) % VOCAB_SIZE
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # The network.

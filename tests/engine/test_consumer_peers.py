@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.peer_world import Clock, ConsumerProcess, Network, ProducerProcess
+from tests.clock import Clock
+from tests.engine.peer_world import ConsumerProcess, Network, ProducerProcess
 from vllm_ascend_pd.config import SecurityConfig
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint
@@ -22,8 +23,8 @@ class World:
 
     def __init__(self) -> None:
         self.network = Network()
-        self.producer = ProducerProcess(self.network, Clock(), 7001)
-        self.consumer = ConsumerProcess(self.network, Clock())
+        self.producer = ProducerProcess(self.network, Clock(1000.0), 7001)
+        self.consumer = ConsumerProcess(self.network, Clock(1000.0))
         request = self.producer.arrive(PROMPT)
         assert request is not None
         assert self.producer.compute(request)

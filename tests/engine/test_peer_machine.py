@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.request import Request, RequestStatus
 
+from tests.clock import Clock
 from tests.engine.peer_world import (
     ARRIVAL_TIMEOUT_S,
     BLOCK_SIZE,
@@ -32,7 +33,6 @@ from tests.engine.peer_world import (
     LEASE_S,
     PEER_TIMEOUT_S,
     TRUST,
-    Clock,
     ConsumerProcess,
     Network,
     ProducerProcess,
@@ -60,7 +60,7 @@ class Transfers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.network = Network()
         self.consumer: ConsumerProcess | None = None
         self.keeps_frames = True

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import Clock
 from tests.router.harness import FAST, Deployment, deployed, run, until
 from tests.router.test_admission import busy, end, limited, queued
 from vllm_ascend_pd.errors import ConfigError
@@ -80,7 +81,7 @@ def test_tokens_of_answers_are_counted(tmp_path: Path, stream: bool) -> None:
 def test_what_an_answer_did_not_use_comes_back(tmp_path: Path) -> None:
     path = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 100}}).tenants_file
     assert path is not None
-    tenants = Tenants(path, Counted(), clock=Clock())  # type: ignore[arg-type]
+    tenants = Tenants(path, Counted(), clock=Clock(0.0))  # type: ignore[arg-type]
     tenant = tenants.get("a")
     assert tenant is not None
     routed = Routed(10, 60, tenant=tenant)
@@ -201,13 +202,6 @@ def test_the_access_log_says_whose_request_it_was(
     assert "secret" not in caplog.text
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Counted:
     """Metrics that nobody asks for."""
 
@@ -216,7 +210,7 @@ class Counted:
 
 def test_tokens_come_back_evenly_and_a_huge_request_waits_for_a_full_minute(tmp_path: Path) -> None:
     config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}})
-    clock = Clock()
+    clock = Clock(0.0)
     assert config.tenants_file is not None
     tenants = Tenants(config.tenants_file, Counted(), share=2, clock=clock)  # type: ignore[arg-type]
     tenant = tenants.get("a")

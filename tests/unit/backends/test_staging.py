@@ -8,19 +8,12 @@ import threading
 
 import pytest
 
+from tests.clock import Clock
 from vllm_ascend_pd.backends import staging
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.shared_memory import SharedMapping
 from vllm_ascend_pd.backends.staging import Slot, StagingPool
 from vllm_ascend_pd.errors import BackendError
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

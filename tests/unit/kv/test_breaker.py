@@ -5,16 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.clock import Clock
 from vllm_ascend_pd.kv.breaker import TRANSITIONS, Breaker, BreakerState
 from vllm_ascend_pd.router.instances import MAX_BACKOFF_S, MIN_BACKOFF_S
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

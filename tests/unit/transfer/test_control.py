@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
+from tests.clock import Clock
 from tests.unit.transfer.raw_peers import RawServer, connected, silent_server
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError
@@ -49,16 +50,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
-
-
-class Clock:
-    """Time of the lease book, which only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Producer:

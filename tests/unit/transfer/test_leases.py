@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from tests.clock import Clock
 from vllm_ascend_pd.kv.span import GroupBlocks, Span
 from vllm_ascend_pd.transfer.lease_states import ProducerState
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, Tail, tail_digest
@@ -22,16 +23,6 @@ WORKERS = (PAGE_SERVER.admit(LeaseRef("t", 1), 51),)
 HASHES = (b"h0", b"h1", b"h2")
 TAIL = (7, 8, 9, 10)
 KEYS = b"(None,)"
-
-
-class Clock:
-    """Time that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_lease(

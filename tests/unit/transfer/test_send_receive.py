@@ -409,6 +409,7 @@ def test_cancelled_load_gives_its_slots_back(make_pair: Callable[..., Pair]) -> 
     pair.loader.start_load(spec)
     wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
     pair.loader.cancel(spec.load_id)
+    pair.pass_time(2 * pair.loader.answer_timeout_s)
     pair.time_passed = 1000.0
     wait_until(lambda: pair.receive_pool.num_free == NUM_SLOTS)
     assert [r.cause for r in pair.loader.take_results()] == [Cause.CANCELLED.value]
