@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vllm_ascend_pd import envs
+from vllm_ascend_pd.engine.scheduler.identity import Identity
 from vllm_ascend_pd.engine.scheduler.weights import (
     digest_weights,
     keeps_weights,
@@ -89,6 +90,45 @@ def test_weights_that_a_kernel_keeps_to_itself_cannot_be_told() -> None:
 def test_between_the_parts_of_an_update_nothing_is_told() -> None:
     assert generation(model(), method="update_weights") is None
     assert generation(model(), method="start_weight_update") is None
+
+
+def identified(executor: Executor, told: list[str]) -> Identity:
+    """Of an engine without requests, whose generations are ``told``."""
+    scheduler: Any = SimpleNamespace(
+        requests={},
+        vllm_config=SimpleNamespace(
+            lora_config=None, model_config=SimpleNamespace(model="no/such/folder")
+        ),
+    )
+    core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=None)
+    return Identity(scheduler, core, False, lambda request: None, told.append)
+
+
+def test_an_update_in_parts_makes_engines_agree_only_when_it_has_ended() -> None:
+    """As a trainer sends weights: engines with the same ones agree, those before it with none."""
+    told: list[list[str]] = [[], []]
+    for generations in told:
+        weights = model()
+        identity = identified(Executor(weights), generations)
+        for method in ("start_weight_update", "update_weights", "finish_weight_update"):
+            with identity.worker_call(method, (), {}):
+                if method == "update_weights":
+                    weights.load_state_dict(model(1).state_dict())
+    assert told[0][-1] == told[1][-1] == generation(model(1)) != generation(model())
+    early = [one for generations in told for one in generations[:-1]]
+    assert len(set(early)) == len(early) == 6
+    assert told[0][-1] not in early
+
+
+def test_an_update_that_breaks_off_leaves_weights_that_nobody_else_has() -> None:
+    told: list[str] = []
+    identity = identified(Executor(model()), told)
+    with (
+        pytest.raises(RuntimeError, match="trainer"),
+        identity.worker_call("update_weights", (), {}),
+    ):
+        raise RuntimeError("the trainer is gone")
+    assert [one.partition("-")[0] for one in told] == ["random"]
 
 
 def test_weights_that_are_asleep_or_a_worker_that_fails_tell_nothing() -> None:

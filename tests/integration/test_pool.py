@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.checkpoints import copy_with_other_tensors
 from tests.disk import wait_on_disk
 from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
@@ -373,11 +374,22 @@ def test_mla(
     settle(engine)
 
 
-def test_engines_of_other_dtype_share_no_block(
-    engines: Engines, prompt_of: PromptOf, master: EmbeddedMaster
+@pytest.mark.parametrize("differs", ["dtype", "weights"])
+def test_engines_that_differ_share_no_block(
+    engines: Engines,
+    prompt_of: PromptOf,
+    master: EmbeddedMaster,
+    base_config: EngineConfig,
+    tmp_path: Path,
+    differs: str,
 ) -> None:
+    """In ``weights``: of one shape, with other values in K and V."""
     owner = engines.shared("kv_both", pool={**POOL, "master": master.address})
-    other = engines.own("kv_both", pool={**POOL, "master": master.address}, dtype="bfloat16")
+    options = {"dtype": "bfloat16"}
+    if differs == "weights":
+        model = copy_with_other_tensors(Path(base_config.model), tmp_path / "m", r"\.(k|v)_proj\.")
+        options = {"model": str(model)}
+    other = engines.own("kv_both", pool={**POOL, "master": master.address}, **options)
     prompt = prompt_of(NUM_TOKENS)
     store(owner, prompt)
     assert provenance(other.ask(prompt, 8, ASK)) == {"computed": NUM_TOKENS}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.integration.architectures import make_model
@@ -149,6 +150,17 @@ def test_what_data_parallel_ranks_share_must_be_said(
 )
 def test_options_that_cannot_work_are_named(model: str, options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        configure(model, *options)
+
+
+def test_dbo_is_named_where_the_device_could_do_it(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--enable-dbo", "--all2all-backend=deepep_low_latency"]
+    assert not configure(model, *options).parallel_config.enable_dbo  # the platform has seen to it
+    keep = classmethod(lambda platform, config: None)
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", keep)
+    with pytest.raises(ValueError, match="leave out --enable-dbo"):
         configure(model, *options)
 
 

@@ -81,6 +81,32 @@ def test_page_shows_what_was_measured(tmp_path: Path) -> None:
     run(test)
 
 
+@needs_browser
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        ((1, 1), None),
+        ((0, 1), "tiny: no prefill engine, decode engines compute the prompts"),
+        ((1, 0), "tiny: no decode engine, prefill engines answer alone"),
+    ],
+)
+def test_page_says_what_is_degraded(
+    tmp_path: Path, roles: tuple[int, int], told: str | None
+) -> None:
+    async def test() -> None:
+        async with deployed(*roles) as d:
+            dom = await rendered(f"{d.url}/", tmp_path / "profile")
+            shown = re.search(r'<div id="degraded"([^>]*)>(.*?)</div>', dom)
+            assert shown is not None
+            if told is None:
+                assert "hidden" in shown[1]
+            else:
+                assert "hidden" not in shown[1]
+                assert shown[2] == f"degraded: {told}"
+
+    run(test)
+
+
 def request(num_tokens: int) -> tuple[Body, Routed]:
     body = parse(COMPLETIONS, b'{"model": "tiny", "prompt": "x"}')
     return body, Routed(num_tokens, 1)
