@@ -107,7 +107,7 @@ def serve(pipe: Connection, options: argparse.Namespace, extra: dict[str, Any], 
     groups = side.common.groups
     pipe.send(sum(group.bytes_per_block / group.block_size for group in groups))
     limit = moves_in._MAX_MISSING
-    parts = list(side.parts), list(side._admission.parts)
+    parts = list(side.parts), list(side._supply.parts)
     while True:
         has_work = engine.has_unfinished_requests() or scheduler.running
         if pipe.poll(0.0 if has_work else 0.001):
@@ -121,7 +121,7 @@ def serve(pipe: Connection, options: argparse.Namespace, extra: dict[str, Any], 
             elif name == PROCESSOR:
                 pipe.send((PROCESSOR, time.monotonic(), time.process_time(), None))
             elif name == "moves":
-                for mine, all_parts in zip((side.parts, side._admission.parts), parts, strict=True):
+                for mine, all_parts in zip((side.parts, side._supply.parts), parts, strict=True):
                     mine[:] = [
                         part
                         for part in all_parts
@@ -187,9 +187,10 @@ class Engine:
 
     def _listen(self) -> None:
         """All the time: an engine whose pipe is full would wait for us."""
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 self._said.put(self._pipe.recv())
+        self._said.put(None)
 
     def add(
         self,
@@ -207,7 +208,10 @@ class Engine:
     def next(self, name: str | None = None) -> tuple[float, list[int], str | None]:
         """The next output of this request, or of any."""
         while True:
-            of, came_at, tokens, reason = self._said.get()
+            said = self._said.get()
+            if said is None:
+                raise SystemExit("error: an engine has ended; its own words are above")
+            of, came_at, tokens, reason = said
             if of == STEP:
                 self.steps.append((came_at, tokens))
             elif of == AWAY:
