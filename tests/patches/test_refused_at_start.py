@@ -198,19 +198,10 @@ def test_states_are_not_refused(states: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (cache.mamba_cache_mode, cache.prefix_cache_retention_interval) == ("align", None)
 
 
-def test_a_pool_for_states_with_drafts_is_refused(
+def test_a_drafter_of_several_layers_beside_states_is_refused(
     states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command line is not asked: a drafter needs a model."""
-    config = configure(states)
-    config.speculative_config = SimpleNamespace(method="mtp")
-    extra = {"pool": {"dram_size": "1GiB"}}
-    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", extra)
-    with pytest.raises(ConfigError, match="a state and a pool"):
-        hooks.check_config(config)
-
-
-def test_a_drafter_of_several_layers_beside_states_is_refused(states: str) -> None:
+    """One of one layer is not, nor with a pool. The command line would ask for a model."""
     config = configure(states)
     text_config = SimpleNamespace(num_hidden_layers=2)
     config.speculative_config = SimpleNamespace(
@@ -222,6 +213,9 @@ def test_a_drafter_of_several_layers_beside_states_is_refused(states: str) -> No
     with pytest.raises(ConfigError, match="a drafter of several layers beside"):
         hooks.check_config(config)
     text_config.num_hidden_layers = 1
+    hooks.check_config(config)
+    extra = {"pool": {"dram_size": "1GiB"}}
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", extra)
     hooks.check_config(config)
 
 
