@@ -359,13 +359,17 @@ def test_kv_of_an_engine_that_drafts_otherwise_is_refused_by_name(
     options = make_options("eagle", folder, base_config, seed=1)
     if other == "none":
         options = {"model": drafting.options["model"]}
-    producer = engines.shared("kv_producer", **options)
-    consumer = engines.shared("kv_consumer", **drafting.options)
-    prompt = started(NUM_TOKENS)
-    answer = consumer.ask(prompt, 20, producer.prefill(prompt))
-    assert answer.token_ids == drafting.single(prompt, 20).token_ids
-    assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
-    consumer.wait_log("draft=eagle-")
+    differing = engines.shared("kv_both", **options)
+    pairs = (
+        (differing, engines.shared("kv_consumer", **drafting.options)),
+        (engines.shared("kv_producer", **drafting.options), differing),
+    )
+    for number, (producer, consumer) in enumerate(pairs):
+        prompt = started(NUM_TOKENS, str(number))
+        answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+        assert answer.token_ids == drafting.single(prompt, 20).token_ids
+        assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
+        consumer.wait_log("draft=eagle-")
 
 
 def test_drafter_with_pages_of_another_size_is_refused_by_name(
