@@ -56,6 +56,7 @@ class Stream:
     ids: set[str] = field(default_factory=set)
     num_chunks: int = 0
     text: str = ""
+    reasoning: str = ""
     calls: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Stream:
         for choice in chunk["choices"]:
             delta = choice.get("delta", {})
             self.text += choice.get("text") or delta.get("content") or ""
+            self.reasoning += delta.get("reasoning") or ""
             for call in delta.get("tool_calls") or ():
                 self.calls += call["function"].get("name") or ""
                 self.calls += call["function"].get("arguments") or ""
@@ -124,6 +126,7 @@ def assert_whole(got: Streams, expected: Streams) -> None:
         assert stream.ends == ["[DONE]"], name
         assert len(stream.ids) == 1, name
         assert (stream.text, stream.calls) == (one.text, one.calls), name
+        assert stream.reasoning == one.reasoning, name
         assert stream.token_ids == one.token_ids, name
         assert stream.finish_reasons == one.finish_reasons, name
         assert stream.num_tokens == one.num_tokens, name

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import psutil
 import pytest
 import requests
 
+from tests.e2e import reasoning_plugin
 from tests.e2e.forked_engines import ForkedEngine, Launcher
+from tests.e2e.load import STORY
 from tests.e2e.router_cluster import ROLES, routing, scraped, until
 from tests.e2e.servers import free_port
 from tests.e2e.streams import (
@@ -25,33 +29,78 @@ from tests.e2e.streams import (
     PARSER,
     REQUESTS,
     TEXT,
+    USAGE,
     assert_whole,
     begun,
     read,
     read_all,
 )
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
+from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
 NUM_STREAMS = 32
+POOL_LOADS = 'pd_pool_loads_total{engine="0",model_name="tiny",outcome="ok"}'
 VLLM_PD = str(Path(sys.executable).with_name("vllm-pd"))
+LORA = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
+"""On CPUs vLLM computes requests that name no adapter with the last place, which so is empty."""
+THINKING = {
+    **GREEDY,
+    **USAGE,
+    "messages": [{"role": "system", "content": "You think."}, *CHAT["messages"]],
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "minLength": 150, "maxLength": 200}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+CHOICE = ["one " * 40 + "or more", "one " * 40 + "or two", "two " * 40]
+KINDS: dict[str, dict[str, Any]] = {
+    **REQUESTS,
+    "json": {
+        **CHAT,
+        **GREEDY,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "said", "schema": SCHEMA},
+        },
+    },
+    "choice": {**TEXT, **GREEDY, "structured_outputs": {"choice": CHOICE}},
+    "adapter": {**CHAT, **GREEDY, **USAGE, "model": "adapter"},
+    "reasoning": THINKING,
+    "regex after reasoning": {**THINKING, "structured_outputs": {"regex": "[a-z ]{150,230}"}},
+}
 
 
 @pytest.fixture(scope="module")
 def started(
     launched: Launcher, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, ForkedEngine]:
+) -> Iterator[dict[str, ForkedEngine]]:
+    """What is in the pool is in p0's memory."""
     folder = tmp_path_factory.mktemp("streams")
     make_tiny_model(folder / "model")
+    make_tiny_lora(folder / "adapter", folder / "model")
+    master = EmbeddedMaster()
     made = {}
     for name in ("p0", "d0", "d1"):
+        pool = {"master": master.address, "dram_size": "64MiB" if name == "p0" else 0}
+        pool |= {"load": "all", "lookup_timeout_ms": 2000}
         config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": ROLES[name[0]]}
+        config |= {"kv_connector_extra_config": {"pool": pool}}
         options = ["--kv-transfer-config", json.dumps(config), "--max-num-seqs", "64"]
         options += ["--enable-auto-tool-choice", *PARSER]
+        options += ["--lora-modules", f"adapter={folder / 'adapter'}", *LORA]
+        options += ["--reasoning-parser-plugin", str(reasoning_plugin.__file__)]
+        options += ["--reasoning-parser", "after_a_system_message"]
         made[name] = launched.engine(name, folder / "model", folder, free_port(), *options)
         made[name].start()
-    return made
+    yield made
+    for engine in made.values():
+        engine.kill()
+    master.stop()
 
 
 @pytest.fixture
@@ -74,7 +123,7 @@ def instances(engines: dict[str, ForkedEngine]) -> list[dict[str, Any]]:
 
 def bodies() -> dict[str, dict[str, Any]]:
     """32 requests of all kinds that move, with prompts of their own where they are text."""
-    kinds = list(REQUESTS.items())
+    kinds = list(KINDS.items())
     made = {}
     for number in range(NUM_STREAMS):
         kind, body = kinds[number % len(kinds)]
@@ -129,13 +178,16 @@ def test_streams_of_an_engine_that_is_killed_go_on(
     victim: str,
 ) -> None:
     dying, other = engines["d0"], engines["d1"]
-    expected = read_all(other.url, REQUESTS)
+    expected = read_all(other.url, KINDS)
     plain = expected["chat"].text
     stop = plain[len(plain) // 2 :][:6]
-    bodies = {**REQUESTS, "stop string": {**CHAT, **GREEDY, "stop": [stop]}}
+    bodies = {**KINDS, "stop string": {**CHAT, **GREEDY, "stop": [stop]}}
     expected["stop string"] = read(other.url, bodies["stop string"])
+    bodies["from the pool"] = {"prompt": f"{victim}. {STORY}", **GREEDY}
+    expected["from the pool"] = read(engines["p0"].url, bodies["from the pool"])
     bodies["logprobs"] = {**TEXT, **GREEDY, "logprobs": 1}
     taken_on = scraped(other.url, "pd_resumes_total")
+    loaded = scraped(other.url, POOL_LOADS)
     with routing(tmp_path, instances[:2], *PARSER) as url, begun(url, bodies) as ended:
         os.killpg(dying.pid, signal.SIGSTOP)
         (listed,) = tmp_path.glob("*.json")
@@ -157,5 +209,10 @@ def test_streams_of_an_engine_that_is_killed_go_on(
     assert resumed >= len(got) - 1  # one may have ended before
     assert_whole(got, expected)
     assert scraped(other.url, "pd_resumes_total") == taken_on + resumed
+    assert scraped(other.url, POOL_LOADS) > loaded
     assert got["tool"].calls.startswith("look_up{")
+    assert got["adapter"].text != got["chat"].text
+    assert got["reasoning"].reasoning
+    assert got["reasoning"].text
+    assert re.match("[a-z ]{150}", got["regex after reasoning"].text)
     assert scraped(other.url, "num_requests_running") == 0
