@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines, one of which has no memory for all that it answers: what it preempts goes on at the
-other one, and each client gets what one engine gives."""
+"""Real engines with a pool, one of which has no memory for all that it answers: what it preempts
+goes on at the other one, from the pool's blocks, and each client gets what one engine gives."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -14,6 +16,7 @@ from tests.e2e.forked_engines import Launcher
 from tests.e2e.router_cluster import routing, scraped, until
 from tests.e2e.servers import free_port
 from tests.e2e.streams import GREEDY, USAGE, assert_whole, begun, read
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -28,15 +31,26 @@ BODIES = {
     }
     for i in range(6)
 }
+POOL_LOADS = 'pd_pool_loads_total{engine="0",model_name="tiny",outcome="ok"}'
 MEMORY = ["--max-model-len", "1024", "--block-size", "32", "--num-gpu-blocks-override", "50"]
 """Of each engine: for less than two of these answers at their ends."""
 
 
+@pytest.fixture
+def master() -> Iterator[str]:
+    """The address of the pool's."""
+    master = EmbeddedMaster()
+    yield master.address
+    master.stop()
+
+
 def test_request_that_an_engine_preempts_goes_on_at_another_one(
-    launched: Launcher, tmp_path: Path
+    launched: Launcher, tmp_path: Path, master: str
 ) -> None:
     make_tiny_model(tmp_path / "model")
-    config = {"kv_connector": "InEngine", "kv_role": "kv_both", "kv_port": 0}
+    pool = {"master": master, "dram_size": "64MiB", "load": "all", "lookup_timeout_ms": 2000}
+    config: dict[str, Any] = {"kv_connector": "InEngine", "kv_role": "kv_both", "kv_port": 0}
+    config |= {"kv_connector_extra_config": {"pool": pool}}
     options = ["--kv-transfer-config", json.dumps(config), *MEMORY]
     full, other = (
         launched.engine(name, tmp_path / "model", tmp_path, free_port(), *options)
@@ -54,9 +68,11 @@ def test_request_that_an_engine_preempts_goes_on_at_another_one(
         requests.put(f"{url}/registry/instances/other/drain", json={"seconds": None}, timeout=10)
         with begun(url, BODIES) as ended:
             until(lambda: scraped(full.url, "num_preemptions_total") > 0)
+            loaded = scraped(other.url, POOL_LOADS)
             requests.delete(f"{url}/registry/instances/other/drain", timeout=10)
             got = ended()
         assert scraped(url, preempted) > 0
+        assert scraped(other.url, POOL_LOADS) > loaded
         assert scraped(url, 'pd_router_requests_total{outcome="ok"}') == len(BODIES)
     assert_whole(got, {name: read(other.url, body) for name, body in BODIES.items()})
     for engine in full, other:
