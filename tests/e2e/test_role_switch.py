@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 pytestmark = pytest.mark.engine
 
 LONG = {"max_tokens": 1_000}
+ENDED_BY = {"structured_outputs", "tools"}
 VLLM_PD = str(Path(sys.executable).with_name("vllm-pd"))
 MOVED = 'pd_router_moves_total{{cause="",outcome="moved",reason="{}"}}'
 COPIED = 'pd_moves_total{engine="0",model_name="tiny",outcome="moved"}'
@@ -51,7 +53,7 @@ def engines(
         config = {"kv_connector": "InEngine", "kv_port": 0, "kv_role": "kv_both"}
         config |= {"kv_connector_extra_config": {"router": router}}
         options = ["--kv-transfer-config", json.dumps(config), "--max-num-seqs", "64"]
-        options += ["--enable-auto-tool-choice", *PARSER]
+        options += ["--enable-auto-tool-choice", *PARSER, "--shutdown-timeout", "150"]
         made[name] = launched.engine(name, folder / "model", folder, free_port(), *options)
         made[name].start()
     for engine in made.values():
@@ -64,6 +66,14 @@ def run(url: str, command: str, *words: str) -> str:
     told = subprocess.run(line, capture_output=True, text=True, timeout=240)
     assert told.returncode == 0, told.stdout + told.stderr
     return told.stdout
+
+
+def long_ones() -> dict[str, dict[str, Any]]:
+    """Requests of all kinds, longer where nothing but their number of tokens ends them."""
+    return {
+        name: body if ENDED_BY & body.keys() else {**body, **LONG}
+        for name, body in REQUESTS.items()
+    }
 
 
 @contextlib.contextmanager
@@ -91,10 +101,7 @@ def stumbling(port: int) -> Iterator[None]:
 def test_streams_move_to_and_fro_and_their_engine_gets_another_role(
     engines: dict[str, ForkedEngine], tmp_path: Path, router_port: int
 ) -> None:
-    sent = {
-        name: body if "structured_outputs" in body or "tools" in body else {**body, **LONG}
-        for name, body in REQUESTS.items()
-    }
+    sent = long_ones()
     with routing(tmp_path, [], *PARSER, port=router_port) as url:
         until(lambda: len(requests.get(f"{url}/instances", timeout=10).json()) == 3)
         for name, role in (("e0", "prefill"), ("e1", "decode"), ("e2", "decode")):
@@ -137,12 +144,9 @@ def answer(url: str, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
 def test_whole_answers_move_and_their_engine_may_die(
     engines: dict[str, ForkedEngine], tmp_path: Path, router_port: int
 ) -> None:
-    sent = {
-        name: body if "structured_outputs" in body or "tools" in body else {**body, **LONG}
-        for name, body in REQUESTS.items()
-    }
+    sent = long_ones()
     sent["samples"] = {**sent["seed"], "n": 2}
-    num_long = 1 + sum("structured_outputs" not in b and "tools" not in b for b in sent.values())
+    num_long = 1 + sum(not ENDED_BY & body.keys() for body in sent.values())
     ids = {name: name.replace(" ", "-") for name in sent}
     stays = 'pd_router_not_moved_total{cause="n",reason="drain"}'
     with routing(tmp_path, [], *PARSER, port=router_port) as url, ThreadPoolExecutor(8) as pool:
@@ -170,3 +174,29 @@ def test_whole_answers_move_and_their_engine_may_die(
     assert failed == 0
     assert copied == moved >= 3  # others may have ended before
     assert answers == expected
+
+
+def test_engine_that_is_told_to_end_hands_its_streams_over_and_ends(
+    engines: dict[str, ForkedEngine], tmp_path: Path, router_port: int
+) -> None:
+    """The last but one, and no operator has drained it."""
+    leaving, other = engines["e2"], engines["e0"]
+    engines["e1"].kill()
+    sent = long_ones()
+    expected = read_all(other.url, sent)
+    with routing(tmp_path, [], *PARSER, port=router_port) as url:
+        until(lambda: len(requests.get(f"{url}/instances", timeout=10).json()) == 2)
+        run(url, "drain", "e0")
+        with begun(url, sent) as ended:
+            assert scraped(leaving.url, "num_requests_running") > 3
+            run(url, "drain", "e0", "--undo")
+            os.kill(leaving.pid, signal.SIGTERM)
+            got = ended()
+        moved = scraped(url, MOVED.format("drain"))
+        failed = scraped(url, 'pd_router_requests_total{outcome="ok"}') - len(sent)
+        resumed = scraped(url, "pd_router_resumes_total")
+    assert (failed, resumed) == (0, 0)
+    assert moved > 3
+    assert_whole(got, expected)
+    until(lambda: not psutil.pid_exists(leaving.pid))
+    assert scraped(other.url, "num_requests_running") == 0
