@@ -26,7 +26,7 @@ from tests.integration.engines import (
     Fleet,
 )
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
-from tests.integration.pool_steps import POOL, delta, provenance, store
+from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from tests.integration.test_moves import coming, move, outcome_of, two
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
 from tests.integration.test_states import assert_likeliest
@@ -231,6 +231,43 @@ def test_pool_hit_is_like_one_engine(
         num_hit = num_full - drafting.block_size * (drafting.kind == STATES)
         assert provenance(answer) == {"dram": num_hit, "computed": len(prompt) - num_hit}
     rates.assert_like_one_engine()
+
+
+@pytest.mark.parametrize("drafting", [STATES], indirect=True)
+def test_decoded_states_and_failed_loads_beside_a_pool(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    """Then, too, requests that are preempted, of which the pool has what they have decoded."""
+    small = SMALL | {"num_blocks": NUM_BLOCKS[STATES]}
+    options = {"pool": POOL, "pool_faults": "get:ok*", **small, **drafting.options}
+    engine = engines.shared("kv_both", transfer={"load_mode": "step"}, **options)
+    engine.set_pool_faults("")
+    turn = started(NUM_TOKENS)
+    turn += store(engine, turn, NUM_OUTPUT).token_ids
+    hits = []
+    for faults in ("", "get:ok*2,corrupt"):
+        engine.set_pool_faults(faults)
+        answer = engine.ask(turn, 2 * BLOCK_SIZE, {"return_provenance": True})
+        drafting.assert_right(answer, turn)
+        hits.append(provenance(answer).get("dram", 0))
+        settle(engine)
+        assert engine.reset_prefix_cache()
+    # vLLM keeps a state at a boundary of decoded blocks if a step ends there or a token before.
+    whole, failed = hits
+    assert NUM_TOKENS < whole < len(turn)
+    assert whole % BLOCK_SIZE == failed == 0
+    engine.set_pool_faults("")
+    before = engine.metrics()
+    prompts = {name: started(NUM_TOKENS, name) for name in NAMES}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, NUM_OUTPUT)
+    answers = engine.run()
+    after = engine.metrics()
+    assert delta(before, after, "preemptions") > 0
+    assert delta(before, after, "pool_loads/ok") > 0
+    for name, prompt in prompts.items():
+        drafting.assert_right(answers[name], prompt, name)
+    settle(engine)
 
 
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
