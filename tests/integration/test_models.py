@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.engines import Answer, EngineConfig, EngineError, Fleet
-from tests.integration.pairs import EVERY_LAYER, Pair
+from tests.integration.pairs import EVERY_LAYER, Pair, expect_recovery_and_preemptions
 
 pytestmark = pytest.mark.engine
 
@@ -37,6 +37,9 @@ class Three:
         configs = (config, producer, consumer)
         self.single, self.producer, self.consumer = fleet.engines(*configs)
         self.pair = Pair(self.producer, self.consumer, prompt)
+
+    def assert_right(self, answer: Answer, prompt: list[int]) -> None:
+        assert answer.token_ids == self.single.ask(prompt, len(answer.token_ids)).token_ids
 
     def assert_equal(
         self,
@@ -86,17 +89,22 @@ def test_one_kv_head(
     assert answers[0].token_ids != answers[1].token_ids
 
 
-@pytest.mark.parametrize("architecture", ["sliding", "chunks"])
+@pytest.mark.parametrize(("architecture", "num_blocks"), [("sliding", 51), ("chunks", 55)])
 def test_sliding_windows_beside_full_attention(
     three: Callable[..., Three],
     models: Callable,
     prompt_of: Callable[..., list[int]],
     architecture: str,
+    num_blocks: int,
 ) -> None:
     """Each kind of layer in groups of its own, on all engines."""
-    engines = three(model=models(architecture))
+    small = {"num_blocks": num_blocks, "max_model_len": 640}
+    engines = three(model=models(architecture), faults="ok*", **small)
     answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
     assert answers[0].token_ids != answers[1].token_ids
+    expect_recovery_and_preemptions(
+        engines.producer, engines.consumer, engines.assert_right, prompt_of
+    )
 
 
 def test_mla(
