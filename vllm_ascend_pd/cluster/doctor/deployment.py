@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 from vllm_ascend_pd.cluster.placement import http_url
 from vllm_ascend_pd.cluster.plan import MASTER_PORTS, place, wants_master
 from vllm_ascend_pd.config import ETCD
@@ -136,7 +136,7 @@ class Master:
                 opening = asyncio.open_connection(host.strip("[]"), int(port))
                 _, writer = await asyncio.wait_for(opening, _CONNECT_TIMEOUT_S)
             except (OSError, asyncio.TimeoutError, ValueError) as e:
-                wrong = f"{address}: {str(e) or type(e).__name__}"
+                wrong = f"{address}: {reason_of(e)}"
                 continue
             writer.close()
             return ok(self.name, f"{address} answers")

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 from vllm_ascend_pd.registration import RANK_HEADER, InstanceStatus
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ async def ask(web: Web, engine: Engine) -> None:
         engine.model, engine.max_model_len = str(model["id"]), int(model["max_model_len"])
         engine.info = find_info(await web.text(f"{engine.url}/metrics"), engine.rank)
     except (*ERRORS, KeyError, IndexError, TypeError) as e:
-        engine.error = str(e) or type(e).__name__
+        engine.error = reason_of(e)
 
 
 def find_info(page: str, rank: int | None = None) -> dict[str, str]:

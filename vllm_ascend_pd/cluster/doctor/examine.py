@@ -15,7 +15,15 @@ from rich.text import Text
 from vllm_ascend_pd.cluster.doctor import deployment, engines, host, moves, transfers
 from vllm_ascend_pd.cluster.doctor.bandwidth import Bandwidth
 from vllm_ascend_pd.cluster.doctor.bring_up import BringUp
-from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code, fail, ok
+from vllm_ascend_pd.cluster.doctor.findings import (
+    Check,
+    Finding,
+    Verdict,
+    exit_code,
+    fail,
+    ok,
+    reason_of,
+)
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 
 if TYPE_CHECKING:
@@ -103,7 +111,7 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
             listed = await engines.discover(web, subject.router)
         except engines.ERRORS as e:
             fix = f"curl -i {subject.router}/health; then see its log"
-            yield fail("router", f"{subject.router}: {str(e) or type(e).__name__}", fix)
+            yield fail("router", f"{subject.router}: {reason_of(e)}", fix)
             if not known and subject.topology is None:
                 return
         else:

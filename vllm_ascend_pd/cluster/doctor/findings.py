@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,3 +67,9 @@ def fail(check: str, found: str, fix: str, **values: Any) -> Finding:
 def exit_code(findings: Sequence[Finding]) -> int:
     """1 when anything failed."""
     return int(any(finding.verdict is Verdict.FAIL for finding in findings))
+
+
+def reason_of(error: Exception) -> str:
+    """What a person is told of it. A deadline that has passed has no words of its own."""
+    late = isinstance(error, asyncio.TimeoutError)
+    return str(error) or ("no answer in time" if late else type(error).__name__)

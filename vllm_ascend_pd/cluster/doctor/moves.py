@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web
-from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 from vllm_ascend_pd.cluster.doctor.transfers import make_body, make_prompt
 from vllm_ascend_pd.operating import REQUESTS, MoveReport
 
@@ -50,7 +50,7 @@ class MoveThroughRouter:
             hint = "; name the file with its token with --token-file" if e.status == 403 else ""
             return [skipped(self.name, f"the router did not take the order: {e.status}{hint}")]
         except (*ERRORS, LookupError, TypeError) as e:
-            reason = str(e) or type(e).__name__
+            reason = reason_of(e)
             return [fail(self.name, reason, "see the router's log")]
         return [self.judge(report, is_equal)]
 

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, count
-from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +101,7 @@ class Transfer:
             elapsed_s = time.perf_counter() - sent
             _, alone = await self._complete(p, prompt, NUM_ANSWER_TOKENS, None)
         except (*ERRORS, KeyError, IndexError, TypeError) as e:
-            reason = str(e) or type(e).__name__
+            reason = reason_of(e)
             return fail(self.name, f"{pair}: {reason}", f"see the logs of {p} and {d}")
         return self.judge(pair, (answer or {}).get("provenance"), elapsed_s, text == alone)
 
@@ -166,7 +166,7 @@ class ThroughRouter:
             answer["choices"][0]["text"]
             after = await self._settled(consumers, before)
         except (*ERRORS, KeyError, IndexError, TypeError) as e:
-            reason = str(e) or type(e).__name__
+            reason = reason_of(e)
             fix = f"curl -i {self._router}/health; then see the router's log"
             return [fail(self.name, reason, fix)]
         return [self.judge(before, after, elapsed_s)]

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from vllm_ascend_pd.cluster.doctor import host
-from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code
+from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, exit_code, reason_of
 
 
 def findings(check: Check) -> Sequence[Finding]:
@@ -174,6 +174,18 @@ def test_ports_and_who_has_them() -> None:
         assert f"{port} (the router) is used by" in finding.found
         assert "pid" in finding.found
     assert only(host.Ports({"the router": ("127.0.0.1", port)})).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (asyncio.TimeoutError(), "no answer in time"),
+        (OSError(110, "timed out"), "[Errno 110] timed out"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_reason_is_told_in_words(error: Exception, told: str) -> None:
+    assert reason_of(error) == told
 
 
 def test_exit_code_is_that_of_the_worst() -> None:
