@@ -351,6 +351,8 @@ class PoolConfig(msgspec.Struct, frozen=True):
     """Where blocks are looked for, in this order (``pool.registry``)."""
     tenant_share: float | None = None
     """Of each tier's room, the most that blocks of one tenant take."""
+    tenant_shares: dict[str, float] = {}
+    """The same of single tenants, by name; ``tenant_share`` is that of the others."""
     get: bool = True
     """Take blocks that the pool has."""
     put: bool = True
@@ -404,18 +406,24 @@ class PoolConfig(msgspec.Struct, frozen=True):
             raise ConfigError('pool.tiers: fs needs pool.ssd: {"path": "/…", "size": "…"}')
         if self.ssd is not None and not {"fs", "mooncake"} & set(tiers):
             raise ConfigError("pool.ssd is for the tiers fs and mooncake: name one in pool.tiers")
-        if self.tenant_share is not None:
-            if not 0 < self.tenant_share < 1:
-                raise ConfigError(
-                    f"pool.tenant_share must be above 0 and below 1, not {self.tenant_share}"
-                )
+        for field, share in self.shares.items():
+            if not 0 < share < 1:
+                raise ConfigError(f"{field} must be above 0 and below 1, not {share}")
             if others := sorted(set(tiers) - {"dram", "fs"}):
                 raise ConfigError(
-                    f"pool.tenant_share: {', '.join(others)} evicts by itself, whosever blocks"
-                    " they are; name dram and fs in pool.tiers, or leave the share out"
+                    f"{field}: {', '.join(others)} evicts by itself, whosever blocks they are; name"
+                    " dram and fs in pool.tiers, or leave the share out"
                 )
         if self.master is not None and not has_mooncake:
             raise ConfigError("pool.master is for the tier mooncake: name it in pool.tiers")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of tenants, by the option that says it."""
+        shares = {f"pool.tenant_shares.{name}": share for name, share in self.tenant_shares.items()}
+        if self.tenant_share is not None:
+            shares["pool.tenant_share"] = self.tenant_share
+        return shares
 
     def for_rank(self, rank: int | None) -> PoolConfig:
         """That of a data parallel rank, which has what is configured, and a folder of its own."""

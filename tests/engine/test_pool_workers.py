@@ -71,9 +71,16 @@ def test_workers_with_the_same_kv_head_store_states_of_their_own() -> None:
         assert (own.share, own.num_replicas) == (Share(rank, 4), 1)
 
 
-@pytest.mark.parametrize(("tier", "field"), [("dram", "dram_size"), ("fs", "ssd.size")])
+@pytest.mark.parametrize(
+    ("tier", "field", "option"),
+    [
+        ("dram", "dram_size", "tenant_share"),
+        ("fs", "ssd.size", "tenant_share"),
+        ("dram", "dram_size", "tenant_shares.a"),
+    ],
+)
 def test_share_of_a_tenant_that_holds_no_block_is_refused_at_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: str, field: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: str, field: str, option: str
 ) -> None:
     for name, value in {
         "fingerprint": "m",
@@ -83,12 +90,15 @@ def test_share_of_a_tenant_that_holds_no_block_is_refused_at_start(
     }.items():
         monkeypatch.setattr(pool_start, name, lambda *of, value=value: value)
     ssd = SsdConfig(str(tmp_path), 128 << 20) if tier == "fs" else None
-    pool = PoolConfig(tiers=(tier,), tenant_share=1 / 64, dram_size=128 << 20, ssd=ssd)
+    share: dict[str, Any] = {"tenant_share": 1 / 64}
+    if option != "tenant_share":
+        share = {"tenant_shares": {"a": 1 / 64}}
+    pool = PoolConfig(tiers=(tier,), dram_size=128 << 20, ssd=ssd, **share)
     config = PDConfig(role=Role.BOTH, engine_id="e", host="127.0.0.1", port=0, pool=pool)
     layout = PageLayout(Region(1 << 20, 1 << 30), np.array([0, 1 << 29]), 1 << 20, 1 << 20)
     num_bytes = BlockValues(make_block_copier(), one_group(layout)[0], KeySpace.of("m")).num_bytes
     message = (
-        rf"tenant_share 0\.015625 of the {64 << 20} bytes .* pool\.{field} is less than the"
+        rf"{option} 0\.015625 of the {64 << 20} bytes .* pool\.{field} is less than the"
         rf" {num_bytes} bytes of a block, .*; raise pool\.{field} to {num_bytes * 128} bytes or"
     )
     config_of_vllm: Any = None

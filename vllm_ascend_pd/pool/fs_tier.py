@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.pool.room import Room
+from vllm_ascend_pd.pool.room import Room, Shares
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
 from vllm_ascend_pd.types import Place
 
@@ -57,9 +57,7 @@ class FileTier(Tier):
 
     stores_to = Place.SSD
 
-    def __init__(
-        self, folder: Path, capacity_bytes: int, tenant_share: float | None = None
-    ) -> None:
+    def __init__(self, folder: Path, capacity_bytes: int, shares: Shares | None = None) -> None:
         self.folder = folder
         self._numbers = itertools.count()
         try:
@@ -72,7 +70,7 @@ class FileTier(Tier):
             os.close(self._lock_fd)
             raise ConfigError(f"pool.ssd.path {folder} is used by another engine") from e
         self._lock = threading.Lock()  # guards the fields below; no file is touched under it
-        self._room = Room(capacity_bytes, tenant_share)
+        self._room = Room(capacity_bytes, shares)
         self._is_open = True
         self._failed_at = -math.inf
         self._find_files()
@@ -83,7 +81,7 @@ class FileTier(Tier):
         if ssd is None:
             raise ConfigError('pool.tiers fs needs pool.ssd: {"path": …, "size": …}')
         opening.check_share("pool.ssd.size", ssd.size)
-        tier = cls(make_folder(ssd.path), ssd.size, opening.config.tenant_share)
+        tier = cls(make_folder(ssd.path), ssd.size, Shares.of(opening.config))
         held = tier.stats()
         logger.info("KV pool: %s of %d bytes holds %s values", ssd.path, ssd.size, held.num_keys)
         return tier
@@ -129,7 +127,7 @@ class FileTier(Tier):
                 return Status.FAILED
             if value.key in self._room:
                 return Status.OK
-            if not self._room.fits(value.num_bytes):
+            if not self._room.fits(value.num_bytes, value.tenant):
                 return Status.FULL
             evicted = self._room.reserve(value.num_bytes, value.tenant)
         status = Status.FAILED

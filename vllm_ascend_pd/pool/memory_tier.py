@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_ascend_pd.pool.room import Room
+from vllm_ascend_pd.pool.room import Room, Shares
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
 from vllm_ascend_pd.types import Place
 
@@ -24,11 +24,11 @@ class MemoryTier(Tier):
         self,
         capacity_bytes: int,
         place: Place = Place.DRAM,
-        tenant_share: float | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self._place = place
         self._lock = threading.Lock()
-        self._room = Room(capacity_bytes, tenant_share)
+        self._room = Room(capacity_bytes, shares)
         self._values: dict[str, np.ndarray] = {}
         self._closed = False
 
@@ -36,7 +36,7 @@ class MemoryTier(Tier):
     def open(cls, opening: Opening) -> MemoryTier:
         num_bytes = opening.memory_bytes()
         opening.check_share("pool.dram_size", num_bytes)
-        return cls(num_bytes, tenant_share=opening.config.tenant_share)
+        return cls(num_bytes, shares=Shares.of(opening.config))
 
     @property
     def num_over_share(self) -> int:  # type: ignore[override]
@@ -73,7 +73,7 @@ class MemoryTier(Tier):
             return Status.FAILED
         if value.key in self._values:
             return Status.OK
-        return None if self._room.fits(value.num_bytes) else Status.FULL
+        return None if self._room.fits(value.num_bytes, value.tenant) else Status.FULL
 
     def get(self, values: Sequence[Value]) -> list[Status]:
         return [self._get(value) for value in values]

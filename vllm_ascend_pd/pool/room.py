@@ -5,16 +5,40 @@ it used least recently itself."""
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.pool.keys import tenant_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm_ascend_pd.config import PoolConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How much of a tier's room blocks of a tenant take at most."""
+
+    default: float = 1.0
+    of_tenants: Mapping[str, float] = field(default_factory=dict)
+    """Of those that have one of their own."""
+
+    @classmethod
+    def of(cls, config: PoolConfig) -> Shares:
+        own = {tenant_of(name): share for name, share in config.tenant_shares.items()}
+        return cls(1.0 if config.tenant_share is None else config.tenant_share, own)
+
+    def num_bytes(self, tenant: str, capacity_bytes: int) -> int:
+        return int(capacity_bytes * self.of_tenants.get(tenant, self.default))
 
 
 class Room:
     """The values of one tier, by key. Bookkeeping only; under its owner's lock."""
 
-    def __init__(self, capacity_bytes: int, tenant_share: float | None = None) -> None:
+    def __init__(self, capacity_bytes: int, shares: Shares | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        self._tenant_bytes = capacity_bytes
-        if tenant_share is not None:
-            self._tenant_bytes = int(capacity_bytes * tenant_share)
+        self._shares = shares or Shares()
         self._values: OrderedDict[str, tuple[int, str]] = OrderedDict()
         """Bytes and tenant, the least recently used first; so is each of ``_keys_of``."""
         self._keys_of: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
@@ -40,9 +64,13 @@ class Room:
     def tenant(self, key: str) -> str:
         return self._values.get(key, (0, ""))[1]
 
-    def fits(self, num_bytes: int) -> bool:
+    def _bytes_of(self, tenant: str) -> int:
+        """That it may have."""
+        return self._shares.num_bytes(tenant, self.capacity_bytes)
+
+    def fits(self, num_bytes: int, tenant: str) -> bool:
         """At all."""
-        return num_bytes <= self._tenant_bytes
+        return num_bytes <= self._bytes_of(tenant)
 
     def touch(self, key: str) -> None:
         """It is used, if it is there."""
@@ -53,12 +81,12 @@ class Room:
     def reserve(self, num_bytes: int, tenant: str) -> list[tuple[str, str]]:
         """Room for a value, until ``keep`` or ``release``; what goes for it: keys and tenants."""
         evicted = []
-        own = self._keys_of[tenant]
-        while own and self._used_by[tenant] + num_bytes > self._tenant_bytes:
+        own, most_bytes = self._keys_of[tenant], self._bytes_of(tenant)
+        while own and self._used_by[tenant] + num_bytes > most_bytes:
             key = next(iter(own))
             self.pop(key)
             evicted.append((key, tenant))
-            self.num_over_share += self._tenant_bytes < self.capacity_bytes
+            self.num_over_share += most_bytes < self.capacity_bytes
         evicted += self.make_room(num_bytes)
         self._add(num_bytes, tenant)
         return evicted

@@ -89,15 +89,14 @@ class Opening:
         Raises:
             ConfigError: no value fits into a tenant's share of them.
         """
-        share = self.config.tenant_share
-        if share is None or int(num_bytes * share) >= self.value_bytes:
-            return
-        least_bytes = math.ceil(self.value_bytes / share) * self.num_workers
-        raise ConfigError(
-            f"pool.tenant_share {share:g} of the {num_bytes} bytes that a worker has of {field} is"
-            f" less than the {self.value_bytes} bytes of a block, so nothing could be stored; raise"
-            f" {field} to {least_bytes} bytes or more, or the share"
-        )
+        for option, share in self.config.shares.items():
+            if int(num_bytes * share) < self.value_bytes:
+                least_bytes = math.ceil(self.value_bytes / share) * self.num_workers
+                raise ConfigError(
+                    f"{option} {share:g} of the {num_bytes} bytes that a worker has of {field} is"
+                    f" less than the {self.value_bytes} bytes of a block, so nothing could be"
+                    f" stored; raise {field} to {least_bytes} bytes or more, or the share"
+                )
 
 
 def _available_memory_bytes() -> int:

@@ -128,6 +128,8 @@ def test_every_option_is_read() -> None:
         ({"tiers": ["dram"], "tenant_share": 0}, "pool.tenant_share must be above 0 and below 1"),
         ({"tiers": ["dram"], "tenant_share": 1}, "pool.tenant_share must be above 0 and below 1"),
         ({"tiers": ["dram", "mine"], "tenant_share": 0.5}, "pool.tenant_share: mine evicts by"),
+        ({"tenant_shares": {"a": 0.5}}, "pool.tenant_shares.a: mooncake evicts by itself"),
+        ({"tiers": ["dram"], "tenant_shares": {"a": 2}}, "pool.tenant_shares.a must be above 0"),
         ({"tiers": ["dram"], "tenant_share": "1/2"}, "pool.tenant_share must be float"),
         ({"io_threads": 0}, "pool.io_threads must be positive"),
         ({"master": "192.0.2.1:5"}, "neither a loopback address nor in security.allowed_peers"),

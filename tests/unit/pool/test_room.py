@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.config import PoolConfig
 from vllm_ascend_pd.pool.composite_tier import CompositeTier
 from vllm_ascend_pd.pool.fs_tier import FileTier
 from vllm_ascend_pd.pool.keys import tenant_of
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
-from vllm_ascend_pd.pool.room import Room
+from vllm_ascend_pd.pool.room import Room, Shares
 from vllm_ascend_pd.pool.tier import Status, Tier, Value
 from vllm_ascend_pd.types import Place
 
 SIZE, ROOM, SHARE = 10, 100, 0.4
+SHARES = Shares(SHARE)
 MEMORY = np.arange(SIZE, dtype=np.uint8)
 
 TENANTS = st.sampled_from(["", "a", "b", "c"])
@@ -35,14 +37,14 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_room_is_that_of_a_list_in_order_of_use(steps: list[tuple[str, str, int]]) -> None:
-    room = Room(ROOM, SHARE)
+    room = Room(ROOM, SHARES)
     model: list[tuple[str, int, str]] = []  # the least recently used first
     for number, (what, tenant, size) in enumerate(steps):
         key = model[size % len(model)][0] if model else "unknown"
         known = [one for one in model if one[0] == key]
         if what in ("put", "fail"):
             key = f"new {number}"
-            if not room.fits(size):
+            if not room.fits(size, tenant):
                 assert size > ROOM * SHARE
                 continue
             gone = room.reserve(size, tenant)
@@ -74,7 +76,7 @@ def test_room_is_that_of_a_list_in_order_of_use(steps: list[tuple[str, str, int]
 
 
 def test_what_a_tenant_has_just_used_is_not_what_goes() -> None:
-    room = Room(ROOM, SHARE)
+    room = Room(ROOM, SHARES)
     for key in "wxyz":
         assert room.reserve(SIZE, "a") == []
         room.keep(key, SIZE, "a")
@@ -93,9 +95,9 @@ def there(tier: Tier, *keys: str) -> list[bool]:
 
 @pytest.mark.parametrize("kind", ["memory", "files"])
 def test_tenant_over_its_share_loses_its_own_values(kind: str, tmp_path: Path) -> None:
-    tier: Tier = MemoryTier(ROOM, tenant_share=SHARE)
+    tier: Tier = MemoryTier(ROOM, shares=SHARES)
     if kind == "files":
-        tier = FileTier(tmp_path, ROOM, SHARE)
+        tier = FileTier(tmp_path, ROOM, SHARES)
     others = [value("pd2/f/aa", "b"), value("pd2/f/bb")]
     assert tier.put(others) == [Status.OK] * 2
     keys = [f"pd2/f/{i}" for i in range(7)]
@@ -108,11 +110,11 @@ def test_tenant_over_its_share_loses_its_own_values(kind: str, tmp_path: Path) -
 
 
 def test_files_know_whose_they_are_after_a_restart(tmp_path: Path) -> None:
-    tier = FileTier(tmp_path, ROOM, SHARE)
+    tier = FileTier(tmp_path, ROOM, SHARES)
     keys = [f"pd2/f/{i}" for i in range(4)]
     tier.put([value("pd2/f/aa"), *(value(key, "a") for key in keys)])
     tier.close()
-    tier = FileTier(tmp_path, ROOM, SHARE)
+    tier = FileTier(tmp_path, ROOM, SHARES)
     assert there(tier, *keys, "pd2/f/aa") == [True] * 5
     assert tier.tenants([keys[0], "pd2/f/aa"]) == ["a", ""]
     read = np.zeros(SIZE, np.uint8)
@@ -124,14 +126,14 @@ def test_files_know_whose_they_are_after_a_restart(tmp_path: Path) -> None:
     tier.remove(["pd2/f/more", *keys])
     assert [path.name for path in tmp_path.glob("pd2/f/*/*")] == ["aa"]
     tier.close()
-    smaller = FileTier(tmp_path, SIZE * 4, SHARE)  # whose share is one value
+    smaller = FileTier(tmp_path, SIZE * 4, SHARES)  # whose share is one value
     smaller.put([value("pd2/f/x", "a"), value("pd2/f/y", "a")])
     assert there(smaller, "pd2/f/x", "pd2/f/y", "pd2/f/aa") == [False, True, True]
     smaller.close()
 
 
 def test_copy_in_a_faster_tier_is_its_tenants(tmp_path: Path) -> None:
-    memory, files = MemoryTier(ROOM, tenant_share=SHARE), FileTier(tmp_path, ROOM, SHARE)
+    memory, files = MemoryTier(ROOM, shares=SHARES), FileTier(tmp_path, ROOM, SHARES)
     tier = CompositeTier([memory, files])
     files.put([value("pd2/f/aa", "a")])
     memory.put([value(f"pd2/f/{i}", "a") for i in range(4)])
@@ -140,6 +142,20 @@ def test_copy_in_a_faster_tier_is_its_tenants(tmp_path: Path) -> None:
     assert there(memory, *(f"pd2/f/{i}" for i in range(4))) == [False, True, True, True]
     assert tier.num_over_share == 1
     tier.close()
+
+
+def test_tenants_with_a_share_of_their_own_have_that() -> None:
+    shares = {"large": 0.7, "small": 0.1}
+    config = PoolConfig(tiers=("dram",), dram_size=16 << 20, tenant_share=0.3, tenant_shares=shares)
+    tier = MemoryTier(ROOM, shares=Shares.of(config))
+    for salt, num_kept in ("large/a", 7), ("small/b", 1), ("other", 3), (None, 3):
+        tenant = tenant_of(salt)
+        keys = [f"pd2/f/{i}" for i in range(9)]
+        assert tier.put([value(key, tenant) for key in keys]) == [Status.OK] * 9
+        assert there(tier, *keys) == [False] * (9 - num_kept) + [True] * num_kept
+        tier.clear()
+    without = Shares.of(PoolConfig(tiers=("dram",), dram_size=16 << 20, tenant_shares=shares))
+    assert without.num_bytes(tenant_of("other"), ROOM) == ROOM
 
 
 def test_salts_of_one_tenant_are_one_tenants() -> None:

@@ -140,7 +140,7 @@ class Saves:
         self._known = known
         self._events = events
         self._config = config
-        self._tells_tenants = config.tenant_share is not None
+        self._tells_tenants = bool(config.shares)
         self._stats = common.stats
         self._blocks_per_save = bounds.blocks_per_save
         self._clock = clock
