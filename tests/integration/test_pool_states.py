@@ -183,7 +183,7 @@ def test_preemption(pooled: PooledStates, prompt_of: PromptOf, runs_ahead: bool)
     before = engine.metrics()
     prompts = {name: prompt_of(190, name) for name in "abcd"}
     for name, prompt in prompts.items():
-        engine.add(name, prompt, 200, ASK)
+        engine.add(name, prompt, 80, ASK)
     while all(request["status"] != "PREEMPTED" for request in engine.requests().values()):
         engine.step()
     engine.evict_blocks(list(range(1, 50)))  # so that it has to come from the pool
