@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.router.failures import FailureKind
+from vllm_ascend_pd.router.resumable import tokens_to_tell
 from vllm_ascend_pd.router.splice import Splice
 from vllm_ascend_pd.router.transcript import DONE, PACKED_AT_BYTES, Transcript, hide_token_ids
 
@@ -178,10 +179,9 @@ def test_stream_goes_on_at_every_event(form: str, shows: bool) -> None:
         transcript = Transcript(shows)
         got = transcript.take(b"".join(began[:num_had]))
         transcript.read()
-        num_tokens = len(transcript.token_ids)
         assert transcript.obstacle() is None
         for attempt in ("b", "c"):  # the second engine dies within its stream, too
-            groups = groups_of(rng, total, num_tokens)
+            groups = groups_of(rng, total, len(transcript.to_tell))
             resumed = list(stream_events(form, groups, attempt))
             cut_at = rng.randint(0, len(resumed) - 2) if attempt == "b" else len(resumed)
             splice = Splice(transcript, {"resumed": 1}, lambda: None)
@@ -189,7 +189,6 @@ def test_stream_goes_on_at_every_event(form: str, shows: bool) -> None:
                 taken = splice.take(part)
                 assert isinstance(taken, bytes), (num_had, taken)
                 got += taken
-            num_tokens = len(transcript.token_ids)
         assert merged(got) == expected, (num_had, groups)
 
 
@@ -237,6 +236,22 @@ def test_transcript_of_a_long_stream_is_read_whole() -> None:
     assert {name: text.getvalue() for name, text in transcript.texts.items()} == {
         "text": " a" * 2001
     }
+
+
+@pytest.mark.parametrize(
+    ("last", "num_again"),
+    [({"content": "\n"}, 2), ({}, 2), ({"reasoning": "."}, 0), ({"content": "\na"}, 0)],
+)
+def test_blanks_after_reasoning_are_computed_again(last: dict[str, str], num_again: int) -> None:
+    """What parsers make of them depends on whether they come at once with what is before them. Not
+    where the tokens would only be as likely."""
+    transcript = Transcript(shows_token_ids=False)
+    for token, delta in enumerate(({"reasoning": "hm"}, {}, last)):
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [token]}
+        transcript.take(event({"id": "x", "choices": [choice], "prompt_token_ids": [1]}))
+    transcript.read()
+    assert list(tokens_to_tell(transcript, "exact")) == [0, 1, 2][: 3 - num_again]
+    assert list(tokens_to_tell(transcript, "sampled")) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", [0, 3, 6])

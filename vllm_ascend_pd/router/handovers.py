@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm_ascend_pd.resume import RunningAt
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.resumable import resume_params
+from vllm_ascend_pd.router.resumable import resume_params, tokens_to_tell
 from vllm_ascend_pd.router.transcript import DONE, told_token_ids, until_failure
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ class Handover:
     @classmethod
     def by_tokens(cls, key: ResumeKey, job: Job, known: Transcript) -> Handover:
         """The target is told them, and computes their KV if it does not find it."""
-        params = resume_params(key, job.trace.request_id, known, job.promise.kind)
-        return cls(params, len(known.token_ids))
+        kind = job.promise.kind
+        params = resume_params(key, job.trace.request_id, known, kind)
+        return cls(params, len(tokens_to_tell(known, kind)))
 
     @classmethod
     def live(cls, key: ResumeKey, job: Job, known: Transcript, source: RunningAt) -> Handover:

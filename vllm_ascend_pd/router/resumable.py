@@ -17,6 +17,8 @@ from vllm_ascend_pd.resume import RESUME
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 
 if TYPE_CHECKING:
+    from array import array
+
     from vllm_ascend_pd.resume import ResumeKey, RunningAt
     from vllm_ascend_pd.router.bodies import Body
     from vllm_ascend_pd.router.transcript import Transcript
@@ -117,9 +119,14 @@ def resume_params(
     if known is not None and not known.token_ids:
         return None
     prompt = None if known is None else known.prompt_token_ids
-    told = known.token_ids if known is not None and source is None else ()
+    told = tokens_to_tell(known, kind) if known is not None and source is None else ()
     resume = key.sign(request_id, prompt, told, kind == "exact", source)
     return msgspec.Raw(msgspec.json.encode({RESUME: resume.to_params()}))
+
+
+def tokens_to_tell(known: Transcript, kind: Kind) -> array[int]:
+    """With which an engine goes on. Those that are only as likely cannot be computed again."""
+    return known.to_tell if kind == "exact" else known.token_ids
 
 
 def ask_for_token_ids(body: Body) -> bool:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.transcript import DATA, DONE, Chunk, envelope, texts, until_failure
+from vllm_ascend_pd.router.transcript import (
+    DATA,
+    DONE,
+    REASONING,
+    Chunk,
+    envelope,
+    texts,
+    until_failure,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,8 +104,10 @@ class Splice:
             if holder.get("prompt_token_ids"):
                 self._cut_prompt(holder)
         is_new = self._cut_texts(choice)
-        if choice.get("delta"):
-            is_new |= self._cut_delta(choice["delta"])
+        if delta := choice.get("delta"):
+            is_new |= self._cut_delta(delta)
+            if any(map(delta.get, REASONING)) and not delta.get("content"):
+                client.num_reasoning_tokens = len(client.token_ids)
         if ends:
             is_new |= not client.has_finished
             client.has_finished = True

@@ -68,7 +68,8 @@ _chunks_decoder: msgspec.json.Decoder[list[_Chunk]] = msgspec.json.Decoder(list[
 _decoder: msgspec.json.Decoder[Chunk] = msgspec.json.Decoder(Chunk)
 _sub_token_ids = re.compile(rb'token_ids":\s*\[[\d,\s]*\]').sub
 _HIDDEN = b'token_ids":null'
-_TEXTS = ("content", "reasoning", "reasoning_content")
+REASONING = ("reasoning", "reasoning_content")
+_TEXTS = ("content", *REASONING)
 _NO_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null,'
 _ERROR = b'data: {"error"'
 _ABORT = b'"finish_reason":"abort"'
@@ -89,6 +90,8 @@ class Transcript:
         self.token_ids = array("I")
         self.prompt_token_ids = array("I")
         self.envelope: Chunk = {}
+        self.num_reasoning_tokens = 0
+        """Up to the last chunk that told of nothing else."""
         self.texts: defaultdict[str, StringIO] = defaultdict(StringIO)
         """By field, see ``texts``; at their ends."""
         self.num_calls = 0
@@ -145,6 +148,16 @@ class Transcript:
             return "no_token_ids"
         return None
 
+    @property
+    def to_tell(self) -> array[int]:
+        """Tokens with which an engine makes the same stream. vLLM's parsers may make less of the
+        blanks between reasoning and answer where these come at once with what is before them, so
+        until there is more than those, they are computed again."""
+        content = self.texts["content"]
+        if self.num_reasoning_tokens and not self.num_calls and not content.getvalue().strip():
+            return self.token_ids[: self.num_reasoning_tokens]
+        return self.token_ids
+
     def _read_first(self, event: bytes) -> None:
         chunk = _decoder.decode(event)
         self.envelope = envelope(chunk)
@@ -164,6 +177,8 @@ class Transcript:
         for name in _TEXTS:
             if value := getattr(delta, name):
                 self._add(name, value)
+        if any(getattr(delta, name) for name in REASONING) and not delta.content:
+            self.num_reasoning_tokens = len(self.token_ids)
         for call in delta.tool_calls:
             self.num_calls = max(self.num_calls, call.index + 1)
             if call.function is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's tool parsers, whose streams are cut at every token and go on with all that came before as
-one chunk: those of which that is said make the same calls."""
+"""vLLM's parsers of tool calls and of reasoning, whose streams are cut at every token and go on
+with what came before as one chunk: those of which that is said make the same of it."""
 
 from __future__ import annotations
 
@@ -70,6 +70,23 @@ INEXACT = ("ernie45", "granite4")
 """Whitespace before a call depends on how many tokens come at once."""
 IN_VOCABULARY = ("llama4_pythonic",)
 """What is there always: the marks of their calls."""
+THOUGHT = "<think>\nI wonder. 漢字 🗾 <b> so\n</think>\n\n"
+ANSWER = 'The answer is "4".\n'
+REASONING = {
+    "deepseek_r1": ("", THOUGHT.removeprefix("<think>") + ANSWER),
+    "deepseek_r1 and calls": ("hermes", THOUGHT.removeprefix("<think>") + TEXTS["hermes"]),
+    "glm45": ("", THOUGHT + ANSWER),
+    "glm45 and calls": ("glm47", THOUGHT + TEXTS["glm47"]),
+    "kimi_k2": ("", THOUGHT + ANSWER),
+    "mimo": ("", THOUGHT + ANSWER),
+    "minimax_m2 and calls": ("minimax_m2", THOUGHT + TEXTS["minimax_m2"]),
+    "nemotron_v3": ("", THOUGHT + ANSWER),
+    "qwen3": ("", THOUGHT + ANSWER),
+    "qwen3 and calls": ("hermes", THOUGHT + TEXTS["hermes"]),
+    "qwen3 and only calls": ("hermes", THOUGHT + TEXTS["hermes"].partition("\n")[2]),
+    "qwen3 and other calls": ("qwen3_coder", THOUGHT + QWEN3),
+}
+"""The parser of tool calls beside it, and what a model says."""
 MARKS = [
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<longcat_tool_call>", "</longcat_tool_call>", "<minimax:tool_call>"),
@@ -125,15 +142,16 @@ def marking_tokenizer(folder: Path) -> Any:
 class Server:
     """vLLM's, as far as it makes chunks of tokens."""
 
-    def __init__(self, tokenizer: Any, parser: str, text: str) -> None:
+    def __init__(self, tokenizer: Any, parser: str, text: str, reasoning: str = "") -> None:
         self._tokenizer = tokenizer
         self.token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         self._texts = [self._decoded(n) for n in range(len(self.token_ids) + 1)]
-        made = ParserManager.get_parser(parser, "", enable_auto_tools=True)
+        made = ParserManager.get_parser(parser or None, reasoning, enable_auto_tools=True)
         assert made is not None
         self._parser = made
         messages = [{"role": "user", "content": "Where?"}]
-        body = {"model": "tiny", "messages": messages, "tools": TOOLS, "stream": True}
+        body = {"model": "tiny", "messages": messages, "stream": True}
+        body |= {"tools": TOOLS} if parser else {}
         self._request = ChatCompletionRequest(**body, return_token_ids=True)
 
     def _decoded(self, num_tokens: int) -> str:
@@ -182,12 +200,14 @@ def event(
 
 def had(body: bytes) -> dict[str, Any]:
     """What a client has in the end; each call has one id."""
-    found: dict[str, Any] = {"content": "", "finish": [], "token_ids": [], "calls": []}
+    found: dict[str, Any] = {"reasoning": "", "content": ""}
+    found |= {"finish": [], "token_ids": [], "calls": []}
     *chunks, done = body.removesuffix(b"\n\n").split(b"\n\n")
     assert done == b"data: [DONE]"
     for chunk in chunks:
         (choice,) = json.loads(chunk.removeprefix(b"data: "))["choices"]
-        found["content"] += choice["delta"].get("content") or ""
+        for name in ("reasoning", "content"):
+            found[name] += choice["delta"].get(name) or ""
         found["token_ids"] += choice.get("token_ids") or []
         if choice["finish_reason"]:
             found["finish"].append(choice["finish_reason"])
@@ -210,8 +230,9 @@ def groups_of(rng: random.Random, total: int, first: int) -> list[int]:
     return sizes
 
 
-def first_difference(server: Server) -> str:
-    """Where a stream that goes on is not that of one engine; empty if it is nowhere."""
+def first_difference(server: Server, one_by_one: bool = False) -> str:
+    """Where a stream that goes on, in pieces of one token or of several, is not that of one engine;
+    empty if it is nowhere."""
     total = len(server.token_ids)
     whole = list(server.stream([1] * total))
     expected = had(b"".join(whole))
@@ -221,7 +242,9 @@ def first_difference(server: Server) -> str:
         got = transcript.take(b"".join(whole[: cut + 1]))
         transcript.read()
         splice = Splice(transcript, {}, lambda: None)
-        got += splice.take(b"".join(server.stream(groups_of(rng, total, cut))))
+        told = len(transcript.to_tell)
+        sizes = [told, *[1] * (total - told)] if one_by_one else groups_of(rng, total, told)
+        got += splice.take(b"".join(server.stream(sizes)))
         if splice.failure is not None:
             return f"{cut}: {splice.failure}"
         if had(got) != expected:
@@ -251,6 +274,18 @@ def test_parser_makes_the_same_of_a_stream_wherever_it_was_cut(
 @pytest.mark.parametrize("parser", sorted(TEXTS.keys() - IN_VOCABULARY))
 def test_stream_may_be_cut_within_a_mark(tokenizer: Any, parser: str) -> None:
     expect_the_same_wherever_it_is_cut(tokenizer, parser)
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_parser_tells_reasoning_and_answer_apart_wherever_it_was_cut(
+    marking_tokenizer: Any, name: str
+) -> None:
+    parser, text = REASONING[name]
+    server = Server(marking_tokenizer, parser, text, name.partition(" ")[0])
+    whole = had(b"".join(server.stream([1] * len(server.token_ids))))
+    assert whole["reasoning"].strip() == "I wonder. 漢字 🗾 <b> so"
+    assert bool(whole["calls"]) is bool(parser)
+    assert not first_difference(server, one_by_one=True)
 
 
 @pytest.mark.parametrize("parser", INEXACT)
