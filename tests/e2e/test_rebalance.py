@@ -5,6 +5,7 @@ goes on at the other one, from the pool's blocks, and each client gets what one 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.e2e.router_cluster import routing, scraped, until
 from tests.e2e.servers import free_port
 from tests.e2e.streams import GREEDY, USAGE, assert_whole, begun, read
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
+from vllm_ascend_pd.router.rebalance import STALLED_S
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -26,14 +28,14 @@ BODIES = {
         **GREEDY,
         **USAGE,
         "prompt": f"{i}. Tell me a long story.",
-        "max_tokens": 900,
+        "max_tokens": 1900,
         "return_token_ids": True,
     }
-    for i in range(6)
+    for i in range(4)
 }
 POOL_LOADS = 'pd_pool_loads_total{engine="0",model_name="tiny",outcome="ok"}'
-MEMORY = ["--max-model-len", "1024", "--block-size", "32", "--num-gpu-blocks-override", "50"]
-"""Of each engine: for less than two of these answers at their ends."""
+MEMORY = ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "66"]
+"""Of each engine: for little more than one of these answers at its end."""
 
 
 @pytest.fixture
@@ -68,6 +70,7 @@ def test_request_that_an_engine_preempts_goes_on_at_another_one(
         requests.put(f"{url}/registry/instances/other/drain", json={"seconds": None}, timeout=10)
         with begun(url, BODIES) as ended:
             until(lambda: scraped(full.url, "num_preemptions_total") > 0)
+            time.sleep(2 * STALLED_S)  # until the router sees it
             loaded = scraped(other.url, POOL_LOADS)
             requests.delete(f"{url}/registry/instances/other/drain", timeout=10)
             got = ended()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class Source:
     """A peer that has the leading blocks of a prompt."""
 
     num_tail_tokens = 0
+    max_blocks = math.inf
 
     def has_tail(self, index: int) -> bool:
         return False

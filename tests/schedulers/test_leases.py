@@ -4,6 +4,7 @@ revoked, expired."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -241,6 +242,7 @@ def test_state_that_was_only_published_is_not_handed_to_another_engine(
     source = SimpleNamespace(
         num_blocks=index + 1,
         parked_only=False,
+        max_blocks=math.inf,
         has_block=lambda index, group: True,
         load_started=lambda: None,
     )

@@ -8,7 +8,16 @@ import time
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.schedulers.harness import POLL_LIMIT_S, Engine, Engines, prompt_of, session_of, tails_of
+from tests.schedulers.harness import (
+    POLL_LIMIT_S,
+    SPEC,
+    WINDOW,
+    Engine,
+    Engines,
+    prompt_of,
+    session_of,
+    tails_of,
+)
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.types import Cause
 
@@ -143,6 +152,27 @@ def test_tail_of_a_parked_load_goes_back_with_a_request_that_is_not_admitted(
     consumer.abort("c")
     consumer.run_to_end()
     assert consumer.counts() == consumer.counts_at_start
+
+
+def test_block_that_the_tail_of_a_parked_load_replaces_is_its_next_ones(engines: Engines) -> None:
+    """The request that takes the tail gives a block back in the pass that admits it. The next one,
+    which needs all that is free, has it: what then is found wrong in the first one's load says
+    nothing of it."""
+    engines.specs = SPEC, WINDOW
+    producer = engines.make("kv_producer")
+    consumer = engines.make("kv_consumer", load_mode="park", num_blocks=40)
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("c", prompt_of(100), params, max_tokens=4)
+    consumer.run(lambda: bool(consumer.worker.parked))
+    consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    consumer.run(lambda: session_of(consumer, request) in tails_of(consumer))
+    consumer.evict(request, 2)
+    consumer.worker.cause_of = lambda load: Cause.CHECKSUM.value
+    consumer.add("other", prompt_of(200, start=3000), max_tokens=12)
+    assert consumer.step().output.num_scheduled_tokens == {"c": 1, "other": 200}
+    consumer.run_to_end()
+    consumer.expect_tokens("other", 12)
+    consumer.expect_tokens("c", 4)
 
 
 def test_tails_of_loads_that_wait_are_not_held_against_what_runs(

@@ -254,7 +254,7 @@ class Supply:
             if self._has_windows:
                 # Others of this pass may compute what is shared; without windows the blocks before
                 # are shared as well, and those tell.
-                self._note_computed()
+                self._note_computed(but_for=request)
             for table in hits:
                 self._loads.note_user(request, table)
         num_blocks = len(hits[0])
@@ -274,9 +274,9 @@ class Supply:
             count_external(request, num_hit, num_external)
         return True
 
-    def _note_computed(self) -> None:
+    def _note_computed(self, but_for: Request | None = None) -> None:
         self._loads.note_computed(
-            lambda request: [block_table(self._manager, request, g) for g in self._groups]
+            lambda request: [block_table(self._manager, request, g) for g in self._groups], but_for
         )
 
     def _find(self, request: Request) -> BlockSource | None:
