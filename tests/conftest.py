@@ -35,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         help="what is drawn (%(default)s); 0: something new, which is printed",
     )
+    group = parser.getgroup("gpu", "engines on a GPU (tests/integration)")
+    group.addoption("--gpu", action="store_true", help="all of them on the GPU of this host")
     group = parser.getgroup("model-runner-v2", "engines with Model Runner V2 (tests/integration)")
     group.addoption(
         "--triton",

@@ -119,8 +119,8 @@ def models(
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Fleet]:
-    triton = pytestconfig.getoption("--triton")
-    with Fleet(tmp_path_factory.mktemp("engines"), triton) as fleet:
+    triton, is_on_gpu = (pytestconfig.getoption(name) for name in ("--triton", "--gpu"))
+    with Fleet(tmp_path_factory.mktemp("engines"), triton, is_on_gpu) as fleet:
         yield fleet
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration import triton_interpreter
+from tests.integration import on_gpu, triton_interpreter
 from tests.zygote import ENVIRONMENT
 
 BLOCK_SIZE = 32
@@ -451,6 +451,7 @@ class Fleet:
     folder: Path
     triton: Path | None = None
     """Where it lies: engines run Model Runner V2, in Triton's interpreter."""
+    is_on_gpu: bool = False
     _shared: dict[EngineConfig, Engine] = field(default_factory=dict)
     _kept: set[EngineConfig] = field(default_factory=set)
     _engines: list[Engine] = field(default_factory=list)
@@ -465,6 +466,8 @@ class Fleet:
         if self.triton is not None:
             environment |= triton_interpreter.ENVIRONMENT
             path.append(str(self.triton))
+        if self.is_on_gpu:
+            environment |= on_gpu.ENVIRONMENT
         environment |= {
             "PYTHONPATH": os.pathsep.join(path),
             "HF_HUB_OFFLINE": "1",
