@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.router.broken_streams import PATIENT
 from tests.router.harness import FAST, deployed, run
 from tests.router.moving import SLOW, Client, move
 from vllm_ascend_pd.router.bodies import COMPLETIONS, Body, parse
+from vllm_ascend_pd.router.config import Retries
 from vllm_ascend_pd.router.policies import Routed
 from vllm_ascend_pd.router.snapshot import RecentError
 
@@ -121,7 +123,7 @@ def test_page_shows_the_way_of_each_request_and_filters_them(tmp_path: Path) -> 
                 await d.post(headers={"X-Request-Id": name})
             dom = await rendered(f"{d.url}/", tmp_path / "profile")
             rows = ways(dom)
-            assert list(rows) == ["tiny second", "tiny first"]  # the latest on top
+            assert list(rows) == ["second", "first"]  # the latest on top
             decode = f"127.0.0.1:{d.decodes[0].port}"
             for row, kinds in zip(
                 rows.values(),
@@ -133,11 +135,11 @@ def test_page_shows_the_way_of_each_request_and_filters_them(tmp_path: Path) -> 
                 assert {bar[1] for bar in bars[-2:]} == {decode}
                 assert all(float(start) <= float(end) for *_, start, end in bars)
                 assert bars[-2][3] == bars[-1][2]  # the first token
-            assert "ok, 2 attempts" in rows["tiny first"]
+            assert "ok, 2 attempts" in rows["first"]
 
             profile = tmp_path / "profile"
             dom = await rendered(f"{d.url}/#filter=SECOND+{decode}+prefill-first", profile)
-            assert list(ways(dom)) == ["tiny second"]
+            assert list(ways(dom)) == ["second"]
             assert not ways(await rendered(f"{d.url}/#filter=nothing+%", profile))
 
     run(test)
@@ -157,6 +159,8 @@ def test_page_shows_where_a_request_has_moved_to(tmp_path: Path) -> None:
             bars = dict(re.findall(r'title="(\w+) (\S*) [\d.]+ ms to', row))
             assert bars["moved"] == report["target"] != bars["prefill"]
             assert re.search('class="[^"]*moved', row)
+            engines = [f"127.0.0.1:{d.prefills[0].port}", bars["handover"], bars["moved"]]
+            assert cells(row)[1:3] == ["mover\ntiny", " →\n".join(engines)]
 
     run(test)
 
@@ -165,8 +169,26 @@ def ways(dom: str) -> dict[str, str]:
     """Rows of the last requests, by the request's name."""
     body = re.search(r'<tbody id="timelines">(.*?)</tbody>', dom, re.S)
     assert body is not None
-    rows = re.findall("<tr>.*?</tr>", body[1])
-    return {re.findall("<td.*?>(.*?)</td>", row)[1]: row for row in rows}
+    rows = re.findall("<tr>.*?</tr>", body[1], re.S)
+    return {cells(row)[1].partition("\n")[0]: row for row in rows}
+
+
+def cells(row: str) -> list[str]:
+    return re.findall("<td.*?>(.*?)</td>", row, re.S)
+
+
+@needs_browser
+def test_page_says_why_a_request_failed(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with deployed(config=replace(FAST, retries=Retries(max_attempts=1))) as d:
+            for one in (*d.prefills, *d.decodes):
+                one.script("status(500)")
+            status, _, _ = await d.post(headers={"X-Request-Id": "mine"})
+            [timeline] = d.router.metrics.snapshot().timelines
+            dom = await rendered(f"{d.url}/", tmp_path / "profile")
+            assert f'title="status {status}: {timeline.error}">' in unescape(ways(dom)["mine"])
+
+    run(test)
 
 
 @needs_browser
