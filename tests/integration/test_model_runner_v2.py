@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-SAME_IN_BOTH = set(KINDS) - {"seed", "samples"}
+SAME_IN_BOTH = {kind for kind, sampling in KINDS.items() if "seed" not in sampling(Random(kind))}
 """Kinds of requests; the two runners draw differently from a seed."""
 
 
