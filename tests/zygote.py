@@ -18,12 +18,20 @@ IMPORTS = (
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
     "vllm_ascend_pd.engine.carrier",
     "vllm_ascend_pd.engine.scheduler.build",
     "vllm_ascend_pd.engine.worker.side",
+)
+ON_CPU = (
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+)
+"""They change ``torch.cuda``: streams and events do nothing then."""
+ON_GPU = (
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.attention.backends.triton_attn",
 )
 _SPIN_S = 0.001
 _LOOK_MS = 50
@@ -42,7 +50,10 @@ def prepare_to_fork(*more_imports: str) -> None:
     """Import what every engine does. No torch operation runs before a fork, so no thread of a
     parallel region is lost in it.
     """
-    for name in (*IMPORTS, *more_imports):
+    from vllm.platforms import current_platform
+
+    of_platform = ON_CPU if current_platform.is_cpu() else ON_GPU
+    for name in (*IMPORTS, *of_platform, *more_imports):
         importlib.import_module(name)
     fork_processes()
     gc.collect()
