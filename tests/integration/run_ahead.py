@@ -49,24 +49,3 @@ def let_engines_run_ahead() -> None:
         config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(check_and_run_ahead)  # type: ignore[assignment]
-    _copy_after_the_batch_is_arranged()
-
-
-def _copy_after_the_batch_is_arranged() -> None:
-    """How many tokens were accepted is copied to the host for the rows that requests had in the
-    step. On a GPU that ends when the step does, in which the next batch is arranged; vLLM's runner
-    counts on it. Here it has ended before, and is done once more.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    update = GPUModelRunner._update_states
-
-    def update_states(self: Any, *args: Any) -> Any:
-        counts = self.input_batch.num_accepted_tokens_cpu
-        accepted = counts.copy()
-        answer = update(self, *args)
-        num_rows = len(self.input_batch.prev_req_id_to_index or ())
-        counts[:num_rows] = accepted[:num_rows]
-        return answer
-
-    GPUModelRunner._update_states = update_states

@@ -198,6 +198,25 @@ def test_engines_that_run_ahead_are_like_one_engine(
     rates.assert_like_one_engine()
 
 
+@pytest.mark.parametrize("drafting", [STATES], indirect=True)
+def test_states_beside_requests_that_end_and_join_while_an_engine_runs_ahead(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    """A prompt that gets the row of a request that has ended goes behind the other one, of which
+    drafts were accepted.
+    """
+    llm = {**json.loads(drafting.options["llm"]), "max_num_seqs": 2}
+    options = {**drafting.options, "llm": json.dumps(llm), "runs_ahead": True}
+    engine = engines.shared("kv_both", **options)
+    lengths = [NUM_OUTPUT // 2, *[NUM_OUTPUT] * 7]  # so that no two end at once
+    prompts = {f"{n}": started(NUM_TOKENS, f"{n}") for n in range(len(lengths))}
+    for (name, prompt), length in zip(prompts.items(), lengths, strict=True):
+        engine.add(name, prompt, length)
+    answers = engine.run()
+    for name, prompt in prompts.items():
+        drafting.assert_right(answers[name], prompt, name)
+
+
 @each_kind
 def test_decode_first_is_like_one_engine(
     engines: Engines, drafting: Drafting, started: Callable[..., Prompt]

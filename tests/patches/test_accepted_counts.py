@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafts were accepted, for layers that keep a state: each request's own count, whenever a
+copy to the host ends that the runner has not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.utils import CpuGpuBuffer
+from vllm.v1.worker import mamba_utils
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from tests.patches.test_input_batch import add, batch
+
+__all__ = ["batch"]
+
+MAX_TOKENS = 32
+ENDED, KEPT = 2, 3
+"""Tokens that were accepted in the last step."""
+
+
+class _Read(Exception):
+    """The counts are what is tested, so a step goes no further."""
+
+
+class _Counts(CpuGpuBuffer):
+    def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
+        raise _Read
+
+
+def buffer(dtype: torch.dtype = torch.int64) -> CpuGpuBuffer:
+    return CpuGpuBuffer(MAX_TOKENS, dtype=dtype, device=torch.device("cpu"))
+
+
+class Steps:
+    """Two steps of a runner, and the copy between them."""
+
+    def __init__(self, batch: InputBatch, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+        self._batch = batch
+        self._copies: list[Callable[[], Any]] = []
+        monkeypatch.setattr(mamba_utils, "postprocess_mamba_align_gpu", self._begin_copy)
+        self._runner: Any = object.__new__(GPUModelRunner)
+        self._runner.__dict__.update(
+            input_batch=batch,
+            requests={},
+            speculative_config=object(),
+            model_config=SimpleNamespace(is_hybrid=True),
+            cache_config=SimpleNamespace(mamba_cache_mode="align"),
+            kv_cache_config=None,
+            compilation_config=SimpleNamespace(static_forward_context={}),
+            use_async_scheduling=ahead,
+            num_accepted_tokens_event=SimpleNamespace(
+                record=lambda: None, synchronize=self.end_copy
+            ),
+            num_accepted_tokens=_Counts(4, dtype=torch.int32, device=torch.device("cpu")),
+            arange_np=np.arange(MAX_TOKENS),
+            query_pos=buffer(),
+            input_ids=buffer(torch.int32),
+            query_start_loc=buffer(torch.int32),
+            optimistic_seq_lens_cpu=torch.zeros(MAX_TOKENS, dtype=torch.int32),
+            prev_positions=buffer(),
+            discard_request_mask=buffer(torch.bool),
+            uses_mrope=False,
+            enable_prompt_embeds=False,
+            _get_mamba_bufs=lambda: None,
+            _get_mamba_state_copy_funcs=lambda: None,
+        )
+
+    def _begin_copy(
+        self,
+        *,
+        num_reqs: int,
+        num_accepted_tokens_gpu: torch.Tensor,
+        num_accepted_tokens_cpu_tensor: torch.Tensor,
+        **_: Any,
+    ) -> None:
+        counts = num_accepted_tokens_gpu[:num_reqs].clone()
+        target = num_accepted_tokens_cpu_tensor[:num_reqs]
+        self._copies.append(lambda: target.copy_(counts))
+
+    def end_copy(self) -> None:
+        while self._copies:
+            self._copies.pop()()
+
+    def sample(self, accepted: dict[str, int]) -> None:
+        width = max(accepted.values())
+        sampled = [[7] * num + [-1] * (width - num) for num in accepted.values()]
+        assert self._batch.req_ids == list(accepted)
+        self._runner._update_states_after_model_execute(torch.tensor(sampled), None)
+        if self._runner.use_async_scheduling:
+            self._batch.prev_req_id_to_index = dict(self._batch.req_id_to_index)
+
+    def read(self) -> dict[str, int]:
+        """What the next step takes for accepted, of each request in the batch."""
+        ids = self._batch.req_ids
+        self._runner.requests = dict.fromkeys(ids, SimpleNamespace(num_tokens=2))
+        scheduled = np.full(len(ids), 2, dtype=np.int32)
+        output = SimpleNamespace(total_num_scheduled_tokens=int(scheduled.sum()))
+        with pytest.raises(_Read):
+            self._runner._prepare_inputs(output, scheduled)
+        counts = self._runner.num_accepted_tokens.np[: len(ids)].tolist()
+        if self._runner.use_async_scheduling:
+            assert self._batch.num_accepted_tokens_cpu[: len(ids)].tolist() == counts
+        return dict(zip(ids, counts, strict=True))
+
+
+def replace_one(batch: InputBatch) -> None:
+    """A new request gets the row of one that has ended. Backends want rows of prompts last."""
+    batch.remove_request("ended")
+    add(batch, "new")
+    batch.condense()
+    batch.swap_states(0, 1)
+    batch.refresh_metadata()
+
+
+@pytest.mark.parametrize("copy_ends", ["before", "after"])
+def test_request_that_moves_in_its_batch_keeps_its_count(
+    batch: InputBatch,
+    monkeypatch: pytest.MonkeyPatch,
+    copy_ends: str,
+) -> None:
+    steps = Steps(batch, monkeypatch, ahead=True)
+    add(batch, "ended")
+    add(batch, "kept")
+    steps.sample({"ended": ENDED, "kept": KEPT})
+    if copy_ends == "before":
+        steps.end_copy()
+    replace_one(batch)
+    assert steps.read() == {"kept": KEPT, "new": 1}
+
+
+@pytest.mark.parametrize("copy_ends", ["before", "after"])
+def test_request_in_an_empty_batch_has_no_count_of_one_that_has_ended(
+    batch: InputBatch,
+    monkeypatch: pytest.MonkeyPatch,
+    copy_ends: str,
+) -> None:
+    steps = Steps(batch, monkeypatch, ahead=True)
+    add(batch, "ended")
+    steps.sample({"ended": ENDED})
+    if copy_ends == "before":
+        steps.end_copy()
+    batch.remove_request("ended")
+    add(batch, "new")
+    batch.refresh_metadata()
+    assert steps.read() == {"new": 1}
+
+
+def test_counts_move_with_their_rows_where_each_step_waits_for_the_last(
+    batch: InputBatch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(batch, monkeypatch, ahead=False)
+    add(batch, "ended")
+    add(batch, "kept")
+    steps.sample({"ended": ENDED, "kept": KEPT})
+    steps.end_copy()
+    replace_one(batch)
+    assert steps.read() == {"kept": KEPT, "new": 1}
