@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.integration.engines import Answer, EngineConfig
 from tests.integration.test_models import NUM_TOKENS, Three, needs_fp8, three  # noqa: F401
@@ -129,6 +131,67 @@ def test_reference_to_the_kv_of_another_lora_is_refused(
     answer = engines.consumer.ask(prompt, 24, known, lora=loras[1])
     assert answer.token_ids == engines.single.ask(prompt, 24, lora=loras[1]).token_ids
     assert answer.sources == (0, 0, len(prompt))
+
+
+def test_requests_with_and_without_lora_share_a_batch(
+    three: Callable[..., Three],  # noqa: F811
+    loras: list[str],
+    prompt_of: Callable[..., Prompt],
+) -> None:
+    """On one engine, and on a consumer: none gets what its neighbours ask for."""
+    engines = three(LORA)
+    adapters = {"first": loras[0], "none": None, "second": loras[1]}
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in adapters}
+    for engine in (engines.single, engines.consumer):
+        for name, lora in adapters.items():
+            known = None
+            if engine is engines.consumer:
+                known = engines.producer.prefill(prompts[name], lora=lora)
+            engine.add(name, prompts[name], 24, known, lora=lora)
+        answers = engine.run()
+        for name, lora in adapters.items():
+            expected = engines.single.ask(prompts[name], 24, lora=lora)
+            assert answers[name].token_ids == expected.token_ids, name
+
+
+def test_prompt_logprobs_are_those_with_the_adapter_of_their_request(
+    three: Callable[..., Three],  # noqa: F811
+    loras: list[str],
+    prompt_of: Callable[..., Prompt],
+    base_config: EngineConfig,
+    tmp_path: Path,
+) -> None:
+    """Of what each request has said alone; the adapters are for the head, too."""
+    engine = three(LORA).single
+    first, second = (add_head(Path(lora), base_config.model, tmp_path) for lora in loras)
+    adapters = {"first": first, "none": None, "second": second}
+    prompts = {name: prompt_of(NUM_TOKENS, name) for name in adapters}
+    said = {
+        name: engine.ask(prompts[name], 8, lora=lora, logprobs=2) for name, lora in adapters.items()
+    }
+    for name, lora in adapters.items():
+        prompt = prompts[name] + said[name].token_ids
+        engine.add(name, prompt, 1, lora=lora, prompt_logprobs=2)
+    answers = engine.run()
+    for name, expected in said.items():
+        for ours, theirs in zip(
+            answers[name].prompt_logprobs[NUM_TOKENS:], expected.logprobs, strict=True
+        ):
+            assert ours == pytest.approx(theirs, abs=1e-3), name
+
+
+def add_head(lora: Path, model: str, folder: Path) -> str:
+    """The same adapter, which changes what the model's head computes as well."""
+    shutil.copytree(lora, folder / lora.name)
+    file = folder / lora.name / "adapter_model.safetensors"
+    config = json.loads((Path(model) / "config.json").read_text())
+    random = np.random.default_rng(ord(lora.name[-1]))
+    down = random.normal(size=(RANK, config["hidden_size"])) / config["hidden_size"] ** 0.5
+    up = random.normal(size=(config["vocab_size"], RANK))
+    head = {"lora_A": down.astype(np.float32), "lora_B": up.astype(np.float32)}
+    weights = {f"base_model.model.lm_head.{part}.weight": w for part, w in head.items()}
+    save_file(load_file(file) | weights, file)
+    return str(folder / lora.name)
 
 
 # What is asked of the output.
