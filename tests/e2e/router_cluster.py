@@ -89,6 +89,11 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def until_all_ok(url: str, num: int) -> None:
+    """A router counts an answer just after its client has it."""
+    until(lambda: scraped(url, 'pd_router_requests_total{outcome="ok"}') == num)
+
+
 def texts(answer: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
