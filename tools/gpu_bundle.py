@@ -2,10 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs the package and ``gpu_check.py`` for a GPU host without a network, with Python and torch.
 
-    python tools/gpu_bundle.py gpu-check.tar.gz
+    python tools/gpu_bundle.py gpu-check.tar.xz
 
-On that host: ``tar xf gpu-check.tar.gz && gpu-check/run --out result.json``. It installs what is
+On that host: ``tar xf gpu-check.tar.xz && gpu-check/run --out result.json``. It installs what is
 missing beside the torch of its ``python3``, builds the native extension, and runs the check.
+
+    python tools/gpu_bundle.py gpu-check.tar.xz --engine --has packages.txt
+
+packs vLLM as well, patched, and the tests: ``gpu-check/run-tests tests/integration/test_pool.py``
+runs any of tests/integration with engines on that GPU. ``packages.txt`` is what
+``python3 -m pip list --format freeze`` says there; without it more is packed than may be carried.
 """
 
 import argparse
@@ -15,6 +21,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+import gpu_engine
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,20 +40,35 @@ RUN = """#!/bin/sh
 set -e
 cd "$(dirname "$0")"
 export PIP_NO_INDEX=1 PIP_FIND_LINKS="$PWD/wheels" PIP_DISABLE_PIP_VERSION_CHECK=1
+[ ! -d site ] || export PYTHONPATH="$PWD/site"
 [ -d env ] || python3 -m venv --system-site-packages env
-env/bin/pip install -q BUILD
-PATH="$PWD/env/bin:$PATH" env/bin/pip install -q --no-build-isolation .
+env/bin/pip install -q NEEDED
+PATH="$PWD/env/bin:$PATH" env/bin/pip install -q --no-build-isolation --no-deps .
 exec env/bin/python tools/gpu_check.py "$@"
+"""
+RUN_TESTS = """#!/bin/sh
+set -e
+cd "$(dirname "$0")"
+export PYTHONPATH="$PWD/site:$PWD" LD_LIBRARY_PATH="$LD_LIBRARY_PATH:$PWD/site/lib"
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+ls vllm_ascend_pd/_C.*.so > /dev/null 2>&1 || python3 setup.py -q build_ext --inplace
+exec python3 -m pytest --gpu -p no:cacheprovider "$@"
 """
 
 
-def make(target: Path, python: str, machine: str) -> None:
-    """Writes the bundle. Asks the package registry for wheels."""
+def make(
+    target: Path, python: str, machine: str, architecture: int | None = None, has: Path | None = None
+) -> None:
+    """Writes the bundle. Asks the package registry for wheels. With an ``architecture`` (90 for
+    Hopper) vLLM is in it; ``has`` lists distributions of the other host.
+    """
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
-    build = project["build-system"]["requires"]
+    there = gpu_engine.read_names(has.read_text()) if has is not None else set()
+    build = [one for one in project["build-system"]["requires"] if not _is_in(one, there)]
+    needs = project["project"]["dependencies"]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "gpu-check"
-        for name in PACKED:
+        for name in (*PACKED, *(("tests", "Makefile") if architecture is not None else ())):
             source = REPO / name
             if source.is_dir():
                 skip = shutil.ignore_patterns("__pycache__", "*.so")
@@ -55,17 +78,31 @@ def make(target: Path, python: str, machine: str) -> None:
         platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in GLIBC]
         command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
         command += ["--python-version", python, *platforms, "-d", str(root / "wheels")]
-        wanted = build + project["project"]["dependencies"]
-        subprocess.run([*command, *wanted, "wheel"], check=True)
-        run = root / "run"
-        run.write_text(RUN.replace("BUILD", " ".join(f"'{each}'" for each in [*build, "wheel"])))
-        run.chmod(0o755)
-        with tarfile.open(target, "w:gz") as archive:
+        # An engine brings what the package needs.
+        wanted = [*build, *(needs if architecture is None else ()), "wheel"]
+        wanted = [one for one in wanted if not _is_in(one, there)]
+        if wanted:
+            subprocess.run([*command, *wanted], check=True)
+        scripts = {"run": RUN.replace("NEEDED", " ".join(f"'{each}'" for each in wanted))}
+        if architecture is not None:
+            pinned = (REPO / "tools/requirements/cpu-py312.txt").read_text()
+            mooncake = [line.split()[0] for line in pinned.splitlines() if "mooncake" in line[:8]]
+            extra = [*needs, *mooncake, "typer"]
+            gpu_engine.add_engine(root / "site", extra, python, machine, architecture, there)
+            scripts["run-tests"] = RUN_TESTS
+        for name, text in scripts.items():
+            (root / name).write_text(text)
+            (root / name).chmod(0o755)
+        with tarfile.open(target, "w:xz") as archive:
             archive.add(root, root.name)
     num_bytes = target.stat().st_size
     if num_bytes > MAX_BYTES:
         sys.exit(f"{target}: {num_bytes >> 20} MiB, and {MAX_BYTES >> 20} MiB may be carried")
     print(f"{target}: {num_bytes / 1e6:.1f} MB")
+
+
+def _is_in(requirement: str, names: set[str]) -> bool:
+    return bool(gpu_engine.read_names(requirement) & names)
 
 
 def main() -> None:
@@ -75,8 +112,17 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--python", default="3.12", help="of the other host (default: %(default)s)")
     parser.add_argument("--machine", default="x86_64", help="of the other host, as uname -m says")
+    parser.add_argument("--engine", action="store_true", help="with vLLM and the tests")
+    parser.add_argument(
+        "--architecture",
+        type=int,
+        default=90,
+        help="of the GPU, whose kernels of vLLM are kept (default: %(default)s, Hopper)",
+    )
+    parser.add_argument("--has", type=Path, metavar="FILE", help="packages of the other host")
     options = parser.parse_args()
-    make(options.target, options.python, options.machine)
+    architecture = options.architecture if options.engine else None
+    make(options.target, options.python, options.machine, architecture, options.has)
 
 
 if __name__ == "__main__":
