@@ -4,8 +4,8 @@
 
     python tools/gpu_bundle.py gpu-check.tar.xz
 
-On that host: ``tar xf gpu-check.tar.xz && gpu-check/run --out result.json``. It installs what is
-missing beside the torch of its ``python3``, builds the native extension, and runs the check.
+On that host: ``tar xf gpu-check.tar.xz && gpu-check/run --out result.json``. It adds what the
+packages of its ``python3`` lack, builds the native extension, and runs the check.
 
     python tools/gpu_bundle.py gpu-check.tar.xz --engine --has packages.txt
 
@@ -39,25 +39,26 @@ GLIBC = (5, 12, 17, 24, 27, 28, 31, 34)
 RUN = """#!/bin/sh
 set -e
 cd "$(dirname "$0")"
-export PIP_NO_INDEX=1 PIP_FIND_LINKS="$PWD/wheels" PIP_DISABLE_PIP_VERSION_CHECK=1
-[ ! -d site ] || export PYTHONPATH="$PWD/site"
-[ -d env ] || python3 -m venv --system-site-packages env
-env/bin/pip install -q NEEDED
-PATH="$PWD/env/bin:$PATH" env/bin/pip install -q --no-build-isolation --no-deps .
-exec env/bin/python tools/gpu_check.py "$@"
+export PYTHONPATH="$PWD/site:$PWD" PATH="$PWD/site/bin:$PATH" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+export LD_LIBRARY_PATH="$LD_LIBRARY_PATH:$PWD/site/lib"
+if ! ls vllm_ascend_pd/_C.*.so > /dev/null 2>&1; then
+    for wheel in wheels/*.whl; do
+        [ ! -f "$wheel" ] || python3 -m pip install -q --no-index --no-deps --target site "$wheel"
+    done
+    python3 setup.py -q build_ext --inplace
+fi
+exec python3 COMMAND "$@"
 """
-RUN_TESTS = """#!/bin/sh
-set -e
-cd "$(dirname "$0")"
-export PYTHONPATH="$PWD/site:$PWD" LD_LIBRARY_PATH="$LD_LIBRARY_PATH:$PWD/site/lib"
-export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
-ls vllm_ascend_pd/_C.*.so > /dev/null 2>&1 || python3 setup.py -q build_ext --inplace
-exec python3 -m pytest --gpu -p no:cacheprovider "$@"
-"""
+"""Beside the packages of its ``python3``, an environment with torch."""
+COMMANDS = {"run": "tools/gpu_check.py", "run-tests": "-m pytest --gpu -p no:cacheprovider"}
 
 
 def make(
-    target: Path, python: str, machine: str, architecture: int | None = None, has: Path | None = None
+    target: Path,
+    python: str,
+    machine: str,
+    architecture: int | None = None,
+    has: Path | None = None,
 ) -> None:
     """Writes the bundle. Asks the package registry for wheels. With an ``architecture`` (90 for
     Hopper) vLLM is in it; ``has`` lists distributions of the other host.
@@ -76,24 +77,23 @@ def make(
             else:
                 shutil.copy2(source, root)
         platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in GLIBC]
-        command = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
-        command += ["--python-version", python, *platforms, "-d", str(root / "wheels")]
+        download = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:"]
+        download += ["--python-version", python, *platforms, "-d", str(root / "wheels")]
         # An engine brings what the package needs.
         wanted = [*build, *(needs if architecture is None else ()), "wheel"]
         wanted = [one for one in wanted if not _is_in(one, there)]
         if wanted:
-            subprocess.run([*command, *wanted], check=True)
-        scripts = {"run": RUN.replace("NEEDED", " ".join(f"'{each}'" for each in wanted))}
+            subprocess.run([*download, *wanted], check=True)
         if architecture is not None:
             pinned = (REPO / "tools/requirements/cpu-py312.txt").read_text()
             mooncake = [line.split()[0] for line in pinned.splitlines() if "mooncake" in line[:8]]
             extra = [*needs, *mooncake, "typer"]
             gpu_engine.add_engine(root / "site", extra, python, machine, architecture, there)
-            scripts["run-tests"] = RUN_TESTS
-        for name, text in scripts.items():
-            (root / name).write_text(text)
-            (root / name).chmod(0o755)
-        with tarfile.open(target, "w:xz") as archive:
+        for name, command in COMMANDS.items():
+            if name == "run" or architecture is not None:
+                (root / name).write_text(RUN.replace("COMMAND", command))
+                (root / name).chmod(0o755)
+        with tarfile.open(target, "w:xz", preset=9) as archive:
             archive.add(root, root.name)
     num_bytes = target.stat().st_size
     if num_bytes > MAX_BYTES:

@@ -11,8 +11,6 @@ fences   copies and whole transfers wait for the kernels that they depend on, an
 speeds   copies between pages and pinned memory, beside one cudaMemcpyAsync of as many bytes
 engines  with --model, where a vLLM is installed and patched: P and D on this GPU, and whether their
          tokens are one engine's
-
-It has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 TOOLS = Path(__file__).parent
 UV = TOOLS.parent / ".venv/uv/bin/uv"
 TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil")
-BESIDE_TORCH = ("torch", "nvidia-", "cuda-", "triton", "flashinfer", "tilelang", "quack", "humming")
-BESIDE_TORCH += ("tokenspeed", "pynvvideocodec", "fastsafetensors", "instanttensor", "opencv")
+BESIDE_TORCH = (
+    *("torch", "nvidia-", "cuda-", "triton", "flashinfer", "tilelang", "quack", "humming"),
+    *("tokenspeed", "pynvvideocodec", "fastsafetensors", "instanttensor", "opencv"),
+)
 """Beginnings of names: what a host with torch has, and kernels without which vLLM runs as well."""
 KERNELS = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "spinloop", "fs_io_C")
-WITHOUT = ("vllm/vllm-rs", "mooncake/transfer_engine_bench", "mooncake/mooncake_client")
-WITHOUT += ("pycountry/locales", "vllm/third_party/*/include", "mistral_common/data/tekken*")
+WITHOUT = (
+    *("vllm/vllm-rs", "vllm/third_party/*/include"),
+    *("mooncake/transfer_engine_bench", "mooncake/mooncake_client"),
+    *("pycountry/locales", "mistral_common/data/tekken*"),
+)
 """Programs, and data, that no engine reads."""
 _NO_FLASH_ATTENTION = '"""Left out: engines take ``--attention-backend TRITON_ATTN``."""\n'
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, header, bytes behind it

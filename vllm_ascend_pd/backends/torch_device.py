@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA GPUs and Ascend NPUs behind `device_copy.Device`: torch gives both the same streams.
 
-Not yet run on either; checked against the documented calls of torch.cuda and torch.npu.
+Run on one GPU by ``tools/gpu_check.py``; not yet on an NPU, for which it is checked against the
+documented calls of torch.npu.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import gpu_bundle
 import gpu_check
+import gpu_engine
 import pytest
 
 SMALL = ["--cpu", "--layers", "1", "--blocks", "4", "--rounds", "1"]
@@ -66,7 +68,7 @@ def test_bundle_has_what_the_check_needs(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(gpu_bundle.subprocess, "run", download)
-    target = tmp_path / "bundle.tar.gz"
+    target = tmp_path / "bundle.tar.xz"
     gpu_bundle.make(target, "3.12", "x86_64")
     with tarfile.open(target) as archive:
         archive.extractall(tmp_path)
@@ -84,4 +86,55 @@ def test_bundle_that_is_too_large_is_refused(
     monkeypatch.setattr(gpu_bundle.subprocess, "run", lambda command, check: None)
     monkeypatch.setattr(gpu_bundle, "MAX_BYTES", 1000)
     with pytest.raises(SystemExit, match="may be carried"):
-        gpu_bundle.make(tmp_path / "bundle.tar.gz", "3.12", "x86_64")
+        gpu_bundle.make(tmp_path / "bundle.tar.xz", "3.12", "x86_64")
+
+
+def container(*images: tuple[int, int, bytes]) -> bytes:
+    """Device code as compilers put it into a library: kind (2 is SASS), architecture, code."""
+    packed = b"".join(
+        struct.pack("<HHIQ12xI", kind, 0x101, 64, len(code), architecture).ljust(64, b"h") + code
+        for kind, architecture, code in images
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(packed)) + packed
+
+
+def test_device_code_of_one_architecture_is_left() -> None:
+    ours, others = (2, 90, b"ours"), [(2, 80, b"theirs"), (1, 90, b"ptx")]
+    library = b"head" + container(*others, ours) + b"middle" + container(ours) + b"tail"
+    left = gpu_engine.keep_architecture(library, 90)
+    assert len(left) == len(library)
+    assert left.count(b"ours") == 2
+    assert b"theirs" not in left
+    assert b"ptx" not in left
+    for text in (b"head", b"middle", b"tail"):
+        assert text in left
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        b"nothing of the kind",
+        struct.pack("<I", 0xBA55ED50),
+        container((2, 80, b"code"))[:-2],
+        struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 40) + b"z" * 40,
+    ],
+    ids=["none", "cut header", "cut image", "unknown image"],
+)
+def test_what_is_no_device_code_stays_as_it_is(library: bytes) -> None:
+    assert gpu_engine.keep_architecture(library, 90) == library
+
+
+def test_engine_brings_what_the_other_host_lacks() -> None:
+    has = gpu_engine.read_names(
+        "# of there\nTyping_Extensions==4.15\nrequests @ file:///x\n\nregex\n"
+    )
+    assert has == {"typing-extensions", "requests", "regex"}
+    metadata = """\
+Requires-Dist: regex
+Requires-Dist: typing-extensions>=4.10
+Requires-Dist: torch==2.13.0
+Requires-Dist: nvidia-cutlass-dsl[cu13]==4.7.1
+Requires-Dist: fastapi[standard]<0.137.0,>=0.133.0
+Requires-Dist: ray; extra == "ray"
+"""
+    assert gpu_engine.requirements(metadata, has) == ["fastapi[standard]<0.137.0,>=0.133.0"]
