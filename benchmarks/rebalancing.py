@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import random
 import statistics
@@ -30,11 +29,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from made_up_engines import ANSWER, Engine
 from router import ROUTER_CORE, free_port, process
+
+from vllm_ascend_pd.router.policies.session_affinity import owner
+from vllm_ascend_pd.router.ranking import affinity_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -191,20 +194,12 @@ def arrivals(rate: float, begin_s: float, end_s: float, rng: random.Random) -> I
         yield at
 
 
-def owner(session: str) -> str:
-    """Of these two engines, by ``--policy session-affinity``."""
-    return max(
-        ("e0", "e1"),
-        key=lambda one: hashlib.blake2b(f"{one}\n{session}".encode(), digest_size=8).digest(),
-    )
-
-
 def skewed(duration_s: float) -> list[Sent]:
     """Five turns of six are of conversations that stick to the first engine."""
     rng = random.Random(0)
     names = [f"s{i}" for i in range(60)]
-    hot = [name for name in names if owner(name) == "e0"]
-    cold = [name for name in names if owner(name) == "e1"]
+    keys = np.array([affinity_key(engine) for engine in ("e0", "e1")], dtype=np.uint64)
+    hot, cold = ([name for name in names if owner(name, keys) == one] for one in (0, 1))
     return [
         Sent(
             at,

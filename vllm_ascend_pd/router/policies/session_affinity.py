@@ -12,6 +12,9 @@ from vllm_ascend_pd.router.ranking import affinity_key, rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from vllm_ascend_pd.router.instances import Instance
 
 
@@ -35,17 +38,22 @@ class SessionAffinity(Policy):
 
 
 def _owner(session: str, instances: Sequence[Instance]) -> Instance:
-    """The instance with the greatest weight: that of its key and the session's, well mixed."""
+    found: Instance = instances[owner(session, rows(instances)["affinity_key"])]
+    return found
+
+
+def owner(session: str, keys: NDArray[np.uint64]) -> int:
+    """Of instances with these keys the one with the greatest weight: that of its key and the
+    session's, well mixed."""
     import numpy as np
 
     shift = np.uint64(33)
-    weights = rows(instances)["affinity_key"] ^ np.uint64(affinity_key(session))
+    weights = keys ^ np.uint64(affinity_key(session))
     for factor in _FACTORS:
         weights ^= weights >> shift
         weights *= np.uint64(factor)
     weights ^= weights >> shift
-    found: Instance = instances[int(weights.argmax())]
-    return found
+    return int(weights.argmax())
 
 
 _FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
