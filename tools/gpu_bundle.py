@@ -65,7 +65,7 @@ def make(
     """
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
     there = gpu_engine.read_names(has.read_text()) if has is not None else set()
-    build = [one for one in project["build-system"]["requires"] if not _is_in(one, there)]
+    build = project["build-system"]["requires"]
     needs = project["project"]["dependencies"]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "gpu-check"
@@ -81,7 +81,7 @@ def make(
         download += ["--python-version", python, *platforms, "-d", str(root / "wheels")]
         # An engine brings what the package needs.
         wanted = [*build, *(needs if architecture is None else ()), "wheel"]
-        wanted = [one for one in wanted if not _is_in(one, there)]
+        wanted = [one for one in wanted if not gpu_engine.is_there(one, there)]
         if wanted:
             subprocess.run([*download, *wanted], check=True)
         if architecture is not None:
@@ -99,10 +99,6 @@ def make(
     if num_bytes > MAX_BYTES:
         sys.exit(f"{target}: {num_bytes >> 20} MiB, and {MAX_BYTES >> 20} MiB may be carried")
     print(f"{target}: {num_bytes / 1e6:.1f} MB")
-
-
-def _is_in(requirement: str, names: set[str]) -> bool:
-    return bool(gpu_engine.read_names(requirement) & names)
 
 
 def main() -> None:

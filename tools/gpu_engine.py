@@ -36,6 +36,7 @@ WITHOUT = (
     *("pycountry/locales", "mistral_common/data/tekken*"),
 )
 """Programs, and data, that no engine reads."""
+_EVERYWHERE = ("libc.", "libm.", "libdl.", "libpthread.", "librt.", "libstdc++.", "libgcc_s.")
 _NO_FLASH_ATTENTION = '"""Left out: engines take ``--attention-backend TRITON_ATTN``."""\n'
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, header, bytes behind it
 _IMAGE = struct.Struct("<HHIQ12xI")  # kind, version, header, bytes behind it, architecture
@@ -46,9 +47,9 @@ _SASS = 2
 def keep_architecture(data: bytes, architecture: int) -> bytes:
     """A library without the device code of other architectures: that is zero, and packs to nothing.
 
-    Source of the format: the headers that ``cuobjdump --dump-resource-usage`` and LLVM's
-    ``clang-linker-wrapper`` read (``fatBinaryHeader``); an image whose header is not known ends its
-    container, which stays as it is from there on.
+    NVIDIA does not document the format of these containers. What is taken for granted here is what
+    vLLM's wheel has, whose kernels ran so; a container stays as it is behind an image whose header
+    is not like that.
     """
     left = bytearray(data)
     magic = struct.pack("<I", _MAGIC)
@@ -86,7 +87,7 @@ def add_engine(
     [metadata] = site.glob("vllm-*.dist-info/METADATA")
     wanted = [*requirements(metadata.read_text(), has), *extra, *TESTS]
     pins = _uv(["pip", "compile", "--quiet", "--no-header", "--no-annotate", *place, "-"], wanted)
-    _uv([*target, *(pin for pin in pins.splitlines() if not _is_there(pin, has))])
+    _uv([*target, *(pin for pin in pins.splitlines() if not is_there(pin, has))])
     for path in [path for pattern in WITHOUT for path in site.glob(pattern)]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for library in (site / "vllm").rglob("*.so"):
@@ -103,7 +104,7 @@ def add_engine(
 def requirements(metadata: str, has: Collection[str]) -> list[str]:
     """What a wheel asks for without extras, but for what the other host has."""
     found = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
-    return [one for one in found if "extra ==" not in one and not _is_there(one, has)]
+    return [one for one in found if "extra ==" not in one and not is_there(one, has)]
 
 
 def read_names(listed: str) -> set[str]:
@@ -116,7 +117,8 @@ def _name(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[\s\[<>=!~;@]", requirement, maxsplit=1)[0]).lower()
 
 
-def _is_there(requirement: str, has: Collection[str]) -> bool:
+def is_there(requirement: str, has: Collection[str]) -> bool:
+    """Whether the other host has it, or needs none of it beside its torch."""
     return _name(requirement) in has or _name(requirement).startswith(BESIDE_TORCH)
 
 
@@ -135,11 +137,8 @@ def _add_libraries(site: Path) -> None:
     for one in engines:
         said = subprocess.run(["ldd", one], capture_output=True, text=True, check=True)
         for name, path in re.findall(r"^\s*(\S+) => (/\S+)", said.stdout, re.MULTILINE):
-            if not path.startswith(str(site)) and not name.startswith(_OF_GLIBC):
+            if not path.startswith(str(site)) and not name.startswith(_EVERYWHERE):
                 shutil.copy(path, site / "lib" / name)
-
-
-_OF_GLIBC = ("libc.", "libm.", "libdl.", "libpthread.", "librt.", "libstdc++.", "libgcc_s.")
 
 
 def _uv(arguments: list[str], lines: Iterable[str] = ()) -> str:

@@ -127,20 +127,13 @@ def wait_gone(engine: ForkedEngine) -> None:
     wait_until(lambda: not is_alive(engine))
 
 
-def num_of(engine: ForkedEngine, *names: str) -> int:
-    """The sum of these counts of vLLM."""
-    text = requests.get(f"{engine.url}/metrics", timeout=30).text
-    begins = tuple(f"vllm:{name}{{" for name in names)
-    return sum(int(float(x.split()[-1])) for x in text.splitlines() if x.startswith(begins))
+def num_running(engine: ForkedEngine) -> float:
+    return scraped(engine.url, "num_requests_running")
 
 
-def num_running(engine: ForkedEngine) -> int:
-    return num_of(engine, "num_requests_running")
-
-
-def num_begun(engine: ForkedEngine) -> int:
+def num_begun(engine: ForkedEngine) -> float:
     """Those that have ended too: on a busy machine that may be some, before the last begins."""
-    return num_of(engine, "num_requests_running", "request_success_total")
+    return num_running(engine) + scraped(engine.url, "request_success_total")
 
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -89,13 +89,15 @@ class Steps:
         while self._copies:
             self._copies.pop()()
 
-    def sample(self, accepted: dict[str, int]) -> None:
+    def sample(self, accepted: dict[str, int], copy_ends: str) -> None:
         width = max(accepted.values())
         sampled = [[7] * num + [-1] * (width - num) for num in accepted.values()]
         assert self._batch.req_ids == list(accepted)
         self._runner._update_states_after_model_execute(torch.tensor(sampled), None)
         if self._runner.use_async_scheduling:
             self._batch.prev_req_id_to_index = dict(self._batch.req_id_to_index)
+        if copy_ends == "before":
+            self.end_copy()
 
     def read(self) -> dict[str, int]:
         """What the next step takes for accepted, of each request in the batch."""
@@ -111,6 +113,10 @@ class Steps:
         return dict(zip(ids, counts, strict=True))
 
 
+whenever_it_ends = pytest.mark.parametrize("copy_ends", ["before", "after"])
+"""The copy: before the batch is arranged for the next step, or after that."""
+
+
 def replace_one(batch: InputBatch) -> None:
     """A new request gets the row of one that has ended. Backends want rows of prompts last."""
     batch.remove_request("ended")
@@ -120,7 +126,7 @@ def replace_one(batch: InputBatch) -> None:
     batch.refresh_metadata()
 
 
-@pytest.mark.parametrize("copy_ends", ["before", "after"])
+@whenever_it_ends
 def test_request_that_moves_in_its_batch_keeps_its_count(
     batch: InputBatch,
     monkeypatch: pytest.MonkeyPatch,
@@ -129,14 +135,12 @@ def test_request_that_moves_in_its_batch_keeps_its_count(
     steps = Steps(batch, monkeypatch, ahead=True)
     add(batch, "ended")
     add(batch, "kept")
-    steps.sample({"ended": ENDED, "kept": KEPT})
-    if copy_ends == "before":
-        steps.end_copy()
+    steps.sample({"ended": ENDED, "kept": KEPT}, copy_ends)
     replace_one(batch)
     assert steps.read() == {"kept": KEPT, "new": 1}
 
 
-@pytest.mark.parametrize("copy_ends", ["before", "after"])
+@whenever_it_ends
 def test_request_in_an_empty_batch_has_no_count_of_one_that_has_ended(
     batch: InputBatch,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,9 +148,7 @@ def test_request_in_an_empty_batch_has_no_count_of_one_that_has_ended(
 ) -> None:
     steps = Steps(batch, monkeypatch, ahead=True)
     add(batch, "ended")
-    steps.sample({"ended": ENDED})
-    if copy_ends == "before":
-        steps.end_copy()
+    steps.sample({"ended": ENDED}, copy_ends)
     batch.remove_request("ended")
     add(batch, "new")
     batch.refresh_metadata()
@@ -160,7 +162,6 @@ def test_counts_move_with_their_rows_where_each_step_waits_for_the_last(
     steps = Steps(batch, monkeypatch, ahead=False)
     add(batch, "ended")
     add(batch, "kept")
-    steps.sample({"ended": ENDED, "kept": KEPT})
-    steps.end_copy()
+    steps.sample({"ended": ENDED, "kept": KEPT}, "before")
     replace_one(batch)
     assert steps.read() == {"kept": KEPT, "new": 1}

@@ -38,8 +38,7 @@ class SessionAffinity(Policy):
 
 
 def _owner(session: str, instances: Sequence[Instance]) -> Instance:
-    found: Instance = instances[owner(session, rows(instances)["affinity_key"])]
-    return found
+    return instances[owner(session, rows(instances)["affinity_key"])]
 
 
 def owner(session: str, keys: NDArray[np.uint64]) -> int:
