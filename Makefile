@@ -72,6 +72,7 @@ bench: venv ## measure on a machine that does nothing else; see docs/benchmarks.
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --size 60m --dtype bfloat16 --out $(BENCH_MODEL)
 	$(BIN)/python benchmarks/off_is_off.py --model $(BENCH_MODEL) --rounds 20 --control
 	$(BIN)/python benchmarks/lookup_hook.py --model $(BENCH_MODEL)
+	$(BIN)/python benchmarks/copies.py
 	$(BIN)/python benchmarks/data_path.py --rounds 80
 	$(BIN)/python benchmarks/handover.py --model $(BENCH_MODEL)
 	$(BIN)/python benchmarks/pool.py --model $(BENCH_MODEL)

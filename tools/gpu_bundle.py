@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 import gpu_engine
+from bootstrap_install import PYTHONS, lock_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -85,7 +86,7 @@ def make(
         if wanted:
             subprocess.run([*download, *wanted], check=True)
         if architecture is not None:
-            pinned = (REPO / "tools/requirements/cpu-py312.txt").read_text()
+            pinned = lock_file(python).read_text()
             mooncake = [line.split()[0] for line in pinned.splitlines() if "mooncake" in line[:8]]
             extra = [*needs, *mooncake, "typer"]
             gpu_engine.add_engine(root / "site", extra, python, machine, architecture, there)
@@ -106,7 +107,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", type=Path)
-    parser.add_argument("--python", default="3.12", help="of the other host (default: %(default)s)")
+    parser.add_argument(
+        "--python",
+        default="3.12",
+        choices=PYTHONS,
+        help="of the other host (default: %(default)s)",
+    )
     parser.add_argument("--machine", default="x86_64", help="of the other host, as uname -m says")
     parser.add_argument("--engine", action="store_true", help="with vLLM and the tests")
     parser.add_argument(

@@ -5,10 +5,11 @@
     python tools/gpu_check.py --out result.json      on a host with a GPU
     python tools/gpu_check.py --cpu                  the same on a device of make-believe
 
-bytes    pages go through the copies whole, whatever their shape, also from several threads
+bytes    pages go through the copies whole, whatever their shape, also from several threads, to and
+         from memory that is pinned, and through a buffer
 fences   copies and whole transfers wait for the kernels that they depend on, and for no others.
          Each check must fail on a device that does not wait: so the kernels are late enough
-speeds   copies between pages and pinned memory, beside one cudaMemcpyAsync of as many bytes
+speeds   copies between pages and staging memory, beside one cudaMemcpyAsync of as many bytes
 engines  with --model, where a vLLM is installed and patched: P and D on this GPU, and whether their
          tokens are one engine's
 """
@@ -34,10 +35,16 @@ from gpu_pages import LAYERS, Gpu, MakeBelieve, Pages, Staging, Without
 
 from vllm_ascend_pd.backends.block_copy import GroupPages, WorkerPages, make_block_copier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
+from vllm_ascend_pd.backends.host_pass import MAX_DEFAULT_THREADS
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
-from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
+from vllm_ascend_pd.backends.shared_memory import (
+    NoPinning,
+    SharedMapping,
+    SharedMemoryTransferEngine,
+)
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY, Transports
+from vllm_ascend_pd.config import TransferConfig
 from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grant, Grants
@@ -47,9 +54,10 @@ from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import LeaseRef, LoadId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from vllm_ascend_pd.backends.device_copy import Device
+    from vllm_ascend_pd.backends.shared_memory import HostPinning
 
 EXAMPLE = Path(__file__).parents[1] / "examples/offline_inference/disaggregated_prefill.py"
 SHAPES = {"one run": (65536,), "K and V apart": (32768, 32768), "MLA": (131072, 16384)}
@@ -57,24 +65,31 @@ SHAPES = {"one run": (65536,), "K and V apart": (32768, 32768), "MLA": (131072, 
 THEIRS, OURS = [5, 2, 3, 17], [20, 1, 9, 8]
 
 
+class NoPasses(PythonBlockCopier):
+    """Of the host, where memory is pinned."""
+
+    def gather(self, *args: Any, **options: Any) -> int:
+        raise AssertionError("the memory is not pinned: the host passes over the bytes")
+
+
 # Checks ------------------------------------------------------------------------------------------
 
 
-def pages_go_and_come(machine: Any, device: Device, sizes: tuple[int, ...]) -> None:
-    copier = DeviceBlockCopier(device, make_block_copier())
+def pages_go_and_come(machine: Any, device: Device, pinned: bool, sizes: tuple[int, ...]) -> None:
+    copier = DeviceBlockCopier(device, NoPasses() if pinned else make_block_copier())
     theirs, ours = Pages(machine, sizes, 1), Pages(machine, sizes, 2)
-    staging = Staging(theirs.layout, THEIRS)
+    staging = Staging(theirs.layout, THEIRS, copier if pinned else None)
     sent = staging.gather(copier)
     assert (staging.bytes == theirs.of(THEIRS)).all(), "gather packs other bytes"
     assert sent == staging.scatter(copier, ours, OURS), "the checksums differ"
     assert (ours.of(OURS) == theirs.of(THEIRS)).all(), "scatter puts other bytes"
 
 
-def threads_do_not_mix(machine: Any, device: Device) -> None:
+def threads_do_not_mix(machine: Any, device: Device, pinned: bool) -> None:
     copier = DeviceBlockCopier(device, make_block_copier())
     pages = Pages(machine, SHAPES["MLA"], 1)
     pairs = [[n, n + 8] for n in range(8)]
-    stagings = [Staging(pages.layout, pair) for pair in pairs]
+    stagings = [Staging(pages.layout, pair, copier if pinned else None) for pair in pairs]
     work = [partial(staging.gather, copier) for staging in stagings] * 10
     with ThreadPoolExecutor(len(pairs)) as pool:
         list(pool.map(lambda gather: gather(), work))
@@ -82,10 +97,10 @@ def threads_do_not_mix(machine: Any, device: Device) -> None:
         assert (staging.bytes == pages.of(pair)).all(), f"blocks {pair} have others' bytes"
 
 
-def gather_waits_for_its_step(machine: Any, device: Device) -> None:
+def gather_waits_for_its_step(machine: Any, device: Device, pinned: bool) -> None:
     copier = DeviceBlockCopier(device, PythonBlockCopier())
     pages = Pages(machine, SHAPES["K and V apart"], 1)
-    staging = Staging(pages.layout, THEIRS)
+    staging = Staging(pages.layout, THEIRS, copier if pinned else None)
     staging.gather(copier)  # the first one takes memory, for which CUDA may wait
     fence = copier.fence(THEIRS)
     machine.launch(lambda: pages.fill(THEIRS, 77))
@@ -94,10 +109,10 @@ def gather_waits_for_its_step(machine: Any, device: Device) -> None:
     assert (staging.bytes == 77).all(), "gather took what was there before"
 
 
-def gather_does_not_wait_for_later_steps(machine: Any, device: Device) -> None:
+def gather_does_not_wait_for_later_steps(machine: Any, device: Device, pinned: bool) -> None:
     copier = DeviceBlockCopier(device, PythonBlockCopier())
     pages = Pages(machine, SHAPES["K and V apart"], 1)
-    staging = Staging(pages.layout, THEIRS)
+    staging = Staging(pages.layout, THEIRS, copier if pinned else None)
     staging.gather(copier)
     copier.fence(THEIRS).mark()
     machine.launch(lambda: pages.fill(OURS, 88))
@@ -105,10 +120,10 @@ def gather_does_not_wait_for_later_steps(machine: Any, device: Device) -> None:
     assert machine.is_busy(), "gather waited for a step that does not concern its blocks"
 
 
-def scatter_waits_for_former_users(machine: Any, device: Device) -> None:
+def scatter_waits_for_former_users(machine: Any, device: Device, pinned: bool) -> None:
     copier = DeviceBlockCopier(device, PythonBlockCopier())
     theirs, ours = (Pages(machine, SHAPES["MLA"], seed) for seed in (1, 2))
-    staging = Staging(theirs.layout, THEIRS)
+    staging = Staging(theirs.layout, THEIRS, copier if pinned else None)
     staging.gather(copier)
     machine.launch(lambda: ours.fill(OURS, 99))
     copier.fence(OURS)
@@ -117,12 +132,18 @@ def scatter_waits_for_former_users(machine: Any, device: Device) -> None:
     assert (ours.of(OURS) == theirs.of(THEIRS)).all(), "a former step wrote over what was loaded"
 
 
-def transfer_waits_on_both_sides(machine: Any, device: Device) -> None:
+def transfer_waits_on_both_sides(machine: Any, device: Device, pinned: bool) -> None:
     """A data server and a loader, as the workers of P and D run them."""
     sides = [Pages(machine, SHAPES["MLA"], seed) for seed in (1, 2)]
     copiers = [DeviceBlockCopier(device, make_block_copier()) for _ in sides]
-    transports = [Transports({SHARED_MEMORY: SharedMemoryTransferEngine()}) for _ in sides]
-    pools = [StagingPool(each, 8, 1 << 20) for each in transports]
+    pinnings: Sequence[HostPinning] = copiers if pinned else [NoPinning() for _ in sides]
+    transports = [
+        Transports({SHARED_MEMORY: SharedMemoryTransferEngine(pinning)}) for pinning in pinnings
+    ]
+    pools = [
+        StagingPool(each, 8, 1 << 20, memory=partial(SharedMapping, pinning=pinning))
+        for each, pinning in zip(transports, pinnings, strict=True)
+    ]
     pages = [
         WorkerPages(copier, (GroupPages.of(each.layout, 1, range(LAYERS)),))
         for copier, each in zip(copiers, sides, strict=True)
@@ -170,7 +191,7 @@ def transfer_waits_on_both_sides(machine: Any, device: Device) -> None:
             each.close()
 
 
-FENCES: dict[Callable[[Any, Device], None], tuple[str, ...]] = {
+FENCES: dict[Callable[[Any, Device, bool], None], tuple[str, ...]] = {
     gather_waits_for_its_step: ("wait", "synchronize"),
     gather_does_not_wait_for_later_steps: (),
     scatter_waits_for_former_users: ("wait",),
@@ -191,24 +212,26 @@ def attempt(check: Callable[[], None]) -> str:
 
 
 def run_checks(machine: Any) -> dict[str, str]:
-    device = machine.device
-    found = {
-        f"bytes: {name}": attempt(partial(pages_go_and_come, machine, device, sizes))
-        for name, sizes in SHAPES.items()
-    }
-    found["bytes: threads"] = attempt(partial(threads_do_not_mix, machine, device))
-    for check, needed in FENCES.items():
-        name = f"fences: {check.__name__.replace('_', ' ')}"
-        found[name] = attempt(partial(check, machine, device))
-        machine.finish()
-        for call in needed:
-            said = attempt(partial(check, machine, Without(device, call)))
+    found = {}
+    for way, pinned in (("", True), (", through a buffer", False)):
+        for shape, sizes in SHAPES.items():
+            check = partial(pages_go_and_come, machine, machine.device, pinned, sizes)
+            found[f"bytes: {shape}{way}"] = attempt(check)
+        check = partial(threads_do_not_mix, machine, machine.device, pinned)
+        found[f"bytes: threads{way}"] = attempt(check)
+        for fence, needed in FENCES.items():
+            name = f"fences: {fence.__name__.replace('_', ' ')}{way}"
+            found[name] = attempt(partial(fence, machine, machine.device, pinned))
             machine.finish()
-            if said.startswith("Traceback"):
-                wrong = said
-            else:
-                wrong = "" if said else "passes: it shows nothing"
-            found[f"{name}, not without {call}"] = wrong
+            for call in needed:
+                device: Any = Without(machine.device, call)
+                said = attempt(partial(fence, machine, device, pinned))
+                machine.finish()
+                if said.startswith("Traceback"):
+                    wrong = said
+                else:
+                    wrong = "" if said else "passes: it shows nothing"
+                found[f"{name}, not without {call}"] = wrong
     return found
 
 
@@ -220,6 +243,17 @@ class NoHost(PythonBlockCopier):
 
     def gather(self, *args: Any, **options: Any) -> int:
         return 0
+
+
+PARTS = (
+    ("device", NoHost, False, 1),
+    ("whole", make_block_copier, True, 1),
+    ("buffered", make_block_copier, False, 1),
+    ("threaded", make_block_copier, False, MAX_DEFAULT_THREADS),
+)
+"""The device's part by itself; a copy as engines make it, to and from memory that is pinned, with
+the checksum; the same with memory that is not, by one thread and by several.
+"""
 
 
 def median_ms(work: Callable[[], object], rounds: int) -> float:
@@ -244,15 +278,16 @@ def copy_ms(device: Device, to: torch.Tensor, source: torch.Tensor, rounds: int)
 
 
 def speeds(machine: Any, layers: int, blocks: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Of a prompt with so many blocks: whole, and one layer of it."""
+    """Of a prompt with so many blocks: whole, one layer of it, and of that one piece."""
     device = machine.device
-    order = np.random.default_rng(0).permutation(blocks)
     for shape, sizes in SHAPES.items():
         pages = Pages(machine, sizes, 1, (layers, blocks))
-        for what, num in (("prompt", layers), ("layer", 1)):
-            layout = pages.layout.for_layers(0, num)
-            num_bytes = layout.num_bytes(blocks)
-            staging = Staging(layout, order.tolist())
+        in_a_piece = min(blocks, TransferConfig().staging_slot_bytes // sum(sizes))
+        parts = (("prompt", layers, blocks), ("layer", 1, blocks), ("piece", 1, in_a_piece))
+        for what, num_layers, num_blocks in parts:
+            layout = pages.layout.for_layers(0, num_layers)
+            order = np.random.default_rng(0).permutation(blocks)[:num_blocks]
+            num_bytes = layout.num_bytes(num_blocks)
             pinned = device.pinned(num_bytes)
             flat = device.scratch(device.new_stream(), num_bytes)
             for way, one_copy in (("gather", (pinned, flat)), ("scatter", (flat, pinned))):
@@ -263,10 +298,14 @@ def speeds(machine: Any, layers: int, blocks: int, rounds: int) -> Iterator[dict
                     "mb": num_bytes / 1e6,
                 }
                 row["memcpy_ms"] = copy_ms(device, *one_copy, rounds)
-                for part, host in (("device", NoHost()), ("whole", make_block_copier())):
-                    copy = getattr(DeviceBlockCopier(device, host), way)
-                    ms = median_ms(partial(copy, layout, order, staging.region), rounds)
+                for part, host, pins, num_threads in PARTS:
+                    copier = DeviceBlockCopier(device, host(), num_threads)
+                    staging = Staging(layout, order.tolist(), copier if pins else None)
+                    copy = partial(getattr(copier, way), layout, order, staging.region)
+                    ms = median_ms(copy, rounds)
                     row |= {f"{part}_ms": ms, f"{part}_ratio": row["memcpy_ms"] / ms}
+                    staging.close()
+                    copier.close()
                 yield row
 
 
@@ -308,8 +347,9 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['way']:8}{row['what']:7}{row['shape']:14}{row['mb']:8.1f} MB  one copy"
-            f" {row['memcpy_ms']:8.3f} ms, device {row['device_ratio']:.2f} of its speed,"
-            f" with host and checksum {row['whole_ratio']:.2f}",
+            f" {row['memcpy_ms']:8.3f} ms, without checksum {row['device_ratio']:.2f} of its speed,"
+            f" with it {row['whole_ratio']:.2f}, through a buffer {row['buffered_ratio']:.2f}"
+            f" (by {MAX_DEFAULT_THREADS} threads {row['threaded_ratio']:.2f})",
             flush=True,
         )
     answers = engines(machine, options.model)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch  # noqa: TID251 - its streams are what is checked
 from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.device_copy import DevicePageLayout, Segment
 from vllm_ascend_pd.backends.fake_device import FakeDevice
-from vllm_ascend_pd.backends.torch_device import TorchDevice
+from vllm_ascend_pd.backends.shared_memory import NoPinning, SharedMapping
+from vllm_ascend_pd.backends.torch_device import CudaDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +34,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.where = torch.device("cuda", 0)
-        self.device: Device = TorchDevice(torch.cuda, self.where)
+        self.device: Device = CudaDevice(torch.cuda, self.where)
         self.device.bind_thread()
         self._last: Any = None
 
@@ -73,11 +75,10 @@ class Without:
     """A device that leaves a call out: what must not go unnoticed."""
 
     def __init__(self, device: Device, name: str) -> None:
-        self._device = device
+        for each in dir(device):
+            if not each.startswith("_"):
+                setattr(self, each, getattr(device, each))
         setattr(self, name, lambda *_: None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._device, name)
 
 
 class Pages:
@@ -117,12 +118,22 @@ class Pages:
 
 
 class Staging:
-    """Host memory for these blocks of some pages."""
+    """Host memory for these blocks of some pages, as that of engines; pinned if told for whom."""
 
-    def __init__(self, layout: DevicePageLayout, blocks: list[int]) -> None:
+    def __init__(
+        self,
+        layout: DevicePageLayout,
+        blocks: list[int],
+        pinned_for: DeviceBlockCopier | None = None,
+    ) -> None:
         self.layout, self.ids = layout, np.array(blocks, dtype=np.int64)
-        self.bytes = np.zeros(layout.num_bytes(len(blocks)), dtype=np.uint8)
-        self.region = Region(self.bytes.ctypes.data, self.bytes.nbytes)
+        num_bytes = layout.num_bytes(len(blocks))
+        self._memory = SharedMapping(num_bytes, pinned_for or NoPinning())
+        self.close = self._memory.close
+        self.region = Region(self._memory.addr, num_bytes)
+        self.bytes = np.ctypeslib.as_array(
+            (ctypes.c_uint8 * num_bytes).from_address(self.region.base)
+        )
 
     def gather(self, copier: DeviceBlockCopier) -> int:
         return copier.gather(self.layout, self.ids, self.region)

@@ -8,7 +8,8 @@ pages and a peer shows as wrong bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from vllm_ascend_pd import hooks
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_device import FakeDevice
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
+from vllm_ascend_pd.backends.shared_memory import SharedMapping
+from vllm_ascend_pd.backends.staging import StagingPool, _abandoned
 from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide, FencedStep
@@ -44,9 +47,16 @@ def device() -> FakeDevice:
     return FakeDevice()
 
 
-@pytest.fixture(autouse=True)
-def on_device(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["pinned", "not pinned"])
+def on_device(
+    request: pytest.FixtureRequest, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Staging is memory that the device copies itself, as on a GPU, or through a buffer."""
     copier = DeviceBlockCopier(device, PythonBlockCopier())
+    if request.param == "pinned":
+        pinned = partial(StagingPool, memory=partial(SharedMapping, pinning=copier))
+        for module in (transfer, steps):
+            monkeypatch.setattr(module, "StagingPool", pinned)
     monkeypatch.setattr(transfer, "Pages", DevicePages)
     monkeypatch.setattr(steps, "locate", locate_on_device)
     for module in (transfer, steps):
@@ -55,6 +65,9 @@ def on_device(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         steps, "WorkerSide", lambda *args, **kwargs: DeviceWorkerSide(copier, *args, **kwargs)
     )
+    yield
+    was_abandoned = {memory.addr for memory in _abandoned}
+    assert device.pins.keys() <= was_abandoned
 
 
 # What only a device can get wrong ----------------------------------------------------------------

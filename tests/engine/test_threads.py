@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed import utils
 from vllm.distributed.device_communicators import shm_broadcast
 
-from vllm_ascend_pd.engine.threads import sleep_where_cores_are_few
+from vllm_ascend_pd.engine.threads import default_copy_threads, sleep_where_cores_are_few
 
 NUM_TURNS = 50
 
@@ -66,3 +66,14 @@ def test_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     assert caplog.messages == [
         "2 workers and an engine core on 2 cores: they sleep while they wait for each other"
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_workers", "expected"),
+    [(1, 1, 1), (4, 1, 1), (8, 1, 2), (16, 1, 4), (64, 1, 4), (16, 8, 1), (64, 8, 2), (128, 8, 4)],
+)
+def test_threads_of_a_copy_leave_most_cores_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_workers: int, expected: int
+) -> None:
+    give_cores(monkeypatch, set(range(num_cores)), {0})
+    assert default_copy_threads(num_workers) == expected

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from tests.engine.test_device_caches import (
 )
 from tests.unit.backends.native_mooncake import NativeEngine
 from vllm_ascend_pd.backends import mooncake_engine
+from vllm_ascend_pd.backends.block_copy import BlockCopier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.fake_device import FakeDevice
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
@@ -67,6 +69,8 @@ class Host:
         self._monkeypatch = monkeypatch
         self.native = NativeEngine()
         self.device = KnowingDevice()
+        self.host_copier: BlockCopier = PythonBlockCopier()
+        self.copy_threads = 0
         self.pool_arguments: tuple[Any, ...] = ()
         self.worker: Any = None
 
@@ -80,10 +84,13 @@ class Host:
         def start_pool(*args: Any) -> None:
             self.pool_arguments = args
 
-        copier = DeviceBlockCopier(self.device, PythonBlockCopier())
+        def make_copier(device: Any, num_threads: int) -> DeviceBlockCopier:
+            self.copy_threads = num_threads
+            return DeviceBlockCopier(self.device, self.host_copier, num_threads)
+
         for name, value in {
             "locate": locate,
-            "make_copier": lambda device: copier,
+            "make_copier": make_copier,
             "sharding": lambda config: Sharding(),
             "start_pool": start_pool,
         }.items():
@@ -97,7 +104,11 @@ class Host:
         config = KVTransferConfig(
             kv_connector="InEngine", kv_role=role, kv_connector_extra_config=extra
         )
-        vllm_config: Any = SimpleNamespace(kv_transfer_config=config, speculative_config=None)
+        vllm_config: Any = SimpleNamespace(
+            kv_transfer_config=config,
+            speculative_config=None,
+            parallel_config=SimpleNamespace(world_size=1),
+        )
         PDConfig.from_kv_transfer_config(config)
         for part in (part for cache in caches.values() for part in parts(cache)):
             memory = part.untyped_storage()
@@ -185,6 +196,52 @@ def test_pages_go_from_one_npu_to_the_other(
     calls = {call[0] for call in producer.native.calls}
     assert ("batch" in calls) is (transfer.get("placement") != "staged")
     assert ("write" in calls) is (transfer.get("placement") == "staged")
+
+
+class NoPasses(PythonBlockCopier):
+    def gather(self, *args: Any, **options: Any) -> int:
+        raise AssertionError("a pass over the bytes by the host")
+
+
+def test_bytes_of_a_gpu_are_moved_and_verified_by_it_alone(make_host: Callable[[], Host]) -> None:
+    """Through shared memory: P copies right into D's staging memory, D from there to its pages."""
+    hosts = producer, consumer = make_host(), make_host()
+    on_gpu = {"protocol": "tcp", "transport": "shared_memory"}
+    theirs, ours = ({layer: combined() for layer in NAMES} for _ in hosts)
+    for host in hosts:
+        host.host_copier = NoPasses()
+    server = producer.start("kv_producer", GQA, theirs, **on_gpu)._server
+    consumer.start("kv_consumer", GQA, ours, **on_gpu)
+    assert [len(host.device.pins) for host in hosts] == [1, 1]
+    lease, num_tokens = LeaseRef("t", 1), 2 * GQA.block_size
+    producer.step(Grant(lease, "e", ((4, 1),), 0, num_tokens))
+    admitted = (server.page_server.admit(lease, num_tokens),)
+    blocks = (LoadBlocks(0, (0, 1), (2, 3)),)
+    load = LoadSpec(LoadId(1), admitted, "t", "e", blocks, False, 10.0)
+    consumer.step(loads=(load,))
+    assert result_of(consumer).cause == ""
+    for layer in NAMES:
+        for source, target in ((4, 2), (1, 3)):
+            assert content(ours[layer], target) == content(theirs[layer], source)
+    assert [len(host.device.pins) for host in hosts] == [2, 1]
+    for host in hosts:
+        host.worker.shutdown()
+        assert not host.device.pins
+
+
+def test_threads_of_a_copy_are_those_of_the_configuration_or_by_cores(
+    make_host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side, "default_copy_threads", lambda num_workers: 2 * num_workers)
+    before = threading.active_count()
+    for options, expected in (({"copy_threads": 3}, 3), ({}, 2)):
+        host = make_host()
+        host.start("kv_consumer", GQA, {NAMES[0]: combined()}, **options)
+        assert host.copy_threads == expected
+        names = [thread.name for thread in threading.enumerate()]
+        assert sum(name.startswith("pd-copy") for name in names) == expected - 1
+        host.worker.shutdown()
+        assert threading.active_count() == before
 
 
 def test_everything_that_is_registered_begins_at_two_mib(make_host: Callable[[], Host]) -> None:

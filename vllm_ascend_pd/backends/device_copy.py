@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between KV pages in an accelerator's memory and staging in host memory.
 
-    device pages       by index    scratch     copy    pinned        the host's copier   staging
-    one layer, one     -------->  [K|V][K|V]  ----->  [K|V][K|V]     --------------->  [K|V][K|V]
-      block: K here,   <--------  on the dev. <-----                <- (checksum in passing) <-
-      V there
+    device pages       by index    scratch                copy             staging, pinned
+    one layer, one     -------->  [K|V][K|V]  ----------------------->  [K|V][K|V]
+      block: K here,   <--------  checksum    <-----------------------
+      V there                         |
+                                      |  copy    pinned     the host's copier   staging, not pinned
+                                      '------>  [K|V][K|V]  --------------->  [K|V][K|V]
+                                       <------              <-- checksum ---
 
 A page (one block in one layer) is one run of bytes or several: K and V apart, MLA's latent and RoPE
 parts. In staging they lie side by side, so engines that cut a page differently understand each
-other. Staging may be hit by a late network write at any time; what goes to the device is therefore
-copied out of it first, and the checksum is of that private copy.
+other. Staging may be hit by a late network write at any time; what goes to the pages is therefore
+copied out of it first, and the checksum is of that private copy: on the device where it may copy
+from staging itself, else in a buffer of the host.
 
 Pages are picked and put by index, some kernels for each layer whatever the number of blocks: a copy
 for each run of bytes would cost the host more than the bytes cost the device.
@@ -20,25 +24,28 @@ by themselves. Fences order them, see `DeviceBlockCopier.fence`.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
-from vllm_ascend_pd.backends.page_kernels import Cut, Lane, index_of, pick, put
+from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region, finish_checksum
+from vllm_ascend_pd.backends.host_pass import HostPass
+from vllm_ascend_pd.backends.page_kernels import Cut, Lane, add_up, index_of, padded, pick, put
+from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
-
-_ONE_PAGE = np.zeros(1, dtype=np.int64)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,19 @@ class Device(Protocol):
         """Memory of the device, uint8 [num_bytes], for work on `stream` only."""
 
 
+@runtime_checkable
+class PinsMemory(Protocol):
+    """A device that can copy to and from memory that others have allocated, and can verify such
+    copies itself. Any thread.
+    """
+
+    def pin(self, addr: int, num_bytes: int) -> None:
+        """Until `unpin`; raises `BackendError` if it cannot be."""
+
+    def unpin(self, addr: int) -> None:
+        """What begins at `addr`; nothing copies it any more."""
+
+
 class Fence:
     """A point in the engine's stream that copies of some blocks wait for. It may be moved on.
 
@@ -167,18 +187,19 @@ class PinnedMemory:
 class DeviceBlockCopier(BlockCopier):
     """A copier for `DevicePageLayout`. A call returns when its bytes are where they belong.
 
-    Each thread has a stream of its own, a pinned buffer as large as its largest copy so far, and as
-    much memory of the device.
+    Each thread has a stream of its own, as much memory of the device as its largest copy so far,
+    and for memory that is not pinned as large a buffer that is. Also `HostPinning`.
     """
 
-    def __init__(self, device: Device, host: BlockCopier) -> None:
-        """`host` packs, unpacks and checksums what is in host memory."""
+    def __init__(self, device: Device, host: BlockCopier, num_threads: int = 1) -> None:
+        """`host` copies what is in host memory, and checksums it, by so many threads a copy."""
         self._device = device
-        self._host = host
+        self._host = HostPass(host, num_threads)
         self._lanes = threading.local()
         self._lock = threading.Lock()
         self._fences: dict[int, Fence] = {}  # by block; under the lock
         self._last: Fence | None = None  # under the lock
+        self._pinned: dict[int, torch.Tensor] = {}  # what is pinned, by address; under the lock
 
     def fence(self, block_ids: Iterable[int]) -> Fence:
         """Order copies of these blocks behind what the engine has launched. Main thread.
@@ -205,10 +226,12 @@ class DeviceBlockCopier(BlockCopier):
         layout, ids, num_bytes = _check(layout, block_ids, staging, staging_offset)
         if not num_bytes:
             return self._host.checksum(staging, staging_offset, 0, seed)
+        pinned = self._pinned_part(staging.base + staging_offset, num_bytes)
+        if pinned is not None:
+            return self._copy_verified(layout, ids, pick, pinned, seed)
         fetched = self._fetch(layout, ids, num_bytes)
-        return self._host.gather(
-            _one_page(fetched, 0, num_bytes), _ONE_PAGE, staging, staging_offset, seed
-        )
+        num_pages, page_bytes = num_bytes // layout.page_bytes, layout.page_bytes
+        return self._host.copy((fetched, 0), (staging, staging_offset), num_pages, page_bytes, seed)
 
     def gather_layers(
         self,
@@ -228,14 +251,8 @@ class DeviceBlockCopier(BlockCopier):
         # Layer-major in the pinned buffer, where the layers before ``start`` would lie before it.
         offsets = np.arange(-start, stop - start, dtype=np.int64) * (len(ids) * page_bytes)
         packed = PageLayout(fetched, offsets, page_bytes, page_bytes)
-        return self._host.gather_layers(
-            packed,
-            start,
-            stop,
-            np.arange(len(ids), dtype=np.int64),
-            staging,
-            staging_offset,
-            value_stride,
+        return self._host.copy_layers(
+            packed, start, stop, len(ids), staging, staging_offset, value_stride
         )
 
     def scatter(
@@ -249,12 +266,16 @@ class DeviceBlockCopier(BlockCopier):
         layout, ids, num_bytes = _check(layout, block_ids, staging, staging_offset)
         if not num_bytes:
             return self._host.checksum(staging, staging_offset, 0, seed)
+        pinned = self._pinned_part(staging.base + staging_offset, num_bytes)
+        if pinned is not None:
+            return self._copy_verified(layout, ids, put, pinned, seed)
         lane = self._lane(num_bytes)
-        checksum = self._host.gather(
-            _one_page(staging, staging_offset, num_bytes), _ONE_PAGE, lane.region, 0, seed
+        bounce = self._bounce(lane, num_bytes)
+        num_pages, page_bytes = num_bytes // layout.page_bytes, layout.page_bytes
+        checksum = self._host.copy(
+            (staging, staging_offset), (lane.region, 0), num_pages, page_bytes, seed
         )
-        self._order(lane, ids)
-        self._run(lane, layout, ids, put)
+        self._run(lane, layout, ids, partial(put, memory=bounce))
         return checksum
 
     def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
@@ -271,19 +292,69 @@ class DeviceBlockCopier(BlockCopier):
         """Make the device current for the calling thread, for a library that needs it there."""
         self._device.bind_thread()
 
+    def close(self) -> None:
+        """End its threads; nothing is copied any more."""
+        self._host.close()
+
     def _fetch(self, layout: DevicePageLayout, ids: list[int], num_bytes: int) -> Region:
         """The pages, layer-major, in this thread's pinned buffer, once they are there."""
         lane = self._lane(num_bytes)
-        self._order(lane, ids)
-        self._run(lane, layout, ids, pick)
+        self._run(lane, layout, ids, partial(pick, memory=self._bounce(lane, num_bytes)))
         return lane.region
+
+    def _copy_verified(
+        self,
+        layout: DevicePageLayout,
+        ids: list[int],
+        move: Callable[..., None],
+        memory: torch.Tensor,
+        seed: int,
+    ) -> int:
+        """To or from pinned memory; the checksum is of what is in the device's scratch memory."""
+        lane = self._lane(memory.numel())
+
+        def copy_and_add_up(*args: Any) -> None:
+            move(*args, memory)
+            add_up(lane, memory.numel())
+
+        self._run(lane, layout, ids, copy_and_add_up)
+        return finish_checksum(int(lane.total), memory.numel(), seed)
 
     def pinned_memory(self, num_bytes: int) -> PinnedMemory:
         return PinnedMemory(self._device, num_bytes)
 
+    def pin(self, addr: int, num_bytes: int) -> None:
+        """From now on copies to and from this memory take no detour, if the device can pin it."""
+        if not isinstance(self._device, PinsMemory):
+            return
+        try:
+            self._device.pin(addr, num_bytes)
+        except BackendError as error:
+            logger.warning("%s; copies to and from it go through a buffer, and are slower", error)
+            return
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(addr))
+        with self._lock:
+            self._pinned[addr] = torch.from_numpy(memory)
+
+    def unpin(self, addr: int) -> None:
+        with self._lock:
+            was_pinned = self._pinned.pop(addr, None) is not None
+        if was_pinned and isinstance(self._device, PinsMemory):
+            self._device.unpin(addr)
+
+    def _pinned_part(self, addr: int, num_bytes: int) -> torch.Tensor | None:
+        """A view of this memory if it is pinned, uint8 [num_bytes]."""
+        with self._lock:
+            for start, memory in self._pinned.items():
+                offset = addr - start
+                if 0 <= offset <= memory.numel() - num_bytes:
+                    return memory[offset : offset + num_bytes]
+        return None
+
     def _run(
         self, lane: Lane, layout: DevicePageLayout, ids: list[int], move: Callable[..., None]
     ) -> None:
+        self._order(lane, ids)
         index, rows = index_of(layout, np.array(ids, dtype=np.int64))
         if len(lane.index) < len(index):
             lane.index = self._device.pinned(index.nbytes).view(torch.int64)
@@ -297,14 +368,17 @@ class DeviceBlockCopier(BlockCopier):
         if lane is None:
             self._device.bind_thread()
             stream, nothing = self._device.new_stream(), torch.empty(0, dtype=torch.int64)
-            lane = Lane(stream, *self._memory(stream, num_bytes), nothing, nothing)
+            total = self._device.pinned(nothing.itemsize).view(torch.int64)[0]
+            lane = Lane(stream, total, nothing, nothing, nothing, nothing)
             self._lanes.lane = lane
-        elif lane.bounce.numel() < num_bytes:
-            lane.bounce, lane.scratch = self._memory(lane.stream, num_bytes)
+        if lane.scratch.nbytes < num_bytes:
+            lane.scratch = self._device.scratch(lane.stream, padded(num_bytes))
         return lane
 
-    def _memory(self, stream: Any, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._device.pinned(num_bytes), self._device.scratch(stream, num_bytes)
+    def _bounce(self, lane: Lane, num_bytes: int) -> torch.Tensor:
+        if lane.bounce.nbytes < num_bytes:
+            lane.bounce = self._device.pinned(num_bytes)
+        return lane.bounce[:num_bytes]
 
     def _order(self, lane: Lane, ids: list[int]) -> None:
         with self._lock:
@@ -312,11 +386,6 @@ class DeviceBlockCopier(BlockCopier):
         for fence in found:
             if fence is not None:
                 self._device.wait(lane.stream, fence.event)
-
-
-def _one_page(region: Region, offset: int, num_bytes: int) -> PageLayout:
-    """Contiguous bytes as a layout of one layer and one block."""
-    return PageLayout(region, np.array([offset], dtype=np.int64), num_bytes, num_bytes)
 
 
 def _check(

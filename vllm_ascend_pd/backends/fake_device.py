@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ascend_pd.backends.device_copy import Device
+from vllm_ascend_pd.backends.device_copy import Device, PinsMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,12 +42,14 @@ class FakeEvent:
     end: int
 
 
-class FakeDevice(Device):
+class FakeDevice(Device, PinsMemory):
     """Device memory is host memory that only streams write. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self.compute = FakeStream()
+        self.pins: dict[int, int] = {}
+        """Bytes of memory of others that it may copy, by address."""
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Enqueue a kernel on the engine's stream, as the model's forward does."""
@@ -82,6 +84,14 @@ class FakeDevice(Device):
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def pin(self, addr: int, num_bytes: int) -> None:
+        with self._lock:
+            self.pins[addr] = num_bytes
+
+    def unpin(self, addr: int) -> None:
+        with self._lock:
+            del self.pins[addr]
 
     def scratch(self, stream: FakeStream, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_ascend_pd.backends.block_copy import Region
+from vllm_ascend_pd.backends.device_checksum import WORD_BYTES, sum_of_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,10 +32,13 @@ Cut: TypeAlias = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Lane:
-    """What one thread copies with: a stream, and memory of one size on both sides."""
+    """What one thread copies with: a stream, and memory on both sides."""
 
     stream: Any
+    total: torch.Tensor
+    """Pinned int64 []: the sum of what was copied last."""
     bounce: torch.Tensor
+    """Pinned."""
     scratch: torch.Tensor
     index: torch.Tensor
     """Pinned int64."""
@@ -75,20 +79,43 @@ def index_of(
     return np.concatenate(parts), rows
 
 
-def pick(lane: Lane, layout: DevicePageLayout, num_blocks: int, rows: Mapping[Cut, Rows]) -> None:
-    """Pages to the pinned buffer, in the order of staging. On the lane's stream."""
-    num_bytes = layout.num_bytes(num_blocks)
+def pick(
+    lane: Lane,
+    layout: DevicePageLayout,
+    num_blocks: int,
+    rows: Mapping[Cut, Rows],
+    memory: torch.Tensor,
+) -> None:
+    """Pages to pinned memory, in the order of staging. On the lane's stream."""
     for table, index, pages in _tables(lane, layout, num_blocks, rows):
         pages.copy_(table.index_select(0, index).view(pages.shape))
-    lane.bounce[:num_bytes].copy_(lane.scratch[:num_bytes], non_blocking=True)
+    memory.copy_(lane.scratch[: memory.numel()], non_blocking=True)
 
 
-def put(lane: Lane, layout: DevicePageLayout, num_blocks: int, rows: Mapping[Cut, Rows]) -> None:
-    """The pinned buffer to pages. On the lane's stream."""
-    num_bytes = layout.num_bytes(num_blocks)
-    lane.scratch[:num_bytes].copy_(lane.bounce[:num_bytes], non_blocking=True)
+def put(
+    lane: Lane,
+    layout: DevicePageLayout,
+    num_blocks: int,
+    rows: Mapping[Cut, Rows],
+    memory: torch.Tensor,
+) -> None:
+    """Pinned memory to pages. On the lane's stream."""
+    lane.scratch[: memory.numel()].copy_(memory, non_blocking=True)
     for table, index, pages in _tables(lane, layout, num_blocks, rows):
         table.index_copy_(0, index, pages.reshape(len(index), -1))
+
+
+def add_up(lane: Lane, num_bytes: int) -> None:
+    """Sum what the scratch memory holds, which nobody else writes. On the lane's stream."""
+    end = padded(num_bytes)
+    if end > num_bytes:
+        lane.scratch[num_bytes:end].zero_()
+    lane.total.copy_(sum_of_words(lane.scratch[:end]), non_blocking=True)
+
+
+def padded(num_bytes: int) -> int:
+    """To whole words."""
+    return -(-num_bytes // WORD_BYTES) * WORD_BYTES
 
 
 def _tables(

@@ -24,8 +24,8 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -48,6 +48,26 @@ _MAX_REGIONS = 64
 _MAX_FRAME_BYTES = 1 << 16
 
 
+class HostPinning(Protocol):
+    """What copies to and from memory of the host faster once that is pinned: a device."""
+
+    def pin(self, addr: int, num_bytes: int) -> None:
+        """From now on, as far as that is possible. The memory stays mapped until `unpin`."""
+
+    def unpin(self, addr: int) -> None:
+        """Before the memory that begins at ``addr`` is unmapped."""
+
+
+class NoPinning(HostPinning):
+    """Of engines whose pages are in host memory."""
+
+    def pin(self, addr: int, num_bytes: int) -> None: ...
+    def unpin(self, addr: int) -> None: ...
+
+
+_NO_PINNING = NoPinning()
+
+
 class SharedMapping:
     """Zeroed memory that other processes can map: ``num_bytes`` at ``addr``, page aligned.
 
@@ -58,8 +78,9 @@ class SharedMapping:
     # Start address -> mapping, of those that are not closed; any thread.
     _live: ClassVar[dict[int, SharedMapping]] = {}
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, pinning: HostPinning = _NO_PINNING) -> None:
         self.num_bytes = num_bytes
+        self._pinning = pinning
         self.fd = os.memfd_create("vllm-pd-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, _HEADER_BYTES + num_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -67,6 +88,7 @@ class SharedMapping:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(self.fd, _HEADER_BYTES + num_bytes, flags=flags)
         self.addr = _address_of(self._map) + _HEADER_BYTES
+        pinning.pin(self.addr, num_bytes)
         SharedMapping._live[self.addr] = self
 
     @classmethod
@@ -82,6 +104,7 @@ class SharedMapping:
         SharedMapping._live.pop(self.addr, None)
         self.open_to_peers(False)
         os.close(self.fd)
+        self._pinning.unpin(self.addr)
         self._map.close()
 
 
@@ -97,6 +120,15 @@ class _PeerRegion:
     addr: int
     num_bytes: int
     view: mmap.mmap
+    pinning: HostPinning
+    is_pinned: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Threads that copy come together to memory that is not pinned yet."""
+
+    @property
+    def start(self) -> int:
+        """Where it is mapped in this process."""
+        return _address_of(self.view) + _HEADER_BYTES
 
     @property
     def is_open(self) -> bool:
@@ -106,7 +138,16 @@ class _PeerRegion:
         offset = addr - self.addr
         if not self.is_open or offset < 0 or offset + num_bytes > self.num_bytes:
             return None
-        return Region(_address_of(self.view) + _HEADER_BYTES + offset, num_bytes)
+        with self.lock:
+            if not self.is_pinned:
+                self.pinning.pin(self.start, self.num_bytes)
+                self.is_pinned = True
+        return Region(self.start + offset, num_bytes)
+
+    def close(self) -> None:
+        if self.is_pinned:
+            self.pinning.unpin(self.start)
+        self.view.close()
 
 
 @dataclass(slots=True)
@@ -129,7 +170,7 @@ class _Peer:
     def close(self) -> None:
         self.connection.close()
         for region in self.regions:
-            region.view.close()
+            region.close()
 
 
 class SharedMemoryTransferEngine(TransferEngine):
@@ -142,7 +183,9 @@ class SharedMemoryTransferEngine(TransferEngine):
     network.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinning: HostPinning = _NO_PINNING) -> None:
+        """``pinning`` is told of a peer's memory once it is written to."""
+        self._pinning = pinning
         self._regions = RegionTable()
         self._shared: dict[int, SharedMapping] = {}
         self._folder = SocketFolder()
@@ -283,7 +326,7 @@ class SharedMemoryTransferEngine(TransferEngine):
         peer = None
         if path != session and _SOCKET_NAME.fullmatch(os.path.basename(path)):
             try:
-                peer = _meet(path)
+                peer = _meet(path, self._pinning)
             except (OSError, ValueError, msgspec.MsgspecError) as e:
                 logger.debug("no shared memory with %s: %s", session, e)
         with self._lock:
@@ -339,7 +382,7 @@ class SharedMemoryTransferEngine(TransferEngine):
         return connection
 
 
-def _meet(path: str) -> _Peer:
+def _meet(path: str, pinning: HostPinning) -> _Peer:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fds: list[int] = []
     regions: list[_PeerRegion] = []
@@ -354,7 +397,8 @@ def _meet(path: str) -> _Peer:
                 raise ValueError("memory that could shrink under a write")
             if os.fstat(fd).st_size != _HEADER_BYTES + num_bytes:
                 raise ValueError("memory of another size than announced")
-            regions.append(_PeerRegion(addr, num_bytes, mmap.mmap(fd, _HEADER_BYTES + num_bytes)))
+            view = mmap.mmap(fd, _HEADER_BYTES + num_bytes)
+            regions.append(_PeerRegion(addr, num_bytes, view, pinning))
         connection.setblocking(False)
     except BaseException:
         _Peer(connection, regions).close()

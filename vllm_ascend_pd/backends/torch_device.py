@@ -7,6 +7,8 @@ documented calls of torch.npu.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,9 @@ from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+logger = logging.getLogger(__name__)
 
 
 class TorchDevice:
@@ -64,8 +69,35 @@ class TorchDevice:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-def make_copier(device: torch.device) -> BlockCopier:
+class CudaDevice(TorchDevice):
+    """A GPU, which copies also from memory that others have allocated; implements `PinsMemory`.
+
+    torch.npu documents no way to have memory pinned that it has not allocated.
+    """
+
+    def pin(self, addr: int, num_bytes: int) -> None:
+        self.bind_thread()
+        if error := self._error_of(self._api.cudart().cudaHostRegister(addr, num_bytes, 0)):
+            raise BackendError(f"CUDA cannot pin {num_bytes} bytes of host memory: {error}")
+
+    def unpin(self, addr: int) -> None:
+        self.bind_thread()
+        if error := self._error_of(self._api.cudart().cudaHostUnregister(addr)):
+            logger.warning("CUDA keeps memory of the host pinned: %s", error)
+
+    def _error_of(self, code: Any) -> str:
+        """In words, or an empty text. CUDA remembers it, and the next kernel would fail with it."""
+        if not int(code):
+            return ""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
+        return str(self._api.cudart().cudaGetErrorString(code))
+
+
+def make_copier(device: torch.device, num_threads: int = 1) -> BlockCopier:
     """The copier for KV pages on this device: on a CPU the native one, without a detour.
+
+    ``num_threads``: of one copy within host memory, for pages that are not there.
 
     Raises:
         BackendError: no copier for this kind of device, or torch_npu is missing.
@@ -73,15 +105,12 @@ def make_copier(device: torch.device) -> BlockCopier:
     if device.type == "cpu":
         return make_block_copier()
     if device.type == "cuda":
-        api: Any = torch.cuda
-    elif device.type == "npu":
+        return DeviceBlockCopier(CudaDevice(torch.cuda, device), make_block_copier(), num_threads)
+    if device.type == "npu":
         try:
             import torch_npu  # noqa: F401 -- it puts torch.npu in place
         except ImportError as error:
             raise BackendError(f"KV caches are on an NPU, but torch_npu fails: {error}") from error
-        api = torch.npu  # type: ignore[attr-defined]
-    else:
-        raise BackendError(
-            f"KV caches are on {device.type!r}; there is a copier for cpu, cuda, npu"
-        )
-    return DeviceBlockCopier(TorchDevice(api, device), make_block_copier())
+        api: Any = torch.npu  # type: ignore[attr-defined]
+        return DeviceBlockCopier(TorchDevice(api, device), make_block_copier(), num_threads)
+    raise BackendError(f"KV caches are on {device.type!r}; there is a copier for cpu, cuda, npu")

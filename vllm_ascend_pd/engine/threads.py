@@ -9,6 +9,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.backends.host_pass import MAX_DEFAULT_THREADS
 from vllm_ascend_pd.engine.vllm_api.process import sleep_while_waiting
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ def sleep_where_cores_are_few(num_workers: int) -> None:
             num_workers,
             num_cores,
         )
+
+
+def default_copy_threads(num_workers: int) -> int:
+    """Of one copy within host memory: together the workers take a quarter of the engine's cores."""
+    return max(1, min(MAX_DEFAULT_THREADS, len(_cores_of_engine()) // (4 * num_workers)))
 
 
 def _cores_of_engine() -> set[int]:

@@ -102,6 +102,22 @@ class Staging:
         self.region = Region(self.bytes.ctypes.data, num_bytes)
 
 
+MakeStaging = Callable[[], Staging]
+
+
+@pytest.fixture(params=["pinned", "not pinned"])
+def make_staging(request: pytest.FixtureRequest, copier: DeviceBlockCopier) -> MakeStaging:
+    """Memory that the device copies itself, or that is copied through a buffer."""
+
+    def make() -> Staging:
+        staging = Staging()
+        if request.param == "pinned":
+            copier.pin(staging.region.base, staging.region.size)
+        return staging
+
+    return make
+
+
 def ids(*blocks: int) -> np.ndarray:
     return np.array(blocks, dtype=np.int64)
 
@@ -109,9 +125,13 @@ def ids(*blocks: int) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("blocks", [(4,), (5, 2), (3, 4, 5, 9, 10, 0), (15, 14)])
 def test_gather_packs_pages_in_the_order_of_staging(
-    copier: DeviceBlockCopier, host: BlockCopier, shape: str, blocks: tuple[int, ...]
+    copier: DeviceBlockCopier,
+    host: BlockCopier,
+    shape: str,
+    blocks: tuple[int, ...],
+    make_staging: MakeStaging,
 ) -> None:
-    memory, staging = Memory(shape), Staging()
+    memory, staging = Memory(shape), make_staging()
     layers = memory.layout.for_layers(1, 3)
     checksum = copier.gather(layers, ids(*blocks), staging.region, 64, seed=9)
     packed = b"".join(memory.page(layer, block) for layer in (1, 2) for block in blocks)
@@ -148,9 +168,9 @@ def test_layers_of_blocks_are_packed_apart(
 @pytest.mark.parametrize("source", SHAPES)
 @pytest.mark.parametrize("target", SHAPES)
 def test_pages_of_one_shape_go_into_another(
-    copier: DeviceBlockCopier, source: str, target: str
+    copier: DeviceBlockCopier, source: str, target: str, make_staging: MakeStaging
 ) -> None:
-    theirs, ours, staging = Memory(source), Memory(target, seed=2), Staging()
+    theirs, ours, staging = Memory(source), Memory(target, seed=2), make_staging()
     before = {
         (layer, block): ours.page(layer, block)
         for layer in range(NUM_LAYERS)
@@ -164,9 +184,11 @@ def test_pages_of_one_shape_go_into_another(
         assert ours.page(layer, block) == new
 
 
-def test_staging_is_that_of_the_hosts_copier(host: BlockCopier, copier: DeviceBlockCopier) -> None:
+def test_staging_is_that_of_the_hosts_copier(
+    host: BlockCopier, copier: DeviceBlockCopier, make_staging: MakeStaging
+) -> None:
     """An engine on a CPU and one on a device understand each other."""
-    memory, ours, theirs = Memory("blocks outside layers"), Staging(), Staging()
+    memory, ours, theirs = Memory("blocks outside layers"), make_staging(), Staging()
     (flat,) = memory.memories
     on_host = PageLayout(
         region=Region(flat.data_ptr(), flat.numel()),
@@ -180,8 +202,10 @@ def test_staging_is_that_of_the_hosts_copier(host: BlockCopier, copier: DeviceBl
     np.testing.assert_array_equal(ours.bytes, theirs.bytes)
 
 
-def test_no_block_is_no_copy(copier: DeviceBlockCopier, host: BlockCopier) -> None:
-    memory, staging = Memory("one run"), Staging()
+def test_no_block_is_no_copy(
+    copier: DeviceBlockCopier, host: BlockCopier, make_staging: MakeStaging
+) -> None:
+    memory, staging = Memory("one run"), make_staging()
     empty = host.checksum(staging.region, 0, 0, 7)
     assert copier.gather(memory.layout, ids(), staging.region, 0, 7) == empty
     assert copier.scatter(memory.layout, ids(), staging.region, 0, 7) == empty
@@ -221,7 +245,9 @@ def test_number_of_kernels_does_not_depend_on_the_number_of_blocks(
     assert max(few) <= 2 * num_segments + 3
 
 
-def test_pages_that_no_word_fits_are_copied_too(copier: DeviceBlockCopier) -> None:
+def test_pages_that_no_word_fits_are_copied_too(
+    copier: DeviceBlockCopier, host: BlockCopier, make_staging: MakeStaging
+) -> None:
     """A page of 5 bytes, 7 from the next one, after 3 others."""
     memory = torch.arange(64, dtype=torch.uint8)
     layout = replace(
@@ -231,10 +257,12 @@ def test_pages_that_no_word_fits_are_copied_too(copier: DeviceBlockCopier) -> No
         memories=(memory,),
         num_blocks=8,
     )
-    staging = Staging()
-    copier.gather(layout, ids(6, 1), staging.region)
+    staging = make_staging()
+    copier.gather(layout, ids(2, 3, 4, 5), staging.region)  # it leaves bytes behind the next one's
+    packed = copier.gather(layout, ids(6, 1), staging.region)
     assert staging.bytes[:10].tolist() == [*range(45, 50), *range(10, 15)]
-    copier.scatter(layout, ids(0, 7), staging.region)
+    assert packed == host.checksum(staging.region, 0, 10)
+    assert copier.scatter(layout, ids(0, 7), staging.region) == packed
     assert memory[3:8].tolist() == [*range(45, 50)]
     assert memory[52:57].tolist() == [*range(10, 15)]
     assert memory[8:52].tolist() == [*range(8, 52)]
@@ -242,9 +270,9 @@ def test_pages_that_no_word_fits_are_copied_too(copier: DeviceBlockCopier) -> No
 
 @pytest.mark.parametrize("wrong", [(16,), (-1,), (0, 99)])
 def test_block_outside_is_refused_and_nothing_is_copied(
-    copier: DeviceBlockCopier, wrong: tuple[int, ...]
+    copier: DeviceBlockCopier, wrong: tuple[int, ...], make_staging: MakeStaging
 ) -> None:
-    memory, staging = Memory("one run"), Staging()
+    memory, staging = Memory("one run"), make_staging()
     for copy in (copier.gather, copier.scatter):
         with pytest.raises(ValueError, match="there are 16 blocks"):
             copy(memory.layout, ids(*wrong), staging.region)
@@ -276,6 +304,118 @@ def test_layout_that_leaves_its_memory_is_refused() -> None:
         )
 
 
+# Memory that is pinned ---------------------------------------------------------------------------
+
+
+class NoPasses(PythonBlockCopier):
+    """Of the host: nothing is to be left for it."""
+
+    def gather(self, *args: object, **options: object) -> int:
+        raise AssertionError("a pass over the bytes by the host")
+
+
+class CountsBuffers(FakeDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_pinned_bytes = 0
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.num_pinned_bytes += num_bytes
+        return super().pinned(num_bytes)
+
+
+def test_host_does_not_touch_the_bytes_of_pinned_memory() -> None:
+    device = CountsBuffers()
+    copier = DeviceBlockCopier(device, NoPasses())
+    theirs, ours, staging = Memory("K and V apart"), Memory("one run", seed=2), Staging()
+    copier.pin(staging.region.base, staging.region.size)
+    packed = copier.gather(theirs.layout, ids(1, 2, 7), staging.region, 8, seed=3)
+    assert copier.scatter(ours.layout, ids(8, 5, 6), staging.region, 8, seed=3) == packed
+    assert ours.page(2, 6) == theirs.page(2, 7)
+    num_bytes = theirs.layout.num_bytes(3)
+    assert packed == PythonBlockCopier().checksum(staging.region, 8, num_bytes, seed=3)
+    assert device.num_pinned_bytes < num_bytes  # nor is there a buffer for them
+
+
+@pytest.mark.parametrize("num_outside", [-8, 8])
+def test_memory_that_is_pinned_in_part_is_copied_through_the_buffer(
+    copier: DeviceBlockCopier, num_outside: int
+) -> None:
+    memory, staging = Memory("one run"), Staging()
+    num_bytes = memory.layout.num_bytes(2)
+    copier.pin(staging.region.base + 64, num_bytes)
+    packed = copier.gather(memory.layout, ids(3, 1), staging.region, 64 + num_outside, seed=5)
+    assert packed == copier.checksum(staging.region, 64 + num_outside, num_bytes, seed=5)
+
+
+def test_memory_is_copied_through_the_buffer_once_it_is_not_pinned_any_more(
+    device: FakeDevice,
+) -> None:
+    copier = DeviceBlockCopier(device, NoPasses())
+    memory, staging = Memory("one run"), Staging()
+    copier.pin(staging.region.base, staging.region.size)
+    assert device.pins == {staging.region.base: staging.region.size}
+    copier.gather(memory.layout, ids(3), staging.region)
+    copier.unpin(staging.region.base)
+    assert not device.pins
+    with pytest.raises(AssertionError, match="a pass over the bytes"):
+        copier.gather(memory.layout, ids(3), staging.region)
+
+
+class PinsNothing(FakeDevice):
+    def pin(self, addr: int, num_bytes: int) -> None:
+        raise BackendError("CUDA cannot pin it: out of memory")
+
+    def unpin(self, addr: int) -> None:
+        raise AssertionError("it was never pinned")
+
+
+def test_memory_that_cannot_be_pinned_is_copied_through_the_buffer_and_said_so(
+    host: BlockCopier, caplog: pytest.LogCaptureFixture
+) -> None:
+    copier = DeviceBlockCopier(PinsNothing(), host)
+    memory, staging = Memory("one run"), Staging()
+    copier.pin(staging.region.base, staging.region.size)
+    assert "out of memory; copies to and from it go through a buffer" in caplog.text
+    packed = copier.gather(memory.layout, ids(3), staging.region)
+    assert copier.scatter(memory.layout, ids(4), staging.region) == packed
+    assert memory.page(1, 4) == memory.page(1, 3)
+    copier.unpin(staging.region.base)
+
+
+class LateWrite(TorchDispatchMode):
+    """A write of a peer that comes before the n-th operation of a copy."""
+
+    def __init__(self, staging: Staging, number: int) -> None:
+        super().__init__()
+        self._staging = staging
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self.left == 0:
+            self._staging.bytes[:] = 0xEE
+        self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_checksum_is_of_what_the_pages_hold_whenever_a_late_write_comes(
+    copier: DeviceBlockCopier, host: BlockCopier, make_staging: MakeStaging
+) -> None:
+    theirs, number, results = Memory("K and V apart"), 0, set()
+    while True:
+        ours, staging, again = Memory("one run", seed=2), make_staging(), Staging()
+        packed = copier.gather(theirs.layout, ids(1, 2), staging.region, seed=3)
+        with LateWrite(staging, number) as late:
+            placed = copier.scatter(ours.layout, ids(3, 4), staging.region, seed=3)
+        copier.gather(ours.layout, ids(3, 4), again.region)
+        assert placed == host.checksum(again.region, 0, ours.layout.num_bytes(2), seed=3)
+        results.add(placed == packed)
+        if late.left >= 0:
+            break
+        number += 1
+    assert results == {True, False}
+
+
 # Order against the engine's kernels --------------------------------------------------------------
 
 
@@ -284,9 +424,9 @@ def compute(device: FakeDevice, memory: Memory, layer: int, block: int, value: i
 
 
 def test_gather_waits_for_the_step_that_computes_its_blocks(
-    device: FakeDevice, copier: DeviceBlockCopier
+    device: FakeDevice, copier: DeviceBlockCopier, make_staging: MakeStaging
 ) -> None:
-    memory, staging = Memory("one run"), Staging()
+    memory, staging = Memory("one run"), make_staging()
     fence = copier.fence([4])
     compute(device, memory, 0, 4, 77)
     fence.mark()
@@ -295,10 +435,10 @@ def test_gather_waits_for_the_step_that_computes_its_blocks(
 
 
 def test_gather_does_not_wait_for_later_steps(
-    device: FakeDevice, copier: DeviceBlockCopier
+    device: FakeDevice, copier: DeviceBlockCopier, make_staging: MakeStaging
 ) -> None:
     """Else each piece would take as long as a step."""
-    memory, staging = Memory("one run"), Staging()
+    memory, staging = Memory("one run"), make_staging()
     copier.fence([4]).mark()
     copier.fence([5])
     compute(device, memory, 1, 5, 88)
@@ -307,10 +447,10 @@ def test_gather_does_not_wait_for_later_steps(
 
 
 def test_scatter_does_not_overtake_the_last_user_of_its_blocks(
-    device: FakeDevice, copier: DeviceBlockCopier
+    device: FakeDevice, copier: DeviceBlockCopier, make_staging: MakeStaging
 ) -> None:
     """The step before may still write a block that was freed and given to this load."""
-    theirs, memory, staging = Memory("one run"), Memory("one run", seed=2), Staging()
+    theirs, memory, staging = Memory("one run"), Memory("one run", seed=2), make_staging()
     layer = theirs.layout.for_layers(0, 1)
     copier.gather(layer, ids(0), staging.region)
     compute(device, memory, 0, 6, 99)
@@ -321,9 +461,9 @@ def test_scatter_does_not_overtake_the_last_user_of_its_blocks(
 
 
 def test_block_that_no_fence_names_waits_for_the_latest(
-    device: FakeDevice, copier: DeviceBlockCopier
+    device: FakeDevice, copier: DeviceBlockCopier, make_staging: MakeStaging
 ) -> None:
-    memory, staging = Memory("one run"), Staging()
+    memory, staging = Memory("one run"), make_staging()
     fence = copier.fence([])
     compute(device, memory, 0, 4, 77)
     fence.mark()
@@ -332,10 +472,10 @@ def test_block_that_no_fence_names_waits_for_the_latest(
 
 
 def test_threads_do_not_share_a_stream_or_a_buffer(
-    device: FakeDevice, copier: DeviceBlockCopier
+    device: FakeDevice, copier: DeviceBlockCopier, make_staging: MakeStaging
 ) -> None:
     memory = Memory("one run")
-    stagings = [Staging() for _ in range(4)]
+    stagings = [make_staging() for _ in range(4)]
 
     def run(n: int) -> None:
         for _ in range(20):

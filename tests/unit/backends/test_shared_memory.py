@@ -12,12 +12,19 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.backends.shared_memory import SharedMapping, SharedMemoryTransferEngine
+from vllm_ascend_pd.backends.shared_memory import (
+    HostPinning,
+    SharedMapping,
+    SharedMemoryTransferEngine,
+)
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
 from vllm_ascend_pd.backends.transports import SHARED_MEMORY, Transports
 
@@ -103,6 +110,71 @@ def test_a_window_is_the_memory_of_the_other_process(engine, owner):
     ctypes.memmove(window.base, b"there", 5)
     assert owner.read() == "there"
     assert engine.window(owner.session, owner.addr + (1 << 16) - 4, 5) is None
+
+
+class Pins(HostPinning):
+    """Where memory is pinned, and how much of it."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, int] = {}
+        self.count = 0
+
+    def pin(self, addr: int, num_bytes: int) -> None:
+        self.live[addr] = num_bytes
+        self.count += 1
+
+    def unpin(self, addr: int) -> None:
+        ctypes.string_at(addr, self.live.pop(addr))  # it is still mapped
+
+
+def test_own_memory_is_pinned_while_it_is_mapped():
+    pins = Pins()
+    mapping = SharedMapping(1 << 16, pins)
+    assert pins.live == {mapping.addr: 1 << 16}
+    mapping.close()
+    assert pins.live == {}
+
+
+def test_memory_of_a_peer_is_pinned_from_the_first_window_to_its_end(owner):
+    pins = Pins()
+    engine = SharedMemoryTransferEngine(pins)
+    assert engine.reaches(owner.session)
+    assert pins.live == {}
+    for _ in range(2):
+        window = engine.window(owner.session, owner.addr + 8, 5)
+        assert pins.live == {window.base - 8: 1 << 16}
+    assert pins.count == 1
+    owner.kill()
+    assert engine.window(owner.session, owner.addr, 5) is None
+    assert pins.live == {}
+    engine.close()
+
+
+def test_memory_of_peers_is_not_pinned_any_more_once_the_engine_is_closed(owner):
+    pins = Pins()
+    engine = SharedMemoryTransferEngine(pins)
+    assert engine.window(owner.session, owner.addr, 5) is not None
+    engine.close()
+    assert (pins.live, pins.count) == ({}, 1)
+
+
+def test_threads_that_come_together_pin_memory_once(owner):
+    both_are_here = threading.Barrier(2)
+
+    class Slow(Pins):
+        def pin(self, addr: int, num_bytes: int) -> None:
+            super().pin(addr, num_bytes)
+            with suppress(threading.BrokenBarrierError):
+                both_are_here.wait(0.2)
+
+    pins = Slow()
+    engine = SharedMemoryTransferEngine(pins)
+    assert engine.reaches(owner.session)
+    with ThreadPoolExecutor(2) as pool:
+        windows = list(pool.map(lambda _: engine.window(owner.session, owner.addr, 5), range(2)))
+    assert windows[0] == windows[1] is not None
+    assert pins.count == 1
+    engine.close()
 
 
 def test_a_killed_owner_is_noticed_by_the_next_write(engine, source, owner):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,15 @@ import pytest
 import torch
 
 from vllm_ascend_pd.backends.block_copy import Region
-from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
+from vllm_ascend_pd.backends.device_copy import (
+    DeviceBlockCopier,
+    DevicePageLayout,
+    PinsMemory,
+    Segment,
+)
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
-from vllm_ascend_pd.backends.torch_device import TorchDevice
+from vllm_ascend_pd.backends.torch_device import CudaDevice, TorchDevice
+from vllm_ascend_pd.errors import BackendError
 
 DEVICE = torch.device("cuda", 3)
 
@@ -45,6 +52,21 @@ class Api:
                 api.calls.append("synchronize event")
 
         self.Stream, self.Event = Stream, Event
+        self.error = 0
+
+    def cudart(self) -> Any:
+        def call(name: str) -> Any:
+            def note(*args: int) -> int:
+                self.calls.append(f"{name} {args}")
+                return self.error
+
+            return note
+
+        return SimpleNamespace(
+            cudaHostRegister=call("register"),
+            cudaHostUnregister=call("unregister"),
+            cudaGetErrorString=lambda error: f"error {error}",
+        )
 
     def set_device(self, device: torch.device) -> None:
         self.calls.append(f"set {device}")
@@ -111,6 +133,43 @@ def test_memory_of_copies_is_allocated_on_their_stream(api: Api) -> None:
     device = TorchDevice(api, torch.device("cpu"))
     assert device.scratch("copies", 8).numel() == 8
     assert api.streams == ["copies"]
+
+
+def test_cuda_pins_memory_of_others(api: Api) -> None:
+    device = CudaDevice(api, DEVICE)
+    assert isinstance(device, PinsMemory)
+    device.pin(4096, 100)
+    device.unpin(4096)
+    assert api.calls == [
+        "set cuda:3",
+        "register (4096, 100, 0)",
+        "set cuda:3",
+        "unregister (4096,)",
+    ]
+
+
+def test_cuda_forgets_that_it_cannot_pin(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel's launch reports the error of the call before, and would fail with it."""
+    launched = []
+
+    def launch(*_: Any, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch, "ones", launch)
+    api.error = 2
+    device = CudaDevice(api, DEVICE)
+    with pytest.raises(BackendError, match="cannot pin 100 bytes of host memory: error 2"):
+        device.pin(4096, 100)
+    device.unpin(4096)
+    assert "error 2" in caplog.text
+    assert launched == [DEVICE, DEVICE]
+
+
+def test_npu_pins_nothing(api: Api) -> None:
+    assert not isinstance(TorchDevice(api, DEVICE), PinsMemory)
 
 
 def test_torch_cuda_has_what_is_used() -> None:

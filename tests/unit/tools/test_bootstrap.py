@@ -13,6 +13,7 @@ from pathlib import Path
 import bootstrap
 import bootstrap_host as host
 import bootstrap_install
+import engine_alias
 import pytest
 from bootstrap_install import (
     Environment,
@@ -155,6 +156,20 @@ def test_the_alias_is_a_wheel_of_metadata_alone(tmp_path: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"vllm-0.30.0+cpu.dist-info"}
     assert "\nName: vllm\nVersion: 0.30.0+cpu\n" in metadata
     assert write_alias_wheel(tmp_path).read_bytes() == wheel.read_bytes()
+
+
+def test_tool_of_the_alias_asked_for_help_writes_no_wheel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        engine_alias.main(["--help"])
+    assert end.value.code == 0
+    assert "folder [version]" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    engine_alias.main(["dist", "0.32.0"])
+    assert capsys.readouterr().out == "dist/vllm-0.32.0+cpu-py3-none-any.whl\n"
+    assert Path("dist/vllm-0.32.0+cpu-py3-none-any.whl").is_file()
 
 
 def test_a_failing_command_is_an_error_with_the_fix() -> None:

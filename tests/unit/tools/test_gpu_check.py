@@ -33,7 +33,7 @@ def test_all_is_well_on_the_device_of_make_believe(
     code, result = run(monkeypatch, tmp_path / "result.json")
     assert (code, result["ok"], set(result["checks"].values())) == (0, True, {"ok"})
     assert {row["shape"] for row in result["speeds"]} == set(gpu_check.SHAPES)
-    assert all(row["whole_ratio"] > 0 for row in result["speeds"])
+    assert all(row[f"{part[0]}_ratio"] > 0 for row in result["speeds"] for part in gpu_check.PARTS)
     assert result["engines"] == {"skipped": "no --model"}
 
 
@@ -50,14 +50,15 @@ def test_device_that_does_not_wait_is_found(
     machine = gpu_check.MakeBelieve()
     monkeypatch.setattr(machine, "device", gpu_check.Without(machine.device, missing))
     found = gpu_check.run_checks(machine)
-    assert finds <= {name.removeprefix("fences: ") for name, wrong in found.items() if wrong}
+    failed = {name.removeprefix("fences: ") for name, wrong in found.items() if wrong}
+    assert finds | {f"{name}, through a buffer" for name in finds} <= failed
 
 
 def test_check_that_shows_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the kernels are not late enough."""
-    monkeypatch.setattr(gpu_check, "FENCES", {lambda machine, device: None: ("wait",)})
+    monkeypatch.setattr(gpu_check, "FENCES", {lambda machine, device, pinned: None: ("wait",)})
     found = gpu_check.run_checks(gpu_check.MakeBelieve())
-    assert [wrong for wrong in found.values() if wrong] == ["passes: it shows nothing"]
+    assert [wrong for wrong in found.values() if wrong] == ["passes: it shows nothing"] * 2
 
 
 def test_bundle_has_what_the_check_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,6 +79,26 @@ def test_bundle_has_what_the_check_needs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for name in ("tools/gpu_check.py", "vllm_ascend_pd/hooks.py", "csrc/bindings.cpp", "setup.py"):
         assert (root / name).is_file(), name
     assert subprocess.call(["sh", "-n", str(root / "run")]) == 0
+
+
+def test_bundle_with_an_engine_has_the_mooncake_of_its_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def add_engine(site: Path, extra: list[str], *_: Any) -> None:
+        asked.extend(extra)
+
+    def lock_file(python: str) -> Path:
+        path = tmp_path / "locked.txt"
+        path.write_text(f"# of {python}\nmooncake-transfer-engine=={python} ; of somewhere\n")
+        return path
+
+    monkeypatch.setattr(gpu_bundle.subprocess, "run", lambda command, check: None)
+    monkeypatch.setattr(gpu_engine, "add_engine", add_engine)
+    monkeypatch.setattr(gpu_bundle, "lock_file", lock_file)
+    gpu_bundle.make(tmp_path / "bundle.tar.xz", "3.10", "x86_64", architecture=90)
+    assert "mooncake-transfer-engine==3.10" in asked
 
 
 def test_bundle_that_is_too_large_is_refused(

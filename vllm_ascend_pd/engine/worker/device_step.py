@@ -74,6 +74,10 @@ class DeviceWorkerSide(WorkerSide):
         assert self._fence is not None, "a step is armed by its message, which made a fence"
         return FencedStep(step, self._fence)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._copier.close()
+
     def end_drafts(self) -> None:
         # All is launched; what follows here lets peers fetch what it computed. Later steps do not
         # concern these blocks until a message names them again.

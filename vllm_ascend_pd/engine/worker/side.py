@@ -16,7 +16,12 @@ from vllm_ascend_pd.backends.fake_engine import FaultyTransferEngine
 from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.backends.mooncake_engine import DIRECT_ALIGNMENT, MooncakeTransferEngine
 from vllm_ascend_pd.backends.npu_links import HOST_MEMORY_HELP, host_memory_route, late_write_s
-from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine
+from vllm_ascend_pd.backends.shared_memory import (
+    HostPinning,
+    NoPinning,
+    SharedMapping,
+    SharedMemoryTransferEngine,
+)
 from vllm_ascend_pd.backends.staging import MakeStaging, StagingPool, Unregistered
 from vllm_ascend_pd.backends.torch_device import make_copier
 from vllm_ascend_pd.backends.transports import MOONCAKE, SHARED_MEMORY, Transports
@@ -24,7 +29,12 @@ from vllm_ascend_pd.config import PDConfig, Placement, Transport, WireProtocol
 from vllm_ascend_pd.engine.ascend import in_super_node
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.sharding import sharding, stage_layers
-from vllm_ascend_pd.engine.threads import on_any_core, shorten_turns, sleep_where_cores_are_few
+from vllm_ascend_pd.engine.threads import (
+    default_copy_threads,
+    on_any_core,
+    shorten_turns,
+    sleep_where_cores_are_few,
+)
 from vllm_ascend_pd.engine.vllm_api.config import has_drafter
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
@@ -41,6 +51,7 @@ from vllm_ascend_pd.transfer.send import DataServer
 if TYPE_CHECKING:
     import torch  # noqa: TID251 - tensors of the engine
 
+    from vllm_ascend_pd.backends.block_copy import BlockCopier
     from vllm_ascend_pd.backends.staging import MemoryRegistry
     from vllm_ascend_pd.backends.transfer_engine import TransferEngine
     from vllm_ascend_pd.config import TransferConfig
@@ -75,7 +86,10 @@ def _create(
     groups = caches.by_group(kv_groups(kv_cache_config))
     transfer = config.transfer
     _check_caches(transfer, caches)
-    copier = make_copier(caches.device)
+    copier = make_copier(
+        caches.device,
+        transfer.copy_threads or default_copy_threads(vllm_config.parallel_config.world_size),
+    )
     pages = WorkerPages(copier, groups, stage)
     mooncake = None
     if transfer.transport is not Transport.SHARED_MEMORY:
@@ -85,12 +99,9 @@ def _create(
             bind_thread=copier.bind_thread if isinstance(copier, DeviceBlockCopier) else None,
             direct_placement=transfer.places_directly,
         )
-    transports = _open_transports(config, mooncake)
-    make_staging: MakeStaging = StagingPool
-    if isinstance(copier, DeviceBlockCopier) and transfer.protocol is WireProtocol.ASCEND:
-        make_staging = partial(StagingPool, alignment=DIRECT_ALIGNMENT, memory=copier.pinned_memory)
-        if not transfer.places_directly or config.pool is not None:
-            _check_host_memory(config)
+    pinning = copier if isinstance(copier, DeviceBlockCopier) else NoPinning()
+    transports = _open_transports(config, mooncake, pinning)
+    make_staging = _staging(config, copier, pinning)
     registry: MemoryRegistry = transports
     make_slots = make_staging
     placement = None
@@ -179,6 +190,18 @@ def _check_caches(transfer: TransferConfig, caches: KVCaches) -> None:
         )
 
 
+def _staging(config: PDConfig, copier: BlockCopier, pinning: HostPinning) -> MakeStaging:
+    """Of memory that peers reach, and that the device copies from and to without a detour if it
+    can.
+    """
+    transfer = config.transfer
+    if not isinstance(copier, DeviceBlockCopier) or transfer.protocol is not WireProtocol.ASCEND:
+        return partial(StagingPool, memory=partial(SharedMapping, pinning=pinning))
+    if not transfer.places_directly or config.pool is not None:
+        _check_host_memory(config)
+    return partial(StagingPool, alignment=DIRECT_ALIGNMENT, memory=copier.pinned_memory)
+
+
 def _check_host_memory(config: PDConfig) -> None:
     """Before Mooncake is asked to reach memory of the host over the links of NPUs.
 
@@ -197,14 +220,16 @@ def _check_host_memory(config: PDConfig) -> None:
         logger.warning("%s: %s, unless no other engine is as near as that", what, HOST_MEMORY_HELP)
 
 
-def _open_transports(config: PDConfig, mooncake: MooncakeTransferEngine | None) -> Transports:
+def _open_transports(
+    config: PDConfig, mooncake: MooncakeTransferEngine | None, pinning: HostPinning
+) -> Transports:
     """The engines that the configuration allows; one fault script for all of them, if there is."""
     engines: dict[str, TransferEngine] = {}
     transfer = config.transfer
     if transfer.transport is not Transport.MOONCAKE and (
         transfer.protocol is not WireProtocol.ASCEND
     ):
-        engines[SHARED_MEMORY] = SharedMemoryTransferEngine()
+        engines[SHARED_MEMORY] = SharedMemoryTransferEngine(pinning)
     if mooncake is not None:
         engines[MOONCAKE] = mooncake
     if text := envs.fault_script():
