@@ -22,9 +22,9 @@ import ray
 
 from tests.raylets import Raylets, raylets
 from vllm_ascend_pd.cluster.scaling import ray_fleet
-from vllm_ascend_pd.cluster.scaling.engines import Node
 from vllm_ascend_pd.cluster.scaling.fleet import Fleet, Member, Phase
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
+from vllm_ascend_pd.cluster.scaling.orders import Node
 from vllm_ascend_pd.cluster.scaling.ray_fleet import ClusterLostError, RayFleet, connect
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.fake_fleet import FakeFleet

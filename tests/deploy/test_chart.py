@@ -82,7 +82,7 @@ def test_values_reach_the_pods() -> None:
         args=["--dtype", "float32"],
         extraConfig={"lease_s": 9, "security": {"allowed_peers": ["10.0.0.0/8"]}},
         modelsClaim="mine",
-        prefill={"replicas": 2, "args": ["--seed", "1"]},
+        prefill={"replicas": 2, "args": ["--seed", "1"], "surge": 1},
         decode={"replicas": 3, "resources": {"limits": {"huawei.com/Ascend910": 2}}},
         router={"replicas": 1, "args": ["--policy", "round-robin"]},
         secret={"value": "s3cret"},
@@ -94,6 +94,9 @@ def test_values_reach_the_pods() -> None:
     assert [one["spec"]["replicas"] for one in deployments.values()] == [2, 3, 1]
     assert {container(one)["image"] for one in deployments.values()} == {"mine:1"}
     prefill, decode, router = deployments.values()
+    replaced = [one["spec"]["strategy"]["rollingUpdate"] for one in (prefill, decode, router)]
+    first = {"maxSurge": 1, "maxUnavailable": 0}
+    assert replaced == [first, {"maxSurge": 0, "maxUnavailable": 1}, first]
     words = as_started(prefill, "10.0.0.1")
     assert words[:3] == ["vllm", "serve", "/models/a$(B)"]
     assert words[-4:] == ["--dtype", "float32", "--seed", "1"]
@@ -156,6 +159,8 @@ def test_observing_brings_the_monitor_the_rules_and_the_dashboard() -> None:
     [
         ({"replicas": 2}, "additional properties 'replicas' not allowed"),
         ({"decode": {"replicas": 0}}, "/decode/replicas"),
+        ({"decode": {"surge": -1}}, "/decode/surge"),
+        ({"router": {"surge": 1}}, "'surge' not allowed"),
         ({"extraConfig": {"pool": {"dram_size": "1GiB"}}}, "extraConfig.pool: name a master"),
     ],
 )

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from vllm_ascend_pd.cluster import topology
+from vllm_ascend_pd.cluster.commands import make_deployment
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.manifests import manifests
-from vllm_ascend_pd.cluster.plan import make_plan
 from vllm_ascend_pd.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -206,8 +206,9 @@ def test_pods_run_the_commands_of_the_plan() -> None:
             },
         },
     }
-    plan = make_plan(topology.parse(on_hosts), Machine("cuda", (), (), 0), "", lambda _: 0)
-    commands = {command.name: command for command in plan.commands}
+    nothing = Machine("cuda", (), (), 0)
+    on_their_hosts = make_deployment(topology.parse(on_hosts), nothing, "", lambda _: 0)
+    commands = {command.name: command for command in on_their_hosts.commands}
     deployments = made()
     for name, address, planned in (
         ("vllm-pd-prefill", "10.0.0.2", "prefill-0"),

@@ -45,6 +45,7 @@ class Server:
             "VLLM_HOST_IP": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_PORT": str(free_port()),
         }
         with log.open("wb") as output:
             self._process = subprocess.Popen(

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,12 @@ NUM_TOKENS = 1200
 MOVED = 'vllm:pd_router_moves_total{cause="",outcome="moved",reason="drain"}'
 
 
-def until(found: Callable[[], Any]) -> Any:
-    """What is found, once there is something."""
-    end = time.monotonic() + 60
+def until(found: Callable[[], Any], *meanwhile: Future[str]) -> Any:
+    """What is found, once there is something; what goes on ``meanwhile`` may not have ended."""
+    end = time.monotonic() + 200
     while not (one := found()):
+        for answer in meanwhile:
+            assert not answer.done(), f"ended before: {answer.result()}"
         assert time.monotonic() < end
         time.sleep(0.1)
     return one
@@ -198,6 +200,8 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
             if pod.process is not None and pod.process.poll() is None:
                 os.killpg(pod.process.pid, signal.SIGKILL)
                 pod.process.wait()
+            if pod.log.is_file():
+                print(f"the end of the log of {pod.name}:\n{pod.log.read_text()[-4000:]}")
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +233,13 @@ def test_pods_become_ready_serve_and_end(
         api.do(lambda server, p=pod, own=labels: server.put(p.name, **own))
     router.wait_for("startupProbe")
     router.wait_for("readinessProbe")
-    # Until then D answers alone.
-    until(lambda: requests.get(f"{router.url}/health", timeout=30).json()["status"] == "ok")
+
+    def all_serve() -> bool:
+        instances = requests.get(f"{router.url}/instances", timeout=30).json()
+        return len(instances) == len(engines) and all(one["healthy"] for one in instances)
+
+    until(all_serve)  # else D answers alone, or there is no other one to move to
+    assert requests.get(f"{router.url}/health", timeout=30).json()["status"] == "ok"
 
     prefill = pods["vllm-pd-prefill-x"]
     decodes = [pods["vllm-pd-decode-x"], pods["vllm-pd-decode-y"]]
@@ -248,11 +257,11 @@ def test_pods_become_ready_serve_and_end(
             complete, prefill.url, "Once", cache_salt="alone", max_tokens=NUM_TOKENS
         )
         moved = at_once.submit(complete, router.url, "Once", max_tokens=NUM_TOKENS)
-        running = until(lambda: requests.get(f"{router.url}/requests", timeout=30).json())
+        running = until(lambda: requests.get(f"{router.url}/requests", timeout=30).json(), moved)
         [ending] = [pod for pod in decodes if pod.name == running[0]["instance"]]
         labels = {**ending.template["metadata"]["labels"], "address": ending.address}
         api.do(lambda server: server.put(ending.name, ending=True, **labels))
-        until(lambda: metric(router.url, MOVED) == 1)
+        until(lambda: metric(router.url, MOVED) == 1, moved)
         assert ending.end() == 0, ending.log.read_text()[-4000:]
         assert moved.result() == alone.result()
 

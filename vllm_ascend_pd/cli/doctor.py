@@ -60,10 +60,10 @@ def doctor(
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import topology
-    from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.doctor.deployment import router_url
     from vllm_ascend_pd.cluster.doctor.examine import Subject, examine, show, to_json
     from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict, exit_code
+    from vllm_ascend_pd.cluster.up_socket import operator_token
     from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.private_file import read_token
 

@@ -39,9 +39,9 @@ def drain(
 ) -> None:
     import asyncio
 
-    from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.emptying import drain as draining
     from vllm_ascend_pd.cluster.operator import RouterOperator
+    from vllm_ascend_pd.cluster.up_socket import operator_token
     from vllm_ascend_pd.registration import DrainOrder
 
     async def one(operator: RouterOperator, name: str) -> None:

@@ -64,8 +64,8 @@ def move(
 ) -> None:
     import asyncio
 
-    from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.operator import RouterOperator
+    from vllm_ascend_pd.cluster.up_socket import operator_token
 
     if [bool(requests), source is not None, listing].count(True) != 1:
         raise typer.BadParameter("name requests, or give --from or --list", param_hint="REQUEST")

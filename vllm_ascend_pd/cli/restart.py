@@ -40,7 +40,7 @@ def restart(
     import asyncio
     import time
 
-    from vllm_ascend_pd.cluster.control import RestartOrder, ask_to_restart, socket_path
+    from vllm_ascend_pd.cluster.up_socket import RestartOrder, ask_to_restart, socket_path
 
     if bool(names) == every:
         raise typer.BadParameter("name engines, or give --rolling", param_hint="NAME")

@@ -37,9 +37,9 @@ def role(
 
     import msgspec
 
-    from vllm_ascend_pd.cluster.control import operator_token
     from vllm_ascend_pd.cluster.emptying import switch
     from vllm_ascend_pd.cluster.operator import RouterOperator
+    from vllm_ascend_pd.cluster.up_socket import operator_token
     from vllm_ascend_pd.registration import Role
 
     try:

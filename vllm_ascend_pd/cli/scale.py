@@ -36,9 +36,9 @@ def scale(
 ) -> None:
     import asyncio
 
-    from vllm_ascend_pd.cluster.control import ScaleOrder, ask_to_scale, socket_path
-    from vllm_ascend_pd.cluster.scaling.status import follow
+    from vllm_ascend_pd.cluster.scaling.fleet_status import follow
     from vllm_ascend_pd.cluster.scaling.target import Ratio
+    from vllm_ascend_pd.cluster.up_socket import ScaleOrder, ask_to_scale, socket_path
 
     async def run() -> None:
         ratio = Ratio.parse(pd_ratio) if pd_ratio is not None else None

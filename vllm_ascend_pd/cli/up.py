@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.cluster.commands import Deployment
     from vllm_ascend_pd.cluster.launch import Manner
-    from vllm_ascend_pd.cluster.plan import Plan
     from vllm_ascend_pd.cluster.topology import Topology
 
 app = typer.Typer(add_completion=False)
@@ -124,10 +124,10 @@ def up(
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import launch
+    from vllm_ascend_pd.cluster.commands import Programs, make_deployment
     from vllm_ascend_pd.cluster.machine import FreePorts, Machine
     from vllm_ascend_pd.cluster.observe import with_prometheus
-    from vllm_ascend_pd.cluster.plan import Programs, make_plan
-    from vllm_ascend_pd.cluster.scaling.up import OnRay, at_router, plan_on_ray
+    from vllm_ascend_pd.cluster.scaling.on_ray import OnRay, at_router, deployment_on_ray
 
     more = list(context.args)
     if config is not None and model is not None and model.startswith("-"):
@@ -145,8 +145,8 @@ def up(
         "router": {"port": port, "args": {"access-log": access_log}},
         "extra_config": {"pool": {"dram_size": pool}} if pool else {},
     }
-    plan_of = _topology(context, config, given)
-    plan_of = msgspec.structs.replace(plan_of, more_args=(*plan_of.more_args, *more))
+    topology = _topology(context, config, given)
+    topology = msgspec.structs.replace(topology, more_args=(*topology.more_args, *more))
     _refuse(
         observe=observe,
         dry_run=dry_run,
@@ -156,29 +156,29 @@ def up(
     )
     if ray is not None:
         asked = OnRay.parse(ray, pd_ratio, max_instances, engine_cpus)
-        plan_of = at_router(plan_of, asked)
-    here = launch.find_local_host(plan_of, host)
+        topology = at_router(topology, asked)
+    here = launch.find_local_host(topology, host)
     logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
     secrets: list[Path] = []
     if not dry_run:
-        plan_of, secrets = launch.with_secrets(plan_of, logs.absolute())
+        topology, secrets = launch.with_secrets(topology, logs.absolute())
     programs, choose_port = Programs() if dry_run else launch.find_programs(), FreePorts()
-    manner = _manner(plan_of, logs, startup_timeout, log_max_size, log_files)
+    manner = _manner(topology, logs, startup_timeout, log_max_size, log_files)
     if ray is None:
-        plan = make_plan(plan_of, Machine.this(), here, choose_port, programs)
+        deployment = make_deployment(topology, Machine.this(), here, choose_port, programs)
     else:
-        plan, manner = plan_on_ray(plan_of, asked, manner, programs, choose_port)
+        deployment, manner = deployment_on_ray(topology, asked, manner, programs, choose_port)
     if dry_run:
-        _print_commands(plan_of, plan)
+        _print_commands(topology, deployment)
         return
     if observe:
-        plan = with_prometheus(plan, here, logs.absolute() / "prometheus", choose_port)
-    commands = plan.on(here)
+        deployment = with_prometheus(deployment, here, logs.absolute() / "prometheus", choose_port)
+    commands = deployment.on(here)
     launch.refuse_busy_ports(commands)
     if any(command.is_engine for command in commands):
         asyncio.run(launch.refuse_unpatched_engine())
     launch.write_secrets(secrets)
-    code = asyncio.run(launch.launch(plan, commands, plan_of.name, Console(), manner))
+    code = asyncio.run(launch.launch(deployment, commands, topology.name, Console(), manner))
     raise typer.Exit(code)
 
 
@@ -229,8 +229,8 @@ def _topology(context: typer.Context, config: Path | None, given: dict[str, Any]
     return topology.load(config)
 
 
-def _print_commands(topology: Topology, plan: Plan) -> None:
+def _print_commands(topology: Topology, deployment: Deployment) -> None:
     for name, machine in topology.hosts.items():
         typer.echo(f"# host {name} ({machine.address})")
-        for command in plan.on(name):
+        for command in deployment.on(name):
             typer.echo(command.shell_line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the part of a plan that belongs to this machine, until Ctrl-C."""
+"""Runs the part of a deployment that belongs to this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ import psutil
 from rich.text import Text
 
 from vllm_ascend_pd.backends.mooncake_master import master_program
-from vllm_ascend_pd.cluster.control import Control, Scaling, socket_path
+from vllm_ascend_pd.cluster.commands import Deployment, Programs
 from vllm_ascend_pd.cluster.display import Display
 from vllm_ascend_pd.cluster.doctor.findings import Verdict
 from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner, responds
 from vllm_ascend_pd.cluster.operator import RouterOperator
-from vllm_ascend_pd.cluster.plan import Plan, Programs
 from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.up_socket import Scaling, UpSocket, socket_path
 from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.private_file import read_token, write_private
 from vllm_ascend_pd.processes.child import ChildSpec, Patience, StartError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from vllm_ascend_pd.cluster.plan import Command
+    from vllm_ascend_pd.cluster.commands import Command
     from vllm_ascend_pd.cluster.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,11 @@ class Manner:
 
 
 async def launch(
-    plan: Plan, commands: Sequence[Command], model: str, console: Console, manner: Manner
+    deployment: Deployment,
+    commands: Sequence[Command],
+    model: str,
+    console: Console,
+    manner: Manner,
 ) -> int:
     """Start ``commands`` and keep them up; the exit code of ``vllm-pd up``."""
     specs = [
@@ -152,7 +156,7 @@ async def launch(
         for one in commands
     ]
     log_dir = manner.log_dir
-    socket = socket_path(urlsplit(plan.router_url).port or 80)
+    socket = socket_path(urlsplit(deployment.router_url).port or 80)
     started = time.monotonic()
     urls = {command.name: command.url for command in commands}
     all_up = asyncio.Event()
@@ -165,9 +169,9 @@ async def launch(
         async def announce() -> None:
             await all_up.wait()
             if any(command.role == "router" for command in commands):
-                await _report_missing(plan, display)
+                await _report_missing(deployment, display)
             seconds = time.monotonic() - started
-            display.say(_banner(plan, commands, model, log_dir, seconds))
+            display.say(_banner(deployment, commands, model, log_dir, seconds))
 
         async def redraw() -> None:
             while True:
@@ -181,7 +185,7 @@ async def launch(
                 announce(),
                 redraw(),
                 manner.rotation.keep(logs),
-                _obey(socket, plan, supervisor, manner),
+                _obey(socket, deployment, supervisor, manner),
             )
         ]
         try:
@@ -198,30 +202,30 @@ async def launch(
     return 0
 
 
-async def _obey(path: Path, plan: Plan, supervisor: Supervisor, manner: Manner) -> None:
+async def _obey(path: Path, deployment: Deployment, supervisor: Supervisor, manner: Manner) -> None:
     """What other commands of this user ask, until cancelled."""
     token_file = manner.token_file
     token = read_token("router.token_file", str(token_file)) if token_file else None
-    engines = {c.name for c in plan.commands if c.is_engine}
+    engines = {c.name for c in deployment.commands if c.is_engine}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
-    async with RouterOperator(plan.router_url, token) as router:
-        instances = {c.name: c.instance_ids for c in plan.commands}
+    async with RouterOperator(deployment.router_url, token) as router:
+        instances = {c.name: c.instance_ids for c in deployment.commands}
         restart = RollingRestart(supervisor, router, instances)
-        control = Control(path, children, restart, token_file, manner.scaling)
+        up_socket = UpSocket(path, children, restart, token_file, manner.scaling)
         try:
-            await control.start()
+            await up_socket.start()
             await asyncio.Event().wait()
         except OSError as e:
             logger.warning("vllm-pd restart cannot reach this one: %s", e)
         finally:
-            await control.close()
+            await up_socket.close()
 
 
-async def _report_missing(plan: Plan, display: Display) -> None:
+async def _report_missing(deployment: Deployment, display: Display) -> None:
     """Wait until the router sends requests to every engine; say which ones it does not."""
     missing = {
         (command.url, rank): name_of_rank(command.name, rank)
-        for command in plan.commands
+        for command in deployment.commands
         if command.is_engine
         for rank in command.ranks
     }
@@ -232,7 +236,7 @@ async def _report_missing(plan: Plan, display: Display) -> None:
             with contextlib.suppress(
                 aiohttp.ClientError, asyncio.TimeoutError, msgspec.MsgspecError
             ):
-                async with session.get(f"{plan.router_url}/instances") as response:
+                async with session.get(f"{deployment.router_url}/instances") as response:
                     listed = msgspec.json.decode(await response.read(), type=list[InstanceStatus])
                 for instance in listed:
                     if instance.state == "ready" and instance.healthy:
@@ -241,26 +245,27 @@ async def _report_missing(plan: Plan, display: Display) -> None:
                 await asyncio.sleep(0.5)
     if missing:
         names = ", ".join(missing.values())
-        where = f"{plan.router_url}/instances"
+        where = f"{deployment.router_url}/instances"
         text = f"the router sends no requests to {names} yet; see their logs, and {where}"
         display.say(Text(text, "red"))
 
 
 def _banner(
-    plan: Plan, commands: Sequence[Command], model: str, log_dir: Path, seconds: float
+    deployment: Deployment, commands: Sequence[Command], model: str, log_dir: Path, seconds: float
 ) -> Text:
+    url = deployment.router_url
     body = json.dumps({"model": model, "prompt": "Hello, my name is", "max_tokens": 16})
     text = Text(f"\nup after {seconds:.0f} s: {len(commands)} processes, logs in {log_dir}\n")
     if not any(command.role == "router" for command in commands):
-        return text.append(f"  the router is on another host: {plan.router_url}\n")
-    text.append(f"  {plan.router_url}/v1", "bold green")
+        return text.append(f"  the router is on another host: {url}\n")
+    text.append(f"  {url}/v1", "bold green")
     text.append(f" serves {model}\n\n")
     text.append(
-        f"  curl {plan.router_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
-        f"  vllm-pd doctor --router {plan.router_url}\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  vllm-pd doctor --router {url}\n"
     )
     for command in commands:
         if command.role == "prometheus":
             text.append(f"  {command.url}/graph queries, {command.url}/alerts alerts,")
-            text.append(f" {plan.router_url}/ the router's page\n")
+            text.append(f" {url}/ the router's page\n")
     return text

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a topology to Kubernetes workloads: the commands of ``plan``, each group of engines in a
-Deployment of its own. Pure.
+"""From a topology to Kubernetes workloads: its commands, each group of engines in a Deployment of
+its own. Pure.
 
-The plan wants addresses, and a pod gets its own when it starts. So each group is planned for an
-address that no network has, in whose place the pods' environment then stands: ``$(POD_IP)``.
+Commands want addresses, and a pod gets its own when it starts. So those of each group are made for
+an address that no network has, in whose place the pods' environment then stands: ``$(POD_IP)``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import yaml
 
+from vllm_ascend_pd.cluster.commands import MASTER_PORTS, Command, make_deployment
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.placement import num_devices, option
-from vllm_ascend_pd.cluster.plan import MASTER_PORTS, Command, make_plan
 from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology
 from vllm_ascend_pd.config import ANYWHERE
 from vllm_ascend_pd.errors import ConfigError
@@ -113,9 +113,9 @@ def _workloads(topology: Topology) -> list[_Workload]:
         },
     )
     nothing = Machine(topology.device or "", (), (), 0)
-    plan = make_plan(in_pods, nothing, "", lambda address: 0, discovery=_DISCOVERY)
+    made = make_deployment(in_pods, nothing, "", lambda address: 0, discovery=_DISCOVERY)
     found: list[_Workload] = []
-    for command in plan.commands:
+    for command in made.commands:
         if command.is_engine:
             group = groups[int(command.host)][1]
             name = f"{NAME}-{command.name.removesuffix('-0')}"
@@ -128,7 +128,7 @@ def _workloads(topology: Topology) -> list[_Workload]:
 
 
 def _in_pod(word: str, one: _Workload) -> str:
-    """A word of the plan, as Kubernetes is to read it: it expands ``$(NAME)``."""
+    """A word of a command, as Kubernetes is to read it: it expands ``$(NAME)``."""
     if one.command.role == "router" and word == _ROUTER_ADDRESS:
         return "0.0.0.0"  # also what `kubectl port-forward` connects to
     if one.command.role != "master":
@@ -250,6 +250,8 @@ def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
     if one.command.is_engine:
         pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     selected = {"app.kubernetes.io/name": one.name}
+    # Accelerators may all be in use: one engine ends before another one starts in its place.
+    surge, unavailable = (1, 0) if role == "router" else (0, 1)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -257,8 +259,7 @@ def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
         "spec": {
             "replicas": one.replicas,
             "selector": {"matchLabels": selected},
-            # One more is not started before one ends: accelerators may all be in use.
-            "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "strategy": {"rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable}},
             "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
         },
     }

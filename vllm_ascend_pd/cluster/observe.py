@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Prometheus beside a plan's processes: what it scrapes, and how it is started."""
+"""A Prometheus beside a deployment's processes: what it scrapes, and how it is started."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from vllm_ascend_pd.cluster.plan import Command, Plan
+from vllm_ascend_pd.cluster.commands import Command, Deployment
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm_ascend_pd.cluster.plan import PortChooser
+    from vllm_ascend_pd.cluster.commands import PortChooser
 
 SCRAPE_EVERY = "5s"
 
@@ -31,14 +31,14 @@ def find_prometheus() -> str:
     )
 
 
-def scrape_config(plan: Plan, rules: Path) -> dict[str, Any]:
-    """Prometheus' configuration: the router and every engine of ``plan``, by their names there.
+def scrape_config(deployment: Deployment, rules: Path) -> dict[str, Any]:
+    """Prometheus' configuration: the router and every engine, by their names there.
 
     The router tells of engines in a label ``instance`` of its own, which stays.
     """
     targets = [
         {"targets": [urlsplit(command.url).netloc], "labels": {"instance": command.name}}
-        for command in plan.commands
+        for command in deployment.commands
         if command.is_engine or command.role == "router"
     ]
     job = {"job_name": "vllm-pd", "honor_labels": True, "static_configs": targets}
@@ -49,18 +49,20 @@ def scrape_config(plan: Plan, rules: Path) -> dict[str, Any]:
     }
 
 
-def with_prometheus(plan: Plan, here: str, folder: Path, choose_port: PortChooser) -> Plan:
+def with_prometheus(
+    deployment: Deployment, here: str, folder: Path, choose_port: PortChooser
+) -> Deployment:
     """The same with a Prometheus beside the router, if that runs ``here``: on loopback, because
     Prometheus asks nobody for a password. Writes what it reads into ``folder``.
     """
-    router = next(command for command in plan.commands if command.role == "router")
+    router = next(command for command in deployment.commands if command.role == "router")
     if router.host != here:
-        return plan
+        return deployment
     program, listen = find_prometheus(), f"127.0.0.1:{choose_port('127.0.0.1')}"
     folder.mkdir(parents=True, exist_ok=True)
     config, rules = folder / "prometheus.yml", folder / "alerts.yaml"
     rules.write_text(files("vllm_ascend_pd.cluster").joinpath("alerts.yaml").read_text())
-    config.write_text(yaml.safe_dump(scrape_config(plan, rules)))
+    config.write_text(yaml.safe_dump(scrape_config(deployment, rules)))
     argv = (
         program,
         f"--config.file={config}",
@@ -69,4 +71,4 @@ def with_prometheus(plan: Plan, here: str, folder: Path, choose_port: PortChoose
     )
     url, health = f"http://{listen}", "/-/ready"
     command = Command("prometheus", "prometheus", here, argv, {}, url, health)
-    return Plan((*plan.commands, command), plan.router_url)
+    return Deployment((*deployment.commands, command), deployment.router_url)

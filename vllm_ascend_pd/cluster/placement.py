@@ -33,6 +33,8 @@ class PlacedEngine:
     words: list[str]
     """Options of ``vllm serve``."""
     env: dict[str, str]
+    inner_port: int | None = None
+    """Where vLLM looks first for a port of its own; ``None``: the system hands one out."""
     cores: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
     memory_bytes: int | None = None

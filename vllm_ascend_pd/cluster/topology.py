@@ -35,7 +35,7 @@ LOCAL = "localhost"
 """The host that is meant where the file names none."""
 
 RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name", "model"})
-"""Options of ``vllm serve`` that the plan sets itself, with dashes."""
+"""Options of ``vllm serve`` that a deployment sets itself, with dashes."""
 
 
 Port = Annotated[int, Meta(ge=1, le=65535, description="must be within 1..65535")]

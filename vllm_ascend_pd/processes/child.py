@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +16,12 @@ from vllm_ascend_pd.states import Transitions
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
+
+
+_ERROR = re.compile(
+    r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?P<error>(?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?)"
+)
+"""A whole line of a log: the exception at the end of a traceback, as Python or vLLM writes it."""
 
 
 class State(str, Enum):
@@ -115,6 +122,22 @@ class Child:
     restart: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it ended and started again."""
 
+    log_start: int = 0
+    """How long its log was when it was started last. Bytes."""
+
+    @property
+    def why(self) -> str:
+        """``note``, and the first error of its log since it was started: of several processes the
+        one that fails first is the cause, and the others only tell that it has."""
+        if self.log is None or not self.log.is_file():
+            return self.note
+        with self.log.open("rb") as file:
+            if self.log_start <= self.log.stat().st_size:  # else it was rotated since
+                file.seek(self.log_start)
+            lines = (line.decode(errors="replace").rstrip() for line in file)
+            found = next((match for line in lines if (match := _ERROR.fullmatch(line))), None)
+        return f"{self.note}: {found['error']}" if found else self.note
+
     def last_lines(self, number: int = 20) -> list[str]:
         """The end of its log."""
         if self.log is None or not self.log.is_file():
@@ -129,5 +152,5 @@ class StartError(PDError):
     """A child ended, or did not come up in time, before everything was up once."""
 
     def __init__(self, child: Child) -> None:
-        super().__init__(f"{child.spec.name} did not come up: {child.note}")
+        super().__init__(f"{child.spec.name} did not come up: {child.why}")
         self.child = child

@@ -182,6 +182,7 @@ class Supervisor:
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
         if child.log is not None:
             child.log.parent.mkdir(parents=True, exist_ok=True)
+            child.log_start = child.log.stat().st_size if child.log.is_file() else 0
         with child.log.open("ab") if child.log else contextlib.nullcontext() as output:
             return await asyncio.create_subprocess_exec(
                 *child.spec.argv,

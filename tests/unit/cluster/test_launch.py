@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from vllm_ascend_pd.cluster import log_rotation
+from vllm_ascend_pd.cluster.commands import Command, Deployment
 from vllm_ascend_pd.cluster.launch import Manner, launch
 from vllm_ascend_pd.cluster.log_rotation import Rotation
-from vllm_ascend_pd.cluster.plan import Command, Plan
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
 
 TALKS = (sys.executable, "-c", "import time; print('x' * 5000, flush=True); time.sleep(600)")
@@ -40,8 +40,10 @@ def test_logs_of_its_processes_are_rotated(tmp_path: Path) -> None:
     async def test() -> None:
         command = Command("talks", "router", "localhost", TALKS, {}, ASKED.removesuffix("/health"))
         manner = Manner(tmp_path, rotation=Rotation(1000, 1))
-        plan = Plan((command,), command.url)
-        launching = asyncio.create_task(launch(plan, [command], "m", Console(quiet=True), manner))
+        deployment = Deployment((command,), command.url)
+        launching = asyncio.create_task(
+            launch(deployment, [command], "m", Console(quiet=True), manner)
+        )
         await until_rotated(tmp_path)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await launching == 0
@@ -61,8 +63,8 @@ def test_processes_go_on_when_nothing_can_be_shown(
     async def test() -> None:
         command = Command("talks", "router", "localhost", TALKS, {}, ASKED.removesuffix("/health"))
         console = Console(file=Broken(), force_terminal=is_terminal)
-        plan, manner = Plan((command,), command.url), Manner(tmp_path)
-        launching = asyncio.create_task(launch(plan, [command], "m", console, manner))
+        deployment, manner = Deployment((command,), command.url), Manner(tmp_path)
+        launching = asyncio.create_task(launch(deployment, [command], "m", console, manner))
         log = tmp_path / "talks.log"
         while not (log.exists() and log.stat().st_size > 5000):
             assert not launching.done()

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from vllm_ascend_pd.cluster import topology
+from vllm_ascend_pd.cluster.commands import Deployment, make_deployment
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.observe import with_prometheus
-from vllm_ascend_pd.cluster.plan import Plan, make_plan
 from vllm_ascend_pd.errors import ConfigError
 
 ON_TWO_HOSTS = {
@@ -25,9 +25,9 @@ ON_TWO_HOSTS = {
 }
 
 
-def plan() -> Plan:
+def deployment() -> Deployment:
     machine = Machine("cpu", (0, 1), (), 1 << 30)
-    return make_plan(topology.parse(ON_TWO_HOSTS), machine, "a", lambda address: 1)
+    return make_deployment(topology.parse(ON_TWO_HOSTS), machine, "a", lambda address: 1)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_it_scrapes_router_and_engines_of_all_hosts_by_name(tmp_path: Path, program: str) -> None:
-    made = with_prometheus(plan(), "a", tmp_path / "p", lambda address: 9)
-    assert made.on("b") == plan().on("b")
+    made = with_prometheus(deployment(), "a", tmp_path / "p", lambda address: 9)
+    assert made.on("b") == deployment().on("b")
     command = made.commands[-1]
     assert (command.argv[0], command.url) == (program, "http://127.0.0.1:9")
     written = yaml.safe_load((tmp_path / "p" / "prometheus.yml").read_text())
@@ -57,7 +57,7 @@ def test_it_scrapes_router_and_engines_of_all_hosts_by_name(tmp_path: Path, prog
 
 
 def test_it_runs_beside_the_router_alone(tmp_path: Path) -> None:
-    assert with_prometheus(plan(), "b", tmp_path, lambda address: 9) == plan()
+    assert with_prometheus(deployment(), "b", tmp_path, lambda address: 9) == deployment()
 
 
 def test_missing_program_is_an_error_that_says_how_to_get_it(
@@ -65,7 +65,7 @@ def test_missing_program_is_an_error_that_says_how_to_get_it(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="apt-get install"):
-        with_prometheus(plan(), "a", tmp_path, lambda address: 9)
+        with_prometheus(deployment(), "a", tmp_path, lambda address: 9)
     assert not list(tmp_path.iterdir())
 
 
@@ -73,7 +73,7 @@ def test_missing_program_is_an_error_that_says_how_to_get_it(
     shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus"
 )
 def test_prometheus_takes_it(tmp_path: Path) -> None:
-    with_prometheus(plan(), "a", tmp_path, lambda address: 9)
+    with_prometheus(deployment(), "a", tmp_path, lambda address: 9)
     config = str(tmp_path / "prometheus.yml")
     done = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True)
     assert done.returncode == 0, done

@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from tests.unit.cluster.test_plan import HOSTS, plan
+from tests.unit.cluster.test_commands import HOSTS, deployment
 from vllm_ascend_pd.cluster import topology
+from vllm_ascend_pd.cluster.commands import Deployment
 from vllm_ascend_pd.cluster.launch import with_secrets, write_secrets
-from vllm_ascend_pd.cluster.plan import Plan
 from vllm_ascend_pd.net.trust import Trust
 
 
@@ -19,8 +19,8 @@ def parse(**values: Any) -> topology.Topology:
     return topology.parse({"model": "m", **values})
 
 
-def sections(made: Plan, name: str) -> list[Any]:
-    """What every engine of a plan gets."""
+def sections(made: Deployment, name: str) -> list[Any]:
+    """What every engine of a deployment gets."""
     engines = [c.argv for c in made.commands if c.role in ("prefill", "decode")]
     configs = [json.loads(argv[argv.index("--kv-transfer-config") + 1]) for argv in engines]
     return [config["kv_connector_extra_config"][name] for config in configs]
@@ -35,10 +35,10 @@ def test_engines_and_router_of_one_machine_share_what_is_made_at_each_start(tmp_
         assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
         keys |= {Trust.load(str(secret)).key, token.read_text()}
     assert len(keys) == 4
-    planned = plan(extra_config=made.extra_config)
-    assert sections(planned, "security") == [{"secret_file": str(secret)}] * 2
-    assert [section["token_file"] for section in sections(planned, "router")] == [str(token)] * 2
-    router = planned.commands[-1].argv
+    again = deployment(extra_config=made.extra_config)
+    assert sections(again, "security") == [{"secret_file": str(secret)}] * 2
+    assert [section["token_file"] for section in sections(again, "router")] == [str(token)] * 2
+    router = again.commands[-1].argv
     assert router[router.index("--registration-token-file") + 1] == str(token)
     assert router[router.index("--secret-file") + 1] == str(secret)
 

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from vllm_ascend_pd.cluster.control import Control, find_token_file, socket_path
 from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.up_socket import UpSocket, find_token_file, socket_path
 
 NO_RESTART = cast("RollingRestart", None)
 ROUTER = "http://127.0.0.1:8123"
@@ -22,17 +22,17 @@ def test_token_is_found_while_it_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     token_file.write_text("x")
 
     async def test() -> None:
-        controls = [Control(socket_path(8123), {}, NO_RESTART, token_file) for _ in range(2)]
-        for control in controls:  # the second one finds what one that was killed has left
-            await control.start()
+        sockets = [UpSocket(socket_path(8123), {}, NO_RESTART, token_file) for _ in range(2)]
+        for socket in sockets:  # the second one finds what one that was killed has left
+            await socket.start()
         found = find_token_file(ROUTER)
         assert found is not None
         assert found.resolve() == token_file
         assert find_token_file("http://localhost:8123/") == found
         for other in ("http://127.0.0.1:8124", "http://127.0.0.1", "http://10.0.0.1:8123"):
             assert find_token_file(other) is None
-        for control in controls:
-            await control.close()
+        for socket in sockets:
+            await socket.close()
         assert find_token_file(ROUTER) is None
 
     asyncio.run(test())
@@ -44,9 +44,9 @@ def test_token_of_a_router_that_has_gone_is_not_read(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     async def test() -> None:
-        control = Control(socket_path(8123), {}, NO_RESTART, tmp_path / "gone")
-        await control.start()
+        socket = UpSocket(socket_path(8123), {}, NO_RESTART, tmp_path / "gone")
+        await socket.start()
         assert find_token_file(ROUTER) is None
-        await control.close()
+        await socket.close()
 
     asyncio.run(test())

@@ -223,6 +223,33 @@ def test_a_child_that_never_worked_ends_everything(tmp_path: Path) -> None:
     assert error.child.last_lines() == ["no such model"]
 
 
+LOG = """
+(Server pid=1) WARNING 01-01 [limits.py:1] errors like `OSError: [Errno 24] Too many open files`
+ERROR 01-01 [worker.py:9] Traceback (most recent call last):
+ERROR 01-01 [worker.py:9]     raise ValueError(
+ERROR 01-01 [worker.py:9] torch.OutOfMemoryError: 3 GiB are less than 4
+(Core pid=2) Exception: a worker has failed. See stack trace for root cause.
+(Server pid=1) RuntimeError: the core has failed. See root cause above.
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (LOG, "torch.OutOfMemoryError: 3 GiB are less than 4"),
+        ("x" * (1 << 20) + LOG, "torch.OutOfMemoryError: 3 GiB are less than 4"),
+        ("Traceback (most recent call last):\n  assert x\nAssertionError\n", "AssertionError"),
+    ],
+)
+def test_why_it_never_worked_is_the_first_error_of_its_log(
+    tmp_path: Path, said: str, why: str
+) -> None:
+    (tmp_path / "bad.log").write_text("OSError: that of an earlier start\n")
+    (tmp_path / "said").write_text(said)
+    bad = never_up("bad", f"print(open({str(tmp_path / 'said')!r}).read()); raise SystemExit(3)")
+    assert str(start_error(tmp_path, bad)) == f"bad did not come up: exited with code 3: {why}"
+
+
 def test_a_missing_program_is_an_error_of_the_start(tmp_path: Path) -> None:
     missing = ChildSpec("gone", ("/no/such/program",), {}, answers("http://127.0.0.1:1/"))
     assert re.search(r"cannot be started: .*No such file", str(start_error(tmp_path, missing)))

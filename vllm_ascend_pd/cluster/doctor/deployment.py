@@ -7,9 +7,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.cluster.commands import MASTER_PORTS, place, wants_master
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 from vllm_ascend_pd.cluster.placement import http_url
-from vllm_ascend_pd.cluster.plan import MASTER_PORTS, place, wants_master
 from vllm_ascend_pd.config import ETCD
 from vllm_ascend_pd.registration import name_of_rank
 

@@ -47,7 +47,10 @@ _FITTING: dict[str, dict[str, str]] = {
         "length": "the model computes with --max-model-len: give both sides the same",
         "window": "give --disable-sliding-window to both sides or to none",
         "code": "start both sides with the same code beside the model (--trust-remote-code)",
-        "draft": "give both sides the same drafter: method and model of --speculative-config",
+        "draft": (
+            "give prefill engines the drafter of the decode engines: method and model of"
+            " --speculative-config"
+        ),
     },
     "KV layout": {
         "dtype": "give both sides the same --dtype",
@@ -282,9 +285,11 @@ class Fitting:
         wrong: list[str] = []
         todo: list[str] = []
         for key, fix in fixes.items():
-            values = {str(engine): engine.fingerprint.get(key, "nothing") for engine in self._known}
-            if set(values.values()) == {"nothing"}:
-                continue  # a property of other platforms
+            values = {
+                str(engine): engine.fingerprint.get(key, "nothing") for engine in self._alike(key)
+            }
+            if set(values.values()) <= {"nothing"}:
+                continue  # a property of other platforms, or of drafters that nobody needs
             if len(set(values.values())) == 1:
                 same[key] = next(iter(values.values()))
                 continue
@@ -293,6 +298,13 @@ class Fitting:
         if wrong:
             return fail(check, "; ".join(wrong), "; ".join(todo))
         return ok(check, ", ".join(f"{key} {value}" for key, value in same.items()), **same)
+
+    def _alike(self, key: str) -> list[Engine]:
+        """Those that must have the same: the KV of a drafter is only for who has one, too."""
+        if key != "draft":
+            return self._known
+        known = [e for e in self._known if e.role != "decode" or key in e.fingerprint]
+        return known if any(e.role != "prefill" and key in e.fingerprint for e in known) else []
 
 
 class Pool:

@@ -78,6 +78,7 @@ async def _findings(subject: Subject) -> AsyncIterator[Finding]:
         host.Versions(),
         host.Patches(),
         host.NativeExtension(),
+        host.Compiler(),
         host.MooncakeLibraries(),
         host.RdmaCards(),
     ]

@@ -12,6 +12,7 @@ import re
 import resource
 import shlex
 import sys
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +189,31 @@ class NativeExtension:
                 " that make wheel has built",
             )
         ]
+
+
+class Compiler:
+    """Whether torch can compile where the engine is vLLM's build for CPUs: it compiles the sampler
+    at the first request with a temperature, and an engine that cannot ends there
+    (``torch/_inductor/cpp_builder.py``, ``get_cpp_compiler``).
+    """
+
+    name = "C++ compiler"
+
+    def __init__(self, compiler: str | None = None) -> None:
+        """``compiler``: the command, by default torch's own choice."""
+        self._compiler = compiler or os.environ.get("CXX", "g++")
+
+    async def run(self) -> Sequence[Finding]:
+        if _installed_extra(_requirements()) != "cpu":
+            return [skipped(self.name, "only vLLM's build for CPUs needs one")]
+        headers = sysconfig.get_path("include")
+        source = ["-x", "c++", "-fsyntax-only", "-I", headers, "-include", "Python.h", os.devnull]
+        code, _, err = await run_command(self._compiler, *source)
+        if code == 0:
+            return [ok(self.name, f"{self._compiler}, with the headers of Python")]
+        reason = (err.strip().splitlines() or ["?"])[0]
+        found = f"the engine would end at its first request with a temperature ({reason})"
+        return [fail(self.name, found, "apt-get install g++ python3-dev")]
 
 
 class MooncakeLibraries:

@@ -21,12 +21,12 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from vllm_ascend_pd.cluster.control import Scaling
 from vllm_ascend_pd.cluster.operator import RouterOperator
-from vllm_ascend_pd.cluster.scaling.engines import Node, Shared, order_engine
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
+from vllm_ascend_pd.cluster.scaling.orders import Node, Shared, order_engine
 from vllm_ascend_pd.cluster.scaling.ray_fleet import RayFleet, connect
 from vllm_ascend_pd.cluster.scaling.reconciler import Reconciler
+from vllm_ascend_pd.cluster.up_socket import Scaling
 from vllm_ascend_pd.errors import PDError
 from vllm_ascend_pd.private_file import read_token
 

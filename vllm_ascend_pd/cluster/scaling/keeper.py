@@ -98,7 +98,7 @@ async def keep(order: KeeperOrder) -> str:
         await supervisor.run()
     except StartError as e:
         lines = "\n".join(f"  {line}" for line in child.last_lines(_LAST_LINES))
-        return f"{e.child.note}; the end of {child.log} there:\n{lines}"
+        return f"{e.child.why}; the end of {child.log} there:\n{lines}"
     finally:
         rotating.cancel()
         await asyncio.gather(rotating, return_exceptions=True)

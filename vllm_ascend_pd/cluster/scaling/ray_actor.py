@@ -20,8 +20,8 @@ import msgspec
 from vllm_ascend_pd.cluster.launch import find_programs
 from vllm_ascend_pd.cluster.machine import FreePorts, Machine
 from vllm_ascend_pd.cluster.scaling import keeper
-from vllm_ascend_pd.cluster.scaling.engines import Node
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperReport
+from vllm_ascend_pd.cluster.scaling.orders import Node
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
@@ -54,6 +54,7 @@ class EngineHost:
             num_places=max(1, int(node["Resources"].get("CPU", 1) // max(cores, 1))),
             port=ports(address),
             kv_port=ports(address),
+            inner_port=ports(address),
             programs=find_programs(),
         )
 

@@ -25,8 +25,8 @@ from vllm_ascend_pd.errors import ConfigError, PDError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vllm_ascend_pd.cluster.scaling.engines import Node
     from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, KeeperReport
+    from vllm_ascend_pd.cluster.scaling.orders import Node
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

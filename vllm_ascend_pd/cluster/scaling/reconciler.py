@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from vllm_ascend_pd.cluster.operator import RouterAway
 from vllm_ascend_pd.cluster.scaling.fleet import Fleet, Member, Phase
-from vllm_ascend_pd.cluster.scaling.status import EngineStatus, FleetStatus
+from vllm_ascend_pd.cluster.scaling.fleet_status import EngineStatus, FleetStatus
 from vllm_ascend_pd.cluster.scaling.target import (
     Counts,
     Ratio,

@@ -119,6 +119,26 @@ def test_what_does_not_fit_is_named_with_both_values(
     assert fix in findings[0].fix
 
 
+DRAFTING = f"{FINGERPRINT} draft=eagle-aa"
+
+
+@pytest.mark.parametrize("drafter", ["eagle-aa", "eagle-bb"])
+def test_a_decode_engine_without_a_drafter_reads_from_one_with_any(drafter: str) -> None:
+    text = f"{FINGERPRINT} draft={drafter}"
+    findings = run(fitting, ScriptedEngine(fingerprint=text))
+    assert {finding.verdict for finding in findings} == {Verdict.OK}
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+@pytest.mark.parametrize("text", [FINGERPRINT, DRAFTING.replace("aa", "bb")])
+def test_a_drafter_needs_prefill_engines_with_it(role: str, text: str) -> None:
+    consumer = ScriptedEngine(role, fingerprint=DRAFTING)
+    [finding] = failed(run(fitting, ScriptedEngine(fingerprint=text), consumer))
+    assert finding.check == "model"
+    assert "decode-1 has eagle-aa" in finding.found
+    assert "give prefill engines the drafter" in finding.fix
+
+
 @pytest.mark.parametrize(("offset", "word"), [(60, "ahead"), (-60, "behind")])
 def test_a_clock_that_is_off(offset: float, word: str) -> None:
     date = email.utils.formatdate(time.time() + offset, usegmt=True)

@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_this_environment_is_patched_and_pinned() -> None:
     assert {finding.verdict for finding in findings(host.Patches())} == {Verdict.OK}
     assert only(host.Versions()).verdict is Verdict.OK
     assert only(host.NativeExtension()).verdict is Verdict.OK
+    assert only(host.Compiler()).verdict is Verdict.OK
     assert only(host.MooncakeLibraries()).verdict is Verdict.OK
 
 
@@ -96,6 +98,26 @@ def test_missing_native_extension() -> None:
     finding = only(host.NativeExtension("vllm_ascend_pd.no_such_extension"))
     assert finding.verdict is Verdict.WARN
     assert "No module named" in finding.found
+
+
+@pytest.mark.parametrize("missing", ["compiler", "headers"])
+def test_an_engine_on_cpus_needs_a_compiler_and_the_headers_of_python(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing == "headers":
+        monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+        finding = only(host.Compiler())
+        assert "Python.h" in finding.found
+    else:
+        finding = only(host.Compiler(str(tmp_path / "g++")))
+        assert "No such file" in finding.found
+    assert finding.verdict is Verdict.FAIL
+    assert finding.fix == "apt-get install g++ python3-dev"
+
+
+def test_an_engine_on_gpus_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_installed_extra", lambda _: "cuda")
+    assert only(host.Compiler("no-such-compiler")).verdict is Verdict.SKIPPED
 
 
 def test_missing_library_is_named_with_its_package(

@@ -11,8 +11,8 @@ import pytest
 
 from vllm_ascend_pd.cluster.operator import RouterAway
 from vllm_ascend_pd.cluster.scaling.fleet import Phase
+from vllm_ascend_pd.cluster.scaling.fleet_status import FleetStatus
 from vllm_ascend_pd.cluster.scaling.reconciler import FirstStartError, Reconciler
-from vllm_ascend_pd.cluster.scaling.status import FleetStatus
 from vllm_ascend_pd.cluster.scaling.target import DRAIN_S, Counts, Ratio, Target, split
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role

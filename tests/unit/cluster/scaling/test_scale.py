@@ -11,18 +11,18 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from vllm_ascend_pd.cluster.control import (
-    Control,
+from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.scaling.fleet_status import EngineStatus, FleetStatus, follow
+from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
+from vllm_ascend_pd.cluster.up_socket import (
     RestartOrder,
     ScaleOrder,
     Scaling,
+    UpSocket,
     ask_to_restart,
     ask_to_scale,
     socket_path,
 )
-from vllm_ascend_pd.cluster.restart import RollingRestart
-from vllm_ascend_pd.cluster.scaling.status import EngineStatus, FleetStatus, follow
-from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
 from vllm_ascend_pd.errors import ConfigError
 
 NO_RESTART = cast("RollingRestart", None)
@@ -30,15 +30,15 @@ URL = "http://127.0.0.1:1"
 
 
 def ask(scaling: Scaling | None, *orders: ScaleOrder) -> list[str]:
-    """The answers of a control that runs."""
+    """The answers of a socket that runs."""
 
     async def run() -> list[str]:
-        control = Control(socket_path(8123), {}, NO_RESTART, None, scaling)
-        await control.start()
+        socket = UpSocket(socket_path(8123), {}, NO_RESTART, None, scaling)
+        await socket.start()
         try:
             return [await ask_to_scale(socket_path(8123), order) for order in orders]
         finally:
-            await control.close()
+            await socket.close()
 
     return asyncio.run(run())
 
@@ -68,13 +68,13 @@ def test_a_wrong_order_is_refused_and_changes_nothing(scaling: Scaling) -> None:
 
 def test_a_restart_is_a_new_generation_of_all_engines(scaling: Scaling) -> None:
     async def run(*names: str) -> list[str]:
-        control = Control(socket_path(8123), {}, NO_RESTART, None, scaling)
-        await control.start()
+        socket = UpSocket(socket_path(8123), {}, NO_RESTART, None, scaling)
+        await socket.start()
         try:
             order = RestartOrder(names, drain_s=30)
             return [one.text async for one in ask_to_restart(socket_path(8123), order)]
         finally:
-            await control.close()
+            await socket.close()
 
     assert asyncio.run(run("engine-0")) == ["with --ray all engines are replaced: give --rolling"]
     assert scaling.target().generation == 0
@@ -133,7 +133,7 @@ def followed(told: list[FleetStatus | None], *, until_settled: bool) -> list[str
 def test_what_changes_is_told_until_a_step_that_knows_the_target_is_settled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vllm_ascend_pd.cluster.scaling.status.POLL_S", 0)
+    monkeypatch.setattr("vllm_ascend_pd.cluster.scaling.fleet_status.POLL_S", 0)
     lines = followed(
         [
             None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a node that has room to the command of the engine there: what ``plan`` makes. Pure."""
+"""From a node that has room to the command of the engine there: as ``commands`` makes it. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_ascend_pd.cluster.commands import Command, Programs, joining_engine
 from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, num_devices, num_ranks
-from vllm_ascend_pd.cluster.plan import Command, Programs, plan_engine
 from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology, render_args
 from vllm_ascend_pd.config import ANYWHERE
 from vllm_ascend_pd.errors import ConfigError
@@ -33,6 +33,7 @@ class Node:
     """Engines of a CPU host that have room there, each with its part of cores and memory."""
     port: int
     kv_port: int
+    inner_port: int
     programs: Programs
 
 
@@ -115,6 +116,7 @@ def order_engine(shared: Shared, name: str, node: Node, place: int) -> EngineOrd
         kv_port=node.kv_port,
         words=shared.words,
         env=dict(shared.topology.env),
+        inner_port=node.inner_port,
     )
     if shared.device == "cpu":
         neighbours = [replace(engine, env=dict(engine.env)) for _ in range(node.num_places)]
@@ -126,7 +128,7 @@ def order_engine(shared: Shared, name: str, node: Node, place: int) -> EngineOrd
     topology = msgspec.structs.replace(
         shared.topology, hosts={LOCAL: Host(address=node.address)}, extra_config=extra
     )
-    command = plan_engine(
+    command = joining_engine(
         engine, topology, shared.device, shared.router_url, shared.master, node.programs
     )
     return EngineOrder(name, command, shared.log_dir, files)

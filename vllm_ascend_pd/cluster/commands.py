@@ -32,6 +32,7 @@ DRAIN_S = 30
 """An engine that is told to end finishes its requests, and ends, so long. vLLM's own default is to
 kill the engine core at once, and then it takes no leave of the router."""
 _WORKER_STOP = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+_INNER_PORT = "VLLM_PORT"
 
 _TOOL_CALL_PARSER = "--tool-call-parser"
 _CACHED = "--enable-prompt-tokens-details"
@@ -80,7 +81,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Deployment:
     """All commands of a topology; the pool's master, engines, the router, a Prometheus."""
 
     commands: tuple[Command, ...]
@@ -110,14 +111,14 @@ class _Shared:
     master: str | None = None
 
 
-def make_plan(
+def make_deployment(
     topology: Topology,
     machine: Machine,
     local_host: str,
     choose_port: PortChooser,
     programs: Programs | None = None,
     discovery: Sequence[str] = (),
-) -> Plan:
+) -> Deployment:
     """Ports, cores, devices and memory divided; one command per process.
 
     ``machine`` is what ``local_host`` has. Of other hosts only the topology tells. ``discovery``:
@@ -152,10 +153,10 @@ def make_plan(
     commands += [_engine_command(e, topology, device, shared, programs) for e in engines]
     commands.append(_router_command(router_host, topology, engines, shared, programs))
     _refuse_shared_ports(topology, engines)
-    return Plan(tuple(commands), shared.router_url)
+    return Deployment(tuple(commands), shared.router_url)
 
 
-def plan_engine(
+def joining_engine(
     engine: PlacedEngine,
     topology: Topology,
     device: str,
@@ -216,6 +217,8 @@ def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEng
                         kv_port=port(group.kv_port, next_kv_port, ranks, host, offset),
                         words=list(words),
                         env={**topology.env, **group.env},
+                        # Ranks would all look there first, at the same time.
+                        inner_port=port(None, 0, ranks, host, offset) or None,
                     )
                 )
                 next_kv_port += ranks
@@ -245,7 +248,10 @@ def _engine_command(
         "--kv-transfer-config",
         json.dumps(_transfer_config(engine, topology, shared)),
     ]
-    env = {"VLLM_HOST_IP": engine.address, _WORKER_STOP: str(DRAIN_S), **engine.env}
+    env = {"VLLM_HOST_IP": engine.address, _WORKER_STOP: str(DRAIN_S)}
+    if engine.inner_port is not None:
+        env[_INNER_PORT] = str(engine.inner_port)
+    env |= engine.env
     if engine.devices:
         env[_VISIBLE_DEVICES[device]] = ",".join(map(str, engine.devices))
     pinned = ["taskset", "-c", ",".join(map(str, engine.cores))] if engine.cores else []

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from vllm_ascend_pd.cluster.commands import Command, Deployment, make_deployment
 from vllm_ascend_pd.cluster.machine import Machine
-from vllm_ascend_pd.cluster.plan import Command, Plan, make_plan
 from vllm_ascend_pd.cluster.topology import LOCAL, parse
 from vllm_ascend_pd.config import RouterLink
 from vllm_ascend_pd.errors import ConfigError
@@ -22,9 +22,9 @@ GPU = Machine("cuda", (0, 1, 2, 3), (0, 1, 2, 3), 64 * GIB)
 HOSTS = {"a": {"address": "10.0.0.1"}, "b": {"address": "10.0.0.2"}}
 
 
-def plan(machine: Machine = CPU, local: str = LOCAL, **fields: Any) -> Plan:
+def deployment(machine: Machine = CPU, local: str = LOCAL, **fields: Any) -> Deployment:
     numbers = count(9000)
-    return make_plan(parse({"model": "m", **fields}), machine, local, lambda _: next(numbers))
+    return make_deployment(parse({"model": "m", **fields}), machine, local, lambda _: next(numbers))
 
 
 def option(command: Command, name: str) -> str:
@@ -37,10 +37,10 @@ def transfer_config(command: Command) -> dict[str, Any]:
 
 
 def test_one_machine() -> None:
-    prefill, decode, router = plan(served_model_name="name").commands
+    prefill, decode, router = deployment(served_model_name="name").commands
     assert prefill.argv[:5] == ("taskset", "-c", "0,1", "vllm", "serve")
     assert decode.argv[:3] == ("taskset", "-c", "2,3")
-    assert (prefill.url, decode.url) == ("http://127.0.0.1:9000", "http://127.0.0.1:9002")
+    assert (prefill.url, decode.url) == ("http://127.0.0.1:9000", "http://127.0.0.1:9003")
     assert option(prefill, "--port") == "9000"
     assert option(prefill, "--served-model-name") == "name"
     assert option(prefill, "--shutdown-timeout") == "30"
@@ -69,42 +69,53 @@ def test_one_machine() -> None:
 
 
 def test_engines_that_can_do_both() -> None:
-    first, second, router = plan(both=[{"count": 2}]).commands
+    first, second, router = deployment(both=[{"count": 2}]).commands
     assert [one.name for one in (first, second)] == ["both-0", "both-1"]
     config = transfer_config(first)
     assert (config["kv_role"], config["kv_port"]) == ("kv_both", 9001)
     assert "role" not in config["kv_connector_extra_config"]["router"]
     assert option(router, "--roles") == "auto"
-    by_hand = plan(both=[{"count": 2}], router={"args": {"roles": "operator"}}).commands[-1]
+    by_hand = deployment(both=[{"count": 2}], router={"args": {"roles": "operator"}}).commands[-1]
     assert by_hand.argv.count("--roles") == 1
     assert option(by_hand, "--roles") == "operator"
     args = {"--roles": "operator", "workers": 2}
-    workers = plan(both=[{"count": 2}], router={"args": args}).commands[-1]
+    workers = deployment(both=[{"count": 2}], router={"args": args}).commands[-1]
     assert workers.argv.count("--roles") == 1
 
 
 def test_engines_that_can_do_both_and_do_not_register() -> None:
     groups = {"prefill": [{}], "both": [{"host": "b", "count": 2}]}
-    router = plan(local="a", hosts=HOSTS, **groups).commands[-1]
+    router = deployment(local="a", hosts=HOSTS, **groups).commands[-1]
     assert option(router, "--prefill") == "http://10.0.0.1:8100"
     assert option(router, "--static-backends") == "http://10.0.0.2:8101,http://10.0.0.2:8102"
     assert "--both" not in router.argv
 
 
 def test_names_count_across_groups_and_shell_lines_can_be_run() -> None:
-    made = plan(decode=[{"count": 2}, {"args": {"max-num-seqs": 7}, "env": {"A": "b c"}}])
+    made = deployment(decode=[{"count": 2}, {"args": {"max-num-seqs": 7}, "env": {"A": "b c"}}])
     assert [c.name for c in made.commands] == [
         *("prefill-0", "decode-0", "decode-1", "decode-2", "router")
     ]
     last = made.commands[3]
     words = shlex.split(last.shell_line)
-    environment = ["VLLM_HOST_IP=127.0.0.1", "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=30", "A=b c"]
-    assert words[:3] == environment
-    assert tuple(words[3:]) == last.argv
+    assert words[:4] == [
+        *("VLLM_HOST_IP=127.0.0.1", "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=30"),
+        *("VLLM_PORT=9011", "A=b c"),
+    ]
+    assert tuple(words[4:]) == last.argv
+
+
+def test_engines_of_this_machine_look_for_ports_of_their_own_apart() -> None:
+    engines = deployment(decode=[{"count": 2}], env={"VLLM_LOGGING_LEVEL": "INFO"}).commands[:-1]
+    assert len({one.env["VLLM_PORT"] for one in engines}) == 3
+    (mine, *_) = deployment(env={"VLLM_PORT": "7000"}).commands
+    assert mine.env["VLLM_PORT"] == "7000"
+    (ranks, *_) = deployment(args={"data-parallel-size": 2}).commands
+    assert "VLLM_PORT" not in ranks.env
 
 
 def test_args_of_a_group_win() -> None:
-    made = plan(
+    made = deployment(
         args={"max_num_seqs": 1, "dtype": "float32"}, decode=[{"args": {"max-num-seqs": 2}}]
     )
     assert option(made.commands[0], "--max-num-seqs") == "1"
@@ -115,7 +126,9 @@ def test_args_of_a_group_win() -> None:
 
 def test_data_parallel_ranks_share_what_their_engine_gets() -> None:
     two = {"args": {"data-parallel-size": 2}}
-    made = plan(Machine("cpu", (0, 1, 2, 3), (), 12 * GIB), prefill=[two], decode=[{"count": 1}])
+    made = deployment(
+        Machine("cpu", (0, 1, 2, 3), (), 12 * GIB), prefill=[two], decode=[{"count": 1}]
+    )
     prefill, decode, _ = made.commands
     assert prefill.instance_ids == ("prefill-0-dp0", "prefill-0-dp1")
     assert decode.instance_ids == ("decode-0",)
@@ -126,23 +139,25 @@ def test_data_parallel_ranks_share_what_their_engine_gets() -> None:
 
 def test_ports_for_peers_are_counted_by_ranks() -> None:
     many = {"host": "a", "count": 2, "args": {"data_parallel_size": 2}}
-    made = plan(GPU, "a", hosts=HOSTS, prefill=[many], decode=[{"host": "b"}])
+    made = deployment(GPU, "a", hosts=HOSTS, prefill=[many], decode=[{"host": "b"}])
     ports = [transfer_config(c)["kv_port"] for c in made.commands if c.role == "prefill"]
     assert ports == [14600, 14602]
     visible = [c.env["CUDA_VISIBLE_DEVICES"] for c in made.commands if c.role == "prefill"]
     assert visible == ["0,1", "2,3"]
     chosen = {"host": "a", "count": 2, "kv_port": 7000, "args": {"data-parallel-size": 2}}
-    made = plan(GPU, "a", hosts=HOSTS, prefill=[chosen], decode=[{"host": "b"}])
+    made = deployment(GPU, "a", hosts=HOSTS, prefill=[chosen], decode=[{"host": "b"}])
     ports = [transfer_config(c)["kv_port"] for c in made.commands if c.role == "prefill"]
     assert ports == [7000, 7002]
     with pytest.raises(ConfigError, match="port 7001 of host a is given both"):
-        plan(GPU, "a", hosts=HOSTS, prefill=[chosen | {"port": 7001, "count": 1}], decode=[{}])
+        deployment(
+            GPU, "a", hosts=HOSTS, prefill=[chosen | {"port": 7001, "count": 1}], decode=[{}]
+        )
 
 
 def test_ranks_behind_a_router_that_is_told_urls_are_balanced_by_vllm() -> None:
     """Off loopback and without a token engines do not register."""
     two = {"host": "a", "args": {"data-parallel-size": 2}}
-    made = plan(GPU, "a", hosts=HOSTS, prefill=[two], decode=[{"host": "b"}])
+    made = deployment(GPU, "a", hosts=HOSTS, prefill=[two], decode=[{"host": "b"}])
     assert made.commands[0].ranks == (None,)
 
 
@@ -157,26 +172,26 @@ def test_ranks_behind_a_router_that_is_told_urls_are_balanced_by_vllm() -> None:
     ids=str,
 )
 def test_memory_that_the_user_chose_stays(chosen: dict[str, Any]) -> None:
-    made = plan(**chosen)
+    made = deployment(**chosen)
     assert str(4 * GIB) not in made.commands[0].argv
 
 
 def test_fewer_cores_than_engines_are_shared_in_turns() -> None:
     """vLLM would bind all of them to one, on which a worker that waits keeps the others off."""
-    made = plan(Machine("cpu", (0, 5), (), GIB), decode=[{"count": 2}])
+    made = deployment(Machine("cpu", (0, 5), (), GIB), decode=[{"count": 2}])
     pinned = [c.argv[:3] for c in made.commands if c.role != "router"]
     assert pinned == [("taskset", "-c", core) for core in ("0", "5", "0")]
-    wide = plan(Machine("cpu", (0,), (), GIB), decode=[{"args": {"tensor-parallel-size": 2}}])
+    wide = deployment(Machine("cpu", (0,), (), GIB), decode=[{"args": {"tensor-parallel-size": 2}}])
     assert wide.commands[1].argv[0] == "vllm"
 
 
 def test_devices_are_divided_by_parallel_size() -> None:
-    made = plan(GPU, prefill=[{"args": {"tensor-parallel-size": 2}}], decode=[{"count": 2}])
+    made = deployment(GPU, prefill=[{"args": {"tensor-parallel-size": 2}}], decode=[{"count": 2}])
     visible = [c.env.get("CUDA_VISIBLE_DEVICES") for c in made.commands]
     assert visible == ["0,1", "2", "3", None]
     assert "--kv-cache-memory-bytes" not in made.commands[0].argv
     npu = Machine("npu", (0,), (0, 1), GIB)
-    assert plan(npu).commands[1].env["ASCEND_RT_VISIBLE_DEVICES"] == "1"
+    assert deployment(npu).commands[1].env["ASCEND_RT_VISIBLE_DEVICES"] == "1"
 
 
 def test_several_hosts() -> None:
@@ -186,7 +201,7 @@ def test_several_hosts() -> None:
         "prefill": [{"host": "a", "count": 2}],
         "decode": [{"host": "b"}],
     }
-    made = plan(local="a", **fields)
+    made = deployment(local="a", **fields)
     assert [c.name for c in made.on("a")] == ["prefill-0", "prefill-1", "router"]
     assert [c.url for c in made.commands] == [
         *("http://10.0.0.1:8100", "http://10.0.0.1:8101", "http://10.0.0.2:8102"),
@@ -202,11 +217,15 @@ def test_several_hosts() -> None:
     assert option(made.commands[-1], "--decode") == "http://10.0.0.2:8102"
     assert "router" not in extra  # it would need a token to register from another host
     # The other host works out the same ports.
-    assert [c.url for c in plan(local="b", **fields).commands] == [c.url for c in made.commands]
+    assert [c.url for c in deployment(local="b", **fields).commands] == [
+        c.url for c in made.commands
+    ]
 
 
 def test_extra_config_reaches_every_engine() -> None:
-    made = plan(extra_config={"transfer": {"lease_s": 5}, "router": {"labels": {"model": "x"}}})
+    made = deployment(
+        extra_config={"transfer": {"lease_s": 5}, "router": {"labels": {"model": "x"}}}
+    )
     for command in made.commands[:2]:
         extra = transfer_config(command)["kv_connector_extra_config"]
         assert extra["transfer"] == {"lease_s": 5}
@@ -214,13 +233,15 @@ def test_extra_config_reaches_every_engine() -> None:
 
 
 def test_engines_register_with_other_routers_too() -> None:
-    made = plan(extra_config={"router": {"url": "http://127.0.0.1:8001,http://127.0.0.1:8002"}})
+    made = deployment(
+        extra_config={"router": {"url": "http://127.0.0.1:8001,http://127.0.0.1:8002"}}
+    )
     section = transfer_config(made.commands[0])["kv_connector_extra_config"]["router"]
     assert RouterLink(**section).urls == tuple(f"http://127.0.0.1:{8000 + i}" for i in range(3))
 
 
 def test_engines_on_several_hosts_register_with_a_token() -> None:
-    made = plan(local="a", hosts=HOSTS, extra_config={"router": {"token_file": "/etc/token"}})
+    made = deployment(local="a", hosts=HOSTS, extra_config={"router": {"token_file": "/etc/token"}})
     router = made.commands[-1]
     assert option(router, "--registration-token-file") == "/etc/token"
     assert "--prefill" not in router.argv
@@ -231,7 +252,7 @@ def test_engines_on_several_hosts_register_with_a_token() -> None:
 
 def test_a_pool_has_one_master() -> None:
     pool = {"ssd": {"path": "/ssd/kv", "size": "1GiB"}}
-    master, *engines, _ = plan(extra_config={"pool": pool}).commands
+    master, *engines, _ = deployment(extra_config={"pool": pool}).commands
     assert (master.name, master.argv[0]) == ("master", "mooncake_master")
     assert "--enable_offload=true" in master.argv
     rpc_port = next(w for w in master.argv if w.startswith("--rpc_port=")).partition("=")[2]
@@ -244,13 +265,13 @@ def test_a_pool_has_one_master() -> None:
 
 def test_a_master_of_the_users_own() -> None:
     pool = {"master": "127.0.0.1:50051", "dram_size": "1GiB"}
-    made = plan(extra_config={"pool": pool})
+    made = deployment(extra_config={"pool": pool})
     assert [c.name for c in made.commands] == ["prefill-0", "decode-0", "router"]
     assert transfer_config(made.commands[0])["kv_connector_extra_config"]["pool"] == pool
 
 
 def test_ports_of_the_master_on_several_hosts_are_fixed() -> None:
-    made = plan(local="b", hosts=HOSTS, extra_config={"pool": {"dram_size": "1GiB"}})
+    made = deployment(local="b", hosts=HOSTS, extra_config={"pool": {"dram_size": "1GiB"}})
     assert made.commands[0].host == "a"
     assert "--rpc_address=10.0.0.1" in made.commands[0].argv
     section = transfer_config(made.commands[1])["kv_connector_extra_config"]["pool"]
@@ -288,11 +309,11 @@ def test_ports_of_the_master_on_several_hosts_are_fixed() -> None:
 def test_what_does_not_fit_is_named(machine: Machine, fields: dict[str, Any], message: str) -> None:
     local = "a" if "hosts" in fields else LOCAL
     with pytest.raises(ConfigError, match=message):
-        plan(machine, local, **fields)
+        deployment(machine, local, **fields)
 
 
 @pytest.mark.parametrize("args", [{"tool-call-parser": "hermes"}, {"tool_call_parser": "hermes"}])
 def test_router_knows_the_tool_parser_that_all_engines_have(args: dict[str, Any]) -> None:
-    assert option(plan(args=args).commands[-1], "--tool-call-parser") == "hermes"
-    differing = plan(args=args, decode=[{"args": {"tool-call-parser": "xlam"}}])
+    assert option(deployment(args=args).commands[-1], "--tool-call-parser") == "hermes"
+    differing = deployment(args=args, decode=[{"args": {"tool-call-parser": "xlam"}}])
     assert "--tool-call-parser" not in differing.commands[-1].argv

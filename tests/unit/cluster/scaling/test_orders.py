@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm_ascend_pd.cluster.commands import Programs
 from vllm_ascend_pd.cluster.launch import Manner, with_secrets
 from vllm_ascend_pd.cluster.machine import Machine
-from vllm_ascend_pd.cluster.plan import Programs
-from vllm_ascend_pd.cluster.scaling import ray_fleet, up
+from vllm_ascend_pd.cluster.scaling import on_ray, ray_fleet
 from vllm_ascend_pd.cluster.scaling.driver import DriverSpec, order_keeper
-from vllm_ascend_pd.cluster.scaling.engines import EngineOrder, Node, Shared, order_engine
+from vllm_ascend_pd.cluster.scaling.orders import EngineOrder, Node, Shared, order_engine
 from vllm_ascend_pd.cluster.scaling.ray_fleet import Cluster
 from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
 from vllm_ascend_pd.cluster.topology import parse
@@ -32,7 +32,8 @@ ROUTER = "http://10.0.0.1:8000"
 
 def node(address: str = "10.0.0.2", **fields: Any) -> Node:
     machine = Machine("cpu", tuple(range(8)), (), 64 * GIB)
-    given = {"machine": machine, "num_places": 4, "port": 9000, "kv_port": 9001} | fields
+    given = {"machine": machine, "num_places": 4} | fields
+    given |= {"port": 9000, "kv_port": 9001, "inner_port": 9002}
     return Node(address=address, programs=Programs(vllm="/there/vllm"), **given)
 
 
@@ -57,6 +58,7 @@ def test_an_engine_can_have_either_role_and_registers_with_the_router() -> None:
         *("kv_both", "engine-3", "10.0.0.2"),
     )
     assert config["kv_port"] == 9001
+    assert made.command.env["VLLM_PORT"] == "9002"
     assert config["kv_connector_extra_config"]["router"] == {
         "url": ROUTER,
         "http_url": "http://10.0.0.2:9000",
@@ -104,28 +106,30 @@ def test_on_loopback_peers_are_those_of_loopback() -> None:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "ask_cluster", lambda address: Cluster("10.0.0.1", "cuda"))
+    monkeypatch.setattr(on_ray, "ask_cluster", lambda address: Cluster("10.0.0.1", "cuda"))
 
 
-ASKED = up.OnRay("auto", Target(Ratio(1, 2), 6), cores=1)
+ASKED = on_ray.OnRay("auto", Target(Ratio(1, 2), 6), cores=1)
 
 
 @pytest.mark.usefixtures("cluster")
 def test_beside_the_router_runs_a_driver_that_knows_all(tmp_path: Path) -> None:
-    here = up.at_router(parse({"model": "m", "extra_config": {"pool": {}}}), ASKED)
+    here = on_ray.at_router(parse({"model": "m", "extra_config": {"pool": {}}}), ASKED)
     topology, _ = with_secrets(here, tmp_path)
     numbers = count(9000)
     manner = Manner(tmp_path, token_file=tmp_path / ".token")
-    plan, manner = up.plan_on_ray(topology, ASKED, manner, Programs(), lambda _: next(numbers))
-    assert [command.name for command in plan.commands] == ["master", "router", "ray"]
-    router = plan.commands[1].argv
+    deployment, manner = on_ray.deployment_on_ray(
+        topology, ASKED, manner, Programs(), lambda _: next(numbers)
+    )
+    assert [command.name for command in deployment.commands] == ["master", "router", "ray"]
+    router = deployment.commands[1].argv
     assert option(router, "--host") == "10.0.0.1"
     assert option(router, "--registration-token-file") == str(tmp_path / ".token")
     assert "--decode" not in router
     spec_file = tmp_path / "ray.json"
     assert spec_file.stat().st_mode & 0o777 == 0o600
     spec = msgspec.json.decode(spec_file.read_bytes(), type=DriverSpec)
-    assert (spec.shared.device, spec.shared.master) == ("cuda", "10.0.0.1:9004")
+    assert (spec.shared.device, spec.shared.master) == ("cuda", "10.0.0.1:9006")
     assert spec.secret_files == {
         "security.secret_file": str(tmp_path / ".secret"),
         "router.token_file": str(tmp_path / ".token"),
@@ -151,7 +155,7 @@ def test_a_topology_does_not_say_what_the_cluster_decides(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        up.at_router(parse({"model": "m", **fields}), ASKED)
+        on_ray.at_router(parse({"model": "m", **fields}), ASKED)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

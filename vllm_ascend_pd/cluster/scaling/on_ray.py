@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_ascend_pd.cluster.control import Scaling
+from vllm_ascend_pd.cluster.commands import Command, Deployment, make_deployment, wants_master
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.placement import option
-from vllm_ascend_pd.cluster.plan import Command, Plan, make_plan, wants_master
 from vllm_ascend_pd.cluster.scaling import driver
 from vllm_ascend_pd.cluster.scaling.driver import DriverSpec
-from vllm_ascend_pd.cluster.scaling.engines import Shared, refuse_what_a_cluster_decides
+from vllm_ascend_pd.cluster.scaling.orders import Shared, refuse_what_a_cluster_decides
 from vllm_ascend_pd.cluster.scaling.ray_fleet import ask_cluster
 from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
 from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology
+from vllm_ascend_pd.cluster.up_socket import Scaling
 from vllm_ascend_pd.private_file import write_private
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.cluster.commands import PortChooser, Programs
     from vllm_ascend_pd.cluster.launch import Manner
-    from vllm_ascend_pd.cluster.plan import PortChooser, Programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ def at_router(topology: Topology, asked: OnRay) -> Topology:
     )
 
 
-def plan_on_ray(
+def deployment_on_ray(
     topology: Topology, asked: OnRay, manner: Manner, programs: Programs, choose_port: PortChooser
-) -> tuple[Plan, Manner]:
+) -> tuple[Deployment, Manner]:
     """What runs on this host, and how. ``topology`` is that of ``at_router``, with its secrets.
 
     Raises:
@@ -69,24 +69,24 @@ def plan_on_ray(
         topology, device="cpu", prefill=(EngineGroup(),), decode=(EngineGroup(),), both=()
     )
     nothing = Machine("cpu", (), (), 0)
-    planned = make_plan(any_engines, nothing, LOCAL, choose_port, programs)
-    here = [one for one in planned.commands if one.role in ("master", "router")]
+    deployment = make_deployment(any_engines, nothing, LOCAL, choose_port, programs)
+    here = [one for one in deployment.commands if one.role in ("master", "router")]
     folder = manner.log_dir.absolute()
     scaling = Scaling(folder / "target.json", f"http://127.0.0.1:{choose_port('127.0.0.1')}")
-    spec = _driver_spec(topology, asked, manner, planned, scaling)
+    spec = _driver_spec(topology, asked, manner, deployment, scaling)
     write_private(folder / "ray.json", msgspec.json.encode(spec).decode())
     scaling.aim(asked.target)
     argv = (sys.executable, "-m", driver.__name__, str(folder / "ray.json"))
     ray = Command("ray", "ray", LOCAL, argv, {}, scaling.url)
-    return Plan((*here, ray), planned.router_url), replace(manner, scaling=scaling)
+    return Deployment((*here, ray), deployment.router_url), replace(manner, scaling=scaling)
 
 
 def _driver_spec(
-    topology: Topology, asked: OnRay, manner: Manner, planned: Plan, scaling: Scaling
+    topology: Topology, asked: OnRay, manner: Manner, deployment: Deployment, scaling: Scaling
 ) -> DriverSpec:
     master = None
     if wants_master(topology):
-        (command,) = [one for one in planned.commands if one.role == "master"]
+        (command,) = [one for one in deployment.commands if one.role == "master"]
         port = option(list(command.argv), "--rpc-port")
         master = f"{topology.hosts[LOCAL].address}:{port}"
     folder = str(manner.log_dir.absolute())
@@ -99,7 +99,7 @@ def _driver_spec(
         topology=topology,
         device=topology.device or "cpu",
         cores=asked.cores,
-        router_url=planned.router_url,
+        router_url=deployment.router_url,
         log_dir=folder,
         master=master,
     )

@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd.cluster.restart import RestartError
-from vllm_ascend_pd.cluster.scaling.status import follow
+from vllm_ascend_pd.cluster.scaling.fleet_status import follow
 from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_token, write_private
@@ -122,7 +122,7 @@ def operator_token(router_url: str, token_file: str | None) -> str | None:
     return read_token("--token-file", str(path)) if path else None
 
 
-class Control:
+class UpSocket:
     """The listening side, in the process of ``vllm-pd up``. Event loop thread."""
 
     def __init__(
