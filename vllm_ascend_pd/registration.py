@@ -105,7 +105,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     """For ``--prefill-model-labels`` and ``--decode-model-labels`` (key ``model``)."""
     fingerprint: str | None = None
-    """Producers and consumers are paired only if theirs are equal or one of them is not known."""
+    """A producer and a consumer are paired only if theirs fit together (see ``types.serves``), or
+    one of them is not known."""
     kv: KVEndpoint | None = None
     kv_events: KVEvents | None = None
     block_size: Positive | None = None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.router.broken_streams import ANY, PATIENT, resumes, text, told_ids
@@ -206,8 +207,7 @@ def test_one_request_moves_many_times() -> None:
             source, _ = source_and_target(d)
             num_moved = 0
             while not client.task.done() and num_moved < 40:
-                reports = await move(d)
-                num_moved += reports[0]["outcome"] == "moved"
+                num_moved += sum(report["outcome"] == "moved" for report in await move(d))
             got = await client.rest()
             assert is_whole(got, source)
             assert num_moved >= 20
@@ -399,6 +399,33 @@ def test_streams_move_from_a_full_engine_to_an_empty_one() -> None:
             for client in clients:
                 assert is_whole(await client.rest(), full)
             assert d.count("moves_total", reason="load", outcome="moved", cause="") >= 1
+            assert sum(i.num_failures for i in d.router.registry) == 0
+
+    run(test)
+
+
+def test_streams_move_among_engines_that_are_alike_beside_one_that_is_not() -> None:
+    """One with a drafter has most room, and cannot go on with what others have computed."""
+
+    async def test() -> None:
+        config = replace(PATIENT, rebalance="load")
+        async with deployed(1, 3, config, **SLOW) as d:
+            drafting, full, empty = d.decodes
+            for instance in tuple(d.router.registry):
+                plain = instance.spec.url in (full.url, empty.url)
+                fingerprint = "weights=a" if plain else "weights=a draft=it"
+                d.router.registry.put(
+                    msgspec.structs.replace(instance.spec, fingerprint=fingerprint)
+                )
+            for engine, usage in ((drafting, 0.0), (full, 0.9), (empty, 0.1)):
+                engine.metrics = f"vllm:kv_cache_usage_perc{{}} {usage}\n"
+            clients = [Client(d, f"r{i}", max_tokens=150) for i in range(9)]
+            for client in clients:
+                await client.has(2)
+            await until(lambda: d.count("moves_total", reason="load", outcome="moved", cause=""))
+            empty.metrics = full.metrics
+            for client in clients:
+                assert is_whole(await client.rest(), full)
             assert sum(i.num_failures for i in d.router.registry) == 0
 
     run(test)

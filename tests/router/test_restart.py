@@ -20,16 +20,16 @@ import pytest
 from tests.router.broken_streams import text
 from tests.router.harness import FAST, Deployment, deployed, events, free_port, run
 from vllm_ascend_pd import registration
-from vllm_ascend_pd.cluster.control import (
-    Control,
-    RestartOrder,
-    RestartProgress,
-    ask_to_restart,
-    socket_path,
-)
 from vllm_ascend_pd.cluster.machine import answers
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.up_socket import (
+    RestartOrder,
+    RestartProgress,
+    UpSocket,
+    ask_to_restart,
+    socket_path,
+)
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.processes.child import ChildSpec, Patience
 from vllm_ascend_pd.processes.supervisor import Supervisor
@@ -101,8 +101,8 @@ async def cluster(folder: Path, *names: str, num_ranks: int = 1) -> AsyncIterato
         async with RouterOperator(d.url) as router:
             children = {child.spec.name: child for child in supervisor.children}
             restart = RollingRestart(supervisor, router, instances)
-            control = Control(folder / "up", children, restart)
-            await control.start()
+            socket = UpSocket(folder / "up", children, restart)
+            await socket.start()
             await asyncio.wait_for(ready.wait(), 30)
             for name in chain.from_iterable(instances.values()):
                 while (known := d.router.registry.get(name)) is None or not known.is_available:
@@ -112,7 +112,7 @@ async def cluster(folder: Path, *names: str, num_ranks: int = 1) -> AsyncIterato
             finally:
                 supervisor.stop()
                 await running
-                await control.close()
+                await socket.close()
 
 
 def test_all_engines_restart_and_no_request_fails(tmp_path: Path) -> None:

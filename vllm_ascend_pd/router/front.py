@@ -7,13 +7,14 @@ is refused, so no client reaches a path of an engine that the router would not p
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import LineTooLong
 
 from vllm_ascend_pd.router.answers import error_response
@@ -31,6 +32,7 @@ TARGET = web.RequestKey("target", str)
 _PLAIN = re.compile(r"(?:/[A-Za-z0-9_~:@!$&'()*+,=.-]+)*/?")
 """A path as it is sent to an engine, before other characters are quoted."""
 _DOTS = frozenset({".", ".."})
+_LOOK_S = 0.02
 
 
 class BadTarget(web.HTTPBadRequest):
@@ -77,6 +79,8 @@ class _Connection(web.RequestHandler):
     """One of a client."""
 
     refused: Refused
+    idle_since: float | None
+    """On the event loop's clock; ``None`` while a request of it is in progress."""
 
     def handle_error(
         self,
@@ -109,6 +113,7 @@ class _Server(web.Server):
     def __call__(self) -> web.RequestHandler:
         connection = _Connection(self, loop=self._loop, **self._kwargs)
         connection.refused = self.refused
+        connection.idle_since = self._loop.time()
         return connection
 
 
@@ -119,15 +124,49 @@ class Runner(web.AppRunner):
         """``refused`` hears of each request that no handler has answered."""
         super().__init__(app, **options)
         self._refused = refused
+        self._is_leaving = False
+        app.on_response_prepare.append(self._prepare)
+
+    async def leave(self, patience_s: float, idle_s: float) -> None:
+        """No new connection; until those that are there have been idle for ``idle_s``, or
+        ``patience_s`` have gone by.
+
+        What is answered from now on says that it is the last of its connection. An answer that
+        began before did not, and its client's next request may be on its way already.
+        """
+        for site in list(self.sites):
+            await site.stop()
+        self._is_leaving = True
+        assert self.server is not None
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        def is_idle(connection: web.RequestHandler) -> bool:
+            assert isinstance(connection, _Connection)
+            since = connection.idle_since
+            return since is not None and loop.time() >= max(since, began) + idle_s
+
+        while loop.time() < began + patience_s and not all(map(is_idle, self.server.connections)):
+            await asyncio.sleep(_LOOK_S)
+
+    async def _prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._is_leaving:
+            response.headers[hdrs.CONNECTION] = "close"
+            response.force_close()
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            connection = request.protocol
+            assert isinstance(connection, _Connection)
+            connection.idle_since = None
             try:
                 return await made.request_handler(request)
             except web.HTTPException as e:
                 return self._answer(request, e)
+            finally:
+                connection.idle_since = made._loop.time()
 
         server = _Server(
             handle,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.router.policies.base import are_partners
+from vllm_ascend_pd.router.ranking import Group
 from vllm_ascend_pd.router.roles import EngineWork
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Rebalancing:
     _seen: dict[Answering, _Seen] = field(default_factory=dict)
 
     def look(self, now: float) -> None:
-        """Called every second or so: begins one move for each model at most."""
+        """Called every second or so: begins one move at most among engines that are alike."""
         self._watch(now)
         moving = [one.move for one in self.moves.running if one.move is not None]
         ends = {one for move in moving for one in (move.source.instance, move.target)}
@@ -114,11 +114,12 @@ class Rebalancing:
         waits, num = self.metrics.move_gap, sum(self.metrics.move_gap.counts)
         if num and waits.total / num > MAX_GAP_S:
             return
-        groups: dict[tuple[str, ...], list[Instance]] = {}
+        groups: dict[Group, list[Instance]] = {}
         for instance in self.registry.decodes:
             has_told = instance.load.read_at > self._moved_at[instance]
             if instance.is_available and instance.does("decode") and has_told:
-                groups.setdefault(instance.models, []).append(instance)
+                group = Group(instance.spec.fingerprint, instance.models)
+                groups.setdefault(group, []).append(instance)
         for engines in groups.values():
             self._balance(engines, now)
 
@@ -131,7 +132,6 @@ class Rebalancing:
             self._seen[one] = _Seen(num_bytes, now) if is_new else before[one]
 
     def _balance(self, engines: list[Instance], now: float) -> None:
-        engines = [one for one in engines if are_partners(engines[0], one)]
         fullness = [EngineWork.of(one).fullness for one in engines]
         pair = choose_pair(fullness)
         if pair is None:

@@ -9,9 +9,10 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_ascend_pd.router import stored
-from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed
+from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, may_serve
 from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
 from vllm_ascend_pd.router.ranking import Rankings
+from vllm_ascend_pd.types import without_drafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,8 +116,7 @@ class Selector:
         prefills = self._rankings.find("prefill", request.model)
         if prefills is None:
             return None
-        ours, theirs = prefills[0].fingerprint, decodes[0].fingerprint
-        if None not in (ours, theirs) and ours != theirs:
+        if not may_serve(prefills[0].fingerprint, decodes[0].fingerprint):
             return None
         return self.policy.choose(request, prefills[1], decodes[1])
 
@@ -228,8 +228,8 @@ class Selector:
         if not decodes:
             return self._unavailable("decode", self.registry.decodes, model)
         return Unavailable(
-            "no prefill instance can exchange KV with a decode instance: they differ in"
-            " model, dtype, block size or version, see /instances",
+            "no prefill instance can exchange KV with a decode instance: they differ in model,"
+            " drafter, dtype, block size or version, see /instances",
             UNKNOWN_RETRY_AFTER_S,
         )
 
@@ -249,8 +249,14 @@ class Selector:
 
 
 def _with_partner(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Sequence[Instance]:
-    """Those that can exchange KV with one of ``decodes``, as ``are_partners`` says of two."""
+    """Those whose KV one of ``decodes`` can read, as ``are_partners`` says of two."""
     theirs = {decode.spec.fingerprint for decode in decodes}
     if None in theirs or not theirs:
         return prefills if theirs else []
-    return [p for p in prefills if p.spec.fingerprint is None or p.spec.fingerprint in theirs]
+    return [
+        prefill
+        for prefill in prefills
+        if (ours := prefill.spec.fingerprint) is None
+        or ours in theirs
+        or without_drafter(ours) in theirs
+    ]

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096
 REFRESH_S = 1.0
 LINGER_S = 1.0
-"""For the rest of a body that was refused, so that its client reads why."""
+"""For the rest of a body that was refused, so that its client reads why; and for one more request
+on a connection, when the router stops.
+"""
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -94,7 +96,7 @@ class RouterServer:
             max_line_size=limits.header_bytes,
             max_field_size=limits.header_bytes,
             max_headers=limits.num_headers,
-            shutdown_timeout=self.config.drain_s,
+            shutdown_timeout=LINGER_S,
             lingering_time=LINGER_S,
         )
         await runner.setup()
@@ -113,8 +115,10 @@ class RouterServer:
             await asyncio.gather(self._refresher, return_exceptions=True)
         if self._kubernetes is not None:
             await self._kubernetes.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.leave(self.config.drain_s, LINGER_S)
+            await runner.cleanup()
 
     async def _refresh(self) -> None:
         """What changes without a request."""

@@ -13,7 +13,7 @@ from vllm_ascend_pd.router.policies.base import Routed, are_partners
 from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
 from vllm_ascend_pd.router.selection import Candidates, Labels, Selector
 
-FINGERPRINTS = (None, "a", "b")
+FINGERPRINTS = (None, "weights=a", "weights=b", "weights=a draft=eagle-1")
 
 
 @pytest.mark.parametrize("theirs", list(itertools.product(FINGERPRINTS, repeat=2)))
@@ -35,3 +35,9 @@ def test_a_prefill_engine_is_a_candidate_if_one_decode_engine_is_its_partner(
     expected = [prefill for prefill in registry.prefills if has_partner(prefill)]
     assert list(found.prefills) == expected
     assert (found.alone is None) == bool(expected)
+
+
+def test_only_who_has_the_drafter_serves_one_that_drafts() -> None:
+    plain, drafting = (instance(name, name) for name in ("weights=a", "weights=a draft=eagle-1"))
+    assert are_partners(drafting, plain)
+    assert not are_partners(plain, drafting)

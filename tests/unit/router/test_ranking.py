@@ -128,7 +128,7 @@ class World:
 
     def add(self) -> None:
         rng = self.random
-        fingerprint = rng.choice(("one", None, "two")[: self.kinds])
+        fingerprint = rng.choice(("one", None, "one draft=it", "two")[: self.kinds])
         spec = instance(f"i{rng.randrange(24)}", fingerprint, rng.choice(ROLES)).spec
         models = rng.choice((("m",), ("m", "n"), ())[: self.kinds])
         labels = {"model": rng.choice(("d", "d", "p"))}
@@ -208,7 +208,7 @@ class World:
             self.begin(found)
 
 
-@pytest.mark.parametrize("kinds", [1, 3])
+@pytest.mark.parametrize("kinds", [1, 3, 4])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_by_rank_is_chosen_what_a_look_at_all_would_choose(
     policy: str, kinds: int, monkeypatch: pytest.MonkeyPatch

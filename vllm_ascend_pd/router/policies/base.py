@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from vllm_ascend_pd.router.ranking import Ranking
+from vllm_ascend_pd.types import serves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,9 +91,13 @@ class WatchesInstances(Protocol):
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
-    """KV of one can be read by the other, as far as they told."""
-    ours, theirs = prefill.spec.fingerprint, decode.spec.fingerprint
-    return ours is None or theirs is None or ours == theirs
+    """``decode`` can read KV of ``prefill``, as far as they told."""
+    return may_serve(prefill.spec.fingerprint, decode.spec.fingerprint)
+
+
+def may_serve(producer: str | None, consumer: str | None) -> bool:
+    """`serves`, or one of them has not told its fingerprint."""
+    return producer is None or consumer is None or serves(producer, consumer)
 
 
 def partners(prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router that is told to stop, and the connections that its clients keep."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.router.harness import FAST, Deployment, deployed, run, until
+
+PATIENT = replace(FAST, drain_s=20, timeouts=replace(FAST.timeouts, answer_s=20, idle_s=20))
+
+
+@asynccontextmanager
+async def one_connection() -> AsyncIterator[aiohttp.ClientSession]:
+    """Of a client that sends one request after the other on it."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as client:
+        yield client
+
+
+def can_connect(port: int) -> bool:
+    with socket.socket() as client:
+        return not client.connect_ex(("127.0.0.1", port))
+
+
+@asynccontextmanager
+async def answering(
+    d: Deployment, client: aiohttp.ClientSession, **fields: Any
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 50, **fields}
+    async with client.post(f"{d.url}/v1/completions", json=body) as response:
+        yield response
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_next_request_on_a_connection_whose_answer_began_before_is_answered(stream: bool) -> None:
+    async def test() -> None:
+        async with deployed(config=PATIENT, token_s=0.1) as d, one_connection() as client:
+            async with answering(d, client, stream=True) as response:
+                await response.content.readline()
+                stop = asyncio.ensure_future(d.server.stop())
+                await until(lambda: not can_connect(d.port))
+                d.hurry()
+                assert b"[DONE]" in await response.read()
+            async with answering(d, client, stream=stream) as response:
+                assert (response.status, response.headers["connection"]) == (200, "close")
+                await response.read()
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await client.get(f"{d.url}/health")
+            await stop
+
+    run(test)
+
+
+def test_answers_that_begin_while_it_stops_are_the_last_of_their_connections() -> None:
+    async def test() -> None:
+        async with deployed(config=PATIENT, token_s=0.1) as d, one_connection() as idle:
+            assert (await (await idle.get(f"{d.url}/health")).json())["status"] == "ok"
+            waiting = asyncio.ensure_future(d.post(stream=False))
+            await until(lambda: bool(d.decodes[0].num_in_progress))
+            stop = asyncio.ensure_future(d.server.stop())
+            await until(lambda: d.router.is_draining)
+            health = await idle.get(f"{d.url}/health/ready")
+            assert (health.status, health.headers["connection"]) == (503, "close")
+            status, headers, _ = await waiting
+            assert (status, headers["connection"]) == (200, "close")
+            await stop
+
+    run(test)
+
+
+def test_it_does_not_wait_for_clients_who_ask_nothing() -> None:
+    async def test() -> None:
+        async with deployed(config=replace(PATIENT, drain_s=1000)) as d:
+            await (await d.http.get(f"{d.url}/health")).read()
+            _, writer = await asyncio.open_connection("127.0.0.1", d.port)
+            await d.server.stop()
+            writer.close()
+
+    run(test)
