@@ -158,6 +158,9 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """Number of pieces that may be on their way at once."""
     staging_slot_bytes: Count = 8 * 1024 * 1024
     """Size of a piece; at least one layer's page of one block."""
+    copy_threads: Count | None = None
+    """Threads of one copy within host memory, of an engine whose KV caches are not there; by
+    default as the cores of the host allow."""
     protocol: WireProtocol = WireProtocol.TCP
     """Mooncake's protocol; ``ascend`` goes over the links of the NPUs, ``rdma`` over the RDMA cards
     of the hosts. The same on both sides."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import ClassVar, NamedTuple, NewType
 
 Epoch = NewType("Epoch", str)
@@ -16,6 +17,19 @@ LoadId = NewType("LoadId", int)
 
 GENERATION_SALT = "pd-weights:"
 """What the salt of a block that nobody has salted begins with, once weights have been changed."""
+
+
+def serves(producer: str, consumer: str) -> bool:
+    """Whether an engine can read the KV of another one, by their fingerprints: they are equal, or
+    differ only in that the producer has a drafter, whose layers come behind the model's.
+    """
+    return consumer in (producer, without_drafter(producer))
+
+
+@lru_cache(maxsize=1024)
+def without_drafter(fingerprint: str) -> str:
+    """That of an engine which is like this one otherwise."""
+    return " ".join(part for part in fingerprint.split(" ") if not part.startswith("draft="))
 
 
 class LeaseRef(NamedTuple):
@@ -115,6 +129,7 @@ class Cause(str, Enum):
     NOT_COMPUTED = "not_computed"
     NOT_RUNNING = "not_running"
     BUSY = "busy"
+    BEHIND_REASONING = "behind_reasoning"
     TOO_SLOW = "too_slow"
     NO_MEMORY = "no_memory"
     NO_ADAPTER = "no_adapter"

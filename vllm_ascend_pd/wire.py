@@ -32,7 +32,8 @@ from vllm_ascend_pd.types import Cause, Endpoint, Layers
 #              blocks of each are left.
 #         12 - an engine runs a request of another one's client: take, more, told.
 #         13 - take may name a LoRA adapter, and bring images; told has logprobs.
-WIRE_VERSION = 13
+#         14 - open of a running request says what makes the masks of its structured output.
+WIRE_VERSION = 14
 
 _MAX_PARAM_LENGTH = 256
 _MAX_ITEMS = 1 << 18
@@ -87,6 +88,9 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     running: Name = ""
     """The running request, as its client knows it, that is to be handed over: its prompt is what
     is compared, the lease begins with this message, and ``Extended`` is the answer."""
+    masks: Text = ""
+    """What decides at the consumer which tokens the grammar of the running request allows; empty if
+    it has none."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every source of blocks, peers' prompts and the pool's, keeps the contract of ``BlockSource``.
+"""Every source of blocks, a peer's prompt, the pool's and a request that moves here, keeps the
+contract of ``BlockSource``.
 
 The prompt has 100 tokens: six full blocks, and four tokens in the tail block.
 """
@@ -7,6 +8,7 @@ The prompt has 100 tokens: six full blocks, and four tokens in the tail block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,9 @@ from tests.engine.peer_world import BLOCK_SIZE, make_common, make_manager, make_
 from tests.engine.test_pool_scheduler import World
 from vllm_ascend_pd.config import Role
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.engine.scheduler.move_states import Coming
+from vllm_ascend_pd.engine.scheduler.moves_in import MovesIn, Round
+from vllm_ascend_pd.engine.scheduler.parts import Ending
 from vllm_ascend_pd.engine.scheduler.sources import (
     TRANSITIONS,
     BlockSource,
@@ -29,11 +34,12 @@ from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.pool.messages import Found, Lookup
+from vllm_ascend_pd.resume import RunningAt
 from vllm_ascend_pd.transfer.control import ControlClient, OpenOutcome
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId, Place
-from vllm_ascend_pd.wire import Opened, Refused, RemotePrefill
+from vllm_ascend_pd.wire import Extended, Opened, Refused, RemotePrefill
 
 NUM_TOKENS, NUM_BLOCKS = 100, 6
 BLOCK_IDS = tuple(range(20, 20 + NUM_BLOCKS))
@@ -45,8 +51,9 @@ class Peer:
 
     def __init__(self) -> None:
         self.client = ControlClient(1.0, 1.0, Trust(), 1.0)
+        self.common = make_common(make_manager(), Role.CONSUMER)
         self.consumer = Consumer(
-            common=make_common(make_manager(), Role.CONSUMER),
+            common=self.common,
             client=self.client,
             fingerprint="same",
             sampling_key=lambda request: b"",
@@ -71,6 +78,11 @@ class Peer:
         assert source is not None
         return source
 
+    def ready(self) -> BlockSource:
+        source = self.ask()
+        self.answer(source, True)
+        return source
+
     def answer(self, source: Any, found: bool) -> None:
         answer = (
             Opened("t", NUM_TOKENS - 1, (self.worker,), "e")
@@ -89,6 +101,33 @@ class Peer:
         self.client.stop()
 
 
+class Move(Peer):
+    """A request that moves here, which has stopped where it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = SimpleNamespace(get_vocab_size=lambda: 1000)
+        self.common.scheduler.vllm_config = SimpleNamespace(model_config=model)
+        resumes: Any = None  # not before it is here
+        self.moves = MovesIn(self.common, self.consumer, self.client, resumes, "same")
+
+    def ready(self) -> BlockSource:
+        request = make_request(list(range(NUM_TOKENS)), {})
+        there = RunningAt("127.0.0.1", 1, "key", "e")
+        assert self.moves.begin(request, "theirs", there) is None
+        return self.next_round(request)
+
+    def next_round(self, request: Request) -> BlockSource:
+        move = self.moves._moves[request.request_id]
+        move.state = Coming.FINISHING
+        answer = Extended("t", "e", (), NUM_TOKENS - 1, (0,), (self.worker,), True)
+        move.round = Round(move, self.moves, answer)
+        return move.round
+
+    def end(self, request: Request) -> None:
+        self.moves.finish(request, Ending())
+
+
 class Pool:
     def __init__(self) -> None:
         self.world = World()
@@ -98,6 +137,11 @@ class Pool:
         self.world.source.add(request)
         source = self.world.source.find(request)
         assert source is not None
+        return source
+
+    def ready(self) -> BlockSource:
+        source = self.ask()
+        self.answer(source, True)
         return source
 
     def answer(self, source: BlockSource, found: bool) -> None:
@@ -111,7 +155,7 @@ class Pool:
     def close(self) -> None: ...
 
 
-@pytest.fixture(params=[Peer, Pool])
+@pytest.fixture(params=[Peer, Pool, Move])
 def subject(request: pytest.FixtureRequest) -> Iterator[Any]:
     subject = request.param()
     yield subject
@@ -119,15 +163,13 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def asked(subject: Any) -> BlockSource:
-    source: BlockSource = subject.ask()
+def ready(subject: Any) -> BlockSource:
+    source: BlockSource = subject.ready()
     return source
 
 
-@pytest.fixture
-def ready(subject: Any, asked: BlockSource) -> BlockSource:
-    subject.answer(asked, True)
-    return asked
+of_one_request = pytest.mark.parametrize("subject", [Peer, Pool], indirect=True)
+"""Those that are asked for it; of a move there is one for each answer."""
 
 
 def park(source: BlockSource) -> None:
@@ -136,6 +178,8 @@ def park(source: BlockSource) -> None:
 
 
 def place(source: BlockSource, loads: bool = True) -> None:
+    if loads and source.parked_only:
+        pytest.skip("nothing of it is loaded in a step")
     source.advance(SourceEvent.PLACE)
     if loads:
         source.load_started()
@@ -165,7 +209,9 @@ ALL_LOADED = {"local": 0, "external": NUM_BLOCKS * BLOCK_SIZE, "computed": 4}
 ALL_COMPUTED = {"local": 0, "external": 0, "computed": NUM_TOKENS}
 
 
-def test_request_waits_for_the_answer(asked: BlockSource) -> None:
+@of_one_request
+def test_request_waits_for_the_answer(subject: Any) -> None:
+    asked = subject.ask()
     assert asked.request.status is RequestStatus.WAITING_FOR_KV
     assert asked.pending
     assert asked.holds_back()
@@ -181,7 +227,9 @@ def test_what_was_found_is_offered(ready: BlockSource) -> None:
     assert ready.queued_status is RequestStatus.WAITING
 
 
-def test_where_nothing_is_found_the_next_source_is_asked(subject: Any, asked: BlockSource) -> None:
+@of_one_request
+def test_where_nothing_is_found_the_next_source_is_asked(subject: Any) -> None:
+    asked = subject.ask()
     subject.answer(asked, False)
     assert asked.state is SourceState.FAILED
     assert asked.hands_on
@@ -191,6 +239,8 @@ def test_where_nothing_is_found_the_next_source_is_asked(subject: Any, asked: Bl
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_load_names_the_blocks_that_it_fills(ready: BlockSource, in_step: bool) -> None:
+    if in_step and ready.parked_only:
+        pytest.skip("nothing of it is loaded in a step")
     load = ready.make_load(LoadId(7), (LoadBlocks(0, (1, 4), (21, 24)),), in_step)
     assert (load.load_id, load.block_ids, load.in_step) == (7, (21, 24), in_step)
     parts = load.blocks if isinstance(load, LoadSpec) else (load,)
@@ -256,9 +306,9 @@ def test_load_that_fails_after_admission_is_computed(ready: BlockSource) -> None
 
 
 def test_request_that_is_admitted_again_is_counted_once(ready: BlockSource) -> None:
-    place(ready)
+    park(ready)
+    end_load(ready, was_parked=True)
     admit(ready)
-    end_load(ready)
     ready.request.num_preemptions += 1
     ready.admit(32, 0, [])
     assert counted(ready) == ALL_LOADED
@@ -307,6 +357,18 @@ def test_load_may_end_after_its_request(
     end_load(ready, cause, was_parked)
     assert ready.state is SourceState.ABORTED
     assert ready.num_loads == 0
+
+
+@pytest.mark.parametrize("subject", [Move], indirect=True)
+def test_rounds_of_a_move_are_counted_together(subject: Move, ready: BlockSource) -> None:
+    park(ready)
+    end_load(ready, Cause.CHECKSUM.value, was_parked=True)
+    last = subject.next_round(ready.request)
+    park(last)
+    end_load(last, was_parked=True)
+    admit(last)
+    assert counted(last) == ALL_LOADED
+    assert (last.provenance.num_peer_bytes, last.provenance.outcome) == (1200, "moved")
 
 
 # The table.

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionStreamResponse,
 )
 from vllm.parser import ParserManager
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.request import Request
 
+from vllm_ascend_pd.engine.vllm_api.grammars import is_behind_reasoning
 from vllm_ascend_pd.router.resumable import EXACT_TOOL_PARSERS
 from vllm_ascend_pd.router.splice import Splice
 from vllm_ascend_pd.router.transcript import DONE, Transcript
@@ -286,6 +291,35 @@ def test_parser_tells_reasoning_and_answer_apart_wherever_it_was_cut(
     assert whole["reasoning"].strip() == "I wonder. 漢字 🗾 <b> so"
     assert bool(whole["calls"]) is bool(parser)
     assert not first_difference(server, one_by_one=True)
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_stream_that_would_lose_blanks_does_not_move_live(
+    marking_tokenizer: Any, name: str
+) -> None:
+    """All that is known comes in one chunk then, and perhaps the next token."""
+    parser, text = REASONING[name]
+    reasoning = name.partition(" ")[0]
+    server = Server(marking_tokenizer, parser, text, reasoning)
+    total = len(server.token_ids)
+    expected = had(b"".join(server.stream([1] * total)))
+    reasoner = ReasoningParserManager.get_reasoning_parser(reasoning)
+    manager = SimpleNamespace(reasoner_cls=reasoner, tokenizer=marking_tokenizer)
+    scheduler: Any = SimpleNamespace(structured_output_manager=manager)
+    refused = []
+    for cut in range(1, total):
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+        request: Any = Request("r", [1, 2, 3], params, None)
+        request.append_output_token_ids(server.token_ids[:cut])
+        if is_behind_reasoning(scheduler, request):
+            refused.append(cut)
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            assert not is_behind_reasoning(scheduler, request)
+        else:
+            for first in (cut, cut + 1):
+                got = had(b"".join(server.stream([first, *[1] * (total - first)])))
+                assert got == expected, first
+    assert len(refused) == 3  # its end, and two line breaks
 
 
 @pytest.mark.parametrize("parser", INEXACT)

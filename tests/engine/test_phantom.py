@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,48 +24,13 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from tests.engine.scripted_source import ScriptedSource
 from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks, _runs
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource
 from vllm_ascend_pd.kv.span import KVGroup, Wanted
 
 BLOCK_SIZE = 16
 init_none_hash(sha256)
-
-
-class Source:
-    """A peer that has the leading blocks of a prompt."""
-
-    num_tail_tokens = 0
-    max_blocks = math.inf
-
-    def has_tail(self, index: int) -> bool:
-        return False
-
-    def __init__(self, num_blocks: int, parked_only: bool = False) -> None:
-        self.num_blocks = num_blocks
-        self.parked_only = parked_only
-
-    def has_block(self, index: int, group: int = 0) -> bool:
-        return index < self.num_blocks
-
-    def make_load(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("nothing is loaded here")
-
-    def load_started(self) -> None:
-        raise AssertionError("nothing is loaded here")
-
-    def load_ended(self, result: Any) -> None:
-        raise AssertionError("nothing is loaded here")
-
-
-class HoledSource(Source):
-    """The pool, which has lost one block."""
-
-    def __init__(self, num_blocks: int, hole: int) -> None:
-        super().__init__(num_blocks)
-        self.hole = hole
-
-    def has_block(self, index: int, group: int = 0) -> bool:
-        return super().has_block(index) and index != self.hole
 
 
 def make_request(num_tokens: int = 100, start: int = 0) -> Request:
@@ -77,6 +41,10 @@ def make_request(num_tokens: int = 100, start: int = 0) -> Request:
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
     )
+
+
+def source_of(num_blocks: int, *args: Any, **options: Any) -> BlockSource:
+    return ScriptedSource(make_request(), num_blocks, *args, **options)
 
 
 @pytest.fixture
@@ -98,7 +66,9 @@ def cached(pool: BlockPool, request: Request) -> list[int | None]:
     return ids
 
 
-def publish(pool: BlockPool, phantoms: PhantomBlocks, request: Request, source: Source) -> None:
+def publish(
+    pool: BlockPool, phantoms: PhantomBlocks, request: Request, source: BlockSource
+) -> None:
     """As the lookup does: what is cached first, then what the source has."""
     hits = []
     for block_hash in request.block_hashes:
@@ -125,7 +95,7 @@ def test_published_blocks_are_found_and_hold_no_memory(
     pool: BlockPool, phantoms: PhantomBlocks
 ) -> None:
     request = make_request()
-    publish(pool, phantoms, request, Source(6))
+    publish(pool, phantoms, request, source_of(6))
     assert None not in cached(pool, request)
     assert len(phantoms) == 6
     assert pool.get_num_free_blocks() == 19
@@ -133,7 +103,7 @@ def test_published_blocks_are_found_and_hold_no_memory(
 
 
 def test_publishing_again_changes_nothing(pool: BlockPool, phantoms: PhantomBlocks) -> None:
-    request, source = make_request(), Source(6)
+    request, source = make_request(), source_of(6)
     publish(pool, phantoms, request, source)
     before = cached(pool, request)
     publish(pool, phantoms, request, source)
@@ -144,7 +114,7 @@ def test_publishing_again_changes_nothing(pool: BlockPool, phantoms: PhantomBloc
 def test_only_holes_are_published(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     request = make_request()
     local = fill(pool, phantoms, request, 0, 3, 4)
-    publish(pool, phantoms, request, Source(6))
+    publish(pool, phantoms, request, source_of(6))
     ids = cached(pool, request)
     assert [ids[0], ids[3], ids[4]] == local
     assert None not in ids
@@ -156,7 +126,7 @@ def test_last_block_with_the_last_token_is_not_published(
     pool: BlockPool, phantoms: PhantomBlocks
 ) -> None:
     request = make_request(num_tokens=96)
-    publish(pool, phantoms, request, Source(6))
+    publish(pool, phantoms, request, source_of(6))
     assert len(phantoms) == 5
     assert cached(pool, request)[5] is None
 
@@ -169,7 +139,7 @@ def test_a_hit_that_was_given_up_for_a_drafter_counts_where_the_source_goes_on(
     request = make_request()
     local = fill(pool, phantoms, request, 0, 1, 2)
     hits = hits_of(pool, request)[:-1]
-    (found,) = phantoms.publish(request, [hits], Source(5, parked_only), 0)
+    (found,) = phantoms.publish(request, [hits], source_of(5, parked_only=parked_only), 0)
     assert [block.block_id for block in found[:3]] == local
     assert len(found) == (3 if parked_only else 5)
     assert len(phantoms) == (0 if parked_only else 2)
@@ -178,7 +148,7 @@ def test_a_hit_that_was_given_up_for_a_drafter_counts_where_the_source_goes_on(
 
 def test_no_more_is_published_than_the_source_has(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     request = make_request()
-    publish(pool, phantoms, request, Source(2))
+    publish(pool, phantoms, request, source_of(2))
     assert [block_id is None for block_id in cached(pool, request)] == [False] * 2 + [True] * 4
 
 
@@ -186,7 +156,7 @@ def test_hits_are_not_evicted_to_make_room(pool: BlockPool, phantoms: PhantomBlo
     request = make_request(num_tokens=19 * BLOCK_SIZE + 4)
     local = fill(pool, phantoms, request, *range(10))
     held = pool.get_new_blocks(5)
-    publish(pool, phantoms, request, Source(19))
+    publish(pool, phantoms, request, source_of(19))
     ids = cached(pool, request)
     assert ids[:10] == local
     assert [block_id is None for block_id in ids[10:]] == [False] * 4 + [True] * 5
@@ -196,14 +166,14 @@ def test_hits_are_not_evicted_to_make_room(pool: BlockPool, phantoms: PhantomBlo
 
 def test_full_pool_publishes_nothing(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     held = pool.get_new_blocks(19)
-    publish(pool, phantoms, make_request(), Source(6))
+    publish(pool, phantoms, make_request(), source_of(6))
     assert len(phantoms) == 0
     pool.free_blocks(held)
     assert pool.get_num_free_blocks() == 19
 
 
 def test_phantom_is_claimed_once(pool: BlockPool, phantoms: PhantomBlocks) -> None:
-    request, source = make_request(), Source(6)
+    request, source = make_request(), source_of(6)
     publish(pool, phantoms, request, source)
     blocks = hits_of(pool, request)
     claimed = phantoms.claim(blocks)
@@ -215,7 +185,7 @@ def test_phantom_is_claimed_once(pool: BlockPool, phantoms: PhantomBlocks) -> No
 
 def test_evicted_phantom_is_not_claimed(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     request = make_request()
-    publish(pool, phantoms, request, Source(6))
+    publish(pool, phantoms, request, source_of(6))
     blocks = hits_of(pool, request)
     pool.evict_blocks({blocks[2].block_id})
     assert [phantom.place.block_index for phantom in phantoms.claim(blocks)] == [0, 1, 3, 4, 5]
@@ -226,7 +196,7 @@ def test_phantom_cached_again_by_a_computation_is_not_claimed(
 ) -> None:
     """The same tokens in the same block, but computed here: nothing is to be loaded."""
     request = make_request()
-    publish(pool, phantoms, request, Source(6))
+    publish(pool, phantoms, request, source_of(6))
     blocks = hits_of(pool, request)
     pool.evict_blocks({block.block_id for block in blocks})
     pool.touch(blocks)
@@ -237,9 +207,9 @@ def test_phantom_cached_again_by_a_computation_is_not_claimed(
 
 def test_withdrawn_source_leaves_nothing_cached(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     request, other = make_request(), make_request(start=500)
-    source = Source(6)
+    source = source_of(6)
     publish(pool, phantoms, request, source)
-    publish(pool, phantoms, other, Source(6))
+    publish(pool, phantoms, other, source_of(6))
     phantoms.withdraw(source)
     assert cached(pool, request) == [None] * 6
     assert None not in cached(pool, other)
@@ -247,7 +217,7 @@ def test_withdrawn_source_leaves_nothing_cached(pool: BlockPool, phantoms: Phant
 
 
 def test_withdrawing_leaves_claimed_blocks_cached(pool: BlockPool, phantoms: PhantomBlocks) -> None:
-    request, source = make_request(), Source(6)
+    request, source = make_request(), source_of(6)
     publish(pool, phantoms, request, source)
     phantoms.claim(hits_of(pool, request)[:2])
     phantoms.withdraw(source)
@@ -256,7 +226,7 @@ def test_withdrawing_leaves_claimed_blocks_cached(pool: BlockPool, phantoms: Pha
 
 def test_withdraw_all_leaves_nothing(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     request = make_request()
-    publish(pool, phantoms, request, Source(6))
+    publish(pool, phantoms, request, source_of(6))
     phantoms.withdraw_all()
     assert cached(pool, request) == [None] * 6
     assert len(phantoms) == 0
@@ -265,23 +235,26 @@ def test_withdraw_all_leaves_nothing(pool: BlockPool, phantoms: PhantomBlocks) -
 def test_find_missing_names_what_is_not_cached(pool: BlockPool, phantoms: PhantomBlocks) -> None:
     request = make_request()
     fill(pool, phantoms, request, 1, 2)
-    assert phantoms.find_missing(request, Source(6)) == [(0, 0), (3, 0), (4, 0), (5, 0)]
-    assert phantoms.find_missing(request, Source(4)) == [(0, 0), (3, 0)]
+    assert phantoms.find_missing(request, source_of(6)) == [(0, 0), (3, 0), (4, 0), (5, 0)]
+    assert phantoms.find_missing(request, source_of(4)) == [(0, 0), (3, 0)]
 
 
 def test_find_missing_ends_at_a_block_that_nobody_has(
     pool: BlockPool, phantoms: PhantomBlocks
 ) -> None:
     request = make_request()
-    publish(pool, phantoms, request, Source(2))
-    assert phantoms.find_missing(request, HoledSource(6, 3)) == [(2, 0)]
+    publish(pool, phantoms, request, source_of(2))
+    assert phantoms.find_missing(request, source_of(6, lambda index, group: index != 3)) == [(2, 0)]
 
 
 def test_publish_fills_a_hole_and_ends_at_a_block_that_nobody_has(
     pool: BlockPool, phantoms: PhantomBlocks
 ) -> None:
     request = make_request()
-    assert len(phantoms.publish(request, [[]], HoledSource(6, 4), 0)[0]) == 4
+    assert (
+        len(phantoms.publish(request, [[]], source_of(6, lambda index, group: index != 4), 0)[0])
+        == 4
+    )
 
 
 WINDOW = 40
@@ -298,22 +271,16 @@ def both(pool: BlockPool) -> PhantomBlocks:
     return PhantomBlocks(pool, groups)
 
 
-class WindowSource(Source):
+def windows_from(first: int) -> BlockSource:
     """It has what goes on behind its end, of windows."""
-
-    def __init__(self, num_blocks: int, first: int) -> None:
-        super().__init__(num_blocks)
-        self.first = first
-
-    def has_block(self, index: int, group: int = 0) -> bool:
-        return super().has_block(index) and index >= (self.first if group else 0)
+    return source_of(6, lambda index, group: group == 0 or index >= first)
 
 
 def test_of_windows_only_the_last_blocks_are_published(
     pool: BlockPool, both: PhantomBlocks
 ) -> None:
     request = make_request()
-    source = WindowSource(6, 3)
+    source = windows_from(3)
     assert both.find_missing(request, source) == [
         *((0, 0), (1, 0), (2, 0)),
         *((3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1)),
@@ -327,25 +294,25 @@ def test_of_windows_only_the_last_blocks_are_published(
 
 
 def test_with_a_tail_the_window_begins_later(pool: BlockPool, both: PhantomBlocks) -> None:
-    _, windows = both.publish(make_request(112), [[], []], WindowSource(6, 4), 15)
+    _, windows = both.publish(make_request(112), [[], []], windows_from(4), 15)
     assert [block.is_null for block in windows] == [True] * 4 + [False] * 2
 
 
 def test_hits_end_where_every_group_goes_on(pool: BlockPool, both: PhantomBlocks) -> None:
     """The source has not the window of any end but its own, and of that end a block is lost."""
     request = make_request()
-    assert both.publish(request, [[], []], WindowSource(6, 4), 0) == ([], [])
-    assert both.find_missing(request, WindowSource(6, 4)) == []
+    assert both.publish(request, [[], []], windows_from(4), 0) == ([], [])
+    assert both.find_missing(request, windows_from(4)) == []
     blocks = pool.get_new_blocks(2)
     both.cache(request, [Wanted(0, 1), Wanted(1, 1)], blocks)
-    assert both.find_missing(request, WindowSource(6, 4)) == [(0, 0), (1, 0)]
-    assert len(both.publish(request, [[], []], WindowSource(6, 4), 0)[0]) == 2
+    assert both.find_missing(request, windows_from(4)) == [(0, 0), (1, 0)]
+    assert len(both.publish(request, [[], []], windows_from(4), 0)[0]) == 2
     pool.free_blocks(blocks)
 
 
 def test_windows_that_do_not_fit_end_the_hits_earlier(pool: BlockPool, both: PhantomBlocks) -> None:
     held = pool.get_new_blocks(15)
-    full, windows = both.publish(make_request(), [[], []], Source(6), 0)
+    full, windows = both.publish(make_request(), [[], []], source_of(6), 0)
     assert len(full) == len(windows) == 2
     assert len(both) == 4
     pool.free_blocks(held)
@@ -371,17 +338,6 @@ def coordinator_of(groups: Sequence[KVGroup]) -> KVCacheCoordinator:
     )
 
 
-class PartSource(Source):
-    """The pool, which has some blocks of each group."""
-
-    def __init__(self, has: set[Wanted]) -> None:
-        super().__init__(max((index + 1 for index, _ in has), default=0))
-        self.has = has
-
-    def has_block(self, index: int, group: int = 0) -> bool:
-        return (index, group) in self.has
-
-
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_hits_end_where_those_of_vllm_would_with_all_blocks_here(data: Any) -> None:
@@ -394,7 +350,9 @@ def test_hits_end_where_those_of_vllm_would_with_all_blocks_here(data: Any) -> N
         st.lists(st.sampled_from("hhhpppx"), min_size=len(places), max_size=len(places))
     )
     here = [place for place, kind in zip(places, kinds, strict=True) if kind == "h"]
-    source = PartSource({p for p, kind in zip(places, kinds, strict=True) if kind == "p"})
+    there = {p for p, kind in zip(places, kinds, strict=True) if kind == "p"}
+    num_there = max((index + 1 for index, _ in there), default=0)
+    source = source_of(num_there, lambda index, group: (index, group) in there)
 
     def enter(coordinator: KVCacheCoordinator, wanted: list[Wanted]) -> PhantomBlocks:
         phantoms = PhantomBlocks(coordinator.block_pool, groups)
@@ -408,7 +366,7 @@ def test_hits_end_where_those_of_vllm_would_with_all_blocks_here(data: Any) -> N
     stop = num_tokens - 1
     ours, theirs = coordinator_of(groups), coordinator_of(groups)
     phantoms = enter(ours, here)
-    enter(theirs, [*here, *source.has])
+    enter(theirs, [*here, *there])
     expected, num_expected, _ = theirs.find_longest_cache_hit(request.block_hashes, stop)
     hits, num_local, _ = ours.find_longest_cache_hit(request.block_hashes, stop)
     num_leading = phantoms.num_leading_hits(request, stop // BLOCK_SIZE)
@@ -419,7 +377,7 @@ def test_hits_end_where_those_of_vllm_would_with_all_blocks_here(data: Any) -> N
     assert [p.place for table in found for p in phantoms.claim(table)] == sorted(
         missing, key=lambda place: (place.group, place.block_index)
     )
-    assert set(missing) <= source.has
+    assert set(missing) <= there
     for mine, other in zip(found, expected, strict=True):
         # Behind the window vLLM's lookup may name more than is needed.
         assert all(a.is_null or not b.is_null for a, b in zip(mine, other, strict=True))

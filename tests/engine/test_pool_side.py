@@ -30,6 +30,10 @@ from vllm_ascend_pd.pool.messages import (
 )
 from vllm_ascend_pd.types import Place
 
+NOTHING_SCHEDULED: Any = SimpleNamespace(
+    preempted_req_ids=None, total_num_scheduled_tokens=0, num_scheduled_tokens={}
+)
+
 
 class Engine(World):
     """A scheduler of which the pool's side sees the queues, and a worker that only listens."""
@@ -184,17 +188,43 @@ def test_requests_that_are_next_are_looked_up_again(engine: Engine) -> None:
     engine.side.source.finish(has_none)
     engine.scheduler.skipped_waiting += requests[:10]
     engine.scheduler.waiting += requests[10:]
-    output: Any = SimpleNamespace(
-        preempted_req_ids=None, total_num_scheduled_tokens=0, num_scheduled_tokens={}
-    )
-    engine.side.begin_step(output, StepDraft())
-    assert all(request.status != RequestStatus.WAITING_FOR_KV for request in requests)
-    for lookup in engine.arrived:
-        found = Found(lookup.lookup_id, bytes([Place.DRAM] * 4), True, 0.1)
-        engine.side.source.on_found(found, 0.0)
-    engine.side.begin_step(output, StepDraft())
+    num_passes = num_answered = 0
+    while True:
+        engine.side.begin_step(NOTHING_SCHEDULED, StepDraft())
+        waiting = [r for r in requests if r.status == RequestStatus.WAITING_FOR_KV]
+        assert len(waiting) == num_answered  # the others keep their places
+        if not engine.arrived:
+            break
+        num_passes += 1
+        assert len(engine.arrived) <= pool_side._LOOKS_AT_A_TIME  # no pass pays for many
+        for lookup in engine.arrived:
+            found = Found(lookup.lookup_id, bytes([Place.DRAM] * 4), True, 0.1)
+            engine.side.source.on_found(found, 0.0)
+            num_answered += 1
+        engine.arrived.clear()
+    assert num_passes == 14 / pool_side._LOOKS_AT_A_TIME
     looked_up = [r for r in requests if r.status == RequestStatus.WAITING_FOR_KV]
     assert looked_up == [r for r in requests[:16] if r not in (waits_for_a_grammar, has_none)]
+
+
+def test_queue_is_not_looked_through_in_every_pass(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But in the next one if an answer is awaited."""
+    request = engine.request()
+    engine.scheduler.waiting.append(request)
+    awaits = [False, True, False]
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        engine.side.source, "look_again", lambda request: asked.append(request) or awaits.pop(0)
+    )
+    now = 100.0
+    monkeypatch.setattr(pool_side.time, "monotonic", lambda: now)
+    nums_asked = []
+    for now in (100.0, 100.05, 100.11, 100.12, 100.13):  # noqa: B007 - the clock reads it
+        engine.side.begin_step(NOTHING_SCHEDULED, StepDraft())
+        nums_asked.append(len(asked))
+    assert nums_asked == [1, 1, 2, 3, 3]
 
 
 def answer_late(engine: Engine, lookups: list[Any]) -> threading.Thread:

@@ -10,6 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.peer_world import make_request
+from tests.engine.scripted_source import ScriptedSource
 from vllm_ascend_pd.engine.scheduler import recovery
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom
@@ -80,10 +82,6 @@ def test_what_was_cached_behind_a_bad_block_of_another_group_is_good() -> None:
     assert affected == ({"a"}, {5, 6, 23})
 
 
-class Request:
-    """Whatever has been admitted."""
-
-
 def test_of_a_load_that_fails_in_part_only_who_computed_on_that_is_affected() -> None:
     """Blocks 1 and 2 are loaded; "a" computes 3 on both, "b" 4 on the first, "c" 5 on 3, which
     it has of "a", and "d" 6 on what was cached.
@@ -91,9 +89,9 @@ def test_of_a_load_that_fails_in_part_only_who_computed_on_that_is_affected() ->
     blocks: dict[int, Any] = {
         i: SimpleNamespace(block_id=i, block_hash=str(i), is_null=False) for i in range(1, 8)
     }
-    tables = {Request(): ids for ids in ([1, 2, 3], [1, 4], [7, 3, 5], [7, 6])}
+    tables = {make_request([0], {}): ids for ids in ([1, 2, 3], [1, 4], [7, 3, 5], [7, 6])}
     a, b, c, d = requests = list[Any](tables)
-    source: Any = SimpleNamespace(load_started=lambda: None)
+    source = ScriptedSource(a, 2)
     loads = Loads()
     for request, begin in zip(requests, (2, 1, 2, 1), strict=True):
         loads.note_begin(request, begin)

@@ -164,13 +164,14 @@ def make_drafted(kind: str, folder: Path, tokenizer: Path, seed: int = 0) -> Dra
     """``kind``: ``eagle``, ``eagle3``, ``mimo`` or ``deepseek``, an MTP each, or ``windows``, an
     EAGLE of one layer behind a model of which other layers have sliding windows, or ``gdn``, an MTP
     behind one of which they keep a state. ``seed`` is the drafter's, which agrees with the model if
-    it is 0.
+    it is 0; but with that of ``even_windows``, which has as many layers of the one kind as of the
+    other.
     """
     model, drafter = folder / "model", folder / f"drafter-{seed}"
     if kind == "gdn":
         return _make_gdn(model, tokenizer)
-    if kind == "windows":
-        return _make_windows(model, drafter, tokenizer, seed)
+    if kind in ("windows", "even_windows"):
+        return _make_windows(model, drafter, tokenizer, seed, is_even=kind == "even_windows")
     if kind in ("eagle", "eagle3"):
         layers = _make_llama_layers(0)
         weights = _Maker(1).ends()
@@ -194,7 +195,7 @@ def make_drafted(kind: str, folder: Path, tokenizer: Path, seed: int = 0) -> Dra
     return Drafted(str(model), {"method": "mtp"})
 
 
-def _make_windows(model: Path, drafter: Path, tokenizer: Path, seed: int) -> Drafted:
+def _make_windows(model: Path, drafter: Path, tokenizer: Path, seed: int, is_even: bool) -> Drafted:
     """The windows add so much to what the drafter computes that some tokens are others."""
     weights = _Maker(1).ends()
     windows = [maker.block(maker.attention(2.0)) for maker in (_Maker(20), _Maker(21))]
@@ -202,8 +203,12 @@ def _make_windows(model: Path, drafter: Path, tokenizer: Path, seed: int) -> Dra
         layer["self_attn.o_proj.weight"] *= WINDOW_GAIN
         layer["mlp.down_proj.weight"] *= 0.0
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = {**_LLAMA, "num_hidden_layers": 3, "layer_types": kinds, "sliding_window": WINDOW}
     layers = [windows[0], _make_llama_layers(0)[1], windows[1]]
+    if is_even:
+        kinds += ["full_attention", "full_attention", "sliding_attention"]
+        layers += [maker.block(maker.attention(2.0)) for maker in map(_Maker, (22, 23, 24))]
+    sizes = {"num_hidden_layers": len(layers), "sliding_window": WINDOW}
+    config = {**_LLAMA, **sizes, "layer_types": kinds}
     _write(model, tokenizer, config, weights, layers)
     _make_eagle(drafter, tokenizer, weights, [_make_llama_layers(seed)[1]])
     return Drafted(str(model), {"method": "eagle", "model": str(drafter)})

@@ -31,6 +31,7 @@ _VLLM_METRICS = {
 """Counters of vLLM's own, and their names here."""
 
 _IDLE_STEP_S = 0.002
+_INNER_PORTS = range(20000, 32000)
 _CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
@@ -270,6 +271,8 @@ class EngineServer:
                 "num_computed_tokens": request.num_computed_tokens,
                 "num_output_tokens": request.num_output_tokens,
                 "num_preemptions": request.num_preemptions,
+                "num_in_flight_tokens": request.num_in_flight_tokens,
+                "is_scheduled": request in self._scheduler.running,
                 "session": session.state.name if session is not None else None,
                 "loads": session.num_loads if session is not None else 0,
             }
@@ -481,6 +484,8 @@ def _run_engine(
     for fd in (1, 2):
         os.dup2(log, fd)
     os.environ.update(env)
+    # Not one that the system hands out: somebody's connection has it by the time vLLM listens.
+    os.environ["VLLM_PORT"] = str(_INNER_PORTS[os.getpid() * 16 % len(_INNER_PORTS)])
     connection = Client(address, "AF_UNIX")
     try:
         server = EngineServer(**options)

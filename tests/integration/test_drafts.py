@@ -7,6 +7,7 @@ whether a drafter has read the KV of its prompt.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,11 +26,13 @@ from tests.integration.engines import (
     EngineError,
     Fleet,
 )
+from tests.integration.moving import coming
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
-from tests.integration.test_moves import coming, move, outcome_of, two
+from tests.integration.test_moves import move, outcome_of, two
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
 from tests.integration.test_states import assert_likeliest
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines
@@ -56,6 +59,11 @@ class Drafting:
     single: SingleEngine
     engine: Engine
     """That one."""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Of engines without the drafter."""
+        return {name: value for name, value in self.options.items() if name != "llm"}
 
     @property
     def block_size(self) -> int:
@@ -130,6 +138,9 @@ def drafting(
 
 
 each_kind = pytest.mark.parametrize("drafting", KINDS, indirect=True)
+without_drafter = pytest.mark.parametrize(
+    "drafting", ["draft_model", "eagle", "eagle3", "mimo", MLA, "even_windows"], indirect=True
+)
 some_kinds = pytest.mark.parametrize(
     "drafting", ["eagle", "draft_model", "windows", STATES], indirect=True
 )
@@ -405,21 +416,32 @@ def test_running_request_with_states_behind_drafts_stays(
     drafting.assert_right((left | source.run())["r"], prompt)
 
 
+@each_kind
+def test_kv_of_an_engine_without_the_drafter_is_refused_by_name(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    """The prompt is computed, by model and drafter."""
+    producer = engines.shared("kv_producer", **drafting.plain)
+    consumer = engines.shared("kv_consumer", transfer={"load_mode": "step"}, **drafting.options)
+    rates = drafting.rates(consumer)
+    prompt = started(NUM_TOKENS)
+    answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
+    drafting.assert_right(answer, prompt)
+    assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
+    consumer.wait_log("draft=")
+    rates.assert_like_one_engine()
+
+
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
-@pytest.mark.parametrize("other", ["none", "other drafter"])
-def test_kv_of_an_engine_that_drafts_otherwise_is_refused_by_name(
+def test_kv_of_an_engine_with_another_drafter_is_refused_by_name(
     engines: Engines,
     drafting: Drafting,
     started: Callable[..., Prompt],
     base_config: EngineConfig,
     folder: Path,
-    other: str,
 ) -> None:
     """The prompt is computed. How many tokens are drafted makes no difference."""
-    options = make_options("eagle", folder, base_config, seed=1)
-    if other == "none":
-        options = {"model": drafting.options["model"]}
-    differing = engines.shared("kv_both", **options)
+    differing = engines.shared("kv_both", **make_options("eagle", folder, base_config, seed=1))
     pairs = (
         (differing, engines.shared("kv_consumer", **drafting.options)),
         (engines.shared("kv_producer", **drafting.options), differing),
@@ -430,6 +452,190 @@ def test_kv_of_an_engine_that_drafts_otherwise_is_refused_by_name(
         assert answer.token_ids == drafting.single(prompt, 20).token_ids
         assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
         consumer.wait_log("draft=eagle-")
+
+
+# Only the producer has a drafter.
+
+
+@without_drafter
+def test_engine_without_a_drafter_takes_the_layers_of_the_model(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    """In both orders, and of a prompt that is computed in chunks."""
+    producer = engines.shared("kv_producer", **drafting.options)
+    consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, **drafting.plain)
+    pair = Pair(producer, consumer, started(5, "where"))
+    for num_tokens, order in itertools.product(
+        (3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, CHUNKED), ("prefill first", "decode first")
+    ):
+        prompt = started(num_tokens, f"{num_tokens} {order}")
+        if order == "prefill first":
+            answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+        else:
+            answer = pair.ask(prompt, max_tokens=20)
+        drafting.assert_right(answer, prompt, order)
+        assert answer.sources == (0, num_tokens, 0)
+        assert (answer.outcome, answer.provenance["first_token"]) == ("loaded", "peer")
+
+
+@pytest.mark.parametrize("drafting", ["eagle", "even_windows"], indirect=True)
+def test_engines_of_which_only_the_producer_drafts_run_ahead(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    producer = engines.shared("kv_producer", runs_ahead=True, **drafting.options)
+    consumer = engines.shared(
+        "kv_consumer", transfer=EVERY_LAYER, runs_ahead=True, **drafting.plain
+    )
+    pair = Pair(producer, consumer, started(2 * BLOCK_SIZE, "where"))
+    prompt = started(CHUNKED)
+    answer = pair.ask(prompt, max_tokens=NUM_OUTPUT)
+    drafting.assert_right(answer, prompt)
+    assert answer.sources == (0, CHUNKED, 0)
+
+
+@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_each_of_two_workers_without_a_drafter_takes_its_part_of_the_model(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt], parallel: str
+) -> None:
+    producer = engines.shared("kv_producer", **drafting.options)
+    llm = json.dumps({parallel: 2})
+    consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, llm=llm, **drafting.plain)
+    pair = Pair(producer, consumer, started(5, "where"))
+    for num_tokens in (3 * BLOCK_SIZE + 5, CHUNKED):
+        prompt = started(num_tokens, str(num_tokens))
+        answer = pair.ask(prompt, max_tokens=20)
+        drafting.assert_right(answer, prompt)
+        assert answer.sources == (0, num_tokens, 0)
+
+
+@pytest.mark.parametrize("drafting", ["eagle", "even_windows"], indirect=True)
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_load_from_an_engine_that_drafts_fails_and_is_computed(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt], load_mode: str
+) -> None:
+    """Then requests are preempted."""
+    small = SMALL | {"num_blocks": 17 if drafting.kind == "eagle" else 29}
+    producer = engines.shared("kv_producer", faults="ok*", **drafting.options)
+    consumer = engines.shared(
+        "kv_consumer", transfer={"load_mode": load_mode}, **small, **drafting.plain
+    )
+    prompt = started(NUM_TOKENS)
+    params = producer.prefill(prompt)
+    producer.set_faults("corrupt,ok*")
+    answer = consumer.ask(prompt, 20, params)
+    drafting.assert_right(answer, prompt)
+    assert (answer.outcome, answer.sources) == ("checksum", (0, 0, NUM_TOKENS))
+    prompts = {name: started(NUM_TOKENS, name) for name in NAMES}
+    before = consumer.metrics()["preemptions"]
+    for name, prompt in prompts.items():
+        consumer.add(name, prompt, NUM_OUTPUT, producer.prefill(prompt))
+    answers = consumer.run(120)
+    assert consumer.metrics()["preemptions"] > before
+    for name, prompt in prompts.items():
+        drafting.assert_right(answers[name], prompt, name)
+
+
+@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+def test_a_pool_is_shared_by_engines_that_draft_alike_only(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    """P/D between the two goes on beside it, and each finds what it has computed itself."""
+    master = EmbeddedMaster()
+    try:
+        pool = {**POOL, "master": master.address}
+        producer = engines.own("kv_both", pool=pool, **drafting.options)
+        consumer = engines.own("kv_both", pool={**pool, "dram_size": 0}, **drafting.plain)
+        prompt, found = started(NUM_TOKENS), []
+        for engine in (producer, producer, consumer, consumer):
+            answer = engine.ask(prompt, 20, {"return_provenance": True})
+            drafting.assert_right(answer, prompt)
+            found.append(provenance(answer))
+            settle(engine)
+            assert engine.reset_prefix_cache()
+        none, rest = {"computed": NUM_TOKENS}, {"computed": NUM_TOKENS - 3 * BLOCK_SIZE}
+        hits = ({place: 3 * BLOCK_SIZE} | rest for place in ("dram", "remote"))
+        assert found == [none, next(hits), none, next(hits)]
+        prompt = started(NUM_TOKENS, "handed over")
+        answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+        drafting.assert_right(answer, prompt)
+        assert provenance(answer) == {"peer": NUM_TOKENS}
+        settle(producer)
+    finally:
+        engines.close_own()
+        master.stop()
+
+
+@pytest.mark.parametrize("drafting", ["eagle", "even_windows"], indirect=True)
+def test_running_request_moves_from_an_engine_that_drafts_to_one_that_does_not(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+) -> None:
+    """And not back."""
+    source, _ = two(engines, **drafting.options)
+    target, _ = two(engines, **drafting.plain)
+    prompt = started(CHUNKED)
+    source.add("r", prompt, NUM_ANSWER)
+    for _ in range(10):
+        source.step()
+    left, right = move(source, target, prompt, NUM_ANSWER)
+    drafting.assert_right(right, prompt)
+    assert right.sources == (0, len(prompt) + len(left.token_ids) - 1, 1)
+    prompt = started(NUM_TOKENS)
+    target.add("r", prompt, NUM_OUTPUT)
+    target.step_until("r", "num_output_tokens", 5)
+    source.add("r", prompt, NUM_OUTPUT, coming(prompt, target))
+    answers = dict[str, Answer]()
+    while "r" not in answers:
+        target.drive(1)
+        answers |= source.drive(5)
+    assert outcome_of(answers["r"]) == {"refused": "move_incompatible"}
+    source.wait_log("draft=eagle-")
+    target.run()
+
+
+@pytest.mark.parametrize(
+    ("drafting", "part"),
+    [("windows", "reach="), (STATES, "reach=state-gdn")],
+    indirect=["drafting"],
+)
+def test_layers_that_a_drafter_divides_otherwise_are_refused_by_name(
+    engines: Engines, drafting: Drafting, started: Callable[..., Prompt], part: str
+) -> None:
+    """Of windows vLLM makes other groups, and states have room for drafts."""
+    producer = engines.shared("kv_producer", **drafting.options)
+    consumer = engines.shared("kv_consumer", **drafting.plain)
+    prompt = started(NUM_TOKENS)
+    answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+    drafting.assert_right(answer, prompt)
+    assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
+    consumer.wait_log(part)
+
+
+@pytest.mark.parametrize("drafting", ["windows"], indirect=True)
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_windows_without_groups_of_their_own_fit_any_drafter(
+    engines: Engines,
+    drafting: Drafting,
+    started: Callable[..., Prompt],
+    base_config: EngineConfig,
+    folder: Path,
+    num_layers: int,
+) -> None:
+    """Beside one of several layers vLLM's hybrid manager is off by itself."""
+    off = {"disable_hybrid_kv_cache_manager": True}
+    drafts = json.loads(drafting.options["llm"]) | off
+    if num_layers > 1:
+        drafts = json.loads(make_options("eagle", folder, base_config)["llm"])
+    producer = engines.shared("kv_producer", **drafting.plain, llm=json.dumps(drafts))
+    outcomes = []
+    for options in ({}, off):
+        llm = json.dumps(options)
+        consumer = engines.shared("kv_consumer", **drafting.plain, llm=llm)
+        prompt = started(CHUNKED, llm)
+        answer = consumer.ask(prompt, 20, producer.prefill(prompt))
+        drafting.assert_right(answer, prompt)
+        outcomes.append(answer.outcome)
+    assert outcomes == ["incompatible", "loaded"]
 
 
 def test_drafter_with_pages_of_another_size_is_refused_by_name(

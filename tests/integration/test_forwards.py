@@ -37,17 +37,21 @@ NUM_OUTPUT = 100
 def two(engines: Engines, tmp_path: Path) -> Callable[..., tuple[Engine, Engine]]:
     """A source and its only peer."""
 
-    def make(llm: dict[str, Any], **options: Any) -> tuple[Engine, Engine]:
+    def make(
+        llm: dict[str, Any], there: dict[str, Any] | None = None, **options: Any
+    ) -> tuple[Engine, Engine]:
+        """``there``: options of the peer, where it has others."""
         secret = tmp_path / "secret"
         secret.write_text("of these two engines " * 3)
         secret.chmod(0o600)
         options |= {"secret_file": str(secret), "transfer": PATIENT}
-        options["llm"] = json.dumps({**llm, "shutdown_timeout": 60})
+        ours, theirs = (json.dumps({**it, "shutdown_timeout": 60}) for it in (llm, there or llm))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        target = engines.own("kv_both", kv_port=port, **options)
-        return engines.own("kv_both", forward_peers=(f"127.0.0.1:{port}",), **options), target
+        target = engines.own("kv_both", kv_port=port, llm=theirs, **options)
+        peers = (f"127.0.0.1:{port}",)
+        return engines.own("kv_both", forward_peers=peers, llm=ours, **options), target
 
     return make
 
@@ -160,3 +164,19 @@ def test_logprobs_of_tokens_come_with_them(
         assert len(answer.logprobs) == NUM_OUTPUT
         for got, one in zip(answer.logprobs, expected.logprobs, strict=True):
             assert got == pytest.approx(one, abs=1e-4)
+
+
+def test_structured_output_of_another_backend_stays(
+    two: Callable[..., tuple[Engine, Engine]], prompt_of: PromptOf
+) -> None:
+    """Else it would become that of all requests of the peer, which has had none yet."""
+    guidance, xgrammar = (
+        {"structured_outputs_config": {"backend": backend}} for backend in ("guidance", "xgrammar")
+    )
+    source, target = two(guidance, xgrammar)
+    asked = {"structured_outputs": {"regex": "[a-z]{90}"}, "ignore_eos": False}
+    prompt = prompt_of(40)
+    expected = source.ask(prompt, NUM_OUTPUT, **asked)
+    answer, outcomes = forward(source, target, prompt, **asked)
+    assert (answer.token_ids, outcomes) == (expected.token_ids, {"incompatible": 1})
+    source.wait_log("structured output is made by guidance there, and by xgrammar here")

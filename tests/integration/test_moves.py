@@ -21,12 +21,12 @@ from tests.integration.engines import (
     Fleet,
     assert_no_leak,
 )
+from tests.integration.moving import coming
 from tests.integration.pool_steps import POOL, delta, settle
 from tests.integration.test_identity import LORA
 from tests.integration.test_prefill_first import moved
 from tests.integration.test_resume import SAMPLING, SEED, begun
 from tests.integration.test_speculation import LLM as DRAFTS
-from vllm_ascend_pd.resume import ResumeKey, RunningAt
 from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
 if TYPE_CHECKING:
@@ -43,16 +43,6 @@ NUM_LOOKS = 6
 """Of the source, for each of its steps."""
 PATIENT = {"max_freeze_s": 60, "peer_timeout_s": 60}
 """Engines of tests share few cores, and are stepped by hand."""
-
-
-def coming(
-    prompt: Prompt | None, source: Engine, name: str = "r", only_exact: bool = True
-) -> dict[str, Any]:
-    """The ``kv_transfer_params`` of a request that runs at ``source`` under this name; only that
-    knows its prompt if none is told."""
-    at = RunningAt(**source.source())
-    resume = ResumeKey(None).sign(name, prompt, [], only_exact, at)
-    return {"resume": resume.to_params(), "return_provenance": True}
 
 
 def outcome_of(answer: Answer) -> dict[str, str]:

@@ -268,7 +268,9 @@ def test_target_that_was_given_up_does_not_get_it(
         pair.forwards._fail(forward, "deadline", "it is late")
 
     pair.begin()
-    assert pair.run(wire, give_up) == {"deadline": 1}
+    (outcome,) = pair.run(wire, give_up)
+    # It may be ready and away in one turn.
+    assert outcome == "deadline" or (kind, outcome) == ("ready", "back_deadline")
     pair.expect_whole()
     assert not pair.source.params
 

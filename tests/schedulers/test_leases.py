@@ -4,12 +4,11 @@ revoked, expired."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
+from tests.engine.scripted_source import ScriptedSource
 from tests.schedulers.harness import (
     BLOCK_SIZE,
     CHOSEN,
@@ -239,13 +238,7 @@ def test_state_that_was_only_published_is_not_handed_to_another_engine(
     assert handed_over() == state.block_id
     engine.pool.evict_blocks({state.block_id})
     assert handed_over() == NO_BLOCK
-    source = SimpleNamespace(
-        num_blocks=index + 1,
-        parked_only=False,
-        max_blocks=math.inf,
-        has_block=lambda index, group: True,
-        load_started=lambda: None,
-    )
+    source = ScriptedSource(request, index + 1)
     pd.common.phantoms.publish(request, [[], []], source, 0)
     [state] = engine.pool.get_cached_block(request.block_hashes[index], [1])
     assert handed_over() == NO_BLOCK

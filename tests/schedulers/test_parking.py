@@ -206,10 +206,10 @@ def test_tails_of_loads_that_wait_are_not_held_against_what_runs(
 def test_engines_that_wait_for_each_others_memory_go_on(engines: Engines) -> None:
     """Each keeps a prompt of 10 of its 16 blocks for the other, and has no room for the other's."""
     pair = [engines.make("kv_both", num_blocks=17, admission_timeout_s=0.3) for _ in range(2)]
-    for number, engine in enumerate(pair):
-        prompt = prompt_of(160, start=3000 * number)
-        params = engine.prefill("p", prompt)
-        pair[1 - number].add("c", prompt, {**params, "return_provenance": True}, max_tokens=4)
+    prompts = [prompt_of(160, start=3000 * number) for number in range(2)]
+    params = [engine.prefill("p", prompt) for engine, prompt in zip(pair, prompts, strict=True)]
+    for engine, prompt, theirs in zip(reversed(pair), prompts, params, strict=True):
+        engine.add("c", prompt, {**theirs, "return_provenance": True}, max_tokens=4)
     deadline = time.monotonic() + POLL_LIMIT_S
     while any(len(engine.tokens["c"]) < 4 for engine in pair):
         assert time.monotonic() < deadline, [engine.counts() for engine in pair]

@@ -17,7 +17,7 @@ from vllm_ascend_pd.transfer.lease_states import (
     ProducerEvent,
     ProducerState,
 )
-from vllm_ascend_pd.types import Cause, Epoch, LeaseRef, TransferId
+from vllm_ascend_pd.types import Cause, Epoch, LeaseRef, TransferId, serves
 from vllm_ascend_pd.wire import WIRE_VERSION, Open, Opened, Refused, Waiting
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class LeaseBook:
             )
         if request.epoch and request.epoch != self._epoch:
             return refuse(Cause.WRONG_EPOCH, "this engine was restarted since the prefill")
-        if request.fingerprint != self._fingerprint:
+        if not serves(self._fingerprint, request.fingerprint):
             return refuse(
                 Cause.INCOMPATIBLE,
                 f"the engines differ: {request.fingerprint} there, {self._fingerprint} here",

@@ -211,6 +211,27 @@ def test_open_is_refused_with_its_cause(
     assert cause_of(book.open(request)) == cause.value
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [
+        ("weights=a draft=eagle-1 wire=1", "weights=a wire=1", True),
+        ("weights=a draft=eagle-1 wire=1", "weights=a draft=eagle-1 wire=1", True),
+        ("weights=a wire=1", "weights=a draft=eagle-1 wire=1", False),
+        ("weights=a draft=eagle-2 wire=1", "weights=a draft=eagle-1 wire=1", False),
+        ("weights=a draft=eagle-1 wire=1", "weights=b wire=1", False),
+    ],
+)
+def test_kv_of_an_engine_with_a_drafter_is_also_for_who_has_none(
+    book: LeaseBook, lease: Lease, ours: str, theirs: str, fits: bool
+) -> None:
+    book.identify(ours)
+    answer = book.open(msgspec.structs.replace(make_open(), fingerprint=theirs))
+    if fits:
+        assert isinstance(answer, Opened)
+    else:
+        assert cause_of(answer) == Cause.INCOMPATIBLE.value
+
+
 def test_prompt_that_is_not_finished_cannot_be_opened(book: LeaseBook) -> None:
     book.grant(make_lease())
     assert cause_of(book.open(make_open())) == Cause.LEASE_EXPIRED.value

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
+from vllm_ascend_pd.engine.vllm_api.grammars import why_other_masks
 from vllm_ascend_pd.engine.vllm_api.guests import add_guest, make_guest, read_request
 from vllm_ascend_pd.engine.vllm_api.logprobs import read_logprobs
 from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
@@ -132,6 +133,8 @@ class ForwardsIn(Part):
             return _refused(message, Cause.BUSY, "max_num_seqs requests are here already")
         try:
             sent, adapter = read_request(message.request), None
+            if detail := why_other_masks(scheduler, sent):
+                return _refused(message, Cause.INCOMPATIBLE, detail)
             if (theirs := sent.lora_request) is not None:
                 adapter = self.adapter(theirs.lora_name)
                 if adapter is None:

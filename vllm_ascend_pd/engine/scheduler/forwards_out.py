@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.move_states import FORWARDING, Forwarding, ForwardingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
+from vllm_ascend_pd.engine.vllm_api.grammars import accept_tokens
 from vllm_ascend_pd.engine.vllm_api.guests import encode_request, what_stays
 from vllm_ascend_pd.engine.vllm_api.logprobs import make_logprobs
 from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
 from vllm_ascend_pd.engine.vllm_api.requests import (
-    accept_tokens,
     append_output,
     is_seeded,
     tell_error,

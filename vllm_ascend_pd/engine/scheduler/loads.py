@@ -255,19 +255,14 @@ class Loads:
         return any(request in record.users for record in self.in_steps())
 
     def note_computed(
-        self,
-        get_tables: Callable[[Request], Sequence[Sequence[KVCacheBlock]]],
-        but_for: Request | None = None,
+        self, get_tables: Callable[[Request], Sequence[Sequence[KVCacheBlock]]]
     ) -> None:
         """Remember what this step computes on top of loads whose end is not known yet, in whatever
-        group: a layer reads what those before it have made of the KV of other groups. ``but_for``
-        is still being admitted, and may give blocks back that it has been allocated.
+        group: a layer reads what those before it have made of the KV of other groups.
         """
         for record in self.in_steps():
             filled = record.places()
             for user, on in record.users.items():
-                if user is but_for:
-                    continue
                 tables = get_tables(user)
                 begin = self.begin_of(user)
                 for table in tables:

@@ -22,9 +22,11 @@ from vllm_ascend_pd.config import NOT_ALLOWED
 from vllm_ascend_pd.engine.scheduler.consumer import group_hashes
 from vllm_ascend_pd.engine.scheduler.move_states import COMING, Coming, ComingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
+from vllm_ascend_pd.engine.scheduler.remote_prompt import PeerSource
 from vllm_ascend_pd.engine.scheduler.resume import Refusal
-from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent, SourceState
+from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
+from vllm_ascend_pd.engine.vllm_api.grammars import is_behind_reasoning, makes_masks
 from vllm_ascend_pd.engine.vllm_api.requests import append_output, params_digest
 from vllm_ascend_pd.engine.vllm_api.status import queue_as, wait_for_kv
 from vllm_ascend_pd.log_limit import limited_logger
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.consumer import Consumer
     from vllm_ascend_pd.engine.scheduler.resume import Resumes
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
-    from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import KVGroup, LoadBlocks, Wanted
     from vllm_ascend_pd.resume import RunningAt
@@ -69,6 +70,7 @@ class _Move:
     num_rounds: int = 0
     round: Round | None = None
     num_peer_tokens: int = 0
+    provenance: Provenance = field(default_factory=lambda: Provenance(0))
 
 
 class MovesIn(Part):
@@ -86,7 +88,7 @@ class MovesIn(Part):
     ) -> None:
         self.common = common
         self._blocks = common.manager.block_pool
-        self._consumer = consumer
+        self.consumer = consumer
         self._client = client
         self._resumes = resumes
         self._fingerprint = fingerprint
@@ -98,7 +100,7 @@ class MovesIn(Part):
 
     def begin(self, request: Request, name: str, source: RunningAt) -> Refusal | None:
         """Ask for it; ``name`` is the request's at ``source``. It waits then."""
-        if not self._consumer.allows(source.host):
+        if not self.consumer.allows(source.host):
             detail = f"resume.source: {source.host!r} {NOT_ALLOWED}"
             return Refusal(_label(Cause.PEER_NOT_ALLOWED.value), detail)
         if not source.key and self.common.config.security.secret_file is None:
@@ -117,6 +119,7 @@ class MovesIn(Part):
             groups=tuple(group_hashes(request, g, end, end) for g in self.common.groups),
             sampling_key=params_digest(request.sampling_params),
             running=name,
+            masks=makes_masks(self.common.scheduler, request),
         )
         self._moves[request.request_id] = move
         wait_for_kv(request)
@@ -134,7 +137,7 @@ class MovesIn(Part):
             move: _Move = outcome.key
             answer = outcome.answer
             if isinstance(answer, Extended):
-                answer = self._consumer.check_workers(answer)
+                answer = self.consumer.check_workers(answer)
             if isinstance(answer, Refused):
                 self._fail(move, answer.cause, answer.detail)
             elif isinstance(answer, Extended) and move.state is _EXPECTED[answer.is_frozen]:
@@ -171,6 +174,10 @@ class MovesIn(Part):
         ):
             self._fail(move, Cause.INCOMPATIBLE.value, "what it says would have ended here")
             return
+        if answer.is_frozen and self._is_behind_reasoning(request):
+            detail = "the blanks between reasoning and answer would come at once with the reasoning"
+            self._fail(move, Cause.BEHIND_REASONING.value, detail)
+            return
         self._advance(move, ComingEvent.FROZEN if answer.is_frozen else ComingEvent.EXTENDED)
         self._leave_round(move)
         move.round = Round(move, self, answer)
@@ -188,9 +195,13 @@ class MovesIn(Part):
             if not self.common.parking.park(move.round, missing):
                 self._fail(move, Cause.NO_MEMORY.value, f"{len(missing)} blocks")
 
+    def _is_behind_reasoning(self, request: Request) -> bool:
+        """A guest's tokens go to its own front end, which has these already."""
+        is_guest = request.request_id in self._resumes.guests
+        return not is_guest and is_behind_reasoning(self.common.scheduler, request)
+
     def round_ended(self, current: Round, result: LoadResult) -> None:
         """A load has; what it has not brought is loaded in another round."""
-        self._consumer.load_ended(result)
         move = current.move
         if move.round is not current or move.state is Coming.OVER:
             return
@@ -265,6 +276,8 @@ class MovesIn(Part):
         if (move := self._moves.get(request.request_id)) is not None:
             self._advance(move, ComingEvent.FAIL)
             self._leave_round(move)
+            if move.round is not None:
+                move.round.advance(SourceEvent.ABORT)
             self._leave(move)
         if (last := self.open.pop(request.request_id, None)) is not None:
             last.advance(SourceEvent.ABORT)
@@ -291,58 +304,40 @@ class MovesIn(Part):
         return {"moves_in": len(self._moves) + len(self.open)}
 
 
-class Round(BlockSource):
+class Round(PeerSource):
     """What can be read of the request at one time; the last one is what it is admitted on."""
 
     parked_only = True
 
     def __init__(self, move: _Move, moves: MovesIn, answer: Extended) -> None:
         request = move.request
-        super().__init__(request, Provenance(request.num_tokens))
+        move.provenance.num_prompt_tokens = request.num_tokens
+        super().__init__(request, moves.consumer, move.provenance)
         self.move = move
         self._moves = moves
-        self._common = moves.common
         self._answer = answer
-        self._block_size = self._common.block_size
         self.end = answer.end
-        self._num_computed = request.num_tokens - 1
+        self._num_blocks = answer.end // moves.common.block_size
+        self._num_tail_tokens = (request.num_tokens - 1) % moves.common.block_size
+        self._status_at_arrival = move.status
         self.advance(SourceEvent.FOUND)
 
     def arrive(self, num_peer_tokens: int) -> None:
         """All of it is here, so many tokens by loads."""
         self.num_parked_tokens = num_peer_tokens
-        self._status_at_arrival = self.request.status
         if self.state is SourceState.READY:
             self.advance(SourceEvent.PLACE)
 
     @property
-    def num_blocks(self) -> int:
-        return self.end // self._block_size
-
-    @property
     def num_tail_tokens(self) -> int:
         """Also while it is still written there: windows slide with every token."""
-        return self._num_computed % self._block_size
+        return 0 if self._is_cut else self._num_tail_tokens
 
     def has_block(self, index: int, group: int = 0) -> bool:
         return self._answer.first_blocks[group] <= index < self.num_blocks
 
     def has_tail(self, index: int) -> bool:
         return self._answer.is_frozen and self.num_tail_tokens > 0 and index == self.num_blocks
-
-    def load_ms(self, place: Wanted) -> float:
-        return 0.0
-
-    @property
-    def compute_ms(self) -> float:
-        return 0.0
-
-    def use(self, plan: LoadPlan, num_offered: int) -> None:
-        """Never asked: nothing of it is loaded after it has arrived."""
-
-    def give_up(self, cause: Cause) -> None:
-        if not self.state.final:
-            self.advance(SourceEvent.GIVE_UP)
 
     def make_load(
         self,
@@ -358,7 +353,7 @@ class Round(BlockSource):
             epoch=self.move.epoch,
             blocks=blocks,
             in_step=False,
-            timeout_s=self._common.config.transfer.load_timeout_s,
+            timeout_s=self._moves.common.config.transfer.load_timeout_s,
             num_awaited=self.end,
         )
 
@@ -369,10 +364,8 @@ class Round(BlockSource):
         self._moves.round_ended(self, result)
 
     def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
-        origin = self.provenance
-        origin.num_local_tokens, origin.num_peer_tokens = num_local, num_external
-        origin.num_computed_tokens = origin.num_prompt_tokens - num_local - num_external
-        origin.outcome = "moved"
+        super().count(num_local, num_external, indices)
+        self.provenance.outcome = "moved"
 
 
 def _label(cause: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.engine.scheduler.move_states import LEAVING, Leaving, LeavingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
+from vllm_ascend_pd.engine.vllm_api.grammars import makes_masks
 from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, take_out
 from vllm_ascend_pd.engine.vllm_api.requests import (
     is_seeded,
@@ -149,6 +150,9 @@ class MovesOut(Part):
         is_another = params is not None and params_digest(params) != message.sampling_key
         if is_another and forwarded is None:  # whose name is random
             return _refused(message, Cause.NOT_NEEDED, "another request has its name now")
+        if (masks := makes_masks(self._scheduler, request)) != message.masks:
+            detail = f"structured output is made by {masks!r} here, and by {message.masks!r} there"
+            return _refused(message, Cause.INCOMPATIBLE, detail)
         if cause := self._why_it_stays(request):
             return _refused(message, cause, "it cannot be copied")
         lease = self._producer.lend(request, TransferId(message.transfer_id))

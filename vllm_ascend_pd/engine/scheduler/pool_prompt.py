@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource
 from vllm_ascend_pd.engine.vllm_api.requests import is_for_consumer
 from vllm_ascend_pd.pool.messages import PoolBlocks, PoolLoadSpec
 from vllm_ascend_pd.types import Cause, Place
@@ -69,8 +69,6 @@ class PoolPrompt(BlockSource):
         self._pool = source
         self._places: list[dict[int, int]] = [{} for _ in source.groups]
         """By group and index: of what has been asked for."""
-        self._num_blocks = 0
-        self._is_cut = False
         self._hopes = False
         """Whether what has not been asked for counts as being there."""
         self._num_lookups = 0
@@ -116,10 +114,6 @@ class PoolPrompt(BlockSource):
         return [each for each in asked if each.indices]
 
     @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
     def found_nothing(self) -> bool:
         """Whether there is nothing; else it may not be known."""
         return self._num_lookups > 0 and not self._num_blocks
@@ -159,17 +153,11 @@ class PoolPrompt(BlockSource):
     def use(self, plan: LoadPlan, num_offered: int) -> None:
         if self.plan is None:
             self._pool.decided(self, plan, num_offered)
-        self.plan = plan
-        if plan.num_blocks < num_offered:
-            self._num_blocks, self._is_cut = plan.num_blocks, True
-
-    def give_up(self, cause: Cause) -> None:
-        self.advance(SourceEvent.GIVE_UP)
+        super().use(plan, num_offered)
 
     def forsake(self) -> None:
         super().forsake()
         self.again = None
-        self.give_up(Cause.INCOMPATIBLE)
 
     # Loads and admission.
 

@@ -35,6 +35,9 @@ _KNOWN_BLOCKS = 200_000
 """Of a KV cache group; as many are remembered as stored."""
 _NEXT = 16
 """So many of the requests that wait are looked up again if they have waited long."""
+_LOOK_AGAIN_S = 0.1
+"""Between two passes that see to that, unless an answer is awaited."""
+_LOOKS_AT_A_TIME = 2
 _TICK_S = 0.001
 
 
@@ -90,6 +93,7 @@ class PoolSide(Part):
         # With another step under way already, the next one would begin too late.
         self._holds = scheduler.vllm_config.max_concurrent_batches == 1
         self._next_tick_at = 0.0
+        self._look_again_at = 0.0
         self._gauges: dict[tuple[str, str], float] = {}
 
     def connect(self, addresses: Sequence[str]) -> None:
@@ -208,11 +212,21 @@ class PoolSide(Part):
             if request is not None and is_preempted(request):
                 self.saves.forget(request)
                 self.source.add(request, self._origin_of(request), admitted=True)
-        for request in next_waiting(self._scheduler, _NEXT):
-            if is_queued(request):
-                self.source.look_again(request)
+        now = time.monotonic()
+        if now >= self._look_again_at:
+            self._look_again_at = now if self._look_again() else now + _LOOK_AGAIN_S
         if self.held:
             draft.saves = self.take_held()
+
+    def _look_again(self) -> bool:
+        """Whether there is more to see to in the next pass; none pays for many."""
+        num_awaited = 0
+        for request in next_waiting(self._scheduler, _NEXT):
+            if is_queued(request):
+                num_awaited += self.source.look_again(request)
+                if num_awaited == _LOOKS_AT_A_TIME:
+                    break
+        return num_awaited > 0
 
     def end_step(self) -> None:
         self.saves.confirm()

@@ -171,24 +171,24 @@ class PoolSource:
         groups = [group.id for group in self.groups if group.keeps_all or group.state]
         return [Asked(group, indices) for group in groups] if indices else []
 
-    def look_again(self, request: Request) -> None:
+    def look_again(self, request: Request) -> bool:
         """It waits for memory only, and may be scheduled soon. It keeps its place in the queue, and
-        what it has, until there is an answer; that is taken up here.
+        what it has, until there is an answer; that is taken up here. Whether one is awaited.
         """
         prompt = self.find(request)
         if prompt is None or prompt.had_peer or prompt.state not in _LOOKED_UP or prompt.num_loads:
-            return
+            return False
         if (again := prompt.again) is not None:
             if not again.pending:
                 prompt.again = None
                 self._take_up(prompt, again)
-            return
-        if self.breaker.closed and self._clock() - prompt.asked_at >= _AGAIN_S:
+        elif self.breaker.closed and self._clock() - prompt.asked_at >= _AGAIN_S:
             again = self._follow(prompt, admitted=False)
             prompt.asked_at = again.asked_at = self._clock()
             if asked := self._asked_first(again):
                 prompt.again = again
                 self._look_up(request, asked, again)
+        return prompt.again is not None
 
     def _take_up(self, prompt: PoolPrompt, again: PoolPrompt) -> None:
         """What was found counts instead of ``prompt``, if that makes a difference."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
+    from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.wire import Opened, RemotePrefill, Worker
 
 
@@ -36,28 +37,57 @@ _BEFORE_ADMISSION = (
 )
 
 
-class RemotePrompt(BlockSource):
+class PeerSource(BlockSource):
+    """What is loaded from a peer."""
+
+    def __init__(
+        self, request: Request, peers: Consumer, provenance: Provenance | None = None
+    ) -> None:
+        super().__init__(request, provenance)
+        self._peers = peers
+
+    def load_ms(self, place: Wanted) -> float:
+        return self._peers.load_ms(place.group)
+
+    def load_ended(
+        self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
+    ) -> None:
+        origin = self.provenance
+        origin.num_peer_bytes += result.num_bytes
+        origin.transfer_ms += result.elapsed_ms
+        origin.transport = result.transport or origin.transport
+        origin.outcome = result.cause or origin.outcome
+        self._peers.load_ended(result)
+        super().load_ended(result, places, was_parked)
+
+    def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
+        origin = self.provenance
+        origin.num_local_tokens = num_local
+        origin.num_peer_tokens = num_external
+        origin.num_computed_tokens = origin.num_prompt_tokens - num_local - num_external
+        origin.num_peer_blocks = -(-num_external // self._peers.groups[0].block_size)
+
+
+class RemotePrompt(PeerSource):
     """One request's session with its producer."""
 
     def __init__(
         self, request: Request, remote: RemotePrefill, peers: Consumer, key: tuple[str, int]
     ) -> None:
         """``key``: unlike the request's id it is not used again."""
-        super().__init__(request)
+        super().__init__(request, peers)
         self.key = key
         self.remote = remote
         self.control = Endpoint(remote.remote_host, remote.remote_port, remote.remote_key)
         self.epoch = remote.remote_epoch
         self.first_token_id: int | None = None
         """What the producer has sampled after the prompt."""
-        self._peers = peers
         self._transfer = peers.transfer
         self._groups = peers.groups
         # States are copied on before the forward, whose layers wait for what a step loads.
         self.parked_only = peers.transfer.places_directly or peers.has_states
         self._size = peers.groups[0]
         self._workers: tuple[Worker, ...] = ()
-        self._num_blocks = 0
         self._num_tail_tokens = 0
         """Of the tail of what the producer has, perhaps with its last token, perhaps all."""
         self._num_kept_tokens = 0
@@ -173,9 +203,6 @@ class RemotePrompt(BlockSource):
         num_tokens = self._num_tail_tokens if follows else self.num_tail_tokens
         return num_tokens > 0 and self.num_blocks == index
 
-    def load_ms(self, place: Wanted) -> float:
-        return self._peers.load_ms(place.group)
-
     @property
     def compute_ms(self) -> float:
         # Of windows and states there is only what the end of the span needs.
@@ -185,10 +212,10 @@ class RemotePrompt(BlockSource):
         return self._peers.prefill.ms(self._size.block_size)
 
     def use(self, plan: LoadPlan, num_offered: int) -> None:
-        self.plan = plan
+        super().use(plan, num_offered)
         if plan.num_blocks < num_offered:
             self._peers.speed.relax()
-            self._num_blocks, self._num_tail_tokens = plan.num_blocks, 0
+            self._num_tail_tokens = 0
 
     # What becomes of it.
 
@@ -205,7 +232,7 @@ class RemotePrompt(BlockSource):
     def give_up(self, cause: Cause) -> None:
         if self.state.final:
             return
-        self.advance(SourceEvent.GIVE_UP)
+        super().give_up(cause)
         self.provenance.outcome = cause.value
         level = logging.DEBUG if cause is Cause.NOT_NEEDED else logging.WARNING
         logger.log(
@@ -216,10 +243,6 @@ class RemotePrompt(BlockSource):
         )
         if not self.num_loads:
             self._peers.is_over(self)
-
-    def forsake(self) -> None:
-        super().forsake()
-        self.give_up(Cause.INCOMPATIBLE)
 
     @property
     def hands_on(self) -> bool:
@@ -270,20 +293,15 @@ class RemotePrompt(BlockSource):
     def load_ended(
         self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
     ) -> None:
-        prompt = self.provenance
-        prompt.num_peer_bytes += result.num_bytes
-        prompt.transfer_ms += result.elapsed_ms
-        prompt.transport = result.transport or prompt.transport
-        prompt.outcome = result.cause or prompt.outcome
         # A load that waited for the prompt has ended: from now on all of it can be read.
         self._set_complete(True)
-        self._peers.load_ended(result)
         super().load_ended(result, places, was_parked)
         self._admit_until = time.monotonic() + self._transfer.admission_timeout_s
         if self.num_loads or not self.state.final:
             return
         if self.state is SourceState.FAILED:
             # What a parked load brought in before stays in the prefix cache.
+            prompt = self.provenance
             kept = min(prompt.num_peer_tokens, self._num_kept_tokens)
             prompt.num_computed_tokens += prompt.num_peer_tokens - kept
             prompt.num_peer_tokens = kept
@@ -291,9 +309,5 @@ class RemotePrompt(BlockSource):
         self._peers.is_over(self)
 
     def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
-        prompt = self.provenance
-        prompt.num_local_tokens = num_local
-        prompt.num_peer_tokens = num_external
-        prompt.num_computed_tokens = prompt.num_prompt_tokens - num_local - num_external
-        prompt.num_peer_blocks = -(-num_external // self._size.block_size)
+        super().count(num_local, num_external, indices)
         self._num_kept_tokens = self.num_parked_tokens

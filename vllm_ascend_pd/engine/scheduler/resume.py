@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.engine.scheduler.parts import Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
+from vllm_ascend_pd.engine.vllm_api.grammars import accept_tokens
 from vllm_ascend_pd.engine.vllm_api.prefill_stats import count_nothing
 from vllm_ascend_pd.engine.vllm_api.requests import (
-    accept_tokens,
     append_output,
     is_greedy,
     is_seeded,

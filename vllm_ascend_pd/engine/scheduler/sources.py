@@ -27,6 +27,7 @@ from vllm_ascend_pd.engine.vllm_api.groups import known_end
 from vllm_ascend_pd.engine.vllm_api.status import status_in_queue
 from vllm_ascend_pd.metrics import Provenance
 from vllm_ascend_pd.states import Transitions
+from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
     from vllm_ascend_pd.pool.messages import PoolLoadSpec
     from vllm_ascend_pd.transfer.load import LoadSpec
-    from vllm_ascend_pd.types import Cause, LoadId
+    from vllm_ascend_pd.types import LoadId
 
 
 class SourceState(Enum):
@@ -141,15 +142,18 @@ class BlockSource(ABC):
         """Whether the request is hashed anew: what loads bring in has other hashes."""
         self.plan: LoadPlan | None = None
         """What was decided last."""
+        self._num_blocks = 0
+        self._is_cut = False
+        """Whether fewer are used than there are, and so no tail."""
         self._status_at_arrival = request.status
         self._is_counted = False
 
     # What it has.
 
     @property
-    @abstractmethod
     def num_blocks(self) -> int:
         """Full blocks from the first that can be had to the last, counted from the start."""
+        return self._num_blocks
 
     @property
     @abstractmethod
@@ -174,9 +178,9 @@ class BlockSource(ABC):
         """How long loading this block is expected to take."""
 
     @property
-    @abstractmethod
     def compute_ms(self) -> float:
         """To compute a block instead; 0 where that is not known, or not to be considered."""
+        return 0.0
 
     # What becomes of it.
 
@@ -216,17 +220,20 @@ class BlockSource(ABC):
         """Whether it failed, so that the next source is to be asked."""
         return self.state is SourceState.FAILED
 
-    @abstractmethod
     def use(self, plan: LoadPlan, num_offered: int) -> None:
         """It is decided how its blocks come, and how many of ``num_offered`` leading ones do."""
+        self.plan = plan
+        if plan.num_blocks < num_offered:
+            self._num_blocks, self._is_cut = plan.num_blocks, True
 
-    @abstractmethod
     def give_up(self, cause: Cause) -> None:
         """The request goes on without what this source has."""
+        self.advance(_E.GIVE_UP)
 
     def forsake(self) -> None:
         """What it has is not what would be computed here any more."""
         self.is_stale = True
+        self.give_up(Cause.INCOMPATIBLE)
 
     # Loads and admission.
 
@@ -237,7 +244,7 @@ class BlockSource(ABC):
         blocks: tuple[LoadBlocks, ...],
         in_step: bool,
     ) -> LoadSpec | PoolLoadSpec:
-        """What the worker needs to load ``blocks``, by group."""
+        """What the worker needs for ``blocks``, by group; not ``in_step`` if ``parked_only``."""
 
     def load_started(self) -> None:
         """A load that uses this source is about to be sent to the worker."""

@@ -250,21 +250,21 @@ class Supply:
         phantoms = [phantom for table in hits for phantom in self._phantoms.claim(table)]
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom])
+        num_blocks = len(hits[0])
+        source = self.source_of(request) or self._find(request)
+        num_tail = self._parking.take_tail(source, num_blocks) if source is not None else 0
         if self._loads.in_steps():
             if self._has_windows:
                 # Others of this pass may compute what is shared; without windows the blocks before
                 # are shared as well, and those tell.
-                self._note_computed(but_for=request)
+                self._note_computed()
             for table in hits:
                 self._loads.note_user(request, table)
-        num_blocks = len(hits[0])
         indices = sorted({phantom.place.block_index for phantom in phantoms})
         num_hit = num_blocks * self._block_size
         num_external = len(indices) * self._block_size
-        source = self.source_of(request) or self._find(request)
         if source is not None:
             num_external = min(num_hit, num_external + source.num_parked_tokens)
-            num_tail = self._parking.take_tail(source, num_blocks)
             if num_tail:
                 indices.append(num_blocks)
             source.admit(num_hit - num_external, num_external + num_tail, indices)
@@ -274,9 +274,9 @@ class Supply:
             count_external(request, num_hit, num_external)
         return True
 
-    def _note_computed(self, but_for: Request | None = None) -> None:
+    def _note_computed(self) -> None:
         self._loads.note_computed(
-            lambda request: [block_table(self._manager, request, g) for g in self._groups], but_for
+            lambda request: [block_table(self._manager, request, g) for g in self._groups]
         )
 
     def _find(self, request: Request) -> BlockSource | None:

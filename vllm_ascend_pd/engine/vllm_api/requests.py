@@ -39,8 +39,14 @@ def is_for_consumer(request: Request) -> bool:
 
 
 def params_digest(params: SamplingParams) -> bytes:
-    """Equal where the same is asked for, but for transfers."""
+    """Equal where the same is asked for, but for transfers, and whatever the front end notes.
+
+    Touches:
+        vllm/sampling_params.py:SamplingParams.structured_outputs
+    """
     asked = msgspec.structs.asdict(cast("msgspec.Struct", params))
+    if (structured := asked["structured_outputs"]) is not None:
+        asked["structured_outputs"] = {k: v for k, v in vars(structured).items() if k[0] != "_"}
     asked["extra_args"] = {
         k: v for k, v in (params.extra_args or {}).items() if k != "kv_transfer_params"
     }
@@ -121,16 +127,6 @@ def _tell_end(
 def end_aborted(scheduler: Scheduler, request: Request) -> None:
     """Nobody is told."""
     scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-
-
-def accept_tokens(scheduler: Scheduler, request: Request, token_ids: Sequence[int]) -> bool:
-    """Advance its grammar, if it has one, which is compiled, by these tokens of its output.
-
-    Touches:
-        vllm/v1/structured_output/__init__.py:StructuredOutputManager.accept_tokens
-    """
-    manager = scheduler.structured_output_manager
-    return bool(manager.accept_tokens(request, list(token_ids)))
 
 
 def named(scheduler: Scheduler, name: str) -> list[Request]:
