@@ -201,14 +201,21 @@ class SimulatedWorker:
         source = self._source_of(load)
         if source is None and not cause:
             cause = Cause.LEASE_EXPIRED.value
+        if source is not None and not cause:
+            tables = source.grants[_lease_of(load)].block_ids
+            lacking = {
+                b.group for b in load.blocks for i in b.indices if tables[b.group][i] == NO_BLOCK
+            }
+            # An early stop of a prompt is given up before its end, and short of memory evicted.
+            early = {group.id for group in self.groups if group.stops_early}
+            assert lacking <= early, "its producer would refuse to send this block"
+            cause = Cause.EVICTED.value if lacking else ""
         for blocks in load.blocks:
             for index, block_id in zip(blocks.indices, blocks.block_ids, strict=True):
                 for offset in range(BLOCK_SIZE):
                     content = -next(self._garbage)
                     if not cause and source is not None:
-                        theirs = source.grants[_lease_of(load)].block_ids[blocks.group][index]
-                        assert theirs != NO_BLOCK, "its producer would refuse to send this block"
-                        content = source.slots.get((theirs, offset), 0)
+                        content = source.slots.get((tables[blocks.group][index], offset), 0)
                     self.slots[block_id, offset] = content
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
         return LoadResult(load.load_id, cause, num_bytes, 1.0, num_resting=num_resting)

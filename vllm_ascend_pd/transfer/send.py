@@ -310,7 +310,6 @@ class DataServer(Reactor):
         if (
             not 0 <= fetch.first_layer < stop_layer <= len(group.layers)
             or not all(0 <= index < len(block_ids) for index in fetch.block_indices)
-            or any(block_ids[index] == NO_BLOCK for index in fetch.block_indices)
             or num_bytes != fetch.num_bytes
             or not 0 < num_bytes <= self._max_bytes(fetch)
             or min(fetch.seed, fetch.address) < 0
@@ -318,6 +317,8 @@ class DataServer(Reactor):
             or not all(self._may_write_to(*session) for session in fetch.sessions.items())
         ):
             return Cause.BAD_PARAMS
+        if any(block_ids[index] == NO_BLOCK for index in fetch.block_indices):
+            return Cause.EVICTED
         is_done = stop_layer <= group.num_among(num_layers_done)
         num_computed = grant.num_coming if is_done else grant.num_ready
         # Of a tail, what its consumer may read.

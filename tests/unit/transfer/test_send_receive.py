@@ -31,7 +31,7 @@ from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.kv.load import LoadResult
-from vllm_ascend_pd.kv.span import LoadBlocks
+from vllm_ascend_pd.kv.span import NO_BLOCK, LoadBlocks
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
@@ -534,6 +534,15 @@ def test_index_beyond_the_lease_is_refused(make_pair: Callable[..., Pair]) -> No
     pair.grant(0, 1)
     assert pair.run(pair.spec((2,), (0,))).cause == Cause.BAD_PARAMS.value
     assert pair.run(pair.spec((-1,), (0,))).cause == Cause.BAD_PARAMS.value
+
+
+def test_block_that_its_producer_has_given_up_is_refused(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.grant(NO_BLOCK, 1)
+    before = pair.ours.bytes.copy()
+    assert pair.run(pair.spec((0, 1), (0, 1))).cause == Cause.EVICTED.value
+    np.testing.assert_array_equal(pair.ours.bytes, before)
+    assert pair.run(pair.spec((1,), (1,))).cause == ""
 
 
 def test_revoked_grant_is_refused(make_pair: Callable[..., Pair]) -> None:
