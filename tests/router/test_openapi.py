@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from collections.abc import Iterator
@@ -63,17 +64,21 @@ def deployment() -> Iterator[Deployment]:
 
 
 @pytest.fixture(scope="module")
-def schema(deployment: Deployment) -> Any:
-    """As served, with addresses that a router without a token takes, and answers that end soon."""
+def schemas(deployment: Deployment) -> dict[GenerationMode, Any]:
+    """As served, with addresses that a router without a token takes; and what is allowed ends
+    soon. To ask for more is not wrong.
+    """
     document = requests.get(f"{deployment.url}/openapi.json", timeout=10).json()
-    schemas = document["components"]["schemas"]
-    schemas["Registration"]["properties"]["url"]["pattern"] = r"^http://127\.0\.0\.1:[1-9]\d{0,3}$"
+    parts = document["components"]["schemas"]
+    parts["Registration"]["properties"]["url"]["pattern"] = r"^http://127\.0\.0\.1:[1-9]\d{0,3}$"
+    negative = schemathesis.openapi.from_dict(copy.deepcopy(document))
     for name in ("Completion", "Chat", "Batch", "Response", "Message"):
-        fields = schemas[name]["properties"]
+        fields = parts[name]["properties"]
         fields.get("n", {})["maximum"] = MAX_SAMPLES
         for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             fields.get(field, {})["maximum"] = MAX_TOKENS
-    return schemathesis.openapi.from_dict(document)
+    positive = schemathesis.openapi.from_dict(document)
+    return {GenerationMode.POSITIVE: positive, GenerationMode.NEGATIVE: negative}
 
 
 def test_document_is_served_with_the_version(deployment: Deployment) -> None:
@@ -106,9 +111,13 @@ def with_integers(value: Any) -> Any:
 
 @pytest.mark.parametrize(("path", "method", "mode"), CASES)
 def test_operation(
-    deployment: Deployment, schema: Any, path: str, method: str, mode: GenerationMode
+    deployment: Deployment,
+    schemas: dict[GenerationMode, Any],
+    path: str,
+    method: str,
+    mode: GenerationMode,
 ) -> None:
-    operation = schema[path][method]
+    operation = schemas[mode][path][method]
 
     @given(case=operation.as_strategy(mode))
     @settings(
