@@ -105,7 +105,9 @@ async def deployed(
         await server.start(sock)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         try:
-            async with aiohttp.ClientSession() as http:
+            # A connection that rests may be closed as the next request is sent.
+            connector = aiohttp.TCPConnector(force_close=True)
+            async with aiohttp.ClientSession(connector=connector) as http:
                 deployment = Deployment(server, url, prefills, decodes, http)
                 router = server.router
                 if ready:
