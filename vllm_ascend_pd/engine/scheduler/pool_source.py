@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BLACKLIST_S = 30.0
-_LOOKUPS_AT_A_TIME = 8
+_ANSWERS_AT_A_TIME = 8
 _PROBE_HASH = bytes(32)
 _AGAIN_S = 1.0
 """Before a request is scheduled that has waited, it is looked up again after that: others may have
@@ -254,7 +254,7 @@ class PoolSource:
 
     def fold_some(self) -> None:
         """Of answers that have come; a few, so that no pass pays for many."""
-        for _ in range(_LOOKUPS_AT_A_TIME):
+        for _ in range(_ANSWERS_AT_A_TIME):
             if self.answers.empty():
                 return
             self.on_found(*self.answers.get_nowait())
