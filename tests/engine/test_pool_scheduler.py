@@ -925,10 +925,20 @@ def test_prompt_whose_peer_failed_is_counted_once(world: World) -> None:
     assert counted == {"prompt_tokens/remote": 48}
 
 
-def test_parked_load_is_attributed_to_the_tier_it_came_from(world: World) -> None:
+@pytest.mark.parametrize(
+    ("places", "num_left", "tokens"),
+    [
+        ((Place.SSD, Place.SSD, Place.REMOTE), 3, {"dram": 0, "remote": 16, "ssd": 32}),
+        # Two have been evicted again before it was admitted.
+        ((Place.REMOTE, Place.REMOTE, Place.REMOTE), 1, {"dram": 0, "remote": 16, "ssd": 0}),
+    ],
+)
+def test_parked_load_is_attributed_to_the_tier_it_came_from(
+    world: World, places: tuple[Place, ...], num_left: int, tokens: dict[str, int]
+) -> None:
     request = world.request()
     world.source.add(request)
-    world.find([Place.SSD, Place.SSD, Place.REMOTE, Place.NOWHERE])
+    world.find([*places, Place.NOWHERE])
     prompt = world.source.find(request)
     assert prompt is not None
     prompt.advance(SourceEvent.PARK)
@@ -938,25 +948,8 @@ def test_parked_load_is_attributed_to_the_tier_it_came_from(world: World) -> Non
         {5: Wanted(0), 6: Wanted(1), 7: Wanted(2)},
         was_parked=True,
     )
-    prompt.admit(0, 48, [])
-    assert prompt.provenance.pool_tokens == {"dram": 0, "remote": 16, "ssd": 32}
-
-
-def test_blocks_that_a_load_brought_in_and_are_gone_again_are_no_source(world: World) -> None:
-    request = world.request()
-    world.source.add(request)
-    world.find([Place.REMOTE, Place.REMOTE, Place.REMOTE, Place.NOWHERE])
-    prompt = world.source.find(request)
-    assert prompt is not None
-    prompt.advance(SourceEvent.PARK)
-    prompt.load_started()
-    prompt.load_ended(
-        LoadResult(LoadId(1), "", 10, 1.0),
-        {5: Wanted(0), 6: Wanted(1), 7: Wanted(2)},
-        was_parked=True,
-    )
-    prompt.admit(0, 16, [])  # two have been evicted since
-    assert prompt.provenance.pool_tokens == {"dram": 0, "remote": 16, "ssd": 0}
+    prompt.admit(0, num_left * BLOCK_SIZE, [])
+    assert prompt.provenance.pool_tokens == tokens
     world.source.finish(request)
     assert min(world.stats.take().values()) >= 0
 
