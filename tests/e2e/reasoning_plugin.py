@@ -39,5 +39,5 @@ class ThinksAfterASystemMessage(ReasoningParser):
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage:
         content_ids = self.extract_content_ids(list(delta_token_ids))
-        content = self.model_tokenizer.decode(content_ids)
+        content = self.model_tokenizer.decode(content_ids, skip_special_tokens=True)
         return DeltaMessage(reasoning=delta_text.removesuffix(content), content=content)

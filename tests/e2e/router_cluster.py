@@ -150,6 +150,9 @@ def routing(
                 pass
             time.sleep(0.1)
         yield url
+    except BaseException:
+        print(f"Of the router's log:\n{log.read_text()[-20_000:]}")
+        raise
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, log.read_text()[-4000:]

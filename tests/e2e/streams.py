@@ -15,7 +15,7 @@ import requests
 
 NUM_TOKENS = 240
 NUM_BEFORE = 12
-"""Chunks that each client has when all streams have begun."""
+"""Chunks that each client has when all streams have begun. A busy host's have many tokens each."""
 PARSER = ("--tool-call-parser", "hermes")
 CHAT = {"messages": [{"role": "user", "content": "Tell me a very long story."}]}
 TEXT = {"prompt": "Tell me a very long story."}
@@ -88,7 +88,12 @@ class Stream:
 Streams = dict[str, Stream]
 
 
-def read(url: str, body: dict[str, Any], has_begun: threading.Event | None = None) -> Stream:
+def read(
+    url: str,
+    body: dict[str, Any],
+    has_begun: threading.Event | None = None,
+    num_before: int = NUM_BEFORE,
+) -> Stream:
     stream = Stream()
     path = "chat/completions" if "messages" in body else "completions"
     sent = {"model": "tiny", "stream": True, **body}
@@ -97,17 +102,21 @@ def read(url: str, body: dict[str, Any], has_begun: threading.Event | None = Non
         for line in response.iter_lines():
             if line:
                 stream.add(line.removeprefix(b"data: "))
-            if has_begun is not None and (stream.num_chunks == NUM_BEFORE or stream.ends):
+            if has_begun is not None and (stream.num_chunks == num_before or stream.ends):
                 has_begun.set()
     return stream
 
 
 @contextlib.contextmanager
-def begun(url: str, bodies: Mapping[str, dict[str, Any]]) -> Iterator[Callable[[], Streams]]:
+def begun(
+    url: str, bodies: Mapping[str, dict[str, Any]], num_before: int = NUM_BEFORE
+) -> Iterator[Callable[[], Streams]]:
     """A stream of each, all of which have begun; called, it waits for their ends."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         began = {name: threading.Event() for name in bodies}
-        streams = {n: pool.submit(read, url, body, began[n]) for n, body in bodies.items()}
+        streams = {
+            n: pool.submit(read, url, body, began[n], num_before) for n, body in bodies.items()
+        }
         for event in began.values():
             assert event.wait(240)
         yield lambda: {name: stream.result() for name, stream in streams.items()}

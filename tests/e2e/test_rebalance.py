@@ -23,19 +23,17 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
-BODIES = {
-    f"{i}": {
-        **GREEDY,
-        **USAGE,
-        "prompt": f"{i}. Tell me a long story.",
-        "max_tokens": 1900,
-        "return_token_ids": True,
-    }
-    for i in range(4)
+
+OPTIONS = {**GREEDY, **USAGE, "return_token_ids": True}
+FIRST = {"first": {**OPTIONS, "prompt": "Tell me a long story.", "max_tokens": 3900}}
+SECOND = {
+    "second": {**OPTIONS, "prompt": [100 + i % 1000 for i in range(3000)], "max_tokens": 1000}
 }
+"""It is preempted when both have some 600 tokens, and goes on when the first has ended: long after,
+however fast the host is."""
 POOL_LOADS = 'pd_pool_loads_total{engine="0",model_name="tiny",outcome="ok"}'
-MEMORY = ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "66"]
-"""Of each engine: for little more than one of these answers at its end."""
+MEMORY = ["--block-size", "32", "--num-gpu-blocks-override", "130"]
+"""Of each engine: for little more than one of these requests at its end."""
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def test_request_that_an_engine_preempts_goes_on_at_another_one(
     launched: Launcher, tmp_path: Path, master: str
 ) -> None:
     make_tiny_model(tmp_path / "model")
-    pool = {"master": master, "dram_size": "64MiB", "load": "all", "lookup_timeout_ms": 2000}
+    pool = {"master": master, "dram_size": "64MiB", "load": "all", "lookup_timeout_ms": 20_000}
     config: dict[str, Any] = {"kv_connector": "InEngine", "kv_role": "kv_both", "kv_port": 0}
     config |= {"kv_connector_extra_config": {"pool": pool}}
     options = ["--kv-transfer-config", json.dumps(config), *MEMORY]
@@ -68,15 +66,16 @@ def test_request_that_an_engine_preempts_goes_on_at_another_one(
     preempted = 'pd_router_moves_total{cause="",outcome="moved",reason="preempted"}'
     with routing(tmp_path, instances, "--rebalance", "load") as url:
         requests.put(f"{url}/registry/instances/other/drain", json={"seconds": None}, timeout=10)
-        with begun(url, BODIES) as ended:
-            until(lambda: scraped(full.url, "num_preemptions_total") > 0)
+        with begun(url, FIRST, 1) as first_ended, begun(url, SECOND, 1) as second_ended:
+            # Both have begun. vLLM counts a preemption when the request goes on.
+            until(lambda: scraped(full.url, "num_requests_waiting") > 0)
             time.sleep(2 * STALLED_S)  # until the router sees it
             loaded = scraped(other.url, POOL_LOADS)
             requests.delete(f"{url}/registry/instances/other/drain", timeout=10)
-            got = ended()
+            got = {**first_ended(), **second_ended()}
         assert scraped(url, preempted) > 0
         assert scraped(other.url, POOL_LOADS) > loaded
-        until_all_ok(url, len(BODIES))
-    assert_whole(got, {name: read(other.url, body) for name, body in BODIES.items()})
+        until_all_ok(url, len(got))
+    assert_whole(got, {name: read(other.url, sent) for name, sent in {**FIRST, **SECOND}.items()})
     for engine in full, other:
         assert scraped(engine.url, "num_requests_running") == 0
