@@ -92,8 +92,9 @@ class Splice:
             client.has_usage |= bool(chunk.get("usage"))
             return {**chunk, "provenance": self._provenance} if is_new else None
         choice = chunk["choices"][0]
-        if not all(self._fits(field, holder[name]) for field, holder, name in texts(choice)):
-            return Failure(FailureKind.DIFFERS, "the engine began with another text")
+        for field, holder, name in texts(choice):
+            if not self._fits(field, holder[name]):
+                return Failure(FailureKind.DIFFERS, f"the engine began with another {field}")
         new_ids = self._new_ids(choice.get("token_ids") or [])
         if new_ids is None:
             return Failure(FailureKind.DIFFERS, "the engine began with other tokens")
