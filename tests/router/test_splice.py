@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.router.failures import FailureKind
+from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.resumable import tokens_to_tell
 from vllm_ascend_pd.router.splice import Splice
 from vllm_ascend_pd.router.transcript import DONE, PACKED_AT_BYTES, Transcript, hide_token_ids
@@ -280,8 +280,7 @@ def test_engine_that_makes_another_text_of_the_tokens_is_found_out() -> None:
     other["choices"][0]["text"] = "#" * len(other["choices"][0]["text"])
     splice = Splice(transcript, {}, lambda: None)
     assert splice.take(b"".join([*began[:3], event(other)])) == b""
-    assert splice.failure is not None
-    assert splice.failure.kind is FailureKind.DIFFERS
+    assert splice.failure == Failure(FailureKind.DIFFERS, "the engine began with another text")
     assert transcript.obstacle() is None
 
 
