@@ -94,6 +94,11 @@ def until_all_ok(url: str, num: int) -> None:
     until(lambda: scraped(url, 'pd_router_requests_total{outcome="ok"}') == num)
 
 
+def undrain(url: str, name: str) -> None:
+    """At once: a command of its own may take as long to start as some answers to end."""
+    requests.delete(f"{url}/registry/instances/{name}/drain", timeout=10).raise_for_status()
+
+
 def texts(answer: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 

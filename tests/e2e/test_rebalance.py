@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from tests.e2e.forked_engines import Launcher
-from tests.e2e.router_cluster import routing, scraped, until, until_all_ok
+from tests.e2e.router_cluster import routing, scraped, undrain, until, until_all_ok
 from tests.e2e.servers import free_port
 from tests.e2e.streams import GREEDY, USAGE, assert_whole, begun, read
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
@@ -22,7 +22,6 @@ from vllm_ascend_pd.router.rebalance import STALLED_S
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
-
 
 OPTIONS = {**GREEDY, **USAGE, "return_token_ids": True}
 FIRST = {"first": {**OPTIONS, "prompt": "Tell me a long story.", "max_tokens": 3900}}
@@ -71,7 +70,7 @@ def test_request_that_an_engine_preempts_goes_on_at_another_one(
             until(lambda: scraped(full.url, "num_requests_waiting") > 0)
             time.sleep(2 * STALLED_S)  # until the router sees it
             loaded = scraped(other.url, POOL_LOADS)
-            requests.delete(f"{url}/registry/instances/other/drain", timeout=10)
+            undrain(url, "other")
             got = {**first_ended(), **second_ended()}
         assert scraped(url, preempted) > 0
         assert scraped(other.url, POOL_LOADS) > loaded

@@ -22,7 +22,7 @@ import pytest
 import requests
 
 from tests.e2e.forked_engines import ForkedEngine, Launcher
-from tests.e2e.router_cluster import routing, scraped, until, until_all_ok
+from tests.e2e.router_cluster import routing, scraped, undrain, until, until_all_ok
 from tests.e2e.servers import free_port
 from tests.e2e.streams import PARSER, REQUESTS, assert_whole, begun, read_all
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
@@ -66,11 +66,6 @@ def run(url: str, command: str, *words: str) -> str:
     told = subprocess.run(line, capture_output=True, text=True, timeout=240)
     assert told.returncode == 0, told.stdout + told.stderr
     return told.stdout
-
-
-def undrain(url: str, name: str) -> None:
-    """At once: a command of its own may take as long to start as some answers to end."""
-    requests.delete(f"{url}/registry/instances/{name}/drain", timeout=10).raise_for_status()
 
 
 def long_ones() -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ import requests
 from tests.e2e import reasoning_plugin
 from tests.e2e.forked_engines import ForkedEngine, Launcher
 from tests.e2e.load import STORY
-from tests.e2e.router_cluster import ROLES, routing, scraped, until, until_all_ok
+from tests.e2e.router_cluster import ROLES, routing, scraped, undrain, until, until_all_ok
 from tests.e2e.servers import free_port
 from tests.e2e.streams import (
     CHAT,
@@ -150,7 +150,7 @@ def test_drained_engine_is_empty_and_no_client_notices(
         requests.put(f"{url}/registry/instances/d1/drain", json={"seconds": None}, timeout=10)
         with begun(url, sent, 2) as ended:
             assert scraped(engines["d0"].url, "num_requests_running") > 0
-            requests.delete(f"{url}/registry/instances/d1/drain", timeout=10)
+            undrain(url, "d1")
             told = run_drain(url)
             assert told.endswith("d0 is empty: it may be stopped\n"), told
             until(lambda: scraped(engines["d0"].url, "num_requests_running") == 0)
@@ -160,7 +160,7 @@ def test_drained_engine_is_empty_and_no_client_notices(
         assert_whole(got, read_all(engines["p0"].url, sent))
         until_all_ok(url, len(sent))
         assert "gets requests again" in run_drain(url, "--undo")
-    assert moved > 0  # others may have ended before
+    assert moved > NUM_STREAMS / 4  # others may have ended before
     for engine in engines.values():
         assert scraped(engine.url, "num_requests_running") == 0
 
@@ -194,6 +194,7 @@ def test_streams_of_an_engine_that_is_killed_go_on(
         (listed,) = tmp_path.glob("*.json")
         listed.write_text(json.dumps({"instances": instances}))
         until(lambda: other.url in requests.get(f"{url}/instances", timeout=10).text)
+        had_ended = scraped(url, 'pd_router_requests_total{outcome="ok"}')
         if victim == "engine":
             dying.kill()
         else:
@@ -207,7 +208,7 @@ def test_streams_of_an_engine_that_is_killed_go_on(
     refused = got.pop("logprobs")
     assert "message" in refused.ends[0]
     assert not_resumed == (victim == "engine")  # the core's death the API server tells itself
-    assert resumed > len(got) / 2  # others may have ended before
+    assert resumed >= len(got) - max(1, had_ended)
     assert_whole(got, expected)
     assert scraped(other.url, "pd_resumes_total") == taken_on + resumed
     assert scraped(other.url, POOL_LOADS) > loaded
