@@ -20,14 +20,17 @@ from vllm_ascend_pd.cluster.launch import Manner, launch
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
 
-TALKS = (sys.executable, "-c", "import time; print('x' * 5000, flush=True); time.sleep(600)")
+SAID = "x" * 3000 + "\n"
+# In one call and within a page: a file is seen to grow by as much, and a log is cut behind it.
+TALK = "import os, time; os.write(1, b'x' * 3000 + b'\\n'); time.sleep(600)"
+TALKS = (sys.executable, "-c", TALK)
 ASKED = "http://127.0.0.1:9/health"
 
 
 async def until_rotated(folder: Path) -> None:
     while not (folder / "talks.log.1").exists():
         await asyncio.sleep(0.01)
-    assert (folder / "talks.log.1").read_text() == "x" * 5000 + "\n"
+    assert (folder / "talks.log.1").read_text() == SAID
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +69,7 @@ def test_processes_go_on_when_nothing_can_be_shown(
         deployment, manner = Deployment((command,), command.url), Manner(tmp_path)
         launching = asyncio.create_task(launch(deployment, [command], "m", console, manner))
         log = tmp_path / "talks.log"
-        while not (log.exists() and log.stat().st_size > 5000):
+        while not (log.exists() and log.stat().st_size == len(SAID)):
             assert not launching.done()
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
