@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import hashlib
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -42,9 +43,11 @@ def fetch_pin(pin: Pin, to: Path) -> tuple[Path, Pin]:
     if _digest(data) != expected:
         raise PatchError(f"{target.name}: these bytes have not the sha256 {expected}")
     to.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(".partial")
-    partial.write_bytes(data)
-    partial.replace(target)
+    # Another process may fetch the same.
+    with tempfile.TemporaryDirectory(dir=to) as folder:
+        partial = Path(folder) / target.name
+        partial.write_bytes(data)
+        partial.replace(target)
     return target, dataclasses.replace(pin, sdist_sha256=expected)
 
 

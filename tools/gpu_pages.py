@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,7 +119,9 @@ class Pages:
 
 
 class Staging:
-    """Host memory for these blocks of some pages, as that of engines; pinned if told for whom."""
+    """Host memory for these blocks of some pages, as that of engines; pinned if told for whom. It
+    goes with the last reference, if not closed before.
+    """
 
     def __init__(
         self,
@@ -128,9 +131,9 @@ class Staging:
     ) -> None:
         self.layout, self.ids = layout, np.array(blocks, dtype=np.int64)
         num_bytes = layout.num_bytes(len(blocks))
-        self._memory = SharedMapping(num_bytes, pinned_for or NoPinning())
-        self.close = self._memory.close
-        self.region = Region(self._memory.addr, num_bytes)
+        memory = SharedMapping(num_bytes, pinned_for or NoPinning())
+        self.close = weakref.finalize(self, memory.close)
+        self.region = Region(memory.addr, num_bytes)
         self.bytes = np.ctypeslib.as_array(
             (ctypes.c_uint8 * num_bytes).from_address(self.region.base)
         )

@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "tools"))
@@ -35,9 +36,10 @@ def sdist(series: Series) -> Path:
 def released(sdist: Path, series: Series) -> Path:
     """A directory that holds `vllm_ascend/` as released."""
     root = CACHE / "ascend" / series.pin.sdist_sha256[:12]
-    if not (root / "complete").is_file():
-        unpack(sdist, root)
-        (root / "complete").touch()
+    with FileLock(f"{root}.lock"):
+        if not (root / "complete").is_file():
+            unpack(sdist, root)
+            (root / "complete").touch()
     return root
 
 
@@ -46,13 +48,14 @@ def patched(sdist: Path, series: Series) -> Path:
     """A directory that holds `vllm_ascend/` patched, and the file that its build would write."""
     digest = hashlib.sha256(b"".join(patch.text for patch in series.patches)).hexdigest()
     root = CACHE / "ascend" / f"patched-{digest[:12]}"
-    if not (root / "complete").is_file():
-        unpack(sdist, root)
-        for path, chain in series.chains.items():
-            target = root / path
-            target.write_bytes(walk_chain(target.read_bytes(), chain, apply_patches.APPLIED))
-        (root / "vllm_ascend" / "_build_info.py").write_text('__device_type__ = "A3"\n')
-        (root / "complete").touch()
+    with FileLock(f"{root}.lock"):
+        if not (root / "complete").is_file():
+            unpack(sdist, root)
+            for path, chain in series.chains.items():
+                target = root / path
+                target.write_bytes(walk_chain(target.read_bytes(), chain, apply_patches.APPLIED))
+            (root / "vllm_ascend" / "_build_info.py").write_text('__device_type__ = "A3"\n')
+            (root / "complete").touch()
     return root
 
 

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import fetch_sdist
 import pytest
@@ -51,6 +54,22 @@ def test_file_is_fetched_once(index: Index, patches: Path, tmp_path: Path) -> No
     assert fetch_sdist.fetch(SERIES, to, patches).read_bytes() == CONTENT
     assert index.num_asked == 1
     assert [path.name for path in to.iterdir()] == [FILE]
+
+
+def test_two_may_fetch_it_at_a_time(index: Index, patches: Path, tmp_path: Path) -> None:
+    both_have_written, write = threading.Barrier(2), Path.write_bytes
+
+    def write_and_wait(path: Path, data: bytes) -> int:
+        num_bytes = write(path, data)
+        both_have_written.wait(60)
+        return num_bytes
+
+    def fetch(_: int) -> Path:
+        return fetch_sdist.fetch(SERIES, tmp_path, patches)
+
+    with mock.patch.object(Path, "write_bytes", write_and_wait), ThreadPoolExecutor() as pool:
+        for path in pool.map(fetch, range(2)):
+            assert path.read_bytes() == CONTENT
 
 
 def test_damaged_file_is_fetched_again(index: Index, patches: Path, tmp_path: Path) -> None:
