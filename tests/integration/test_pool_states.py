@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.engines import BLOCK_SIZE, Answer, EngineConfig, Fleet, assert_no_leak
 from tests.integration.pool_steps import delta, provenance, settle, store
-from tests.integration.test_pool_windows import ASK, Pooled
+from tests.integration.pooled import ASK, Pooled, PromptOf
 from tests.integration.test_states import LONG, NUM_STATES, PAGE_BYTES, SHORT, assert_likeliest
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.pool.values import HEADER_BYTES
@@ -26,7 +26,6 @@ VALUE_BYTES = HEADER_BYTES + PAGE_BYTES
 STEP = 8
 """Blocks that a step computes at most."""
 FULL = LONG // BLOCK_SIZE
-PromptOf = Callable[..., list[int]]
 
 
 def stops(num_tokens: int) -> list[int]:
@@ -67,8 +66,7 @@ def test_what_is_needed_to_go_on_is_loaded_and_all_is_stored(
         stored = delta(before, engine.metrics(), "pool_put_bytes")
         num_states = NUM_STATES * len(stops(num_tokens))
         assert stored == (num_tokens // BLOCK_SIZE + num_states) * VALUE_BYTES
-        answer = engine.ask(prompt, 24, ASK)
-        pooled.assert_right(answer, prompt)
+        answer = pooled.ask(engine, prompt)
         # vLLM computes the last token in any case, on the state before it.
         num_hit = max((n for n in stops(num_tokens) if n * BLOCK_SIZE < num_tokens), default=0)
         assert provenance(answer).get("dram", 0) == num_hit * BLOCK_SIZE
@@ -85,8 +83,7 @@ def test_a_shorter_hit_ends_where_there_is_a_state(
     """A prompt has 17 blocks in common with a stored one, and states are behind 8, 16 and 18."""
     store(pooled.engine, prompt_of(600))
     prompt = prompt_of(600)[: 17 * BLOCK_SIZE] + prompt_of(100, "else")
-    answer = pooled.engine.ask(prompt, 24, ASK)
-    pooled.assert_right(answer, prompt)
+    answer = pooled.ask(pooled.engine, prompt)
     hit = 2 * STEP * BLOCK_SIZE
     assert provenance(answer) == {"dram": hit, "computed": len(prompt) - hit}
     assert answer.provenance["num_pool_bytes"] == (2 * STEP + NUM_STATES) * VALUE_BYTES
@@ -110,8 +107,7 @@ def test_only_what_is_missing_comes_from_the_pool(
     engine, prompt = pooled.engine, prompt_of(LONG)
     store(engine, prompt)
     engine.ask(prompt[: STEP * BLOCK_SIZE + 1])
-    answer = engine.ask(prompt, 24, ASK)
-    pooled.assert_right(answer, prompt)
+    answer = pooled.ask(engine, prompt)
     local = STEP * BLOCK_SIZE
     assert provenance(answer) == {
         "local": local,
@@ -132,8 +128,7 @@ def test_a_block_that_is_missing_in_one_group_is_filled(
     engine.run()
     settle(engine)
     engine.evict_blocks([block])
-    answer = engine.ask(prompt, 24, ASK)
-    pooled.assert_right(answer, prompt)
+    answer = pooled.ask(engine, prompt)
     assert provenance(answer)["computed"] == LONG - FULL * BLOCK_SIZE
     assert answer.provenance["num_pool_bytes"] == VALUE_BYTES
 
@@ -142,16 +137,9 @@ def test_decoded_blocks_are_hits_of_the_next_turn(
     pooled: PooledStates, prompt_of: PromptOf
 ) -> None:
     """A state is stored before the answer that goes on behind it is."""
-    engine, prompt = pooled.engine, prompt_of(LONG)
-    first = store(engine, prompt, 4 * BLOCK_SIZE)
-    for end in (1, 2 * BLOCK_SIZE, 4 * BLOCK_SIZE - 1):
-        turn = prompt + first.token_ids[:end] + prompt_of(5, f"turn {end}")
-        answer = engine.ask(turn, 24, ASK)
-        pooled.assert_right(answer, turn)
-        num_hit = (LONG + end) // BLOCK_SIZE * BLOCK_SIZE
-        assert provenance(answer) == {"dram": num_hit, "computed": len(turn) - num_hit}
-        settle(engine)
-        assert engine.reset_prefix_cache()
+    prompt = prompt_of(LONG)
+    first = store(pooled.engine, prompt, 4 * BLOCK_SIZE)
+    pooled.go_on(prompt, first, (1, 2 * BLOCK_SIZE, 4 * BLOCK_SIZE - 1), prompt_of)
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
@@ -159,72 +147,29 @@ def test_decoded_blocks_are_hits_of_the_next_turn(
 def test_failed_load_goes_on_from_the_last_whole_boundary(
     pooled: PooledStates, prompt_of: PromptOf, script: str, load_mode: str
 ) -> None:
-    engine, prompt = pooled.other(transfer={"load_mode": load_mode}), prompt_of(600)
-    store(engine, prompt)
-    engine.ask(prompt[: STEP * BLOCK_SIZE + 1])
-    engine.set_pool_faults(f"get:{script}")
-    for name in "ab":
-        engine.add(name, prompt, 24, ASK)
-    engine.add("other", prompt_of(70, "other"), 24)
-    answers = engine.run()
-    engine.set_pool_faults("")
-    for name in "ab":
-        pooled.assert_right(answers[name], prompt)
-        assert sum(provenance(answers[name]).values()) == len(prompt)
-    local = STEP * BLOCK_SIZE
-    assert provenance(answers["a"]) == {"local": local, "computed": len(prompt) - local}
-    pooled.assert_right(answers["other"], prompt_of(70, "other"))
-    settle(engine)
+    engine = pooled.other(transfer={"load_mode": load_mode})
+    local, other = STEP * BLOCK_SIZE, prompt_of(70, "other")
+    origin = pooled.fail_loads(engine, prompt_of(600), local, script, other)
+    assert origin == {"local": local, "computed": 600 - local}
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_preemption(pooled: PooledStates, prompt_of: PromptOf, runs_ahead: bool) -> None:
     engine = pooled.other(num_blocks=50, max_model_len=640, runs_ahead=runs_ahead)
-    before = engine.metrics()
-    prompts = {name: prompt_of(190, name) for name in "abcd"}
-    for name, prompt in prompts.items():
-        engine.add(name, prompt, 80, ASK)
-    while all(request["status"] != "PREEMPTED" for request in engine.requests().values()):
-        engine.step()
-    engine.evict_blocks(list(range(1, 50)))  # so that it has to come from the pool
-    answers = engine.run()
-    after = engine.metrics()
-    assert delta(before, after, "preemptions") > 0
-    assert delta(before, after, "pool_loads/ok") > 0
-    for name, prompt in prompts.items():
-        pooled.assert_right(answers[name], prompt)
-        assert sum(provenance(answers[name]).values()) == len(prompt)
-    settle(engine)
+    assert pooled.preempt(engine, [prompt_of(190, name) for name in "abcd"], 80) > 0
 
 
 def test_an_engine_that_runs_ahead(pooled: PooledStates, prompt_of: PromptOf) -> None:
-    engine = pooled.other(runs_ahead=True)
-    prompts = [prompt_of(length, str(length)) for length in (LONG, 12 * BLOCK_SIZE + 1, 600)]
-    for prompt in prompts:
-        store(engine, prompt, 40)
-    for number, prompt in enumerate(prompts):
-        engine.add(str(number), prompt, 40, ASK)
-    answers = engine.run()
-    for number, prompt in enumerate(prompts):
-        answer = answers[str(number)]
-        pooled.assert_right(answer, prompt)
-        num_hit = len(prompt) // BLOCK_SIZE * BLOCK_SIZE
-        assert provenance(answer) == {"dram": num_hit, "computed": len(prompt) - num_hit}
-    settle(engine)
+    lengths = (LONG, 12 * BLOCK_SIZE + 1, 600)
+    origins = pooled.run_ahead([prompt_of(length, str(length)) for length in lengths])
+    for length, origin in zip(lengths, origins, strict=True):
+        num_hit = length // BLOCK_SIZE * BLOCK_SIZE
+        assert origin == {"dram": num_hit, "computed": length - num_hit}
 
 
 def test_on_eviction_what_left_memory_is_a_hit(pooled: PooledStates, prompt_of: PromptOf) -> None:
     engine = pooled.other({"save": "eviction"}, num_blocks=60, max_model_len=640)
-    prompts = [prompt_of(LONG, str(i)) for i in range(8)]
-    for prompt in prompts:
-        engine.ask(prompt, 2 * BLOCK_SIZE)
-    settle(engine)
-    origins = []
-    for prompt in prompts[:3]:
-        answer = engine.ask(prompt, 24, ASK)
-        pooled.assert_right(answer, prompt)
-        origins.append(provenance(answer))
-        settle(engine)
+    origins = pooled.fill(engine, [prompt_of(LONG, str(i)) for i in range(8)], 2 * BLOCK_SIZE)
     assert any(origin.get("dram", 0) >= STEP * BLOCK_SIZE for origin in origins), origins
 
 
@@ -238,34 +183,16 @@ def test_engines_share_states(pooled: PooledStates, prompt_of: PromptOf) -> None
         prompt = prompt_of(LONG)
         params = producer.prefill(prompt)
         settle(producer)
-        alone = consumer.ask(prompt, 24, ASK)
-        pooled.assert_right(alone, prompt)
         hit = FULL * BLOCK_SIZE
+        alone = pooled.ask(consumer, prompt)
         assert provenance(alone) == {"remote": hit, "computed": LONG - hit}
         settle(consumer)
         assert consumer.reset_prefix_cache()
-        first = consumer.ask(prompt, 3 * BLOCK_SIZE, params)
-        pooled.assert_right(first, prompt)
+        first = pooled.ask(consumer, prompt, 3 * BLOCK_SIZE, params)
         assert provenance(first) == {"peer": LONG}
-        settle(consumer)
-        assert producer.reset_prefix_cache()
         turn = prompt + first.token_ids + prompt_of(5, "turn")
-        before = producer.metrics()
-        params = producer.prefill(turn)
-        after = producer.metrics()
         stored = (LONG + 3 * BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
-        tiers = ("dram", "remote")
-        assert sum(delta(before, after, f"prompt_tokens/{tier}") for tier in tiers) == stored
-        second = consumer.ask(turn, 24, params)
-        pooled.assert_right(second, turn)
-        # Its producer has nothing for it, and the pool has.
-        for engine in (producer, consumer):
-            settle(engine)
-        assert consumer.reset_prefix_cache()
-        third = consumer.ask(turn, 24, {**params, "transfer_id": "nobody's"})
-        pooled.assert_right(third, turn)
-        assert provenance(third)["computed"] == len(turn) % BLOCK_SIZE
-        settle(consumer)
+        pooled.take_turn(producer, consumer, turn, stored)
     finally:
         pooled.fleet.retire(producer, consumer)
         master.stop()

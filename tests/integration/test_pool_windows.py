@@ -8,26 +8,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 import pytest
 
-from tests.integration.engines import (
-    BLOCK_SIZE,
-    Answer,
-    Engine,
-    EngineConfig,
-    Fleet,
-    assert_no_leak,
-)
-from tests.integration.pool_steps import POOL, delta, provenance, settle, store
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, assert_no_leak
+from tests.integration.pool_steps import delta, provenance, settle, store
+from tests.integration.pooled import Pooled, PromptOf
 from tests.integration.test_windows import LONG, NUM_WINDOWS, PAGE_BYTES, SHORT, WINDOW
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.pool.values import HEADER_BYTES
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 pytestmark = pytest.mark.engine
 
@@ -36,8 +26,6 @@ NUM_GROUPS = 1 + NUM_WINDOWS
 VALUE_BYTES = HEADER_BYTES + PAGE_BYTES
 NUM_TOKENS = 9 * BLOCK_SIZE + 9
 FULL = 9 * BLOCK_SIZE
-ASK = {"return_provenance": True}
-PromptOf = Callable[..., list[int]]
 
 
 def first_of_window(end: int) -> int:
@@ -51,34 +39,6 @@ def num_loaded_bytes(num_tokens: int) -> int:
     # vLLM computes the last token in any case.
     end = num_tokens - 1 if num_tokens % BLOCK_SIZE == 0 else num_blocks * BLOCK_SIZE
     return (num_blocks + NUM_WINDOWS * (num_blocks - first_of_window(end))) * VALUE_BYTES
-
-
-@dataclass
-class Pooled:
-    """``engine`` has a pool, ``single`` is an ordinary one."""
-
-    fleet: Fleet
-    config: EngineConfig
-    single: Engine
-    engine: Engine
-
-    @classmethod
-    def of(cls, fleet: Fleet, config: EngineConfig) -> Self:
-        pooled = cls(fleet, config, fleet.engine(config), None)  # type: ignore[arg-type]
-        pooled.engine = pooled.other()
-        pooled.engine.set_pool_faults("")
-        return pooled
-
-    def other(self, pool: dict[str, Any] | None = None, **options: Any) -> Engine:
-        options = {"role": "kv_both", "pool_faults": "get:ok*", **options}
-        transfer = options.pop("transfer", {})
-        pool_options = json.dumps({**POOL, **(pool or {})}, sort_keys=True)
-        config = replace(self.config, pool=pool_options, **options)
-        return self.fleet.engine(config.with_transfer(**transfer))
-
-    def assert_right(self, answer: Answer, prompt: list[int]) -> None:
-        expected = self.single.ask(prompt, len(answer.token_ids))
-        assert answer.token_ids == expected.token_ids
 
 
 @pytest.fixture
@@ -108,8 +68,7 @@ def test_what_is_needed_to_go_on_is_loaded_and_all_is_stored(
     stored = delta(before, engine.metrics(), "pool_put_bytes")
     num_blocks = num_tokens // BLOCK_SIZE
     assert stored == NUM_GROUPS * num_blocks * VALUE_BYTES
-    answer = engine.ask(prompt, 24, ASK)
-    pooled.assert_right(answer, prompt)
+    answer = pooled.ask(engine, prompt)
     num_hit = min(num_blocks * BLOCK_SIZE, num_tokens - 1)
     assert provenance(answer) == {"dram": num_hit, "computed": num_tokens - num_hit}
     assert answer.provenance["num_pool_bytes"] == num_loaded_bytes(num_tokens)
@@ -129,8 +88,7 @@ def test_chunked_local_attention(
     for num_tokens in (SHORT, 2 * BLOCK_SIZE + 5, 3 * BLOCK_SIZE + 5, 12 * BLOCK_SIZE, 300, 600):
         prompt = prompt_of(num_tokens)
         store(engine, prompt)
-        answer = engine.ask(prompt, 24, ASK)
-        pooled.assert_right(answer, prompt)
+        answer = pooled.ask(engine, prompt)
         num_hit = min(num_tokens // BLOCK_SIZE * BLOCK_SIZE, num_tokens - 1)
         assert provenance(answer) == {"dram": num_hit, "computed": num_tokens - num_hit}
         settle(engine)
@@ -141,8 +99,7 @@ def test_a_shorter_hit_has_a_window_of_its_own(pooled: Pooled, prompt_of: Prompt
     first, second = prompt_of(NUM_TOKENS, "first"), prompt_of(NUM_TOKENS, "second")
     store(pooled.engine, first)
     prompt = first[: 5 * BLOCK_SIZE] + second
-    answer = pooled.engine.ask(prompt, 24, ASK)
-    pooled.assert_right(answer, prompt)
+    answer = pooled.ask(pooled.engine, prompt)
     assert provenance(answer) == {"dram": 5 * BLOCK_SIZE, "computed": NUM_TOKENS}
 
 
@@ -150,8 +107,7 @@ def test_only_what_is_missing_comes_from_the_pool(pooled: Pooled, prompt_of: Pro
     prompt = prompt_of(NUM_TOKENS)
     store(pooled.engine, prompt)
     pooled.engine.ask(prompt[: 6 * BLOCK_SIZE + 1])
-    answer = pooled.engine.ask(prompt, 24, ASK)
-    pooled.assert_right(answer, prompt)
+    answer = pooled.ask(pooled.engine, prompt)
     local = 6 * BLOCK_SIZE
     assert provenance(answer) == {"local": local, "dram": FULL - local, "computed": 9}
     num_blocks = 3 + NUM_WINDOWS * (9 - first_of_window(FULL))
@@ -169,8 +125,7 @@ def test_a_block_that_is_missing_in_one_group_is_filled(
     engine.run()
     settle(engine)
     engine.evict_blocks([blocks[8]])
-    answer = engine.ask(prompt, 24, ASK)
-    pooled.assert_right(answer, prompt)
+    answer = pooled.ask(engine, prompt)
     local = FULL - BLOCK_SIZE
     assert provenance(answer) == {"local": local, "dram": BLOCK_SIZE, "computed": 9}
     assert answer.provenance["num_pool_bytes"] == VALUE_BYTES
@@ -180,14 +135,7 @@ def test_decoded_blocks_are_hits_of_the_next_turn(pooled: Pooled, prompt_of: Pro
     """Also those that the request has given up since."""
     prompt = prompt_of(NUM_TOKENS)
     first = store(pooled.engine, prompt, 6 * BLOCK_SIZE)
-    for end in (1, 3 * BLOCK_SIZE, 6 * BLOCK_SIZE - 1):
-        turn = prompt + first.token_ids[:end] + prompt_of(5, f"turn {end}")
-        answer = pooled.engine.ask(turn, 24, ASK)
-        pooled.assert_right(answer, turn)
-        num_hit = (NUM_TOKENS + end) // BLOCK_SIZE * BLOCK_SIZE
-        assert provenance(answer) == {"dram": num_hit, "computed": len(turn) - num_hit}
-        settle(pooled.engine)
-        assert pooled.engine.reset_prefix_cache()
+    pooled.go_on(prompt, first, (1, 3 * BLOCK_SIZE, 6 * BLOCK_SIZE - 1), prompt_of)
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
@@ -198,21 +146,9 @@ def test_failed_load_goes_on_from_what_is_whole(
     pooled: Pooled, prompt_of: PromptOf, script: str, load_mode: str
 ) -> None:
     engine = pooled.other(transfer={"load_mode": load_mode})
-    prompt = prompt_of(NUM_TOKENS)
-    store(engine, prompt)
-    engine.ask(prompt[: 2 * BLOCK_SIZE + 1])
-    engine.set_pool_faults(f"get:{script}")
-    for name in "ab":
-        engine.add(name, prompt, 24, ASK)
-    engine.add("other", prompt_of(70, "other"), 24)
-    answers = engine.run()
-    engine.set_pool_faults("")
-    for name in "ab":
-        pooled.assert_right(answers[name], prompt)
-        assert sum(provenance(answers[name]).values()) == NUM_TOKENS
-    assert provenance(answers["a"]).get("computed", 0) > 9
-    pooled.assert_right(answers["other"], prompt_of(70, "other"))
-    settle(engine)
+    local, other = 2 * BLOCK_SIZE, prompt_of(70, "other")
+    origin = pooled.fail_loads(engine, prompt_of(NUM_TOKENS), local, script, other)
+    assert origin.get("computed", 0) > 9
 
 
 @pytest.mark.parametrize("save", ["write_through", "eviction"])
@@ -220,22 +156,9 @@ def test_failed_load_goes_on_from_what_is_whole(
 def test_preemption(pooled: Pooled, prompt_of: PromptOf, save: str, runs_ahead: bool) -> None:
     small = {"num_blocks": 61, "max_model_len": 512, "max_num_batched_tokens": 128}
     engine = pooled.other({"save": save}, **small, runs_ahead=runs_ahead)
-    before = engine.metrics()
-    prompts = {name: prompt_of(190, name) for name in "abcd"}
-    for name, prompt in prompts.items():
-        engine.add(name, prompt, 200, ASK)
-    while all(request["status"] != "PREEMPTED" for request in engine.requests().values()):
-        engine.step()
-    engine.evict_blocks(list(range(1, 61)))  # so that it has to come from the pool
-    answers = engine.run()
-    after = engine.metrics()
-    assert delta(before, after, "preemptions") > 0
+    num_loads = pooled.preempt(engine, [prompt_of(190, name) for name in "abcd"], 200)
     if save == "write_through":
-        assert delta(before, after, "pool_loads/ok") > 0
-    for name, prompt in prompts.items():
-        pooled.assert_right(answers[name], prompt)
-        assert sum(provenance(answers[name]).values()) == len(prompt)
-    settle(engine)
+        assert num_loads > 0
 
 
 def test_a_request_holds_as_many_blocks_as_in_one_engine(
@@ -259,33 +182,17 @@ def test_a_request_holds_as_many_blocks_as_in_one_engine(
 
 
 def test_an_engine_that_runs_ahead(pooled: Pooled, prompt_of: PromptOf) -> None:
-    engine = pooled.other(runs_ahead=True)
-    prompts = [prompt_of(length, str(length)) for length in (LONG, 12 * BLOCK_SIZE, 600)]
-    for prompt in prompts:
-        store(engine, prompt, 40)
-    for number, prompt in enumerate(prompts):
-        engine.add(str(number), prompt, 40, ASK)
-    answers = engine.run()
-    for number, prompt in enumerate(prompts):
-        answer = answers[str(number)]
-        pooled.assert_right(answer, prompt)
-        num_hit = min(len(prompt) // BLOCK_SIZE * BLOCK_SIZE, len(prompt) - 1)
-        assert provenance(answer) == {"dram": num_hit, "computed": len(prompt) - num_hit}
-    settle(engine)
+    lengths = (LONG, 12 * BLOCK_SIZE, 600)
+    origins = pooled.run_ahead([prompt_of(length, str(length)) for length in lengths])
+    for length, origin in zip(lengths, origins, strict=True):
+        num_hit = min(length // BLOCK_SIZE * BLOCK_SIZE, length - 1)
+        assert origin == {"dram": num_hit, "computed": length - num_hit}
 
 
 def test_on_eviction_what_left_memory_is_a_hit(pooled: Pooled, prompt_of: PromptOf) -> None:
     engine = pooled.other({"save": "eviction"}, num_blocks=100, max_model_len=512)
     prompts = [prompt_of(NUM_TOKENS, str(i)) for i in range(8)]
-    for prompt in prompts:
-        engine.ask(prompt, 3 * BLOCK_SIZE)
-    settle(engine)
-    origins = []
-    for prompt in prompts[:3]:
-        answer = engine.ask(prompt, 24, ASK)
-        pooled.assert_right(answer, prompt)
-        origins.append(provenance(answer))
-        settle(engine)
+    origins = pooled.fill(engine, prompts, 3 * BLOCK_SIZE)
     assert any(origin.get("dram", 0) >= BLOCK_SIZE for origin in origins), origins
 
 
@@ -298,31 +205,14 @@ def test_producer_stores_and_consumer_stores_what_it_decodes(
         producer = pooled.other(shared, role="kv_producer")
         consumer = pooled.other(shared, role="kv_consumer")
         prompt = prompt_of(NUM_TOKENS)
-        first = consumer.ask(prompt, 3 * BLOCK_SIZE, producer.prefill(prompt))
-        pooled.assert_right(first, prompt)
+        first = pooled.ask(consumer, prompt, 3 * BLOCK_SIZE, producer.prefill(prompt))
         assert provenance(first) == {"peer": NUM_TOKENS}
-        for engine in (producer, consumer):
-            settle(engine)
-        assert producer.reset_prefix_cache()
         turn = prompt + first.token_ids + prompt_of(5, "turn")
-        before = producer.metrics()
-        params = producer.prefill(turn)
-        after = producer.metrics()
-        stored = (NUM_TOKENS + 3 * BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
-        tiers = ("dram", "remote")
-        assert sum(delta(before, after, f"prompt_tokens/{tier}") for tier in tiers) == stored
-        assert consumer.reset_prefix_cache()
-        second = consumer.ask(turn, 24, params)
-        pooled.assert_right(second, turn)
-        assert provenance(second) == {"peer": len(turn)}
-        # Its producer has nothing for it, and the pool has.
-        for engine in (producer, consumer):
-            settle(engine)
-        assert consumer.reset_prefix_cache()
-        third = consumer.ask(turn, 24, {**params, "transfer_id": "nobody's"})
-        pooled.assert_right(third, turn)
-        assert provenance(third)["computed"] == len(turn) % BLOCK_SIZE
         settle(consumer)
+        assert consumer.reset_prefix_cache()
+        stored = (NUM_TOKENS + 3 * BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
+        second = pooled.take_turn(producer, consumer, turn, stored)
+        assert provenance(second) == {"peer": len(turn)}
     finally:
         pooled.fleet.retire(producer, consumer)
         master.stop()
@@ -333,8 +223,7 @@ def test_what_is_loaded_is_decided_by_what_it_takes(pooled: Pooled, prompt_of: P
     for name in "abc":
         prompt = prompt_of(600, name)
         store(engine, prompt)
-        answer = engine.ask(prompt, 24, ASK)
-        pooled.assert_right(answer, prompt)
+        answer = pooled.ask(engine, prompt)
         assert provenance(answer) in (
             {"dram": 18 * BLOCK_SIZE, "computed": 600 - 18 * BLOCK_SIZE},
             {"computed": 600},
@@ -348,8 +237,7 @@ def test_two_workers(pooled: Pooled, prompt_of: PromptOf) -> None:
     for num_tokens in (NUM_TOKENS, 12 * BLOCK_SIZE):
         prompt = prompt_of(num_tokens)
         store(engine, prompt)
-        answer = engine.ask(prompt, 24, ASK)
-        pooled.assert_right(answer, prompt)
+        answer = pooled.ask(engine, prompt)
         assert provenance(answer)["dram"] == min(
             num_tokens // BLOCK_SIZE * BLOCK_SIZE, num_tokens - 1
         )
