@@ -147,6 +147,19 @@ def serving(launched: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Ite
     listener.stop()
 
 
+def test_routers_index_counts_the_prefix_cache_alone(serving: Serving) -> None:
+    """The first one, while memory has room for all of it."""
+    prompt = next(serving.prompts)
+    index = serving.listener.index
+    serving.ask(prompt)
+    serving.listener.wait_media(prompt, "GPU", "CPU")
+    assert index.state is IndexState.EXACT
+    assert index.holders.num_hit_tokens(prompt)[index.slot] == FULL
+    serving.push_out(6)
+    serving.listener.wait_media(prompt, "CPU")
+    assert index.holders.num_hit_tokens(prompt)[index.slot] == 0
+
+
 def test_cached_tokens_and_events_tell_each_tier(serving: Serving) -> None:
     prompt = next(serving.prompts)
     listener = serving.listener
@@ -177,15 +190,3 @@ def test_cached_tokens_and_events_tell_each_tier(serving: Serving) -> None:
     listener.wait_for(lambda: listener.num_blocks_in("GPU", prompt) == NUM_BLOCKS)
     assert listener.num_blocks_in("STORAGE", prompt) == num_ssd_tokens // BLOCK_SIZE
     assert listener.num_blocks_in("CPU", prompt) == origin["num_dram_tokens"] // BLOCK_SIZE
-
-
-def test_routers_index_counts_the_prefix_cache_alone(serving: Serving) -> None:
-    prompt = next(serving.prompts)
-    index = serving.listener.index
-    serving.ask(prompt)
-    serving.listener.wait_media(prompt, "GPU", "CPU")
-    assert index.state is IndexState.EXACT
-    assert index.holders.num_hit_tokens(prompt)[index.slot] == FULL
-    serving.push_out(6)
-    serving.listener.wait_media(prompt, "CPU")
-    assert index.holders.num_hit_tokens(prompt)[index.slot] == 0

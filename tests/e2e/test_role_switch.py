@@ -29,7 +29,7 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
-LONG = {"max_tokens": 1_000}
+LONG = {"max_tokens": 1_500}
 ENDED_BY = {"structured_outputs", "tools"}
 VLLM_PD = str(Path(sys.executable).with_name("vllm-pd"))
 MOVED = 'pd_router_moves_total{{cause="",outcome="moved",reason="{}"}}'
@@ -80,7 +80,8 @@ def long_ones() -> dict[str, dict[str, Any]]:
 def stumbling(port: int) -> Iterator[None]:
     """The router of this port stops again and again, for a moment."""
     children = psutil.Process().children()
-    (router,) = (one for one in children if {"router", str(port)} <= set(one.cmdline()))
+    live = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+    (router,) = (one for one in live if {"router", str(port)} <= set(one.cmdline()))
     is_over = threading.Event()
 
     def stumble() -> None:
