@@ -59,6 +59,8 @@ NUM_BLOCKS = 64
 NUM_LAYERS = 2
 WRONG_TOKEN = 7
 POLL_LIMIT_S = 60.0
+TURN_S = 0.0002
+"""Left to the control threads where there is nothing to compute."""
 PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 1), TicketKey())
 
 init_none_hash(sha256)
@@ -446,6 +448,8 @@ class Engine:
         step = self.schedule()
         while self.in_flight and (len(self.in_flight) > self.runs_ahead or not step.samples):
             self.finish_step()
+        if not step.output.num_scheduled_tokens:
+            time.sleep(TURN_S)
         return step
 
     def run(self, until: Callable[[], bool]) -> list[Step]:
@@ -478,6 +482,7 @@ class Engine:
         deadline = time.monotonic() + POLL_LIMIT_S
         while not until():
             assert time.monotonic() < deadline, f"still waiting: {self.counts()}"
+            time.sleep(TURN_S)
 
     def wait_for_answer(self) -> None:
         """A producer has answered; the scheduler has not looked yet."""
