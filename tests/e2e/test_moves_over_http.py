@@ -18,11 +18,11 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
-NUM_OUTPUT = 900
+NUM_OUTPUT = 1_400
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"ignore_eos": True},
     "seed": {"temperature": 0.9, "seed": 11, "ignore_eos": True},
-    "regex": {"structured_outputs": {"regex": "(abc|abx){400}"}},
+    "regex": {"structured_outputs": {"regex": "(abc|abx){620}"}},
 }
 
 
@@ -37,7 +37,7 @@ def urls(launched: Launcher, tmp_path_factory: pytest.TempPathFactory) -> list[s
         "kv_port": 0,
         "kv_connector_extra_config": extra,
     }
-    options = ["--kv-transfer-config", json.dumps(config), "--max-model-len", "1024"]
+    options = ["--kv-transfer-config", json.dumps(config), "--max-model-len", "1536"]
     engines = [
         launched.engine(name, folder / "model", folder, free_port(), *options)
         for name in ("source", "target")
