@@ -54,16 +54,13 @@ class Pooled:
         self.assert_right(answer, prompt)
         return answer
 
-    def ask_together(
-        self, engine: Engine, prompts: Sequence[list[int]], max_tokens: int
-    ) -> list[dict[str, int]]:
-        """Where their prompts came from."""
+    def add(self, engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        """Under their numbers."""
         for number, prompt in enumerate(prompts):
             engine.add(str(number), prompt, max_tokens, ASK)
-        return self.run(engine, prompts)
 
     def run(self, engine: Engine, prompts: Sequence[list[int]]) -> list[dict[str, int]]:
-        """What has been added under the numbers of these prompts; where they came from."""
+        """What has been added; where these prompts came from."""
         answers = engine.run()
         origins = []
         for number, prompt in enumerate(prompts):
@@ -79,7 +76,8 @@ class Pooled:
         engine = self.other(runs_ahead=True)
         for prompt in prompts:
             store(engine, prompt, 40)
-        return self.ask_together(engine, prompts, 40)
+        self.add(engine, prompts, 40)
+        return self.run(engine, prompts)
 
     def fail_loads(
         self, engine: Engine, prompt: list[int], num_local: int, script: str, other: list[int]
@@ -90,8 +88,7 @@ class Pooled:
         store(engine, prompt)
         engine.ask(prompt[: num_local + 1])
         engine.set_pool_faults(f"get:{script}")
-        for number in range(2):
-            engine.add(str(number), prompt, 24, ASK)
+        self.add(engine, [prompt] * 2, 24)
         engine.add("other", other, 24)
         answers = engine.run()
         engine.set_pool_faults("")
@@ -106,8 +103,7 @@ class Pooled:
     def preempt(self, engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> float:
         """Some of them, whose blocks have to come from the pool then: how many loads there were."""
         before = engine.metrics()
-        for number, prompt in enumerate(prompts):
-            engine.add(str(number), prompt, max_tokens, ASK)
+        self.add(engine, prompts, max_tokens)
         while all(request["status"] != "PREEMPTED" for request in engine.requests().values()):
             engine.step()
         engine.evict_blocks(list(range(1, engine.config.num_blocks)))

@@ -22,7 +22,7 @@ from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
 
 SAID = "x" * 3000 + "\n"
 # In one call and within a page: a file is seen to grow by as much, and a log is cut behind it.
-TALK = "import os, time; os.write(1, b'x' * 3000 + b'\\n'); time.sleep(600)"
+TALK = f"import os, time; os.write(1, {SAID.encode()!r}); time.sleep(600)"
 TALKS = (sys.executable, "-c", TALK)
 ASKED = "http://127.0.0.1:9/health"
 
