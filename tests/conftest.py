@@ -37,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group = parser.getgroup("gpu", "engines on a GPU (tests/integration)")
     group.addoption("--gpu", action="store_true", help="all of them on the GPU of this host")
+    group.addoption(
+        "--gpu-graphs",
+        choices=["none", "full", "piecewise"],
+        default="none",
+        help="CUDA graphs there: for steps of one token each, or for all of them (%(default)s)",
+    )
     group = parser.getgroup("model-runner-v2", "engines with Model Runner V2 (tests/integration)")
     group.addoption(
         "--triton",

@@ -51,7 +51,10 @@ fi
 exec python3 COMMAND "$@"
 """
 """Beside the packages of its ``python3``, an environment with torch."""
-COMMANDS = {"run": "tools/gpu_check.py", "run-tests": "-m pytest --gpu -p no:cacheprovider"}
+COMMANDS = {
+    "run": "tools/gpu_check.py",
+    "run-tests": "-m pytest --gpu -p no:cacheprovider -p no:benchmark",
+}
 
 
 def make(

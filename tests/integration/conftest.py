@@ -119,8 +119,9 @@ def models(
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Fleet]:
-    triton, is_on_gpu = (pytestconfig.getoption(name) for name in ("--triton", "--gpu"))
-    with Fleet(tmp_path_factory.mktemp("engines"), triton, is_on_gpu) as fleet:
+    option = pytestconfig.getoption
+    gpu_graphs = option("--gpu-graphs") if option("--gpu") else None
+    with Fleet(tmp_path_factory.mktemp("engines"), option("--triton"), gpu_graphs) as fleet:
         yield fleet
 
 

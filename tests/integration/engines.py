@@ -451,7 +451,8 @@ class Fleet:
     folder: Path
     triton: Path | None = None
     """Where it lies: engines run Model Runner V2, in Triton's interpreter."""
-    is_on_gpu: bool = False
+    gpu_graphs: str | None = None
+    """Of engines on a GPU, which all are then: one of ``on_gpu.GRAPHS``."""
     _shared: dict[EngineConfig, Engine] = field(default_factory=dict)
     _kept: set[EngineConfig] = field(default_factory=set)
     _engines: list[Engine] = field(default_factory=list)
@@ -466,8 +467,8 @@ class Fleet:
         if self.triton is not None:
             environment |= triton_interpreter.ENVIRONMENT
             path.append(str(self.triton))
-        if self.is_on_gpu:
-            environment |= on_gpu.ENVIRONMENT
+        if self.gpu_graphs is not None:
+            environment |= {**on_gpu.ENVIRONMENT, on_gpu.VARIABLE: self.gpu_graphs}
         environment |= {
             "PYTHONPATH": os.pathsep.join(path),
             "HF_HUB_OFFLINE": "1",
@@ -547,6 +548,8 @@ class Fleet:
 
     def launch(self, config: EngineConfig) -> Engine:
         """Like ``start``, without waiting until it is ready."""
+        if self.gpu_graphs is not None:
+            on_gpu.skip_what_takes_halves(config.model)
         name = f"engine-{len(self._engines)}-{config.role or 'single'}"
         listener = self._listen()
         log_path = self.folder / f"{name}.log"
