@@ -53,7 +53,7 @@ def make_pages(options: argparse.Namespace) -> tuple[np.ndarray, PageLayout]:
     layer_bytes = options.blocks * options.page_bytes
     offsets = np.arange(options.layers, dtype=np.int64) * layer_bytes
     region = Region(memory.ctypes.data, memory.nbytes)
-    return memory, PageLayout(region, offsets, options.page_bytes, options.page_bytes)
+    return memory, PageLayout.packed(region, offsets, options.page_bytes)
 
 
 def one_group(layout: PageLayout) -> tuple[GroupPages, ...]:

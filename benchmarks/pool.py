@@ -497,10 +497,9 @@ def _bench_tier(  # noqa: C901 - one experiment, from top to bottom
     num_layers, num_bytes = 16, 256 << 20
     page, num_blocks = block_bytes // num_layers, num_bytes // block_bytes
     pages, copy = Memory(num_bytes), Memory(num_bytes)
-    layout = PageLayout(
+    layout = PageLayout.packed(
         Region(pages.addr, num_bytes),
         np.arange(num_layers, dtype=np.int64) * page * num_blocks,
-        page,
         page,
     )
     space = KeySpace.of("bench")

@@ -65,29 +65,33 @@ void CheckVector(const char* name, const Int64Array& array) {
 }
 
 // Refuses every page that would leave its region. O(num_layers + num_blocks), not their product.
-void CheckPages(const Region& region, const Int64Array& layer_offsets, const Int64Array& block_ids,
-                int64_t block_stride, int64_t page_bytes) {
-  if (page_bytes <= 0 || page_bytes > block_stride) {
-    throw py::value_error("need 0 < page_bytes <= block_stride, got " + std::to_string(page_bytes) +
-                          ", " + std::to_string(block_stride));
-  }
+void CheckPages(const Region& region, const Int64Array& layer_offsets,
+                const Int64Array& block_strides, const Int64Array& block_ids, int64_t page_bytes) {
   CheckVector("layer_offsets", layer_offsets);
+  CheckVector("block_strides", block_strides);
   CheckVector("block_ids", block_ids);
+  if (block_strides.size() != layer_offsets.size()) {
+    throw py::value_error(std::to_string(block_strides.size()) + " block_strides of " +
+                          std::to_string(layer_offsets.size()) + " layers");
+  }
   const int64_t last_start = static_cast<int64_t>(region.size) - page_bytes;
-  int64_t max_layer_offset = 0;
+  int64_t max_block_id = std::numeric_limits<int64_t>::max();
   for (py::ssize_t i = 0; i < layer_offsets.size(); ++i) {
+    const int64_t stride = block_strides.data()[i];
+    if (page_bytes <= 0 || page_bytes > stride) {
+      throw py::value_error("need 0 < page_bytes <= block_stride, got " +
+                            std::to_string(page_bytes) + ", " + std::to_string(stride));
+    }
     const int64_t offset = layer_offsets.data()[i];
     if (offset < 0 || offset > last_start) {
       ThrowBadElement("layer_offsets", i, offset, region,
                       " puts a page of " + std::to_string(page_bytes) + " bytes outside");
     }
-    max_layer_offset = std::max(max_layer_offset, offset);
+    max_block_id = std::min(max_block_id, (last_start - offset) / stride);
   }
-  if (layer_offsets.size() == 0) return;
-  const int64_t max_block_id = (last_start - max_layer_offset) / block_stride;
   for (py::ssize_t i = 0; i < block_ids.size(); ++i) {
     const int64_t block_id = block_ids.data()[i];
-    if (block_id < 0 || block_id > max_block_id) {
+    if (layer_offsets.size() != 0 && (block_id < 0 || block_id > max_block_id)) {
       ThrowBadElement("block_ids", i, block_id, region, " lies outside");
     }
   }
@@ -118,44 +122,46 @@ void CheckStaging(const Region& region, const Region& staging, int64_t staging_o
 }
 
 PageList CheckedPages(const Region& region, const Int64Array& layer_offsets,
-                      const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes) {
-  CheckPages(region, layer_offsets, block_ids, block_stride, page_bytes);
+                      const Int64Array& block_strides, const Int64Array& block_ids,
+                      int64_t page_bytes) {
+  CheckPages(region, layer_offsets, block_strides, block_ids, page_bytes);
   return PageList{region.data(),
                   layer_offsets.data(),
+                  block_strides.data(),
                   static_cast<size_t>(layer_offsets.size()),
                   block_ids.data(),
                   static_cast<size_t>(block_ids.size()),
-                  static_cast<size_t>(block_stride),
                   static_cast<size_t>(page_bytes)};
 }
 
 // Checks, then calls copy(pages, staging_data) without the GIL.
 template <typename Copy>
 uint64_t CheckedCopy(const Region& region, const Int64Array& layer_offsets,
-                     const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes,
-                     const Region& staging, int64_t staging_offset, Copy copy) {
-  const PageList pages = CheckedPages(region, layer_offsets, block_ids, block_stride, page_bytes);
+                     const Int64Array& block_strides, const Int64Array& block_ids,
+                     int64_t page_bytes, const Region& staging, int64_t staging_offset, Copy copy) {
+  const PageList pages = CheckedPages(region, layer_offsets, block_strides, block_ids, page_bytes);
   CheckStaging(region, staging, staging_offset, StagingBytes(pages));
   py::gil_scoped_release release;
   return copy(pages, staging.data() + staging_offset);
 }
 
 uint64_t GatherChecked(const Region& region, const Int64Array& layer_offsets,
-                       const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes,
-                       const Region& staging, int64_t staging_offset, uint64_t seed) {
+                       const Int64Array& block_strides, const Int64Array& block_ids,
+                       int64_t page_bytes, const Region& staging, int64_t staging_offset,
+                       uint64_t seed) {
   return CheckedCopy(
-      region, layer_offsets, block_ids, block_stride, page_bytes, staging, staging_offset,
+      region, layer_offsets, block_strides, block_ids, page_bytes, staging, staging_offset,
       [seed](const PageList& pages, uint8_t* data) { return Gather(pages, data, seed); });
 }
 
 // The values of the blocks lie value_stride apart, the pages of the first one at staging_offset;
 // this copies those of the layers from first_layer on.
 py::array_t<uint64_t> GatherLayersChecked(const Region& region, const Int64Array& layer_offsets,
-                                          const Int64Array& block_ids, int64_t block_stride,
-                                          int64_t page_bytes, const Region& staging,
-                                          int64_t staging_offset, int64_t value_stride,
-                                          int64_t first_layer) {
-  const PageList pages = CheckedPages(region, layer_offsets, block_ids, block_stride, page_bytes);
+                                          const Int64Array& block_strides,
+                                          const Int64Array& block_ids, int64_t page_bytes,
+                                          const Region& staging, int64_t staging_offset,
+                                          int64_t value_stride, int64_t first_layer) {
+  const PageList pages = CheckedPages(region, layer_offsets, block_strides, block_ids, page_bytes);
   if (page_bytes % sizeof(uint64_t) != 0) {
     throw py::value_error("page_bytes must be a multiple of 8, not " + std::to_string(page_bytes));
   }
@@ -186,10 +192,11 @@ py::array_t<uint64_t> GatherLayersChecked(const Region& region, const Int64Array
 }
 
 uint64_t ScatterChecked(const Region& region, const Int64Array& layer_offsets,
-                        const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes,
-                        const Region& staging, int64_t staging_offset, uint64_t seed) {
+                        const Int64Array& block_strides, const Int64Array& block_ids,
+                        int64_t page_bytes, const Region& staging, int64_t staging_offset,
+                        uint64_t seed) {
   return CheckedCopy(
-      region, layer_offsets, block_ids, block_stride, page_bytes, staging, staging_offset,
+      region, layer_offsets, block_strides, block_ids, page_bytes, staging, staging_offset,
       [seed](const PageList& pages, const uint8_t* data) { return Scatter(pages, data, seed); });
 }
 
@@ -203,9 +210,9 @@ uint64_t ChecksumChecked(const Region& region, int64_t offset, int64_t num_bytes
 // One end of a ring, made of checked arguments.
 template <typename End>
 std::unique_ptr<End> MakeEnd(const Region& region, const Int64Array& layer_offsets,
-                             const Int64Array& block_ids, int64_t block_stride, int64_t page_bytes,
-                             const Region& ring, uint64_t key) {
-  const PageList pages = CheckedPages(region, layer_offsets, block_ids, block_stride, page_bytes);
+                             const Int64Array& block_strides, const Int64Array& block_ids,
+                             int64_t page_bytes, const Region& ring, uint64_t key) {
+  const PageList pages = CheckedPages(region, layer_offsets, block_strides, block_ids, page_bytes);
   StagingBytes(pages);
   if (Overlap(region, ring)) throw py::value_error("the ring overlaps the region of the pages");
   if (key == 0) throw py::value_error("a ring's key is not 0");
@@ -219,8 +226,8 @@ std::unique_ptr<End> MakeEnd(const Region& region, const Int64Array& layer_offse
 template <typename End>
 void DefineEnd(py::class_<End>& end) {
   end.def(py::init(&MakeEnd<End>), py::arg("pages"), py::arg("layer_offsets").noconvert(),
-          py::arg("block_ids").noconvert(), py::arg("block_stride"), py::arg("page_bytes"),
-          py::arg("ring"), py::arg("key"))
+          py::arg("block_strides").noconvert(), py::arg("block_ids").noconvert(),
+          py::arg("page_bytes"), py::arg("ring"), py::arg("key"))
       .def("run", &End::Run, py::arg("patience_us"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("num_bytes_left", &End::num_bytes_left)
       .def_property_readonly("checksum", &End::checksum);
@@ -232,22 +239,23 @@ void DefineEnd(py::class_<End>& end) {
 PYBIND11_MODULE(_C, module) {
   using vllm_ascend_pd::Region;
   module.doc() = "Native KV page copies; see vllm_ascend_pd.backends.block_copy.";
+  module.attr("VERSION") = 2;
   py::class_<Region>(module, "Region")
       .def(py::init<uint64_t, uint64_t>(), py::arg("base"), py::arg("size"))
       .def_readonly("base", &Region::base)
       .def_readonly("size", &Region::size);
   // noconvert: a hidden copy of a list or of another dtype would cost more than the call.
   module.def("gather", &vllm_ascend_pd::GatherChecked, py::arg("pages"),
-             py::arg("layer_offsets").noconvert(), py::arg("block_ids").noconvert(),
-             py::arg("block_stride"), py::arg("page_bytes"), py::arg("staging"),
+             py::arg("layer_offsets").noconvert(), py::arg("block_strides").noconvert(),
+             py::arg("block_ids").noconvert(), py::arg("page_bytes"), py::arg("staging"),
              py::arg("staging_offset"), py::arg("seed"));
   module.def("gather_layers", &vllm_ascend_pd::GatherLayersChecked, py::arg("pages"),
-             py::arg("layer_offsets").noconvert(), py::arg("block_ids").noconvert(),
-             py::arg("block_stride"), py::arg("page_bytes"), py::arg("staging"),
+             py::arg("layer_offsets").noconvert(), py::arg("block_strides").noconvert(),
+             py::arg("block_ids").noconvert(), py::arg("page_bytes"), py::arg("staging"),
              py::arg("staging_offset"), py::arg("value_stride"), py::arg("first_layer"));
   module.def("scatter", &vllm_ascend_pd::ScatterChecked, py::arg("pages"),
-             py::arg("layer_offsets").noconvert(), py::arg("block_ids").noconvert(),
-             py::arg("block_stride"), py::arg("page_bytes"), py::arg("staging"),
+             py::arg("layer_offsets").noconvert(), py::arg("block_strides").noconvert(),
+             py::arg("block_ids").noconvert(), py::arg("page_bytes"), py::arg("staging"),
              py::arg("staging_offset"), py::arg("seed"));
   module.def("checksum", &vllm_ascend_pd::ChecksumChecked, py::arg("region"), py::arg("offset"),
              py::arg("num_bytes"), py::arg("seed"));

@@ -19,7 +19,7 @@ void ForEachPage(const PageList& pages, Visit visit) {
   for (size_t layer = 0; layer < pages.num_layers; ++layer) {
     uint8_t* const blocks = pages.base + pages.layer_offsets[layer];
     for (size_t i = 0; i < pages.num_blocks; ++i) {
-      visit(blocks + static_cast<size_t>(pages.block_ids[i]) * pages.block_stride, staging_offset);
+      visit(blocks + pages.block_ids[i] * pages.block_strides[layer], staging_offset);
       staging_offset += pages.page_bytes;
     }
   }
@@ -45,8 +45,8 @@ void GatherLayers(const PageList& pages, uint8_t* staging, size_t value_stride, 
     for (size_t i = 0; i < pages.num_blocks; ++i) {
       // Staging is read again soon, so it goes through the caches.
       sums[i] += CopyWords(staging + i * value_stride + layer * pages.page_bytes,
-                           blocks + static_cast<size_t>(pages.block_ids[i]) * pages.block_stride,
-                           num_words, first_word + layer * num_words);
+                           blocks + pages.block_ids[i] * pages.block_strides[layer], num_words,
+                           first_word + layer * num_words);
     }
   }
 }

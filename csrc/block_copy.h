@@ -14,15 +14,15 @@
 
 namespace vllm_ascend_pd {
 
-// The pages base + layer_offsets[l] + block_ids[b] * block_stride, layer-major, then by b.
-// Borrows both arrays.
+// The pages base + layer_offsets[l] + block_ids[b] * block_strides[l], layer-major, then by b.
+// Borrows the arrays.
 struct PageList {
   uint8_t* base;
   const int64_t* layer_offsets;
+  const int64_t* block_strides;  // as many
   size_t num_layers;
   const int64_t* block_ids;
   size_t num_blocks;
-  size_t block_stride;
   size_t page_bytes;
 };
 

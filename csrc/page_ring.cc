@@ -96,8 +96,8 @@ uint32_t NumChunks(size_t ring_bytes) {
 PageWalk::PageWalk(const PageList& pages, uint64_t seed)
     : base_(pages.base),
       layer_offsets_(pages.layer_offsets, pages.layer_offsets + pages.num_layers),
+      block_strides_(pages.block_strides, pages.block_strides + pages.num_layers),
       block_ids_(pages.block_ids, pages.block_ids + pages.num_blocks),
-      block_stride_(pages.block_stride),
       page_bytes_(pages.page_bytes),
       num_bytes_left_(pages.num_layers * pages.num_blocks * pages.page_bytes),
       hasher_(seed) {}
@@ -106,8 +106,8 @@ template <typename Copy>
 void PageWalk::Walk(size_t num_bytes, Copy copy) {
   num_bytes_left_ -= num_bytes;
   for (size_t done = 0; done < num_bytes;) {
-    uint8_t* const page = base_ + layer_offsets_[layer_] +
-                          static_cast<size_t>(block_ids_[block_]) * block_stride_ + in_page_;
+    uint8_t* const page =
+        base_ + layer_offsets_[layer_] + block_ids_[block_] * block_strides_[layer_] + in_page_;
     const size_t count = std::min(page_bytes_ - in_page_, num_bytes - done);
     copy(page, done, count);
     done += count;

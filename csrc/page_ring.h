@@ -62,8 +62,8 @@ class PageWalk {
 
   uint8_t* base_;
   std::vector<int64_t> layer_offsets_;
+  std::vector<int64_t> block_strides_;
   std::vector<int64_t> block_ids_;
-  size_t block_stride_;
   size_t page_bytes_;
   size_t num_bytes_left_;
   size_t layer_ = 0;

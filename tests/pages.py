@@ -27,10 +27,9 @@ class Pages:
     def __init__(self, seed: int) -> None:
         random = np.random.default_rng(seed)
         self.bytes = random.integers(0, 256, (NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
-        self.layout = PageLayout(
+        self.layout = PageLayout.packed(
             region=Region(self.bytes.ctypes.data, self.bytes.nbytes),
             layer_offsets=np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE,
-            block_stride=PAGE,
             page_bytes=PAGE,
         )
 
@@ -49,7 +48,7 @@ class DevicePages:
         self.layout = DevicePageLayout(
             region=Region(1, 1 << 60),
             layer_offsets=np.zeros(shape[0], dtype=np.int64),
-            block_stride=K_BYTES,
+            block_strides=np.full(shape[0], K_BYTES, dtype=np.int64),
             page_bytes=PAGE,
             segments=tuple(
                 (

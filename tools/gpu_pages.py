@@ -100,7 +100,7 @@ class Pages:
         self.layout = DevicePageLayout(
             region=Region(1, 1 << 60),
             layer_offsets=np.zeros(len(layers), dtype=np.int64),
-            block_stride=sizes[0],
+            block_strides=np.full(len(layers), sizes[0], dtype=np.int64),
             page_bytes=sum(sizes),
             segments=tuple(map(tuple, cuts)),
             memories=tuple(part[layer].view(-1) for layer in layers for part in self.parts),

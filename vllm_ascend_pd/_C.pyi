@@ -4,6 +4,8 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
+VERSION: int
+
 class Region:
     def __init__(self, base: int, size: int) -> None: ...
     @property
@@ -14,8 +16,8 @@ class Region:
 def gather(
     pages: Region,
     layer_offsets: NDArray[np.int64],
+    block_strides: NDArray[np.int64],
     block_ids: NDArray[np.int64],
-    block_stride: int,
     page_bytes: int,
     staging: Region,
     staging_offset: int,
@@ -24,8 +26,8 @@ def gather(
 def gather_layers(
     pages: Region,
     layer_offsets: NDArray[np.int64],
+    block_strides: NDArray[np.int64],
     block_ids: NDArray[np.int64],
-    block_stride: int,
     page_bytes: int,
     staging: Region,
     staging_offset: int,
@@ -35,8 +37,8 @@ def gather_layers(
 def scatter(
     pages: Region,
     layer_offsets: NDArray[np.int64],
+    block_strides: NDArray[np.int64],
     block_ids: NDArray[np.int64],
-    block_stride: int,
     page_bytes: int,
     staging: Region,
     staging_offset: int,
@@ -57,8 +59,8 @@ class RingPacker:
         self,
         pages: Region,
         layer_offsets: NDArray[np.int64],
+        block_strides: NDArray[np.int64],
         block_ids: NDArray[np.int64],
-        block_stride: int,
         page_bytes: int,
         ring: Region,
         key: int,
@@ -75,8 +77,8 @@ class RingPlacer:
         self,
         pages: Region,
         layer_offsets: NDArray[np.int64],
+        block_strides: NDArray[np.int64],
         block_ids: NDArray[np.int64],
-        block_stride: int,
         page_bytes: int,
         ring: Region,
         key: int,

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
 
@@ -28,6 +29,7 @@ from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout
 from vllm_ascend_pd.backends.fake_device import FakeDevice
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
+from vllm_ascend_pd.engine.vllm_api.groups import has_caches_beside, kv_groups
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device
 from vllm_ascend_pd.errors import ConfigError
 
@@ -86,11 +88,11 @@ def content(cache: Any, block: int, split: int = 1) -> bytes:
 
 def gathered(found: KVCaches, name: str, *blocks: int) -> bytes:
     assert isinstance(found.layout, DevicePageLayout)
-    layer = found.layer_index[name]
-    num_bytes = found.layout.page_bytes * len(blocks)
+    layers = found.layers[name]
+    num_bytes = found.layout.page_bytes * len(layers) * len(blocks)
     staging = np.zeros(num_bytes, dtype=np.uint8)
     DeviceBlockCopier(FakeDevice(), PythonBlockCopier()).gather(
-        found.layout.for_layers(layer, layer + 1),
+        found.layout.for_layers(layers.start, layers.stop),
         np.array(blocks, dtype=np.int64),
         Region(staging.ctypes.data, num_bytes),
     )
@@ -102,7 +104,8 @@ def check(spec: Any, caches: dict[str, Any], runs: int, split: int = 1) -> KVCac
     assert isinstance(found.layout, DevicePageLayout)
     assert found.layout.page_bytes == spec.page_size_bytes
     for name, cache in caches.items():
-        assert len(found.layout.segments[found.layer_index[name]]) == runs
+        (layer,) = found.layers[name]
+        assert len(found.layout.segments[layer]) == runs
         expected = b"".join(content(cache, block, split) for block in (0, 5, 3))
         assert gathered(found, name, 0, 5, 3) == expected
     return found
@@ -112,7 +115,7 @@ def test_k_and_v_in_one_allocation_are_one_run_a_block() -> None:
     found = check(GQA, {name: combined() for name in NAMES}, runs=1)
     assert isinstance(found.layout, DevicePageLayout)
     assert len(found.layout.memories) == len(NAMES)
-    assert found.layer_index == {NAMES[0]: 1, NAMES[1]: 0}  # in the order of the model
+    assert found.layers == {NAMES[0]: range(1, 2), NAMES[1]: range(1)}  # as the model runs them
 
 
 def test_separate_k_and_v_are_two_runs_a_block() -> None:
@@ -164,7 +167,7 @@ def test_layers_that_share_a_cache_are_one_layer() -> None:
     found = locate_on_device(config_of(GQA, list(caches)), caches)
     assert isinstance(found.layout, DevicePageLayout)
     assert len(found.layout.segments) == 1
-    assert set(found.layer_index.values()) == {0}
+    assert set(found.layers.values()) == {range(1)}
 
 
 def test_page_that_is_not_one_run_is_refused_by_name() -> None:
@@ -231,3 +234,72 @@ def test_states_in_several_tensors_are_refused_by_name() -> None:
     state, _ = caches
     with pytest.raises(ConfigError, match="does not know these states"):
         locate_on_device(config, {**caches, state: (caches[state], caches[state])})
+
+
+INDEXER = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+
+
+def of_specs(specs: dict[str, Any]) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """Layers of one group with pages of different sizes, as vLLM lays them out on a GPU."""
+    size = NUM_BLOCKS * sum(spec.page_size_bytes for spec in specs.values())
+    raw = torch.randint(-128, 128, (size,), dtype=torch.int8)
+    tensors, offset = [], 0
+    for name, spec in specs.items():
+        page = spec.page_size_bytes
+        tensors.append(KVCacheTensor(size, [name], page * NUM_BLOCKS, page, offset))
+        offset += page * NUM_BLOCKS
+    config = KVCacheConfig(
+        NUM_BLOCKS,
+        tensors,
+        [KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(BLOCK, specs))],
+        kv_cache_layout="LBHNC",
+    )
+    views = {
+        tensor.layers[0]: create_kv_cache_views(raw, spec, NUM_BLOCKS, KVCacheLayout.LBHNC, tensor)[
+            0
+        ]
+        for spec, tensor in zip(specs.values(), tensors, strict=True)
+    }
+    return config, views
+
+
+def test_what_an_indexer_keeps_is_of_its_layers_page() -> None:
+    layers = [f"model.layers.{n}.self_attn" for n in range(2)]
+    # vLLM registers an indexer before the attention of its layer.
+    specs: dict[str, Any] = {f"{layer}.indexer.k_cache": INDEXER for layer in layers}
+    specs |= {f"{layer}.attn": MLA for layer in layers}
+    config, caches = of_specs(specs)
+    found = locate_on_device(config, caches)
+    (group,) = kv_groups(config)
+    assert has_caches_beside(config)
+    assert found.layout.page_bytes == MLA.page_size_bytes + INDEXER.page_size_bytes
+    assert (group.page_bytes, len(group.layers)) == (found.layout.page_bytes, 2)
+    for number, layer in enumerate(layers):
+        both = f"{layer}.attn", f"{layer}.indexer.k_cache"
+        assert {found.layers[name] for name in both} == {range(number, number + 1)}
+        expected = [content(caches[name], block) for block in (4, 1) for name in both]
+        assert gathered(found, layer + ".attn", 4, 1) == b"".join(expected)
+    (pages,) = found.by_group((group,))
+    assert pages.layers == (0, 1)
+
+
+def test_layers_of_which_only_some_have_an_indexer_are_refused_by_name() -> None:
+    names = [f"model.layers.{n}.self_attn.attn" for n in range(2)]
+    specs: dict[str, Any] = {"model.layers.0.self_attn.indexer.k_cache": INDEXER}
+    config, caches = of_specs(specs | dict.fromkeys(names, MLA))
+    with pytest.raises(ConfigError, match=r"pages of one size"):
+        locate_on_device(config, caches)
+
+
+def test_page_of_a_drafter_with_more_heads_counts_as_several() -> None:
+    drafter = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=2 * HEADS, head_size=SIZE, dtype=torch.bfloat16
+    )
+    model, draft = NAMES[1], "model.layers.11.self_attn.attn"
+    config, caches = of_specs({model: GQA, draft: drafter})
+    found = locate_on_device(config, caches)
+    assert not has_caches_beside(config)
+    assert found.layout.page_bytes == GQA.page_size_bytes
+    assert found.layers == {model: range(1), draft: range(1, 3)}
+    assert gathered(found, model, 5) == content(caches[model], 5)
+    assert gathered(found, draft, 5) == content(caches[draft], 5)

@@ -161,13 +161,15 @@ def test_pages_that_do_not_fit_are_refused(targets: Any, ids: tuple[int, ...]) -
 
 
 def test_host_pages_are_one_run_a_layer() -> None:
-    layout = PageLayout(Region(4096, 4096), np.array([0, 1024], dtype=np.int64), 128, 96)
-    assert page_runs(layout) == ((PageRun(4096, 128, 96),), (PageRun(5120, 128, 96),))
-    assert page_regions(layout, 8, {"a": 0, "b": 1}, 4096) == [(4096, 1024 + 7 * 128 + 96)]
+    layout = PageLayout(Region(4096, 4096), np.array([0, 1024]), np.array([128, 256]), 96)
+    assert page_runs(layout) == ((PageRun(4096, 128, 96),), (PageRun(5120, 256, 96),))
+    assert page_regions(layout, 8, {"a": range(1), "b": range(1, 2)}, 4096) == [
+        (4096, 1024 + 7 * 256 + 96)
+    ]
 
 
 def regions_of(found: KVCaches) -> list[tuple[int, int]]:
-    return page_regions(found.layout, NUM_BLOCKS, found.layer_index, ALIGNMENT)
+    return page_regions(found.layout, NUM_BLOCKS, found.layers, ALIGNMENT)
 
 
 def test_every_allocation_is_registered_once_from_its_first_page_to_its_last() -> None:
@@ -197,4 +199,4 @@ def test_more_allocations_than_can_be_registered_are_refused() -> None:
     caches = {name: (k.clone(), v.clone()) for name in names}
     found = locate(GQA, caches)
     with pytest.raises(ConfigError, match=f"{len(names) * 2} allocations"):
-        page_regions(found.layout, NUM_BLOCKS, found.layer_index, 1)
+        page_regions(found.layout, NUM_BLOCKS, found.layers, 1)

@@ -60,7 +60,7 @@ NOWHERE, DRAM, REMOTE, SSD = Place.NOWHERE, Place.DRAM, Place.REMOTE, Place.SSD
 
 
 def test_workers_with_the_same_kv_head_store_states_of_their_own() -> None:
-    layout = PageLayout(Region(64, 64), np.array([0, 16], dtype=np.int64), 32, 16)
+    layout = PageLayout(Region(64, 64), np.array([0, 16]), np.array([32, 32]), 16)
     whole = GroupPages.of(layout, 16, [0])
     states = GroupPages.of(layout, 16, [1], states=True)
     for rank in range(4):
@@ -95,7 +95,9 @@ def test_share_of_a_tenant_that_holds_no_block_is_refused_at_start(
         share = {"tenant_shares": {"a": 1 / 64}}
     pool = PoolConfig(tiers=(tier,), dram_size=128 << 20, ssd=ssd, **share)
     config = PDConfig(role=Role.BOTH, engine_id="e", host="127.0.0.1", port=0, pool=pool)
-    layout = PageLayout(Region(1 << 20, 1 << 30), np.array([0, 1 << 29]), 1 << 20, 1 << 20)
+    layout = PageLayout(
+        Region(1 << 20, 1 << 30), np.array([0, 1 << 29]), np.full(2, 1 << 20), 1 << 20
+    )
     num_bytes = BlockValues(make_block_copier(), one_group(layout)[0], KeySpace.of("m")).num_bytes
     message = (
         rf"{option} 0\.015625 of the {64 << 20} bytes .* pool\.{field} is less than the"
@@ -276,7 +278,7 @@ class Worker:
     def __init__(self, tier: MemoryTier, space: KeySpace, replica: int, num_replicas: int) -> None:
         self.pages = np.zeros((NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
         offsets = np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE
-        layout = PageLayout(Region(self.pages.ctypes.data, self.pages.nbytes), offsets, PAGE, PAGE)
+        layout = PageLayout.packed(Region(self.pages.ctypes.data, self.pages.nbytes), offsets, PAGE)
         values = BlockValues(make_block_copier(), one_group(layout)[0], space)
         self.tier = FaultyTier(tier)
         self.slots = [StagingPool(NoRegistry(), 4, 8 * values.num_bytes) for _ in range(3)]

@@ -79,7 +79,7 @@ class Host:
     ) -> Any:
         def locate(config: Any, kv_caches: Any) -> KVCaches:
             found = locate_on_device(config, kv_caches)
-            return KVCaches(found.layout, found.layer_index, SimpleNamespace(type="npu"))
+            return KVCaches(found.layout, found.layers, SimpleNamespace(type="npu"))
 
         def start_pool(*args: Any) -> None:
             self.pool_arguments = args

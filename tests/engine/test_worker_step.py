@@ -7,16 +7,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    UniformTypeKVCacheSpecs,
 )
 
 from tests.pages import one_group
@@ -99,7 +101,7 @@ class Side:
         self.loader.start()
         self.pool = self.open_pool(copier, pools) if pooled else None
         self.worker = WorkerSide(
-            WorkerLayers(self.located.layer_index, drafts=drafts),
+            WorkerLayers(self.located.layers, drafts=drafts),
             WorkerMemory(self.transports, pools, self.live_regions),
             grants,
             trust,
@@ -205,11 +207,11 @@ GRANT = StepMeta(grants=(Grant(LEASE, "e", ((1, 2),), 0, 2),))
 
 
 def test_layers_are_in_the_models_order_whatever_the_allocations(side: Side) -> None:
-    index = side.located.layer_index
-    assert [index[name] for name in NAMES] == [2, 1, 0]
+    layers = side.located.layers
+    assert [layers[name] for name in NAMES] == [range(2, 3), range(1, 2), range(1)]
     base = side.located.layout.region.base
     for name in NAMES:
-        offset = int(side.located.layout.layer_offsets[index[name]])
+        offset = int(side.located.layout.layer_offsets[layers[name].start])
         assert base + offset == side.caches[name].data_ptr()
 
 
@@ -245,8 +247,8 @@ def test_pages_of_groups_are_those_of_their_layers() -> None:
 
 
 def test_layer_that_shares_a_cache_waits_for_the_same_pages(side: Side) -> None:
-    index = side.located.layer_index
-    assert index["shares.layer.0"] == index[NAMES[2]]
+    layers = side.located.layers
+    assert layers["shares.layer.0"] == layers[NAMES[2]]
 
 
 def test_layout_without_whole_pages_is_refused_by_name() -> None:
@@ -255,12 +257,74 @@ def test_layout_without_whole_pages_is_refused_by_name() -> None:
         locate(config, caches)
 
 
-def test_layers_with_pages_of_different_sizes_are_refused_by_name() -> None:
-    config, caches = make_caches()
-    (tensor,) = config.kv_cache_tensors
-    larger = replace(tensor, layers=NAMES[1:], block_stride=2 * tensor.block_stride)
-    config.kv_cache_tensors = [replace(tensor, layers=NAMES[:1]), larger]
-    with pytest.raises(ConfigError, match=r"pages of one size, not of \[1024, 2048\] bytes"):
+def of_sizes(*num_heads: int) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """Layers with so many KV heads."""
+    page = SPEC.page_size_bytes
+    buffer = torch.randint(0, 127, (page * sum(num_heads) * NUM_BLOCKS,), dtype=torch.int8)
+    tensors: list[KVCacheTensor] = []
+    caches: dict[str, torch.Tensor] = {}
+    offset = 0
+    for name, size in zip(NAMES, num_heads, strict=True):
+        layer = size * page * NUM_BLOCKS
+        tensors.append(KVCacheTensor(len(buffer), [name], layer, size * page, offset))
+        caches[name] = buffer[offset:]
+        offset += layer
+    specs: dict[str, Any] = {
+        name: replace(SPEC, num_kv_heads=size) for name, size in zip(NAMES, num_heads, strict=True)
+    }
+    group = KVCacheGroupSpec(NAMES, UniformTypeKVCacheSpecs(SPEC.block_size, specs))
+    return KVCacheConfig(NUM_BLOCKS, tensors, [group], kv_cache_layout="LBHNC"), caches
+
+
+def test_large_page_counts_as_several() -> None:
+    config, caches = of_sizes(3, 1, 2)
+    page = SPEC.page_size_bytes
+    (group,) = kv_groups(config)
+    assert (group.page_bytes, len(group.layers), group.bytes_per_block) == (page, 6, 6 * page)
+    found = locate(config, caches)
+    assert found.layers == {NAMES[2]: range(2), NAMES[1]: range(2, 3), NAMES[0]: range(3, 6)}
+    assert found.layout.page_bytes == page
+    assert found.layout.block_strides.tolist() == [2 * page] * 2 + [page] + [3 * page] * 3
+    base = found.layout.region.base
+    for name, size in zip(NAMES, (3, 1, 2), strict=True):
+        starts = [base + int(found.layout.layer_offsets[index]) for index in found.layers[name]]
+        assert starts == [caches[name].data_ptr() + part * page for part in range(size)]
+    (pages,) = found.by_group((group,))
+    assert pages.layers == tuple(range(6))
+
+
+def test_forward_waits_for_all_of_a_large_page() -> None:
+    waited: list[int] = []
+    loaders = SimpleNamespace(wait_layer=waited.append)
+    grants = Grants()
+    layers = {"small": range(1), "large": range(1, 4)}
+    step = ArmedStep(cast(Any, loaders), grants, None, layers, wait_all=False)
+    step.wait_layer("large")
+    assert waited == [1, 2, 3]
+
+
+def test_scheduler_that_knows_one_specification_counts_alike() -> None:
+    """vLLM gives it that of one layer."""
+    config, _ = of_sizes(3, 1, 2)
+    ours = generate_scheduler_kv_cache_config([config])
+    assert kv_groups(ours) == kv_groups(config)
+
+
+def test_layers_with_pages_of_sizes_without_a_common_part_are_refused_by_name() -> None:
+    config, caches = of_sizes(3, 1, 2)
+    config.kv_cache_tensors[1] = replace(config.kv_cache_tensors[1], block_stride=1032)
+    with pytest.raises(ConfigError, match=r"pages of one size.*not of \[1032, 2048, 3072\] bytes"):
+        locate(config, caches)
+
+
+def test_caches_of_one_layer_that_make_one_page_are_refused_by_name_on_a_cpu() -> None:
+    config, caches = of_sizes(33, 2, 2)
+    names = ["model.layers.0.attn", "model.layers.0.indexer", "model.layers.0.other"]
+    for tensor, name in zip(config.kv_cache_tensors, names, strict=True):
+        tensor.layers = [name]
+    config.kv_cache_groups[0].layer_names = names
+    caches = dict(zip(names, caches.values(), strict=True))
+    with pytest.raises(ConfigError, match=r"on a CPU.*not of \[2048, 33792\] bytes"):
         locate(config, caches)
 
 

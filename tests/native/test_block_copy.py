@@ -88,8 +88,10 @@ class Case:
     def packed(self) -> bytes:
         size = self.layout.page_bytes
         starts = [
-            int(layer) + int(block) * self.layout.block_stride
-            for layer in self.layout.layer_offsets
+            int(layer) + int(block) * int(stride)
+            for layer, stride in zip(
+                self.layout.layer_offsets, self.layout.block_strides, strict=True
+            )
             for block in self.block_ids
         ]
         return b"".join(self.pages[start : start + size].tobytes() for start in starts)
@@ -104,12 +106,13 @@ def make_case(
     page_bytes=64, gap=0, num_layers=2, num_blocks=8, block_ids=(5, 0, 3), offset=0, seed=0
 ) -> Case:
     rng = np.random.default_rng(seed)
-    stride = page_bytes + gap
-    num_page_bytes = max(1, num_layers * num_blocks * stride)
+    # With a gap every second layer has a larger one.
+    strides = page_bytes + gap * (1 + np.arange(num_layers, dtype=np.int64) % 2)
+    num_page_bytes = max(1, num_blocks * int(strides.sum()))
     pages = aligned(rng.integers(0, 256, num_page_bytes, dtype=np.uint8))
     staging = np.zeros(offset + num_layers * len(block_ids) * page_bytes + 13, dtype=np.uint8)
-    layer_offsets = np.arange(num_layers, dtype=np.int64) * num_blocks * stride
-    layout = PageLayout(region_of(pages), layer_offsets, stride, page_bytes)
+    layer_offsets = num_blocks * (strides.cumsum() - strides)
+    layout = PageLayout(region_of(pages), layer_offsets, strides, page_bytes)
     return Case(pages, staging, layout, np.array(block_ids, dtype=np.int64), offset)
 
 
@@ -237,7 +240,7 @@ def test_values_that_leave_their_memory_are_refused(copier, change, message):
     case = make_case(page_bytes=change.get("page_bytes", 64))
     layout = case.layout
     if offset := change.get("layout_offset"):
-        layout = PageLayout(layout.region, np.array([0, offset]), 64, 64)
+        layout = PageLayout.packed(layout.region, np.array([0, offset]), 64)
     with pytest.raises(ValueError, match=message):
         copier.gather_layers(
             layout,
@@ -260,9 +263,9 @@ def test_scatter_undoes_gather_and_touches_nothing_else(case, seed):
         packed, dtype=np.uint8
     )
     expected = rest.copy()
-    for layer in case.layout.layer_offsets:
+    for layer, stride in zip(case.layout.layer_offsets, case.layout.block_strides, strict=True):
         for block in case.block_ids:
-            start = int(layer) + int(block) * case.layout.block_stride
+            start = int(layer) + int(block) * int(stride)
             rest[start : start + case.layout.page_bytes] ^= 0xFF
     for copier in COPIERS:
         case.pages[:] = rest
@@ -344,7 +347,7 @@ def test_a_block_outside_the_region_is_named(copier, name, block_ids):
 
 def test_a_block_is_outside_if_only_its_end_is(copier):
     pages = np.zeros(8 * 64 - 1, dtype=np.uint8)
-    layout = PageLayout(region_of(pages), np.array([0]), 64, 64)
+    layout = PageLayout.packed(region_of(pages), np.array([0]), 64)
     staging = np.zeros(64, dtype=np.uint8)
     copier.gather(layout, np.array([6]), region_of(staging))
     with pytest.raises(ValueError, match=r"block_ids\[0\] = 7"):
@@ -354,7 +357,7 @@ def test_a_block_is_outside_if_only_its_end_is(copier):
 @pytest.mark.parametrize("offset", [-1, 1024 - 63, 2**62])
 def test_a_layer_outside_the_region_is_named(copier, offset):
     case = make_case()
-    layout = PageLayout(case.layout.region, np.array([0, offset]), 64, 64)
+    layout = PageLayout.packed(case.layout.region, np.array([0, offset]), 64)
     with pytest.raises(ValueError, match=rf"layer_offsets\[1\] = {offset} puts a page"):
         copier.gather(layout, case.block_ids, region_of(case.staging))
 
@@ -376,14 +379,30 @@ def test_a_checksum_range_outside_its_region_is_refused(copier, offset, num_byte
 @pytest.mark.parametrize(("page_bytes", "block_stride"), [(0, 64), (-8, 64), (65, 64), (1, 0)])
 def test_an_impossible_layout_is_refused(copier, page_bytes, block_stride):
     case = make_case()
-    layout = PageLayout(case.layout.region, np.array([0]), block_stride, page_bytes)
+    layout = PageLayout(case.layout.region, np.array([0]), np.array([block_stride]), page_bytes)
     with pytest.raises(ValueError, match="page_bytes <= block_stride"):
         copier.gather(layout, case.block_ids, region_of(case.staging))
 
 
+def test_each_layer_has_a_stride(copier):
+    case = make_case()
+    layout = PageLayout(case.layout.region, np.array([0, 64]), np.array([64]), 64)
+    with pytest.raises(ValueError, match="1 block_strides of 2 layers"):
+        copier.gather(layout, case.block_ids, region_of(case.staging))
+
+
+def test_block_beyond_the_layer_with_the_largest_stride_is_refused(copier):
+    case = make_case()
+    size = case.layout.region.size
+    layout = PageLayout(case.layout.region, np.array([0, 0]), np.array([64, size // 2]), 64)
+    copier.gather(layout, np.array([1]), region_of(case.staging))
+    with pytest.raises(ValueError, match=r"block_ids\[0\] = 2 lies outside"):
+        copier.gather(layout, np.array([2]), region_of(case.staging))
+
+
 def test_a_page_larger_than_the_region_is_refused(copier):
     case = make_case()
-    layout = PageLayout(case.layout.region, np.array([0]), 2048, 2048)
+    layout = PageLayout.packed(case.layout.region, np.array([0]), 2048)
     with pytest.raises(ValueError, match=r"layer_offsets\[0\] = 0 puts a page"):
         copier.gather(layout, case.block_ids, region_of(case.staging))
 

@@ -31,10 +31,9 @@ class Pages:
     def __init__(self, num_layers: int, num_blocks: int, page_bytes: int, seed: int) -> None:
         random = np.random.default_rng(seed)
         self.bytes = random.integers(0, 256, (num_layers, num_blocks, page_bytes), dtype=np.uint8)
-        self.layout = PageLayout(
+        self.layout = PageLayout.packed(
             region=Region(self.bytes.ctypes.data, self.bytes.nbytes),
             layer_offsets=np.arange(num_layers, dtype=np.int64) * num_blocks * page_bytes,
-            block_stride=page_bytes,
             page_bytes=page_bytes,
         )
 

@@ -226,9 +226,18 @@ def test_a_drafter_of_several_layers_beside_states_is_refused(
     hooks.check_config(config)
 
 
-def test_sparse_attention_is_refused(moe: str) -> None:
-    with pytest.raises(ValueError, match="sparse attention"):
-        configure(moe, '--hf-overrides={"index_topk": 16}')
+def test_attention_to_compressed_kv_is_refused(moe: str) -> None:
+    with pytest.raises(ValueError, match="attention to compressed KV"):
+        configure(moe, '--hf-overrides={"compress_ratios": [4]}')
+
+
+def test_kv_in_host_memory_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(model)
+    if not hasattr(config.attention_config, "hisparse_config"):
+        pytest.skip("this vLLM has no HiSparse")
+    monkeypatch.setattr(config.attention_config, "hisparse_config", object())
+    with pytest.raises(ConfigError, match="leave hisparse_config out"):
+        hooks.check_config(config)
 
 
 def test_routed_experts_are_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

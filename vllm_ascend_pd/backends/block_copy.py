@@ -2,7 +2,7 @@
 """Copies between scattered KV pages and one contiguous staging buffer, with a checksum.
 
     pages (host memory)                                   staging
-    base + layer_offsets[l] + block_ids[b] * block_stride
+    base + layer_offsets[l] + block_ids[b] * block_strides[l]
       layer 0:  [blk 0][blk 1][blk 2]...      gather      | l0 b0 | l0 b1 | ... | l1 b0 | ...
       layer 1:  [blk 0][blk 1][blk 2]...      ------>       one page of page_bytes each,
       ...                                     <------       layer-major, then in block_ids order
@@ -30,13 +30,14 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vllm_ascend_pd.backends.page_ring import RingPacker, RingPlacer
 from vllm_ascend_pd.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from vllm_ascend_pd import _C
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
+_NATIVE_VERSION = 2
+"""Of what the extension's functions take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +73,37 @@ class PageLayout:
     Attributes:
         region: The memory that holds all pages.
         layer_offsets: int64 [num_layers], bytes from the start of the region to block 0.
-        block_stride: Bytes from one block to the next within a layer, at least `page_bytes`.
+        block_strides: int64 [num_layers], bytes from one block to the next, at least `page_bytes`.
         page_bytes: Bytes of one block in one layer.
     """
 
     region: Region
     layer_offsets: NDArray[np.int64]
-    block_stride: int
+    block_strides: NDArray[np.int64]
     page_bytes: int
+
+    @classmethod
+    def packed(
+        cls, region: Region, layer_offsets: NDArray[np.int64], page_bytes: int
+    ) -> PageLayout:
+        """Of layers whose blocks lie side by side."""
+        return cls(region, layer_offsets, np.full_like(layer_offsets, page_bytes), page_bytes)
 
     def for_layers(self, start: int, stop: int) -> PageLayout:
         """The same pages, only of layers [start, stop)."""
-        return replace(self, layer_offsets=self.layer_offsets[start:stop])
+        return replace(
+            self,
+            layer_offsets=self.layer_offsets[start:stop],
+            block_strides=self.block_strides[start:stop],
+        )
 
     def pick(self, layers: Sequence[int]) -> PageLayout:
         """The same pages, only of these layers."""
-        return replace(self, layer_offsets=self.layer_offsets[list(layers)])
+        return replace(
+            self,
+            layer_offsets=self.layer_offsets[list(layers)],
+            block_strides=self.block_strides[list(layers)],
+        )
 
     def divides(self, count: int) -> bool:
         """Whether a page is a run of `count` equal parts."""
@@ -221,7 +239,7 @@ class NativeBlockCopier(BlockCopier):
             from vllm_ascend_pd import _C
         except ImportError as error:
             raise BackendError(f"the native extension is not available: {error}") from error
-        if not hasattr(_C, "RingPacker"):
+        if getattr(_C, "VERSION", 0) != _NATIVE_VERSION:
             raise BackendError("the native extension is older than this package; build it again")
         self._native = _C
 
@@ -286,13 +304,13 @@ class NativeBlockCopier(BlockCopier):
 
     def _pages(
         self, layout: PageLayout, block_ids: NDArray[np.int64]
-    ) -> tuple[_C.Region, NDArray[np.int64], NDArray[np.int64], int, int]:
+    ) -> tuple[_C.Region, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
         """What every copy of the extension begins with."""
         return (
             self._region(layout.region),
             layout.layer_offsets,
+            layout.block_strides,
             block_ids,
-            layout.block_stride,
             layout.page_bytes,
         )
 

@@ -95,6 +95,7 @@ class DevicePageLayout(PageLayout):
         return replace(
             self,
             layer_offsets=self.layer_offsets[start:stop],
+            block_strides=self.block_strides[start:stop],
             segments=self.segments[start:stop],
         )
 
@@ -102,6 +103,7 @@ class DevicePageLayout(PageLayout):
         return replace(
             self,
             layer_offsets=self.layer_offsets[list(layers)],
+            block_strides=self.block_strides[list(layers)],
             segments=tuple(self.segments[layer] for layer in layers),
         )
 
@@ -250,7 +252,7 @@ class DeviceBlockCopier(BlockCopier):
         fetched = self._fetch(layers, ids, num_bytes)
         # Layer-major in the pinned buffer, where the layers before ``start`` would lie before it.
         offsets = np.arange(-start, stop - start, dtype=np.int64) * (len(ids) * page_bytes)
-        packed = PageLayout(fetched, offsets, page_bytes, page_bytes)
+        packed = PageLayout.packed(fetched, offsets, page_bytes)
         return self._host.copy_layers(
             packed, start, stop, len(ids), staging, staging_offset, value_stride
         )

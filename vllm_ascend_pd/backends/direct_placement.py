@@ -52,8 +52,8 @@ def page_runs(layout: PageLayout) -> tuple[tuple[PageRun, ...], ...]:
             for layer in layout.segments
         )
     return tuple(
-        (PageRun(layout.region.base + int(offset), layout.block_stride, layout.page_bytes),)
-        for offset in layout.layer_offsets
+        (PageRun(layout.region.base + int(offset), int(stride), layout.page_bytes),)
+        for offset, stride in zip(layout.layer_offsets, layout.block_strides, strict=True)
     )
 
 
@@ -115,7 +115,7 @@ def _common_runs(source: Sequence[PageRun], target: Sequence[PageRun]) -> Iterat
 
 
 def page_regions(
-    layout: PageLayout, num_blocks: int, layer_index: Mapping[str, int], alignment: int
+    layout: PageLayout, num_blocks: int, layers: Mapping[str, range], alignment: int
 ) -> list[tuple[int, int]]:
     """What to register so that every page can be read and written: ``[(address, bytes)]``.
 
@@ -134,7 +134,7 @@ def page_regions(
             start, end = run.address, run.address + (num_blocks - 1) * run.stride + run.num_bytes
             low, high = ranges.get(memory, (start, end))
             ranges[memory] = min(low, start), max(high, end)
-    names = {index: name for name, index in layer_index.items()}
+    names = {index: name for name, indexes in layers.items() for index in indexes}
     for start, _ in ranges.values():
         if start % alignment:
             layer = next(

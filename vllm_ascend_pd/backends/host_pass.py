@@ -58,10 +58,10 @@ class HostPass:
         region, offset = source
         num_bytes = num_rows * row_bytes
         if row_bytes % 8 or self._num_parts(num_rows, num_bytes) == 1:
-            whole = PageLayout(region, np.array([offset], dtype=np.int64), num_bytes, num_bytes)
+            whole = PageLayout.packed(region, np.array([offset], dtype=np.int64), num_bytes)
             return self._copier.gather(whole, _ONE_BLOCK, *target, seed)
         offsets = offset + np.arange(num_rows, dtype=np.int64) * row_bytes
-        rows = PageLayout(region, offsets, row_bytes, row_bytes)
+        rows = PageLayout.packed(region, offsets, row_bytes)
 
         def copy_part(start: int, stop: int) -> int:
             sums = self._copier.gather_layers(rows, start, stop, _ONE_BLOCK, *target, num_bytes)

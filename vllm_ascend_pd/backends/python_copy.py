@@ -119,11 +119,15 @@ def _check_values(
 
 
 def _check_pages(layout: PageLayout, block_ids: NDArray[np.int64]) -> None:
-    region, page_bytes, stride = layout.region, layout.page_bytes, layout.block_stride
+    region, page_bytes, strides = layout.region, layout.page_bytes, layout.block_strides
+    _check_array("layer_offsets", layout.layer_offsets)
+    _check_array("block_strides", strides)
+    _check_array("block_ids", block_ids)
+    if len(strides) != len(layout.layer_offsets):
+        raise ValueError(f"{len(strides)} block_strides of {len(layout.layer_offsets)} layers")
+    stride = int(strides.min(initial=1 << 62))
     if not 0 < page_bytes <= stride:
         raise ValueError(f"need 0 < page_bytes <= block_stride, got {page_bytes}, {stride}")
-    _check_array("layer_offsets", layout.layer_offsets)
-    _check_array("block_ids", block_ids)
     last_start = region.size - page_bytes
     outside = (layout.layer_offsets < 0) | (layout.layer_offsets > last_start)
     if outside.any():
@@ -132,8 +136,7 @@ def _check_pages(layout: PageLayout, block_ids: NDArray[np.int64]) -> None:
             f"layer_offsets[{i}] = {layout.layer_offsets[i]} puts a page of {page_bytes} bytes "
             f"outside the region of {region.size} bytes"
         )
-    max_layer_offset = int(layout.layer_offsets.max(initial=0))
-    max_block_id = (last_start - max_layer_offset) // stride
+    max_block_id = int(((last_start - layout.layer_offsets) // strides).min(initial=1 << 62))
     outside = (block_ids < 0) | (block_ids > max_block_id)
     if layout.layer_offsets.size and outside.any():
         i = int(outside.argmax())
@@ -166,8 +169,8 @@ def _check_range(name: str, region: Region, offset: int, num_bytes: int) -> None
 
 
 def _page_addresses(layout: PageLayout, block_ids: NDArray[np.int64]) -> list[int]:
-    block_offsets = block_ids * layout.block_stride
-    offsets = layout.layer_offsets[:, None] + block_offsets[None, :]
+    block_offsets = layout.block_strides[:, None] * block_ids[None, :]
+    offsets = layout.layer_offsets[:, None] + block_offsets
     return [layout.region.base + offset for offset in offsets.ravel().tolist()]
 
 

@@ -103,10 +103,10 @@ def check_roles(facts: AscendFacts, role: Role) -> None:
 def _problems(facts: AscendFacts, role: Role) -> Iterator[str]:
     if facts.is_310p:
         yield "Atlas 300I (310P) has model runners of its own, which are not patched"
-    if role.consumes and facts.uses_sparse_attention:
+    if facts.uses_sparse_attention:
         yield (
-            "a consumer of a sparse-attention model frees the weights that it needs to compute a"
-            " prompt whose KV does not arrive"
+            "sparse attention: a consumer frees the weights that it needs to compute a prompt whose"
+            " KV does not arrive"
         )
     elif (
         role.consumes

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import hooks
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.vllm_api.process import from_each_stage
 from vllm_ascend_pd.transfer.shares import Sharding
 from vllm_ascend_pd.types import Layers
@@ -49,7 +50,9 @@ def own_layers(worker: object) -> Layers:
 
 def can_divide_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether the share of some KV heads is one run of bytes of a page, and is moved as such."""
+    groups = kv_groups(kv_cache_config)
     return (
         vllm_config.device_config.device_type == "cpu"
         and str(kv_cache_config.kv_cache_layout) in _HEADS_OUTERMOST
+        and all(len(set(group.layers)) == len(group.layers) for group in groups)
     )

@@ -60,7 +60,7 @@ class Memory:
         self.layout = DevicePageLayout(
             region=Region(1, 1 << 60),
             layer_offsets=np.zeros(NUM_LAYERS, dtype=np.int64),
-            block_stride=1,
+            block_strides=np.ones(NUM_LAYERS, dtype=np.int64),
             page_bytes=PAGE,
             segments=tuple(segments),
             memories=tuple(self.memories),
@@ -193,7 +193,7 @@ def test_staging_is_that_of_the_hosts_copier(
     on_host = PageLayout(
         region=Region(flat.data_ptr(), flat.numel()),
         layer_offsets=np.arange(NUM_LAYERS, dtype=np.int64) * PAGE,
-        block_stride=NUM_LAYERS * PAGE,
+        block_strides=np.full(NUM_LAYERS, NUM_LAYERS * PAGE, dtype=np.int64),
         page_bytes=PAGE,
     )
     blocks = ids(3, 4, 11)
@@ -285,7 +285,7 @@ def test_staging_too_small_is_refused(copier: DeviceBlockCopier) -> None:
 
 
 def test_pages_in_host_memory_are_refused(copier: DeviceBlockCopier) -> None:
-    layout = PageLayout(Region(1, 1), np.zeros(1, dtype=np.int64), 1, 1)
+    layout = PageLayout.packed(Region(1, 1), np.zeros(1, dtype=np.int64), 1)
     with pytest.raises(TypeError, match="have their own copier"):
         copier.gather(layout, ids(0), Staging().region)
 
@@ -296,7 +296,7 @@ def test_layout_that_leaves_its_memory_is_refused() -> None:
         DevicePageLayout(
             layout.region,
             layout.layer_offsets,
-            layout.block_stride,
+            layout.block_strides,
             layout.page_bytes,
             layout.segments,
             layout.memories,

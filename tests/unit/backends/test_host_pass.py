@@ -95,7 +95,7 @@ def test_layers_and_their_sums_are_those_of_one_thread(
     source, target, expected = Memory(seed=1), Memory(), Memory()
     page, stride = 64, 3 * 64 + 24
     offsets = np.arange(3, dtype=np.int64) * page * num_blocks
-    layout = PageLayout(source.region, offsets, page, page)
+    layout = PageLayout.packed(source.region, offsets, page)
     sums = make_pass(copier, num_threads).copy_layers(
         layout, start, stop, num_blocks, target.region, 8, stride
     )

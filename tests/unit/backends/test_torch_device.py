@@ -100,7 +100,7 @@ def layout() -> DevicePageLayout:
     return DevicePageLayout(
         region=Region(1, 1 << 60),
         layer_offsets=np.zeros(1, dtype=np.int64),
-        block_stride=16,
+        block_strides=np.full(1, 16, dtype=np.int64),
         page_bytes=16,
         segments=((Segment(0, 0, 16, 16),),),
         memories=(memory,),

@@ -65,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
         offsets = np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE
         region = Region(self.pages.ctypes.data, self.pages.nbytes)
         space = KeySpace.of("machine")
-        layout = PageLayout(region, offsets, PAGE, PAGE)
+        layout = PageLayout.packed(region, offsets, PAGE)
         values = BlockValues(make_block_copier(), one_group(layout)[0], space)
         self.space = space
         self.memory = MemoryTier(4 * values.num_bytes)  # less than there are hashes: it evicts

@@ -34,7 +34,7 @@ class Memory:
         self.staging = Region(ctypes.addressof(ctypes.c_char.from_buffer(self.map)), 1 << 16)
         offsets = np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE
         region = Region(self.pages.ctypes.data, self.pages.nbytes)
-        self.layout = PageLayout(region, offsets, PAGE, PAGE)
+        self.layout = PageLayout.packed(region, offsets, PAGE)
 
     def values(self, space: KeySpace = SPACE) -> BlockValues:
         return BlockValues(PythonBlockCopier(), one_group(self.layout)[0], space)

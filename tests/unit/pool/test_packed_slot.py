@@ -67,7 +67,7 @@ class Worker:
         self.pages = np.zeros((NUM_LAYERS, NUM_BLOCKS, PAGE), dtype=np.uint8)
         offsets = np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE
         region = Region(self.pages.ctypes.data, self.pages.nbytes)
-        layout = PageLayout(region, offsets, PAGE, PAGE)
+        layout = PageLayout.packed(region, offsets, PAGE)
         self.copier = GatedCopier()
         self.space = KeySpace.of("packing")
         self.values = BlockValues(self.copier, one_group(layout)[0], self.space)

@@ -137,10 +137,9 @@ class Host:
 
 
 def layout_of(pages: np.ndarray) -> PageLayout:
-    return PageLayout(
+    return PageLayout.packed(
         region=Region(pages.ctypes.data, pages.nbytes),
         layer_offsets=np.arange(NUM_LAYERS, dtype=np.int64) * NUM_BLOCKS * PAGE,
-        block_stride=PAGE,
         page_bytes=PAGE,
     )
 

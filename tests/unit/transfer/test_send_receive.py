@@ -82,7 +82,7 @@ class Pair:
         self.engine = FakeTransferEngine(script, is_direct)
         self.our_engine = FakeTransferEngine(direct_placement=is_direct)
         if is_direct:
-            names = {f"layer {index}": index for index in range(NUM_LAYERS)}
+            names = {f"layer {index}": range(index, index + 1) for index in range(NUM_LAYERS)}
             for engine, pages in ((self.engine, self.theirs), (self.our_engine, self.ours)):
                 for addr, num_bytes in page_regions(pages.layout, NUM_BLOCKS, names, 1):
                     engine.register(addr, num_bytes)

@@ -46,10 +46,9 @@ class Worker:
     ) -> None:
         shape = (num_layers, NUM_BLOCKS, num_heads, HEAD_BYTES)
         self.bytes = np.zeros(shape, dtype=np.uint8)
-        self.layout = PageLayout(
+        self.layout = PageLayout.packed(
             region=Region(self.bytes.ctypes.data, self.bytes.nbytes),
             layer_offsets=np.arange(num_layers, dtype=np.int64) * self.bytes[0].nbytes,
-            block_stride=self.bytes[0, 0].nbytes,
             page_bytes=self.bytes[0, 0].nbytes,
         )
         self.engine = FakeTransferEngine(script)

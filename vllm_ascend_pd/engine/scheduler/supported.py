@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
+    compresses_kv,
     drafter_may_have_two_groups,
     hash_whole_prompts,
     is_pooling_model,
+    keeps_kv_in_host_memory,
     keeps_states,
     returns_routed_experts,
     use_one_group,
     uses_cascade_attention,
     uses_sparse_attention,
 )
-from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
+from vllm_ascend_pd.engine.vllm_api.groups import has_caches_beside, kv_groups
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.span import has_states
 
@@ -81,11 +83,12 @@ def check_config(config: VllmConfig) -> None:
         ),
         (is_pooling_model(config), "pooling models, which decode nothing"),
         (
-            uses_sparse_attention(config),
-            (
-                "sparse attention, whose indexer keeps pages of another size beside the model's"
-                " (DeepSeek V3.2 and the like)"
-            ),
+            compresses_kv(config),
+            "attention to compressed KV, which is kept in blocks of other sizes (DeepSeek V4)",
+        ),
+        (
+            keeps_kv_in_host_memory(config),
+            "HiSparse, which keeps KV in host memory (leave hisparse_config out)",
         ),
         (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
         (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
@@ -216,6 +219,11 @@ def check_supported(scheduler: Scheduler) -> None:
         (
             len({(group.block_size, group.page_bytes) for group in groups}) > 1,
             "KV cache groups with blocks of different sizes",
+        ),
+        (
+            has_caches_beside(scheduler.kv_cache_config)
+            and not uses_sparse_attention(scheduler.vllm_config),
+            "layers with a second cache beside their KV, but for indexers of sparse attention",
         ),
         (
             len(groups) > 1 and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1,

@@ -92,6 +92,22 @@ def uses_sparse_attention(config: VllmConfig) -> bool:
     return model is not None and hasattr(model.hf_text_config, "index_topk")
 
 
+def compresses_kv(config: VllmConfig) -> bool:
+    """Whether layers attend to what stands for several tokens, as those of DeepSeek V4 do."""
+    model: Any = config.model_config
+    return model is not None and hasattr(model.hf_text_config, "compress_ratios")
+
+
+def keeps_kv_in_host_memory(config: VllmConfig) -> bool:
+    """Whether KV is in the host's memory, and what an indexer chooses of it on the device.
+
+    Touches:
+        vllm/config/attention.py:AttentionConfig.hisparse_config
+            | vllm/config/attention.py:AttentionConfig
+    """
+    return getattr(config.attention_config, "hisparse_config", None) is not None
+
+
 def keeps_states(config: VllmConfig) -> bool:
     """Whether some layers keep a state in place of the KV of all tokens.
 

@@ -24,6 +24,7 @@ class VllmConfig(Protocol):
     kv_transfer_config: KVTransferConfigLike | None
     kv_events_config: KVEventsConfig | None
     quant_config: Any
+    attention_config: Any
 
     @property
     def max_concurrent_batches(self) -> int: ...

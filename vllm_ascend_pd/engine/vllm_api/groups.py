@@ -6,15 +6,17 @@ This is the one place that knows how vLLM orders groups: ``KVGroup.id`` is the i
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, KVGroup, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, KVCacheGroupSpec
     from vllm_ascend_pd.engine.vllm_api.types import (
         KVCacheBlock,
         KVCacheManager,
@@ -22,15 +24,23 @@ if TYPE_CHECKING:
     )
 
 
+MAX_CUTS = 16
+"""Of a page: each is copied by itself."""
+
+
 def kv_groups(config: KVCacheConfig, stops_early: bool = False) -> tuple[KVGroup, ...]:
-    """Those of the engine. For ``stops_early`` see ``KVGroup``."""
-    stored = [name for tensor in config.kv_cache_tensors for name in tensor.layers]
+    """Those of the engine. For ``stops_early`` see ``KVGroup``.
+
+    Raises:
+        ConfigError: layers whose pages cannot be made pages of one size.
+    """
+    pages = [_pages(config, group) for group in config.kv_cache_groups]
     return tuple(
         KVGroup(
             id=index,
             block_size=group.kv_cache_spec.block_size,
-            page_bytes=group.kv_cache_spec.page_size_bytes,
-            layers=tuple(name for name in stored if name in group.layer_names),
+            page_bytes=pages[index][0],
+            layers=pages[index][1],
             window=_attribute(group.kv_cache_spec, "SlidingWindowSpec", "sliding_window"),
             chunk=_attribute(
                 group.kv_cache_spec, "ChunkedLocalAttentionSpec", "attention_chunk_size"
@@ -40,6 +50,67 @@ def kv_groups(config: KVCacheConfig, stops_early: bool = False) -> tuple[KVGroup
         )
         for index, group in enumerate(config.kv_cache_groups)
     )
+
+
+def _pages(config: KVCacheConfig, group: KVCacheGroupSpec) -> tuple[int, tuple[str, ...]]:
+    """The size of a group's pages, and whose each is.
+
+    Where layers have pages of several sizes, as a drafter with more KV heads than its model, they
+    are cut into pages of their common divisor: such a layer counts as several. An indexer's pages
+    are small beside those of its layer, and of a size that has little in common with theirs: both
+    together are one page.
+
+        the model's         [   ] [   ] [   ]         attention  [         ] [         ]
+        the drafter's       [   |   |   |   ]         indexer    [  ]        [  ]
+                            7 layers                             2 layers
+    """
+    sizes = layer_bytes(config)
+    names = [name for name in sizes if name in group.layer_names]
+    of_layers = {sizes[name] for name in names}
+    if len(of_layers) <= 1:
+        spec = group.kv_cache_spec
+        has_several = hasattr(spec, "kv_cache_specs")
+        return of_layers.pop() if has_several else spec.page_size_bytes, tuple(names)
+    unit = math.gcd(*of_layers)
+    if max(of_layers) // unit <= MAX_CUTS:
+        return unit, tuple(name for name in names for _ in range(sizes[name] // unit))
+    joined: dict[tuple[str, int], int] = {}
+    first: dict[tuple[str, int], str] = {}
+    for name in names:
+        place = place_of(name)
+        joined[place] = joined.get(place, 0) + sizes[name]
+        first.setdefault(place, name)
+    if len(set(joined.values())) > 1:
+        raise ConfigError(
+            f"InEngine needs layers with pages of one size, or that are small multiples of one, not"
+            f" of {sorted(of_layers)} bytes: a drafter must have as many KV heads as its model, or"
+            " a multiple, and as large ones"
+        )
+    return max(joined.values()), tuple(first.values())
+
+
+def layer_bytes(config: KVCacheConfig) -> dict[str, int]:
+    """Of a block in each layer, in the order in which they lie in memory. One of the two strides
+    is a page, whatever is outermost.
+
+    Touches:
+        vllm/v1/kv_cache_interface.py:KVCacheTensor.layer_stride
+        vllm/v1/kv_cache_interface.py:KVCacheTensor.block_stride
+    """
+    return {
+        name: min(tensor.layer_stride, tensor.block_stride)
+        for tensor in config.kv_cache_tensors
+        for name in tensor.layers
+    }
+
+
+def place_of(name: str) -> tuple[str, int]:
+    """``draft_model.model.layers.3.self_attn.attn`` -> ``draft_model.model.layers``, 3. What is of
+    one number runs together.
+    """
+    words = name.split(".")
+    index = next((i for i, word in enumerate(words) if word.isdigit()), None)
+    return (name, 0) if index is None else (".".join(words[:index]), int(words[index]))
 
 
 def _state(spec: Any) -> str:
@@ -69,6 +140,15 @@ def _attribute(spec: object, kind: str, name: str) -> int:
     return getattr(spec, name) if type(spec).__name__ == kind else 0
 
 
+def has_caches_beside(config: KVCacheConfig) -> bool:
+    """Whether some layer has two caches with pages of different sizes, as one with an indexer."""
+    sizes: dict[tuple[str, int], int] = {}
+    return any(
+        sizes.setdefault(place_of(name), num_bytes) != num_bytes
+        for name, num_bytes in layer_bytes(config).items()
+    )
+
+
 def page_bytes(config: KVCacheConfig) -> int:
     """Of a block in one layer. vLLM gives the pages of all groups one size."""
     return kv_groups(config)[0].page_bytes
@@ -80,6 +160,8 @@ def unpadded_page_bytes(config: KVCacheConfig) -> int:
     Touches:
         vllm/v1/kv_cache_interface.py:AttentionSpec.real_page_size_bytes
     """
+    if len({*layer_bytes(config).values()}) > 1:
+        return page_bytes(config)
     specs = (group.kv_cache_spec for group in config.kv_cache_groups)
     return max(getattr(spec, "real_page_size_bytes", spec.page_size_bytes) for spec in specs)
 

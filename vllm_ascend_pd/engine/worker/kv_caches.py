@@ -11,7 +11,13 @@ import torch  # noqa: TID251 - tensors of the engine
 
 from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout, Region
 from vllm_ascend_pd.backends.device_copy import DevicePageLayout, Segment
-from vllm_ascend_pd.engine.vllm_api.groups import kv_groups, page_bytes, unpadded_page_bytes
+from vllm_ascend_pd.engine.vllm_api.groups import (
+    kv_groups,
+    layer_bytes,
+    page_bytes,
+    place_of,
+    unpadded_page_bytes,
+)
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,10 +35,12 @@ Cache: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class KVCaches:
-    """The page layout, and the index in it of every attention layer (aliases included)."""
+    """The page layout, and the indexes in it of every attention layer (aliases included): of one
+    with large pages several.
+    """
 
     layout: PageLayout
-    layer_index: Mapping[str, int]
+    layers: Mapping[str, range]
     device: torch.device
 
     def by_group(self, groups: Sequence[KVGroup]) -> tuple[GroupPages, ...]:
@@ -40,7 +48,7 @@ class KVCaches:
             GroupPages.of(
                 self.layout,
                 group.block_size,
-                sorted({self.layer_index[name] for name in group.layers}),
+                sorted({index for name in group.layers for index in self.layers[name]}),
                 states=bool(group.state),
             )
             for group in groups
@@ -76,31 +84,36 @@ def _locate_on_host(
             f" use one of {', '.join(_COMPACT_LAYOUTS)}"
         )
     storage = first.untyped_storage()
-    names: list[str] = []
-    offsets: list[int] = []
-    strides = set()
+    starts: dict[str, int] = {}
+    stride_of: dict[str, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
-        strides.add(tensor.block_stride)
         for index, name in enumerate(tensor.layers):
-            names.append(name)
-            offsets.append(tensor.offset + index * tensor.layer_stride)
-    if len(strides) > 1:
+            starts[name] = tensor.offset + index * tensor.layer_stride
+            stride_of[name] = tensor.block_stride
+    sizes, page = layer_bytes(kv_cache_config), page_bytes(kv_cache_config)
+    if len(set(sizes.values())) > 1 and any(size % page for size in sizes.values()):
         raise ConfigError(
-            f"InEngine needs layers with pages of one size, not of {sorted(strides)} bytes: a"
-            " drafter must have as many KV heads as its model, and as large ones"
+            f"on a CPU InEngine needs layers with pages of one size, or of small multiples of one,"
+            f" not of {sorted(set(sizes.values()))} bytes"
         )
-    order = [names.index(name) for name in run_order(kv_cache_config, names)]
+    offsets: list[int] = []
+    strides: list[int] = []
+    layers: dict[str, range] = {}
+    for name in run_order(kv_cache_config, starts):
+        cuts = range(starts[name], starts[name] + max(page, sizes[name]), page)
+        layers[name] = range(len(offsets), len(offsets) + len(cuts))
+        offsets += cuts
+        strides += [stride_of[name]] * len(cuts)
     layout = PageLayout(
         region=Region(storage.data_ptr(), storage.nbytes()),
-        layer_offsets=np.array([offsets[i] for i in order], dtype=np.int64),
-        block_stride=strides.pop(),
-        page_bytes=page_bytes(kv_cache_config),
+        layer_offsets=np.array(offsets, dtype=np.int64),
+        block_strides=np.array(strides, dtype=np.int64),
+        page_bytes=page,
     )
-    index_of = {names[i]: position for position, i in enumerate(order)}
-    by_address = {data_ptr(kv_caches[name]): index for name, index in index_of.items()}
+    by_address = {data_ptr(kv_caches[name]): found for name, found in layers.items()}
     for name, cache in kv_caches.items():
-        index_of.setdefault(name, by_address[data_ptr(cache)])
-    return KVCaches(layout, index_of, first.device)
+        layers.setdefault(name, by_address[data_ptr(cache)])
+    return KVCaches(layout, layers, first.device)
 
 
 def run_order(kv_cache_config: KVCacheConfig, names: Iterable[str]) -> list[str]:
@@ -110,20 +123,13 @@ def run_order(kv_cache_config: KVCacheConfig, names: Iterable[str]) -> list[str]
     """
     names = list(names)
     known = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-    beginnings = list(dict.fromkeys(_split(name)[0] for name in (*known, *names)))
+    beginnings = list(dict.fromkeys(place_of(name)[0] for name in (*known, *names)))
 
     def place(name: str) -> tuple[int, int, str]:
-        beginning, number = _split(name)
+        beginning, number = place_of(name)
         return beginnings.index(beginning), number, name
 
     return sorted(names, key=place)
-
-
-def _split(name: str) -> tuple[str, int]:
-    """``draft_model.model.layers.3.self_attn.attn`` -> ``draft_model.model.layers``, 3."""
-    words = name.split(".")
-    index = next((i for i, word in enumerate(words) if word.isdigit()), None)
-    return (name, 0) if index is None else (".".join(words[:index]), int(words[index]))
 
 
 def parts(cache: Cache) -> tuple[torch.Tensor, ...]:
@@ -138,13 +144,16 @@ def data_ptr(cache: Cache) -> int:
 
 def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KVCaches:
     """Pages as runs of bytes in the allocations of one device."""
-    num_bytes = unpadded_page_bytes(kv_cache_config)
+    num_bytes, sizes = unpadded_page_bytes(kv_cache_config), layer_bytes(kv_cache_config)
+    if len(set(sizes.values())) == 1:
+        sizes = dict.fromkeys(sizes, num_bytes)
     states = {name for group in kv_groups(kv_cache_config) if group.state for name in group.layers}
     memories: list[torch.Tensor] = []
     memory_of: dict[int, int] = {}
     segments: list[tuple[Segment, ...]] = []
-    index_of: dict[str, int] = {}
+    layers: dict[str, range] = {}
     by_address: dict[int, str] = {}
+    at_place: dict[tuple[str, int], str] = {}
     group_of = {
         name: index
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -155,7 +164,7 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
         # Layers of two groups are at one address, too, in different blocks.
         same = by_address.setdefault(data_ptr(cache), name)
         if same != name and group_of.get(name, group_of.get(same)) == group_of.get(same):
-            index_of[name] = index_of[same]
+            layers[name] = layers[same]
             continue
         for tensor in parts(cache):
             storage = tensor.untyped_storage()
@@ -166,22 +175,44 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
         if name in states:
             found = _state_page(name, cache, memory_of, num_bytes)
         else:
-            found = _segments(name, cache, memory_of, num_bytes, kv_cache_config.num_blocks)
-        index_of[name] = len(segments)
-        segments.append(found)
+            found = _segments(name, cache, memory_of, sizes[name], kv_cache_config.num_blocks)
+        if sizes[name] < num_bytes and (beside := at_place.get(place_of(name))) is not None:
+            layers[name] = layers[beside]
+            segments[layers[name].start] += found
+            continue
+        at_place[place_of(name)] = name
+        pages = _cut(found, num_bytes) if sizes[name] > num_bytes else [found]
+        layers[name] = range(len(segments), len(segments) + len(pages))
+        segments += pages
     starts = [memories[layer[0].memory].data_ptr() + layer[0].offset for layer in segments]
     low = min(memory.data_ptr() for memory in memories)
     high = max(memory.data_ptr() + memory.numel() for memory in memories)
     layout = DevicePageLayout(
         region=Region(low, high - low),
         layer_offsets=np.array([start - low for start in starts], dtype=np.int64),
-        block_stride=segments[0][0].stride,
+        block_strides=np.array([layer[0].stride for layer in segments], dtype=np.int64),
         page_bytes=num_bytes,
         segments=tuple(segments),
         memories=tuple(memories),
         num_blocks=kv_cache_config.num_blocks,
     )
-    return KVCaches(layout, index_of, memories[0].device)
+    return KVCaches(layout, layers, memories[0].device)
+
+
+def _cut(page: tuple[Segment, ...], num_bytes: int) -> list[tuple[Segment, ...]]:
+    """A large page as several of so many bytes."""
+    cuts: list[tuple[Segment, ...]] = []
+    room = 0
+    for segment in page:
+        at, end = segment.offset, segment.offset + segment.num_bytes
+        while at < end:
+            if not room:
+                cuts.append(())
+                room = num_bytes
+            size = min(room, end - at)
+            cuts[-1] += (replace(segment, offset=at, num_bytes=size),)
+            at, room = at + size, room - size
+    return cuts
 
 
 def _state_page(

@@ -36,7 +36,7 @@ from vllm_ascend_pd.engine.threads import (
     sleep_where_cores_are_few,
 )
 from vllm_ascend_pd.engine.vllm_api.config import has_drafter
-from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
+from vllm_ascend_pd.engine.vllm_api.groups import has_caches_beside, kv_groups
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.pool_start import start_pool
@@ -111,7 +111,7 @@ def _create(
         # Nothing goes through the slots; with them loads are counted, and pages verified.
         registry, make_slots = Unregistered(), StagingPool
         live_regions += page_regions(
-            caches.layout, kv_cache_config.num_blocks, caches.layer_index, DIRECT_ALIGNMENT
+            caches.layout, kv_cache_config.num_blocks, caches.layers, DIRECT_ALIGNMENT
         )
         for region in live_regions:
             transports.register(*region)
@@ -163,7 +163,10 @@ def _create(
         type(copier).__name__,
     )
     layers = WorkerLayers(
-        caches.layer_index, stage, has_drafter(vllm_config), any(group.states for group in groups)
+        caches.layers,
+        stage,
+        has_drafter(vllm_config),
+        has_caches_beside(kv_cache_config) or any(group.states for group in groups),
     )
     memory = WorkerMemory(transports, pools, live_regions)
     parts = (layers, memory, grants, trust, server, loader, pool, own.rank)

@@ -55,7 +55,7 @@ class ArmedStep:
         loader: Loaders | None,
         grants: Grants,
         server: DataServer | None,
-        layer_index: Mapping[str, int],
+        layers: Mapping[str, range],
         wait_all: bool,
         ahead: PackAhead | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class ArmedStep:
         self._loader = loader
         self._grants = grants
         self._server = server
-        self._layer_index = layer_index
+        self._layers = layers
         self._wait_all = wait_all
         self._ahead = ahead
 
@@ -84,16 +84,17 @@ class ArmedStep:
 
     def wait_layer(self, layer_name: str) -> None:
         if self._loader is not None:
-            self._loader.wait_layer(self._layer_index[layer_name])
+            for layer in self._layers[layer_name]:
+                self._loader.wait_layer(layer)
 
     def save_layer(self, layer_name: str) -> None:
         """Consumers that watch may fetch the layer's new KV while the next layer is computed, and
         blocks that the pool lacks are packed.
         """
         if self._ahead is not None:
-            self._ahead.layer_done(self._layer_index[layer_name])
+            self._ahead.layer_done(self._layers[layer_name][-1])
         if self._server is not None:
-            self._grants.layer_done(self._layer_index[layer_name])
+            self._grants.layer_done(self._layers[layer_name][-1])
             self._server.notify()
 
     def __exit__(self, *exc: object) -> None:
@@ -119,14 +120,15 @@ class StepOutput:
 class WorkerLayers:
     """The attention layers of a worker."""
 
-    index: Mapping[str, int]
-    """In the order in which they run, aliases included."""
+    index: Mapping[str, range]
+    """In the order in which they run, aliases included; one with large pages counts as several."""
     stage: Layers | None = None
     """Which of the model's they are, where there are several pipeline stages."""
     drafts: bool = False
     """Some are those of a drafter, which runs behind the model."""
-    states: bool = False
-    """Some keep states."""
+    read_early: bool = False
+    """Some are read where no hook waits for them: states before the forward, what an indexer keeps
+    before its layer's attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +195,8 @@ class WorkerSide:
             for load in meta.loads:
                 self._loader.start_load(load)
             self._has_loads = any(load.in_step for load in meta.loads)
-            if self._has_loads and self.layers.states:
-                self._loader.wait_all()  # states are copied on before the forward
+            if self._has_loads and self.layers.read_early:
+                self._loader.wait_all()
         if self.pool is not None:
             for message in meta.saves:
                 self.pool.handle(message)
