@@ -23,6 +23,28 @@ _COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+_MLA = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    # DeepSeek's own scaling. vLLM's CPU kernel turns the wrong rows of MLA without one.
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
 
 
 def architecture(name: str) -> Any:
@@ -115,29 +137,18 @@ def architecture(name: str) -> Any:
             num_local_experts=2,
         )
     if name == "mla":
-        return transformers.DeepseekV2Config(
+        return transformers.DeepseekV2Config(**_COMMON, **_MLA, q_lora_rank=None)
+    if name == "sparse":
+        # MLA whose tokens attend to so few others, which an indexer chooses for each of them.
+        return transformers.DeepseekV32Config(
             **_COMMON,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
-            head_dim=64,
-            first_k_dense_replace=3,
-            n_routed_experts=2,
-            n_shared_experts=1,
-            moe_intermediate_size=32,
-            num_experts_per_tok=2,
-            # DeepSeek's own scaling. vLLM's CPU kernel turns the wrong rows of MLA without one.
-            rope_scaling={
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 512,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-            },
+            **_MLA,
+            q_lora_rank=64,
+            n_group=1,
+            topk_group=1,
+            index_topk=8,
+            index_n_heads=2,
+            index_head_dim=128,
         )
     if name == "tied":
         # The last two of four layers read the KV of the second.

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from tests.integration import on_gpu, state_kernels, triton_interpreter
+from tests.integration import on_gpu, sparse_kernels, state_kernels, triton_interpreter
 from tests.zygote import prepare_to_fork
 
 _VLLM_METRICS = {
@@ -142,6 +142,7 @@ class EngineServer:
         from vllm.config import KVTransferConfig
 
         state_kernels.install()
+        sparse_kernels.install()
         if on_gpu.is_on():
             llm_options = on_gpu.options(llm_options, runs_ahead)
         elif runs_ahead:
