@@ -139,10 +139,11 @@ def architecture(name: str) -> Any:
     if name == "mla":
         return transformers.DeepseekV2Config(**_COMMON, **_MLA, q_lora_rank=None)
     if name == "sparse":
-        # MLA whose tokens attend to so few others, which an indexer chooses for each of them.
+        # MLA whose tokens attend to so few others, which an indexer chooses for each of them. A
+        # page of its KV is as large as four of what the indexer keeps.
         return transformers.DeepseekV32Config(
             **_COMMON,
-            **_MLA,
+            **{**_MLA, "kv_lora_rank": 68},
             q_lora_rank=64,
             n_group=1,
             topk_group=1,

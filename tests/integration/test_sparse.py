@@ -1,21 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention on a CPU, which is ours (``sparse_attention``): one engine, no transfers."""
+"""DeepSeek V3.2's sparse attention, whose indexer keeps pages of another size beside the KV. On a
+CPU it is ours (``sparse_attention``): first one engine of it, then P/D, a pool and moves.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet
+from tests.integration.pairs import (
+    CHUNKED,
+    Pair,
+    Three,
+    abort_early_and_late,
+    expect_recovery_and_preemptions,
+)
+from tests.integration.pool_steps import POOL, provenance, settle, store
+from tests.integration.test_moves import expect_broken_answers_to_go_on, num_bytes_of_move
 
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 3 * BLOCK_SIZE + 4
+NUM_LAYERS, HEAD_BYTES = 3, 132
+BLOCK_BYTES = NUM_LAYERS * BLOCK_SIZE * (4 * HEAD_BYTES + HEAD_BYTES)
+"""What all layers and their indexers have of a block."""
+FAULTY = {"staging_slot_bytes": 64 * 1024, "staging_slots": 64}
 
 
 @pytest.fixture
@@ -62,3 +77,108 @@ def test_what_the_indexer_leaves_out_matters(
     sparse, other = fleet.engines(config, replace(config, model=str(dense)))
     prompt = prompt_of(NUM_TOKENS)
     assert sparse.ask(prompt, 24).token_ids != other.ask(prompt, 24).token_ids
+
+
+@pytest.fixture
+def three(fleet: Fleet, config: EngineConfig) -> Iterator[Three]:
+    yield from Three.of(fleet, config, FAULTY)
+
+
+@pytest.fixture
+def pair(three: Three, prompt_of: Callable[..., list[int]]) -> Pair:
+    return Pair(three.producer, three.consumer, prompt_of(5, "where"))
+
+
+@pytest.mark.parametrize("num_tokens", [3 * BLOCK_SIZE, NUM_TOKENS, CHUNKED])
+def test_both_orders(
+    three: Three, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int
+) -> None:
+    for order in ("prefill first", "decode first"):
+        prompt = prompt_of(num_tokens, order)
+        if order == "prefill first":
+            answer = three.consumer.ask(prompt, 24, three.producer.prefill(prompt))
+        else:
+            answer = pair.ask(prompt, max_tokens=24)
+        three.assert_right(answer, prompt)
+        assert answer.sources == (0, num_tokens, 0), order
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        assert answer.provenance["num_peer_bytes"] == num_blocks * BLOCK_BYTES, order
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_where_the_consumer_samples_the_first_token(
+    three: Three, prompt_of: Callable[..., list[int]], load_mode: str, runs_ahead: bool
+) -> None:
+    """In a step its indexers read what comes before any hook of their layers."""
+    transfer = {"load_mode": load_mode, "first_token": "compute"}
+    consumer = three.other("kv_consumer", transfer, runs_ahead=runs_ahead)
+    for num_tokens in (3 * BLOCK_SIZE, NUM_TOKENS, CHUNKED):
+        prompt = prompt_of(num_tokens, str(num_tokens))
+        answer = consumer.ask(prompt, 24, three.producer.prefill(prompt))
+        three.assert_right(answer, prompt)
+        assert answer.sources == (0, num_tokens - 1, 1)
+
+
+@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*9,corrupt"])
+def test_failed_load_goes_on_from_what_is_whole(
+    three: Three, pair: Pair, prompt_of: Callable[..., list[int]], script: str
+) -> None:
+    for order in ("prefill first", "decode first"):
+        prompt = prompt_of(6 * BLOCK_SIZE + 6, order)
+        known = three.producer.prefill(prompt) if order == "prefill first" else None
+        three.producer.set_faults(f"{script},ok*")
+        if known is not None:
+            answer = three.consumer.ask(prompt, 24, known)
+        else:
+            answer = pair.ask(prompt, max_tokens=24)
+        three.assert_right(answer, prompt)
+        three.producer.set_faults("ok*")
+
+
+def test_recovery_and_preemptions(three: Three, prompt_of: Callable[..., list[int]]) -> None:
+    consumer = three.other("kv_consumer", num_blocks=24, max_model_len=640)
+    expect_recovery_and_preemptions(three.producer, consumer, three.assert_right, prompt_of)
+
+
+def test_abort(pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+    abort_early_and_late(pair, prompt_of)
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_pool(three: Three, prompt_of: Callable[..., list[int]], load_mode: str) -> None:
+    pool = json.dumps(POOL)
+    engine = three.other("kv_both", {"load_mode": load_mode}, pool=pool)
+    prompt = prompt_of(NUM_TOKENS)
+    three.assert_right(store(engine, prompt, 24), prompt)
+    answer = engine.ask(prompt, 24, {"return_provenance": True})
+    three.assert_right(answer, prompt)
+    assert provenance(answer) == {"dram": 3 * BLOCK_SIZE, "computed": 4}
+    settle(engine)
+
+
+@pytest.mark.parametrize(("cut", "runs_ahead"), [(3, False), (20, True)])
+def test_request_moves_while_it_runs(
+    three: Three, prompt_of: Callable[..., list[int]], cut: int, runs_ahead: bool
+) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    num_computed, copied = num_bytes_of_move(three, prompt, cut, runs_ahead=runs_ahead)
+    assert copied == -(-num_computed // BLOCK_SIZE) * BLOCK_BYTES
+
+
+def test_answer_that_broke_off_goes_on_from_its_tokens(
+    three: Three, prompt_of: Callable[..., list[int]]
+) -> None:
+    expect_broken_answers_to_go_on(three, prompt_of(NUM_TOKENS))
+
+
+def test_workers_share_what_they_all_hold(
+    three: Three, prompt_of: Callable[..., list[int]]
+) -> None:
+    """A producer of one worker, and a consumer of two."""
+    llm = json.dumps({"tensor_parallel_size": 2})
+    consumer = three.other("kv_consumer", executor="mp", llm=llm)
+    prompt = prompt_of(NUM_TOKENS)
+    answer = consumer.ask(prompt, 24, three.producer.prefill(prompt))
+    three.assert_right(answer, prompt)
+    assert answer.sources == (0, NUM_TOKENS, 0)
