@@ -222,6 +222,17 @@ def test_how_a_checkpoint_is_read_does_not_count(config: VllmConfig) -> None:
     assert model_identity(config) == before
 
 
+def test_what_a_model_writes_over_its_configuration_does_not_count(config: VllmConfig) -> None:
+    """DeepSeek's does where it is built, which is here or in a worker's process."""
+    hf_config = config.model_config.hf_config
+    found = []
+    for kind in ("yarn", "deepseek_yarn", "linear"):
+        hf_config.rope_parameters = {"rope_type": kind, "factor": 2.0}
+        found.append(model_identity(config))
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"config"}
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.checkpoints import copy_with_more_heads
 from tests.integration.conftest import SingleEngine
 from tests.integration.drafters import PAGE_BYTES, START, WINDOW, make_drafted
 from tests.integration.engines import (
@@ -23,7 +24,6 @@ from tests.integration.engines import (
     Answer,
     Engine,
     EngineConfig,
-    EngineError,
     Fleet,
 )
 from tests.integration.moving import coming
@@ -638,13 +638,50 @@ def test_windows_without_groups_of_their_own_fit_any_drafter(
     assert outcomes == ["incompatible", "loaded"]
 
 
-def test_drafter_with_pages_of_another_size_is_refused_by_name(
-    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
+@pytest.mark.parametrize("is_larger", [False, True])
+def test_drafter_with_pages_of_another_size_is_like_one_engine(
+    fleet: Fleet,
+    engines: Engines,
+    base_config: EngineConfig,
+    started: Callable[..., Prompt],
+    tmp_path: Path,
+    is_larger: bool,
 ) -> None:
-    drafts = {"method": "draft_model", "model": models("mqa"), "num_speculative_tokens": 1}
-    llm = json.dumps({"speculative_config": drafts})
-    with pytest.raises(EngineError, match=r"pages of one size, not of .*: a drafter must have"):
-        fleet.start(replace(base_config, executor="uni", role="kv_both", llm=llm))
+    """The same model, but that it, or the drafter, has each KV head twice."""
+    more = str(copy_with_more_heads(Path(base_config.model), tmp_path / "model"))
+    model, drafter = (base_config.model, more) if is_larger else (more, base_config.model)
+    drafts = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 2}
+    options = {"model": model, "llm": json.dumps({"speculative_config": drafts})}
+    engine = fleet.engine(replace(base_config, executor="uni", **options))
+    drafting = Drafting("draft_model", options, SingleEngine(engine), engine)
+    producer = engines.shared("kv_producer", faults="ok*", **options)
+    producer.set_faults("ok*")
+    transfer = {**EVERY_LAYER, "load_mode": "step"}
+    consumer = engines.shared("kv_consumer", transfer=transfer, **options)
+    pooled = engines.shared("kv_both", pool=POOL, **options)
+    pair = Pair(producer, consumer, started(5, "where"))
+    rates = drafting.rates(consumer, pooled)
+    for num_tokens in (3 * BLOCK_SIZE, CHUNKED):
+        prompt = started(num_tokens, f"prefill first {num_tokens}")
+        answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
+        drafting.assert_right(answer, prompt)
+        assert answer.sources == (0, num_tokens, 0)
+        prompt = started(num_tokens, f"decode first {num_tokens}")
+        answer = pair.ask(prompt, max_tokens=NUM_ANSWER)
+        drafting.assert_right(answer, prompt)
+        assert answer.sources == (0, num_tokens, 0)
+        prompt = started(num_tokens, f"pool {num_tokens}")
+        store(pooled, prompt)
+        answer = pooled.ask(prompt, NUM_ANSWER, {"return_provenance": True})
+        drafting.assert_right(answer, prompt)
+        assert provenance(answer)["dram"]
+    rates.assert_like_one_engine()
+    prompt = started(CHUNKED, "fails")
+    known = producer.prefill(prompt)
+    producer.set_faults("corrupt,ok*")
+    answer = consumer.ask(prompt, 20, known)
+    drafting.assert_right(answer, prompt)
+    assert answer.outcome == "checksum"
 
 
 def test_producer_may_draft_less(

@@ -40,6 +40,12 @@ _PROCESSOR_FILES = (
 )
 _NOT_CONTENT = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "max_model_len"))
 """Of a configuration: where it lies, and who read it."""
+_ROPE_TYPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
+"""What DeepSeek's models write over their configuration's ``rope_type`` where they are built: in
+the scheduler's process, if its worker has none of its own.
+
+    vllm/model_executor/models/deepseek_v2.py:DeepseekV2MLAAttention
+"""
 _LLAMA4_TUNING_LENGTH = 32768
 
 
@@ -105,10 +111,14 @@ def _drafter(vllm_config: VllmConfig) -> str:
 
 def _content(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _content(value) if isinstance(value, Mapping) else value
+        key: _content(value) if isinstance(value, Mapping) else _as_it_was(key, value)
         for key, value in config.items()
         if key not in _NOT_CONTENT
     }
+
+
+def _as_it_was(key: str, value: Any) -> Any:
+    return _ROPE_TYPES.get(value, value) if key == "rope_type" else value
 
 
 def _weights(vllm_config: VllmConfig, load: LoadConfig, model: ModelConfig) -> str:
