@@ -19,7 +19,6 @@ from tests.engine.test_pool_scheduler import World, keys
 from tests.pages import one_group
 from tests.unit.engine.test_pool_io_machine import NoRegistry
 from vllm_ascend_pd.backends.block_copy import (
-    GroupPages,
     PageLayout,
     Region,
     WorkerPages,
@@ -31,6 +30,7 @@ from vllm_ascend_pd.engine.scheduler.sources import SourceState
 from vllm_ascend_pd.engine.worker import pool_start
 from vllm_ascend_pd.engine.worker.pool_start import as_stored
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.span import KVGroup
 from vllm_ascend_pd.pool import link as pool_link
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.fold import fold_found, fold_saved
@@ -59,16 +59,18 @@ from vllm_ascend_pd.types import LoadId, Place
 NOWHERE, DRAM, REMOTE, SSD = Place.NOWHERE, Place.DRAM, Place.REMOTE, Place.SSD
 
 
-def test_workers_with_the_same_kv_head_store_states_of_their_own() -> None:
-    layout = PageLayout(Region(64, 64), np.array([0, 16]), np.array([32, 32]), 16)
-    whole = GroupPages.of(layout, 16, [0])
-    states = GroupPages.of(layout, 16, [1], states=True)
+def test_workers_with_the_same_kv_head_store_states_and_drafters_of_their_own() -> None:
+    whole = KVGroup(0, 16, 16, ("a",))
+    states = KVGroup(1, 16, 16, ("b",), state="gdn")
+    drafter = KVGroup(0, 16, 16, ("a", "draft", "draft"), sizes=(16, 32))
+    indexer = KVGroup(0, 16, 48, ("a",), sizes=(16, 32))
     for rank in range(4):
         own = Sharding(rank, tp_size=4, num_kv_heads=2)
-        assert as_stored(own, [whole]) == own
+        assert as_stored(own, [whole]) == as_stored(own, [indexer]) == own
         assert (own.share, own.num_replicas) == (Share(rank // 2, 2), 2)
-        own = as_stored(own, [whole, states])
-        assert (own.share, own.num_replicas) == (Share(rank, 4), 1)
+        for groups in ([whole, states], [drafter]):
+            each = as_stored(own, groups)
+            assert (each.share, each.num_replicas) == (Share(rank, 4), 1)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,7 @@ def test_share_of_a_tenant_that_holds_no_block_is_refused_at_start(
     for name, value in {
         "fingerprint": "m",
         "sharding": Sharding(1, tp_size=2, num_kv_heads=2),
+        "kv_groups": (),
         "data_parallel_rank": None,
         "from_first_worker": 64 << 20,
     }.items():

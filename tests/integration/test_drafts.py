@@ -676,6 +676,11 @@ def test_drafter_with_pages_of_another_size_is_like_one_engine(
         drafting.assert_right(answer, prompt)
         assert provenance(answer)["dram"]
     rates.assert_like_one_engine()
+    plain = engines.shared("kv_consumer", model=model)
+    prompt = started(NUM_TOKENS, "plain")
+    answer = plain.ask(prompt, 20, producer.prefill(prompt))
+    drafting.assert_right(answer, prompt)
+    assert answer.outcome == "incompatible"
     prompt = started(CHUNKED, "fails")
     known = producer.prefill(prompt)
     producer.set_faults("corrupt,ok*")

@@ -44,7 +44,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         ),
         "layout": str(kv_cache_config.kv_cache_layout),
         "block": _each(group.block_size for group in groups),
-        "page": _each(group.page_bytes * num_parts for group in groups),
+        "page": _each(_page(group, num_parts) for group in groups),
         "isa": _each(_page_isa(vllm_config, group.block_size) for group in groups),
         "hash": vllm_config.cache_config.prefix_caching_hash_algo,
         "seed": _hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
@@ -59,6 +59,14 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
             placement = f"-direct-{late_write_s():.0f}s" if transfer.places_directly else ""
             parts["via"] = f"{transfer.protocol.value}{placement}"
     return " ".join(f"{key}={value}" for key, value in parts.items())
+
+
+def _page(group: KVGroup, num_parts: int) -> str:
+    """How large a page of all workers is; where those in memory are cut into such pages, or joined,
+    also how large they are.
+    """
+    sizes = "+".join(str(size * num_parts) for size in group.sizes)
+    return f"{group.page_bytes * num_parts}" + (f":{sizes}" if sizes else "")
 
 
 def _reach(group: KVGroup) -> str:

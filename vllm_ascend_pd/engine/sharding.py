@@ -54,5 +54,5 @@ def can_divide_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     return (
         vllm_config.device_config.device_type == "cpu"
         and str(kv_cache_config.kv_cache_layout) in _HEADS_OUTERMOST
-        and all(len(set(group.layers)) == len(group.layers) for group in groups)
+        and not any(group.cuts_pages for group in groups)
     )

@@ -35,7 +35,8 @@ class KVGroup:
 
     ``id`` is the group's place among those of the engine. ``block_size`` is in tokens;
     ``page_bytes`` is what one worker has of a block in one of ``layers``, in which a layer with a
-    larger page is several times. A token attends to the last ``window`` ones, itself included, or
+    larger page is several times; ``sizes`` are those of pages in memory, where there are several.
+    A token attends to the last ``window`` ones, itself included, or
     to those of its own ``chunk``, if there is one. Of a group with a ``state``, which says of what
     kind it is, a block holds what its layers make of all tokens before its end, and nothing of the
     tokens themselves. An engine that ``stops_early`` does so at the last boundary of blocks but one
@@ -50,6 +51,12 @@ class KVGroup:
     chunk: int = 0
     state: str = ""
     stops_early: bool = False
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def cuts_pages(self) -> bool:
+        """Whether some layers count as several."""
+        return any(size > self.page_bytes for size in self.sizes)
 
     @property
     def bytes_per_block(self) -> int:

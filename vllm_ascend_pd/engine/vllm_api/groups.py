@@ -34,13 +34,12 @@ def kv_groups(config: KVCacheConfig, stops_early: bool = False) -> tuple[KVGroup
     Raises:
         ConfigError: layers whose pages cannot be made pages of one size.
     """
-    pages = [_pages(config, group) for group in config.kv_cache_groups]
+    sizes = layer_bytes(config)
     return tuple(
         KVGroup(
             id=index,
             block_size=group.kv_cache_spec.block_size,
-            page_bytes=pages[index][0],
-            layers=pages[index][1],
+            **_pages({n: size for n, size in sizes.items() if n in group.layer_names}, group),
             window=_attribute(group.kv_cache_spec, "SlidingWindowSpec", "sliding_window"),
             chunk=_attribute(
                 group.kv_cache_spec, "ChunkedLocalAttentionSpec", "attention_chunk_size"
@@ -52,8 +51,8 @@ def kv_groups(config: KVCacheConfig, stops_early: bool = False) -> tuple[KVGroup
     )
 
 
-def _pages(config: KVCacheConfig, group: KVCacheGroupSpec) -> tuple[int, tuple[str, ...]]:
-    """The size of a group's pages, and whose each is.
+def _pages(sizes: dict[str, int], group: KVCacheGroupSpec) -> dict[str, Any]:
+    """A group's ``page_bytes``, ``layers`` and ``sizes``, of layers with pages of these sizes.
 
     Where layers have pages of several sizes, as a drafter with more KV heads than its model, they
     are cut into pages of their common divisor: such a layer counts as several. An indexer's pages
@@ -64,29 +63,30 @@ def _pages(config: KVCacheConfig, group: KVCacheGroupSpec) -> tuple[int, tuple[s
         the drafter's       [   |   |   |   ]         indexer    [  ]        [  ]
                             7 layers                             2 layers
     """
-    sizes = layer_bytes(config)
-    names = [name for name in sizes if name in group.layer_names]
-    of_layers = {sizes[name] for name in names}
+    of_layers = sorted(set(sizes.values()))
     if len(of_layers) <= 1:
         spec = group.kv_cache_spec
         has_several = hasattr(spec, "kv_cache_specs")
-        return of_layers.pop() if has_several else spec.page_size_bytes, tuple(names)
+        page_bytes = of_layers[0] if has_several else spec.page_size_bytes
+        return {"page_bytes": page_bytes, "layers": tuple(sizes)}
     unit = math.gcd(*of_layers)
-    if max(of_layers) // unit <= MAX_CUTS:
-        return unit, tuple(name for name in names for _ in range(sizes[name] // unit))
+    if of_layers[-1] // unit <= MAX_CUTS:
+        layers = tuple(name for name, size in sizes.items() for _ in range(size // unit))
+        return {"page_bytes": unit, "layers": layers, "sizes": tuple(of_layers)}
     joined: dict[tuple[str, int], int] = {}
     first: dict[tuple[str, int], str] = {}
-    for name in names:
+    for name, size in sizes.items():
         place = place_of(name)
-        joined[place] = joined.get(place, 0) + sizes[name]
+        joined[place] = joined.get(place, 0) + size
         first.setdefault(place, name)
     if len(set(joined.values())) > 1:
         raise ConfigError(
             f"InEngine needs layers with pages of one size, or that are small multiples of one, not"
-            f" of {sorted(of_layers)} bytes: a drafter must have as many KV heads as its model, or"
+            f" of {of_layers} bytes: a drafter must have as many KV heads as its model, or"
             " a multiple, and as large ones"
         )
-    return max(joined.values()), tuple(first.values())
+    page_bytes = max(joined.values())
+    return {"page_bytes": page_bytes, "layers": tuple(first.values()), "sizes": tuple(of_layers)}
 
 
 def layer_bytes(config: KVCacheConfig) -> dict[str, int]:

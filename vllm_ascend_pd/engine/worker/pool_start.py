@@ -14,6 +14,7 @@ from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.vllm_api.process import from_first_worker
 from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
@@ -27,10 +28,11 @@ from vllm_ascend_pd.pool.values import BlockValues
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_ascend_pd.backends.block_copy import GroupPages, WorkerPages
+    from vllm_ascend_pd.backends.block_copy import WorkerPages
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PDConfig
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
+    from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.transfer.shares import Sharding
 
 
@@ -41,11 +43,12 @@ _AHEAD_SLOTS = 8
 """So many groups of blocks can be packed while their step computes them."""
 
 
-def as_stored(own: Sharding, pages: Sequence[GroupPages]) -> Sharding:
-    """Which workers store the same: none where layers keep states, which are divided among all of
-    them, also among those that have the same KV heads.
+def as_stored(own: Sharding, groups: Sequence[KVGroup]) -> Sharding:
+    """Which workers store the same: none where layers keep states, or have pages of another size,
+    as a drafter does. These are divided among all of them, also among those that have the same KV
+    heads of the model.
     """
-    divides_all = any(group.states for group in pages)
+    divides_all = any(group.state or group.cuts_pages for group in groups)
     return replace(own, num_kv_heads=own.tp_size) if divides_all else own
 
 
@@ -65,7 +68,7 @@ def start_pool(
     memory that it can reach.
     """
     assert config.pool is not None
-    own = as_stored(sharding(vllm_config), pages.groups)
+    own = as_stored(sharding(vllm_config), kv_groups(kv_cache_config))
     secret = b""
     if (path := config.security.secret_file) is not None:
         secret = Secret.load(path).derive(b"pool checksum 1")
