@@ -35,7 +35,7 @@ from vllm_ascend_pd.engine.worker.kv_caches import locate_on_device
 # What these say of host memory and of its steps is said of a device below or in test_device_caches.
 for name in (
     "test_cache_that_is_not_in_host_memory_is_refused_by_name",
-    "test_layers_with_pages_of_different_sizes_are_refused_by_name",
+    "test_caches_of_one_layer_that_make_one_page_are_refused_by_name_on_a_cpu",
     "test_layout_without_whole_pages_is_refused_by_name",
     "test_armed_step_is_current_only_inside",
 ):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -413,6 +414,10 @@ class Engine:
         while text not in self._log_path.read_text(errors="replace"):
             assert time.monotonic() < deadline, f"{self.name} did not log {text!r}\n{self.log()}"
             time.sleep(0.01)
+
+    def find_in_log(self, pattern: str) -> set[str]:
+        """What the pattern's group has stood for so far."""
+        return set(re.findall(pattern, self._log_path.read_text(errors="replace")))
 
     def wait_ready(self) -> None:
         self._waiting = True

@@ -12,7 +12,6 @@ from vllm_ascend_pd.router import stored
 from vllm_ascend_pd.router.policies.base import Pair, Policy, Routed, may_serve
 from vllm_ascend_pd.router.policies.least_loaded import LeastLoaded
 from vllm_ascend_pd.router.ranking import Rankings
-from vllm_ascend_pd.types import without_drafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -251,12 +250,10 @@ class Selector:
 def _with_partner(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Sequence[Instance]:
     """Those whose KV one of ``decodes`` can read, as ``are_partners`` says of two."""
     theirs = {decode.spec.fingerprint for decode in decodes}
-    if None in theirs or not theirs:
-        return prefills if theirs else []
+    if None in theirs:
+        return prefills
     return [
         prefill
         for prefill in prefills
-        if (ours := prefill.spec.fingerprint) is None
-        or ours in theirs
-        or without_drafter(ours) in theirs
+        if any(may_serve(prefill.spec.fingerprint, one) for one in theirs)
     ]

@@ -56,6 +56,14 @@ _FITTING: dict[str, dict[str, str]] = {
         "dtype": "give both sides the same --dtype",
         "kv_dtype": "give both sides the same --kv-cache-dtype",
         "block": "give both sides the same --block-size",
+        "page": (
+            "give both sides the same drafter or none, and equal tensor parallel sizes where its"
+            " pages have another size than the model's"
+        ),
+        "reach": (
+            "give --disable-hybrid-kv-cache-manager to both sides or to none, and both the same"
+            " drafter or none"
+        ),
         "layout": "start both sides with the same VLLM_KV_CACHE_LAYOUT",
         "via": "give both sides the same transfer.protocol",
         "isa": "run both sides on the same kind of CPU; on NPUs give both the same enable_kv_nz",

@@ -172,16 +172,17 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
                 memory_of[storage.data_ptr()] = len(memories)
                 flat = tensor.view(torch.uint8)
                 memories.append(torch.as_strided(flat, (storage.nbytes(),), (1,), 0))
+        size = sizes.get(name, num_bytes)  # an alias of another group's layer has none
         if name in states:
             found = _state_page(name, cache, memory_of, num_bytes)
         else:
-            found = _segments(name, cache, memory_of, sizes[name], kv_cache_config.num_blocks)
-        if sizes[name] < num_bytes and (beside := at_place.get(place_of(name))) is not None:
+            found = _segments(name, cache, memory_of, size, kv_cache_config.num_blocks)
+        if size < num_bytes and (beside := at_place.get(place_of(name))) is not None:
             layers[name] = layers[beside]
             segments[layers[name].start] += found
             continue
         at_place[place_of(name)] = name
-        pages = _cut(found, num_bytes) if sizes[name] > num_bytes else [found]
+        pages = _cut(found, num_bytes) if size > num_bytes else [found]
         layers[name] = range(len(segments), len(segments) + len(pages))
         segments += pages
     starts = [memories[layer[0].memory].data_ptr() + layer[0].offset for layer in segments]

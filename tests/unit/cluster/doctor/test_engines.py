@@ -100,6 +100,7 @@ def test_a_wrong_role() -> None:
         ("kv_dtype=auto", "kv_dtype=fp8", "KV layout", "--kv-cache-dtype"),
         ("block=128", "block=64", "KV layout", "--block-size"),
         ("layout=LBHNC", "layout=LBNHC", "KV layout", "VLLM_KV_CACHE_LAYOUT"),
+        ("page=65536", "page=32768:32768+65536", "KV layout", "the same drafter or none"),
         ("weights=aa", "weights=bb", "model", "same weight files"),
         ("vllm=0.30.0", "vllm=0.29.0", "engine versions", "same vLLM"),
         ("wire=1", "wire=2", "engine versions", "same vllm-ascend-pd"),
