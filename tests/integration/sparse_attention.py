@@ -75,8 +75,8 @@ class StepBuilder(AttentionMetadataBuilder[SparseStep]):
 
 
 class IndexerBackend(DeepseekV32IndexerBackend):
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, *_: Any) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
 
     @staticmethod
@@ -93,8 +93,8 @@ class SparseMLABackend(CPUMLABackend):
     def is_sparse(cls) -> bool:
         return True
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, *_: Any) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
 
     @classmethod
