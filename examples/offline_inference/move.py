@@ -17,6 +17,8 @@ from typing import Any
 
 from two_engines import SAMPLING, STOP_S, make_engines, parse_options
 
+MAX_TOKENS = 1000
+"""Of an answer that was over before it could move, and is asked for again."""
 PROMPTS = ["Hello, my name is", "Tell me a very long story " * 20, "One, two, three, four, five,"]
 
 
@@ -63,14 +65,22 @@ def move(source: Any, target: Any, at: Any, prompt: str, sampling: dict[str, Any
     return finish(source, target)
 
 
+def was_over(end: Any) -> bool:
+    """As a short answer is where the machine is busy: the other engine had nothing to take over."""
+    return (end.kv_transfer_params or {}).get("resume") == {"refused": "not_needed"}
+
+
 def main() -> None:
     options = parse_options(__doc__, max_tokens=120)
     first, second = make_engines(options)
     at, failed = source_of(first), 0
     for name, sampling in SAMPLING.items():
-        sampling = {**sampling, "max_tokens": options.max_tokens}
         for prompt in PROMPTS:
+            sampling = {**sampling, "max_tokens": options.max_tokens}
             left, right = move(first, second, at, prompt, sampling)
+            while was_over(right) and sampling["max_tokens"] * 2 <= MAX_TOKENS:
+                sampling["max_tokens"] *= 2
+                left, right = move(first, second, at, prompt, sampling)
             add(first, prompt, sampling)
             expected = list(finish(first)[0].outputs[0].token_ids)
             num_there = len(left.outputs[0].token_ids)
