@@ -50,9 +50,8 @@ def own_layers(worker: object) -> Layers:
 
 def can_divide_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether the share of some KV heads is one run of bytes of a page, and is moved as such."""
-    groups = kv_groups(kv_cache_config)
     return (
         vllm_config.device_config.device_type == "cpu"
         and str(kv_cache_config.kv_cache_layout) in _HEADS_OUTERMOST
-        and not any(group.cuts_pages for group in groups)
+        and not any(group.cuts_pages for group in kv_groups(kv_cache_config))
     )

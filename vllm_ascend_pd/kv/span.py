@@ -36,11 +36,11 @@ class KVGroup:
     ``id`` is the group's place among those of the engine. ``block_size`` is in tokens;
     ``page_bytes`` is what one worker has of a block in one of ``layers``, in which a layer with a
     larger page is several times; ``sizes`` are those of pages in memory, where there are several.
-    A token attends to the last ``window`` ones, itself included, or
-    to those of its own ``chunk``, if there is one. Of a group with a ``state``, which says of what
-    kind it is, a block holds what its layers make of all tokens before its end, and nothing of the
-    tokens themselves. An engine that ``stops_early`` does so at the last boundary of blocks but one
-    of a prompt, and not at the last.
+    A token attends to the last ``window`` ones, itself included, or to those of its own ``chunk``,
+    if there is one. Of a group with a ``state``, which says of what kind it is, a block holds what
+    its layers make of all tokens before its end, and nothing of the tokens themselves. An engine
+    that ``stops_early`` does so at the last boundary of blocks but one of a prompt, and not at the
+    last.
     """
 
     id: int

@@ -16,7 +16,7 @@ from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, KVGroup, Span
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, KVCacheGroupSpec
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
     from vllm_ascend_pd.engine.vllm_api.types import (
         KVCacheBlock,
         KVCacheManager,
@@ -35,24 +35,31 @@ def kv_groups(config: KVCacheConfig, stops_early: bool = False) -> tuple[KVGroup
         ConfigError: layers whose pages cannot be made pages of one size.
     """
     sizes = layer_bytes(config)
-    return tuple(
-        KVGroup(
-            id=index,
-            block_size=group.kv_cache_spec.block_size,
-            **_pages({n: size for n, size in sizes.items() if n in group.layer_names}, group),
-            window=_attribute(group.kv_cache_spec, "SlidingWindowSpec", "sliding_window"),
-            chunk=_attribute(
-                group.kv_cache_spec, "ChunkedLocalAttentionSpec", "attention_chunk_size"
-            ),
-            state=_state(group.kv_cache_spec),
-            stops_early=stops_early and type(group.kv_cache_spec).__name__ == "MambaSpec",
+    groups: list[KVGroup] = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        page_bytes, layers, several = _pages(
+            {name: size for name, size in sizes.items() if name in group.layer_names}, spec
         )
-        for index, group in enumerate(config.kv_cache_groups)
-    )
+        groups.append(
+            KVGroup(
+                id=len(groups),
+                block_size=spec.block_size,
+                page_bytes=page_bytes,
+                layers=layers,
+                window=_attribute(spec, "SlidingWindowSpec", "sliding_window"),
+                chunk=_attribute(spec, "ChunkedLocalAttentionSpec", "attention_chunk_size"),
+                state=_state(spec),
+                stops_early=stops_early and type(spec).__name__ == "MambaSpec",
+                sizes=several,
+            )
+        )
+    return tuple(groups)
 
 
-def _pages(sizes: dict[str, int], group: KVCacheGroupSpec) -> dict[str, Any]:
-    """A group's ``page_bytes``, ``layers`` and ``sizes``, of layers with pages of these sizes.
+def _pages(sizes: dict[str, int], spec: Any) -> tuple[int, tuple[str, ...], tuple[int, ...]]:
+    """``page_bytes``, ``layers`` and ``sizes`` of the group that has layers with pages of these
+    ``sizes``.
 
     Where layers have pages of several sizes, as a drafter with more KV heads than its model, they
     are cut into pages of their common divisor: such a layer counts as several. An indexer's pages
@@ -63,30 +70,25 @@ def _pages(sizes: dict[str, int], group: KVCacheGroupSpec) -> dict[str, Any]:
         the drafter's       [   |   |   |   ]         indexer    [  ]        [  ]
                             7 layers                             2 layers
     """
-    of_layers = sorted(set(sizes.values()))
-    if len(of_layers) <= 1:
-        spec = group.kv_cache_spec
-        has_several = hasattr(spec, "kv_cache_specs")
-        page_bytes = of_layers[0] if has_several else spec.page_size_bytes
-        return {"page_bytes": page_bytes, "layers": tuple(sizes)}
-    unit = math.gcd(*of_layers)
-    if of_layers[-1] // unit <= MAX_CUTS:
-        layers = tuple(name for name, size in sizes.items() for _ in range(size // unit))
-        return {"page_bytes": unit, "layers": layers, "sizes": tuple(of_layers)}
-    joined: dict[tuple[str, int], int] = {}
-    first: dict[tuple[str, int], str] = {}
-    for name, size in sizes.items():
-        place = place_of(name)
-        joined[place] = joined.get(place, 0) + size
-        first.setdefault(place, name)
-    if len(set(joined.values())) > 1:
+    several = tuple(sorted(set(sizes.values())))
+    if len(several) <= 1:
+        is_of_each = hasattr(spec, "kv_cache_specs")
+        return several[0] if is_of_each else spec.page_size_bytes, tuple(sizes), ()
+    unit = math.gcd(*several)
+    if several[-1] // unit <= MAX_CUTS:
+        cut = tuple(name for name, size in sizes.items() for _ in range(size // unit))
+        return unit, cut, several
+    at_place: dict[tuple[str, int], list[str]] = {}
+    for name in sizes:
+        at_place.setdefault(place_of(name), []).append(name)
+    joined = {sum(sizes[name] for name in names) for names in at_place.values()}
+    if len(joined) > 1:
         raise ConfigError(
             f"InEngine needs layers with pages of one size, or that are small multiples of one, not"
-            f" of {of_layers} bytes: a drafter must have as many KV heads as its model, or"
-            " a multiple, and as large ones"
+            f" of {list(several)} bytes: a drafter must have as many KV heads as its model, or a"
+            " multiple, and as large ones"
         )
-    page_bytes = max(joined.values())
-    return {"page_bytes": page_bytes, "layers": tuple(first.values()), "sizes": tuple(of_layers)}
+    return joined.pop(), tuple(names[0] for names in at_place.values()), several
 
 
 def layer_bytes(config: KVCacheConfig) -> dict[str, int]:
