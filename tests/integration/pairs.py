@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 CHUNKED = 700
 """More tokens than an engine of these tests computes in one step."""
 EVERY_LAYER = {"push_mode": "layer"}
+ORDERS = ("prefill first", "decode first")
 
 
 class Pair:
@@ -65,6 +67,24 @@ class Pair:
         self.add_decode("both", prompt, transfer_id, **more)
         self.add_prefill("both", prompt, transfer_id, **(prefill or {}))
         return self.run()["both"]
+
+    def ask_in(
+        self,
+        order: str,
+        prompt: list[int],
+        max_tokens: int = 16,
+        prefill: dict[str, Any] | None = None,
+        script: str = "",
+        **more: Any,
+    ) -> Answer:
+        """In one of ``ORDERS``, with the producer's writes going as the ``script`` says, if any."""
+        is_prefilled = order == "prefill first"
+        known = self.producer.prefill(prompt, **(prefill or {})) if is_prefilled else None
+        if script:
+            self.producer.set_faults(script)
+        if known is not None:
+            return self.consumer.ask(prompt, max_tokens, known, **more)
+        return self.ask(prompt, prefill, max_tokens=max_tokens, **more)
 
 
 @dataclass
@@ -129,13 +149,9 @@ def expect_tokens_of_one_worker(
     pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
 ) -> None:
     """Prompts of several lengths, in both orders; all of their KV comes from the producer."""
-    for num_tokens in (40, 96, CHUNKED):
-        prompt = prompt_of(num_tokens, f"prefill first {num_tokens}")
-        answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
-        assert answer.token_ids == single(prompt, 16).token_ids
-        assert answer.sources == (0, num_tokens, 0)
-        prompt = prompt_of(num_tokens, f"decode first {num_tokens}")
-        answer = pair.ask(prompt)
+    for num_tokens, order in itertools.product((40, 96, CHUNKED), ORDERS):
+        prompt = prompt_of(num_tokens, f"{order} {num_tokens}")
+        answer = pair.ask_in(order, prompt)
         assert answer.token_ids == single(prompt, 16).token_ids
         assert answer.sources == (0, num_tokens, 0)
 

@@ -27,7 +27,7 @@ from tests.integration.engines import (
     Fleet,
 )
 from tests.integration.moving import coming
-from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
+from tests.integration.pairs import CHUNKED, EVERY_LAYER, ORDERS, Pair
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from tests.integration.test_moves import move, outcome_of, two
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
@@ -198,12 +198,9 @@ def test_engines_that_run_ahead_are_like_one_engine(
         started(2 * BLOCK_SIZE, "where"),
     )
     rates = drafting.rates(pair.consumer)
-    for order in ("prefill first", "decode first"):
+    for order in ORDERS:
         prompt = started(CHUNKED, order)
-        if order == "prefill first":
-            answer = pair.consumer.ask(prompt, NUM_ANSWER, pair.producer.prefill(prompt))
-        else:
-            answer = pair.ask(prompt, max_tokens=NUM_ANSWER)
+        answer = pair.ask_in(order, prompt, NUM_ANSWER)
         drafting.assert_right(answer, prompt, order)
         assert answer.outcome == "loaded"
     rates.assert_like_one_engine()
@@ -466,13 +463,10 @@ def test_engine_without_a_drafter_takes_the_layers_of_the_model(
     consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, **drafting.plain)
     pair = Pair(producer, consumer, started(5, "where"))
     for num_tokens, order in itertools.product(
-        (3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, CHUNKED), ("prefill first", "decode first")
+        (3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, CHUNKED), ORDERS
     ):
         prompt = started(num_tokens, f"{num_tokens} {order}")
-        if order == "prefill first":
-            answer = consumer.ask(prompt, 20, producer.prefill(prompt))
-        else:
-            answer = pair.ask(prompt, max_tokens=20)
+        answer = pair.ask_in(order, prompt, 20)
         drafting.assert_right(answer, prompt, order)
         assert answer.sources == (0, num_tokens, 0)
         assert (answer.outcome, answer.provenance["first_token"]) == ("loaded", "peer")
@@ -659,14 +653,11 @@ def test_drafter_with_pages_of_another_size_is_like_one_engine(
     pair = Pair(producer, consumer, started(5, "where"))
     rates = drafting.rates(consumer, pooled)
     for num_tokens in (3 * BLOCK_SIZE, CHUNKED):
-        prompt = started(num_tokens, f"prefill first {num_tokens}")
-        answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
-        drafting.assert_right(answer, prompt)
-        assert answer.sources == (0, num_tokens, 0)
-        prompt = started(num_tokens, f"decode first {num_tokens}")
-        answer = pair.ask(prompt, max_tokens=NUM_ANSWER)
-        drafting.assert_right(answer, prompt)
-        assert answer.sources == (0, num_tokens, 0)
+        for order in ORDERS:
+            prompt = started(num_tokens, f"{order} {num_tokens}")
+            answer = pair.ask_in(order, prompt, NUM_ANSWER)
+            drafting.assert_right(answer, prompt)
+            assert answer.sources == (0, num_tokens, 0)
         prompt = started(num_tokens, f"pool {num_tokens}")
         store(pooled, prompt)
         answer = pooled.ask(prompt, NUM_ANSWER, {"return_provenance": True})
@@ -679,9 +670,7 @@ def test_drafter_with_pages_of_another_size_is_like_one_engine(
     drafting.assert_right(answer, prompt)
     assert answer.outcome == "incompatible"
     prompt = started(CHUNKED, "fails")
-    known = producer.prefill(prompt)
-    producer.set_faults("corrupt,ok*")
-    answer = consumer.ask(prompt, 20, known)
+    answer = pair.ask_in("prefill first", prompt, 20, script="corrupt,ok*")
     drafting.assert_right(answer, prompt)
     assert answer.outcome == "checksum"
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.architectures import IMAGE_TOKEN
 from tests.integration.engines import Answer, Engine, Fleet
+from tests.integration.pairs import ORDERS
 from tests.integration.pool_steps import POOL, provenance, settle
 from tests.integration.test_models import Three, three  # noqa: F401
 
@@ -45,18 +46,15 @@ def encoded(engine: Engine, ask: Callable[[], Answer]) -> tuple[Answer, int]:
     return answer, len(set(engine.encoded_images()) - before)
 
 
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_images_are_encoded_by_the_producer_alone(
     engines: Three, prompt: Prompt, order: str
 ) -> None:
-    images = colors(["prefill first", "decode first"].index(order))[:2]
+    images = colors(ORDERS.index(order))[:2]
     expected = engines.single.ask(prompt, 24, images=images)
 
     def ask() -> Answer:
-        if order == "prefill first":
-            known = engines.producer.prefill(prompt, images=images)
-            return engines.consumer.ask(prompt, 24, known, images=images)
-        return engines.pair.ask(prompt, {"images": images}, max_tokens=24, images=images)
+        return engines.pair.ask_in(order, prompt, 24, {"images": images}, images=images)
 
     answer, num_encoded = encoded(engines.consumer, ask)
     num_tokens = answer.provenance["num_prompt_tokens"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.engines import Answer, EngineConfig, EngineError, Fleet
-from tests.integration.pairs import EVERY_LAYER, Pair, expect_recovery_and_preemptions
+from tests.integration.pairs import EVERY_LAYER, ORDERS, Pair, expect_recovery_and_preemptions
 
 pytestmark = pytest.mark.engine
 
@@ -51,14 +51,9 @@ class Three:
     ) -> list[Answer]:
         """Both orders; what the consumer answered. ``prefill`` is how the producer samples."""
         answers = []
-        for order in ("prefill first", "decode first"):
-            asked = prompt if order == "prefill first" else other
+        for order, asked in zip(ORDERS, (prompt, other), strict=True):
             expected = self.single.ask(asked, 24, **sampling)
-            if order == "prefill first":
-                known = self.producer.prefill(asked, **(prefill or {}))
-                answer = self.consumer.ask(asked, 24, known, **sampling)
-            else:
-                answer = self.pair.ask(asked, prefill, max_tokens=24, **sampling)
+            answer = self.pair.ask_in(order, asked, 24, prefill, **sampling)
             assert answer.samples == expected.samples, order
             num_computed = int(first_token == "here")
             assert answer.sources == (0, len(asked) - num_computed, num_computed), order

@@ -18,24 +18,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.integration.engines import Answer, EngineConfig
+from tests.integration.pairs import ORDERS
 from tests.integration.test_models import NUM_TOKENS, Three, needs_fp8, three  # noqa: F401
 from vllm_ascend_pd.testing.tiny_lora import RANK, make_tiny_lora
 
 pytestmark = pytest.mark.engine
 
-ORDERS = ("prefill first", "decode first")
 Prompt = list[int]
 
 
 def ask(engines: Three, order: str, prompt: Prompt, lora: str | None = None, **more: Any) -> Answer:
     """What the consumer answers, with the producer's KV."""
-    if order == "prefill first":
-        known = engines.producer.prefill(prompt, lora=lora)
-        return engines.consumer.ask(prompt, 24, known, lora=lora, **more)
-    pair, transfer_id = engines.pair, engines.pair.new_id()
-    pair.add_decode("both", prompt, transfer_id, 24, lora=lora, **more)
-    pair.add_prefill("both", prompt, transfer_id, lora=lora)
-    return pair.run()["both"]
+    return engines.pair.ask_in(order, prompt, 24, {"lora": lora}, lora=lora, **more)
 
 
 def loaded(prompt: Prompt, num_computed: int = 0) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ import pytest
 from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet
 from tests.integration.pairs import (
     CHUNKED,
+    ORDERS,
     Pair,
     Three,
     abort_early_and_late,
@@ -93,12 +94,9 @@ def pair(three: Three, prompt_of: Callable[..., list[int]]) -> Pair:
 def test_both_orders(
     three: Three, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int
 ) -> None:
-    for order in ("prefill first", "decode first"):
+    for order in ORDERS:
         prompt = prompt_of(num_tokens, order)
-        if order == "prefill first":
-            answer = three.consumer.ask(prompt, 24, three.producer.prefill(prompt))
-        else:
-            answer = pair.ask(prompt, max_tokens=24)
+        answer = pair.ask_in(order, prompt, 24)
         three.assert_right(answer, prompt)
         assert answer.sources == (0, num_tokens, 0), order
         num_blocks = -(-num_tokens // BLOCK_SIZE)
@@ -120,19 +118,15 @@ def test_where_the_consumer_samples_the_first_token(
         assert answer.sources == (0, num_tokens - 1, 1)
 
 
-@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*9,corrupt"])
+@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*8,corrupt"])
 def test_failed_load_goes_on_from_what_is_whole(
     three: Three, pair: Pair, prompt_of: Callable[..., list[int]], script: str
 ) -> None:
-    for order in ("prefill first", "decode first"):
+    for order in ORDERS:
         prompt = prompt_of(6 * BLOCK_SIZE + 6, order)
-        known = three.producer.prefill(prompt) if order == "prefill first" else None
-        three.producer.set_faults(f"{script},ok*")
-        if known is not None:
-            answer = three.consumer.ask(prompt, 24, known)
-        else:
-            answer = pair.ask(prompt, max_tokens=24)
+        answer = pair.ask_in(order, prompt, 24, script=f"{script},ok*")
         three.assert_right(answer, prompt)
+        assert (answer.outcome != "loaded", answer.sources) == (True, (0, 0, len(prompt))), order
         three.producer.set_faults("ok*")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.conftest import SingleEngine
 from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
-from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
+from tests.integration.pairs import CHUNKED, EVERY_LAYER, ORDERS, Pair
 from tests.integration.pool_steps import POOL, delta, provenance, settle
 from tests.integration.test_pool import master  # noqa: F401
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
@@ -67,7 +67,7 @@ def some_drafts_accepted(*engines: Engine) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("producer_speculates", [False, True], ids=["d", "p-and-d"])
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_tokens_are_those_of_one_engine(
     engines: Engines,
     speculating: Engine,
@@ -83,10 +83,7 @@ def test_tokens_are_those_of_one_engine(
     with some_drafts_accepted(speculating):
         for num_tokens in (3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, CHUNKED):
             prompt = phrases(num_tokens, f"{num_tokens}")
-            if order == "prefill first":
-                answer = speculating.ask(prompt, 60, producer.prefill(prompt))
-            else:
-                answer = pair.ask(prompt, max_tokens=60)
+            answer = pair.ask_in(order, prompt, 60)
             assert answer.token_ids == single(prompt, 60).token_ids
             assert answer.token_ids == speculating_single(prompt, 60).token_ids
             assert answer.sources == (0, num_tokens, 0)
@@ -139,13 +136,10 @@ def test_sampling_options(
     producer = engines.shared("kv_producer", llm=LLM)
     pair = Pair(producer, speculating, prompt_of(5, "where"))
     before = speculating.metrics()
-    for order in ("prefill first", "decode first"):
+    for order in ORDERS:
         prompt = phrases(200, order)
         expected = single(prompt, 50, **options)
-        if order == "prefill first":
-            answer = speculating.ask(prompt, 50, producer.prefill(prompt), **options)
-        else:
-            answer = pair.ask(prompt, max_tokens=50, **options)
+        answer = pair.ask_in(order, prompt, 50, **options)
         assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
         for ours, theirs in zip(answer.logprobs, expected.logprobs, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-3)

@@ -17,6 +17,7 @@ from tests.integration.engines import (
     assert_no_leak,
 )
 from tests.integration.pairs import (
+    ORDERS,
     Pair,
     Three,
     abort_early_and_late,
@@ -84,16 +85,13 @@ def pair(states: States, prompt_of: Callable[..., list[int]]) -> Pair:
 LENGTHS = [SHORT, BLOCK_SIZE, BLOCK_SIZE + 1, 4 * BLOCK_SIZE, LONG, CHUNKED]
 
 
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_the_state_behind_the_prompt_moves(
     states: States, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int, order: str
 ) -> None:
     prompt = prompt_of(num_tokens)
-    if order == "prefill first":
-        answer = states.consumer.ask(prompt, 40, states.producer.prefill(prompt))
-    else:
-        answer = pair.ask(prompt, max_tokens=40)
+    answer = pair.ask_in(order, prompt, 40)
     states.assert_right(answer, prompt)
     assert answer.provenance["first_token"] == "peer"
     assert answer.sources == (0, num_tokens, 0)
@@ -139,7 +137,7 @@ def test_samples_of_one_prompt_have_states_of_their_own(
     assert answer.samples == expected.samples
 
 
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("script", ["fail", "ok*5,fail", "ok*9,corrupt"])
 def test_failed_load_goes_on_from_the_last_whole_boundary(
     states: States, pair: Pair, prompt_of: Callable[..., list[int]], script: str, order: str
@@ -147,12 +145,7 @@ def test_failed_load_goes_on_from_the_last_whole_boundary(
     prefix = prompt_of(3 * BLOCK_SIZE, "prefix")
     states.consumer.ask(prefix + prompt_of(4, "first"), 4)
     prompt = prefix + prompt_of(6 * BLOCK_SIZE + 6, "second")
-    known = states.producer.prefill(prompt) if order == "prefill first" else None
-    states.producer.set_faults(f"{script},ok*")
-    if known is not None:
-        answer = states.consumer.ask(prompt, 24, known)
-    else:
-        answer = pair.ask(prompt, max_tokens=24)
+    answer = pair.ask_in(order, prompt, 24, script=f"{script},ok*")
     states.assert_right(answer, prompt)
     local, peer, computed = answer.sources
     assert (local, peer, computed) == (len(prefix), 0, len(prompt) - len(prefix))

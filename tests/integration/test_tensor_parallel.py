@@ -13,6 +13,7 @@ import pytest
 from tests.integration.engines import EngineConfig, EngineError, Fleet
 from tests.integration.pairs import (
     EVERY_LAYER,
+    ORDERS,
     Pair,
     expect_abort_of_a_load,
     expect_recovery,
@@ -107,12 +108,9 @@ def test_kv_that_every_worker_holds(
     configs = (base, replace(base, role="kv_producer", llm=llms[0]), consumer)
     engines = fleet.engines(*configs)
     pair = Pair(engines[1], engines[2], prompt_of(5, "where"))
-    for order in ("prefill first", "decode first"):
+    for order in ORDERS:
         prompt = prompt_of(300, order)
-        if order == "prefill first":
-            answer = pair.consumer.ask(prompt, 16, pair.producer.prefill(prompt))
-        else:
-            answer = pair.ask(prompt)
+        answer = pair.ask_in(order, prompt)
         assert answer.token_ids == engines[0].ask(prompt, 16).token_ids, order
         assert answer.sources == (0, 300, 0), order
 

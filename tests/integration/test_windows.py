@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, assert_no_leak
 from tests.integration.pairs import (
+    ORDERS,
     Pair,
     Three,
     abort_early_and_late,
@@ -143,7 +144,7 @@ def test_a_prompt_of_which_only_the_window_is_missing(
     windows.assert_right(answer, prompt)
 
 
-@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*9,corrupt"])
 def test_failed_load_goes_on_from_what_is_whole(
     windows: Three, pair: Pair, prompt_of: Callable[..., list[int]], script: str, order: str
@@ -151,13 +152,7 @@ def test_failed_load_goes_on_from_what_is_whole(
     prefix = prompt_of(5 * BLOCK_SIZE, "prefix")
     windows.consumer.ask(prefix + prompt_of(4, "first"), 4)
     prompt = prefix + prompt_of(6 * BLOCK_SIZE + 6, "second")
-    if order == "prefill first":
-        known = windows.producer.prefill(prompt)
-        windows.producer.set_faults(f"{script},ok*")
-        answer = windows.consumer.ask(prompt, 24, known)
-    else:
-        windows.producer.set_faults(f"{script},ok*")
-        answer = pair.ask(prompt, max_tokens=24)
+    answer = pair.ask_in(order, prompt, 24, script=f"{script},ok*")
     windows.assert_right(answer, prompt)
     local, peer, computed = answer.sources
     if answer.outcome != "loaded":

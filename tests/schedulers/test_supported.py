@@ -108,6 +108,20 @@ def test_unsupported_engine_is_refused_by_name(
         check(engines, **changes)
 
 
+def test_second_cache_that_is_no_indexers_is_refused_by_name(engines: Engines) -> None:
+    """Nobody knows when such a layer reads it."""
+    config = kv_cache_config_of(NUM_BLOCKS)
+    (tensor,) = config.kv_cache_tensors
+    beside = [f"{name}.beside" for name in tensor.layers]
+    page = tensor.block_stride // 2
+    config.kv_cache_tensors.append(
+        replace(tensor, layers=beside, layer_stride=page * NUM_BLOCKS, block_stride=page)
+    )
+    config.kv_cache_groups[0].layer_names = [*tensor.layers, *beside]
+    with pytest.raises(ConfigError, match="a second cache beside their KV"):
+        check(engines, kv_cache_config=config)
+
+
 def test_supported_engine_is_accepted(engines: Engines) -> None:
     check(engines)
     check(engines, (SPEC, WINDOW))
