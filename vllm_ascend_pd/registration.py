@@ -49,6 +49,9 @@ TTL_S = 20.0
 DRAIN_S = 30.0
 """Who drains an engine from outside and is gone after that has changed his mind."""
 MAX_BODY_BYTES = 64 * 1024
+MAX_ADAPTERS = 128
+MAX_TEXT = 200
+"""Of the name of an adapter, and of what is said of it."""
 
 Role = Literal["prefill", "decode", "both"]
 """``kv_producer``, ``kv_consumer``, ``kv_both`` of vLLM."""
@@ -107,6 +110,11 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str | None = None
     """A producer and a consumer are paired only if theirs fit together (see ``types.serves``), or
     one of them is not known."""
+    grammars: Annotated[str, Meta(max_length=MAX_TEXT)] = ""
+    """What makes the grammars of structured output there; empty until the first request with one
+    has chosen it."""
+    adapters: dict[str, Annotated[str, Meta(max_length=MAX_TEXT)]] = {}
+    """What the LoRA adapters are that its last requests have used: digests, by name."""
     kv: KVEndpoint | None = None
     kv_events: KVEvents | None = None
     block_size: Positive | None = None

@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 from array import array
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.wire import Name, Port
+from vllm_ascend_pd.wire import Name, Port, Text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,13 @@ MOVED = "moved"
 """In those of an answer, where it has ended because another engine goes on."""
 HAS_MOVED = "the request has moved to another engine"
 """What a server says then, with 409."""
+_MODEL_PARTS = (
+    *("config", "arch", "weights", "generation", "load", "quant", "dtype", "kv_dtype"),
+    *("length", "window", "media", "code"),
+)
+"""Parts of a fingerprint, see ``engine.fingerprint``, that decide which token is next. How KV lies
+in memory, how it travels and what is drafted do not."""
+_REQUEST_PARTS = ("adapter", "grammars")
 _MAX_TOKENS = 1 << 24
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -63,6 +71,9 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
     source: RunningAt | None = None
     """Set where the request still runs."""
+    made_by: Text = ""
+    """See ``made_by``: what made the tokens. Empty where nobody knows; the ``source`` compares it
+    itself."""
     proof: Name = ""
 
     def to_params(self) -> dict[str, Any]:
@@ -98,11 +109,12 @@ class ResumeKey:
         output_token_ids: Sequence[int],
         only_exact: bool = True,
         source: RunningAt | None = None,
+        made_by: str = "",
     ) -> Resume:
         """For the answer to this prompt that has begun with these tokens; ``None`` if only the
         ``source`` knows it."""
         digest = "" if prompt_token_ids is None else prompt_digest(prompt_token_ids)
-        unsigned = Resume(request_id, tuple(output_token_ids), digest, only_exact, source)
+        unsigned = Resume(request_id, tuple(output_token_ids), digest, only_exact, source, made_by)
         return msgspec.structs.replace(unsigned, proof=self._proof(unsigned))
 
     def accepts(self, resume: Resume) -> bool:
@@ -114,7 +126,10 @@ class ResumeKey:
         if self._key is None:
             return ""
         said = msgspec.json.encode(
-            (resume.request_id, resume.prompt_digest, resume.only_exact, resume.source)
+            (
+                *(resume.request_id, resume.prompt_digest, resume.only_exact, resume.source),
+                resume.made_by,
+            )
         )
         said += array("I", resume.output_token_ids).tobytes()
         return hmac.new(self._key, said, "sha256").hexdigest()
@@ -125,3 +140,32 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
     (``return_token_ids``).
     """
     return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def made_by(fingerprint: str, adapter: str = "", grammars: str = "") -> str:
+    """What decides beside a request which tokens an engine gives: parts of one line.
+
+    ``adapter`` is the digest of the request's, ``grammars`` says how the engine makes those of
+    structured output; both without blanks, and empty where there is none or it is not known.
+    """
+    known = _parts(fingerprint)
+    parts = {name: known[name] for name in _MODEL_PARTS if name in known}
+    parts |= {"adapter": adapter} if adapter else {}
+    parts |= {"grammars": grammars} if grammars else {}
+    return " ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def other_parts(theirs: str, ours: str) -> list[str]:
+    """Names of the parts in which these two differ, so that one may go on otherwise than the other
+    began; none if one of them is not known at all."""
+    if not theirs or not ours:
+        return []
+    one, other = _parts(theirs), _parts(ours)
+    differing = [name for name in _MODEL_PARTS if one.get(name) != other.get(name)]
+    both = one.keys() & other.keys()
+    return differing + [n for n in _REQUEST_PARTS if n in both and one[n] != other[n]]
+
+
+@lru_cache(maxsize=1024)
+def _parts(line: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in line.split() if "=" in part)

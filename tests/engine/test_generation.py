@@ -101,7 +101,9 @@ def identified(executor: Executor, told: list[str]) -> Identity:
         ),
     )
     core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=None)
-    return Identity(scheduler, core, False, lambda request: None, told.append)
+    return Identity(
+        scheduler, core, False, lambda request: None, told.append, lambda name, digest: None
+    )
 
 
 def test_an_update_in_parts_makes_engines_agree_only_when_it_has_ended() -> None:

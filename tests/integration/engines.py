@@ -61,6 +61,8 @@ class EngineConfig:
     kv_ip: str = ""
     allowed_peers: tuple[str, ...] = ()
     forward_peers: tuple[str, ...] = ()
+    router: str = ""
+    """The URL of what it registers with, and of its front end."""
     network: str = ""
     """The network namespace it runs in, by name."""
     block_size: int = BLOCK_SIZE
@@ -112,6 +114,8 @@ class EngineConfig:
             extra["pool"] = json.loads(self.pool)
         if self.forward_peers:
             extra["forward"] = {"peers": list(self.forward_peers)}
+        if self.router:
+            extra["router"] = {"url": self.router, "http_url": self.router}
         options: dict[str, Any] = {"kv_role": self.role, "kv_connector_extra_config": extra}
         if self.kv_port is not None:
             options["kv_port"] = self.kv_port

@@ -55,10 +55,14 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 def begun(
-    prompt: Prompt, token_ids: list[int], key: ResumeKey | None = None, only_exact: bool = True
+    prompt: Prompt,
+    token_ids: list[int],
+    key: ResumeKey | None = None,
+    only_exact: bool = True,
+    made_by: str = "",
 ) -> dict[str, Any]:
     """The ``kv_transfer_params`` of a request that has given these tokens elsewhere."""
-    signed = (key or ResumeKey(None)).sign("cmpl-1", prompt, token_ids, only_exact)
+    signed = (key or ResumeKey(None)).sign("cmpl-1", prompt, token_ids, only_exact, made_by=made_by)
     return {"resume": signed.to_params(), "return_provenance": True}
 
 

@@ -19,7 +19,7 @@ from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.registration import KVEndpoint
 from vllm_ascend_pd.resume import Resume, ResumeKey, RunningAt
 from vllm_ascend_pd.router.config import RouterConfig
-from vllm_ascend_pd.router.health import parse_place
+from vllm_ascend_pd.router.health import parse_infos, place_of
 
 
 @asynccontextmanager
@@ -93,9 +93,9 @@ def test_engine_that_did_not_register_says_in_its_metrics_where_it_is_copied_fro
 def test_metrics_that_do_not_say_where_a_request_is_are_no_place(
     page: str, rank: int | None
 ) -> None:
-    assert parse_place(page.encode(), rank) is None
+    assert place_of(parse_infos(page.encode(), rank)) is None
     both = (info(7) + info(8, rank=1)).encode()
-    assert parse_place(both, 1) == RunningAt("127.0.0.1", 8, "", "e")
+    assert place_of(parse_infos(both, 1)) == RunningAt("127.0.0.1", 8, "", "e")
 
 
 @pytest.mark.parametrize("kind", ["exact", "sampled"])
@@ -144,6 +144,23 @@ def test_target_that_copies_nothing_gets_the_tokens() -> None:
             assert report["outcome"] == "moved"
             assert is_whole(await client.rest(), source)
             assert sources(d) == [True, False]
+
+    run(test)
+
+
+def test_target_is_told_what_has_made_the_tokens() -> None:
+    """So it refuses them as well where it computes with something else."""
+
+    async def test() -> None:
+        async with movable(2, copy_s=None) as d:
+            for instance in tuple(d.router.registry):
+                spec = msgspec.structs.replace(instance.spec, fingerprint="weights=a block=16")
+                d.router.registry.put(spec)
+            client, source, target = await running(d)
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            assert is_whole(await client.rest(), source)
+            assert [r.params["resume"]["made_by"] for r in resumes(d)] == ["", "weights=a"]
 
     run(test)
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.router.broken_streams import (
@@ -20,7 +21,7 @@ from tests.router.broken_streams import (
     told_ids,
     uninterrupted,
 )
-from tests.router.harness import FAST, deployed, events, run, until
+from tests.router.harness import FAST, Deployment, deployed, events, run, until
 from tests.router.scripted_answers import token_id
 from tests.router.scripted_engine import Received
 from vllm_ascend_pd.resume import Resume, ResumeKey
@@ -196,6 +197,74 @@ def test_stream_ends_with_an_error_when_no_engine_is_left() -> None:
             got = await broken(d, "break(2)")
             assert got[-1]["error"]["type"] == "broken_stream"
             assert d.count("resumes_total", kind="exact", outcome="unavailable") == 1
+
+    run(test)
+
+
+class Fingerprints:
+    """What a deployment's decode engines are, as they said when they registered, or in metrics."""
+
+    def __init__(self, d: Deployment, *told: str) -> None:
+        self._d = d
+        self._told = told
+
+    async def registered(self) -> None:
+        for engine, fingerprint in zip(self._d.decodes, self._told, strict=True):
+            (instance,) = (i for i in self._d.router.registry if i.spec.url == engine.url)
+            spec = msgspec.structs.replace(instance.spec, fingerprint=fingerprint)
+            self._d.router.registry.put(spec)
+
+    async def in_metrics(self) -> None:
+        for engine, fingerprint in zip(self._d.decodes, self._told, strict=True):
+            labels = f'engine="0",epoch="e",fingerprint="{fingerprint}",kv_endpoint=""'
+            engine.metrics = f"vllm:pd_engine_info{{{labels}}} 1.0\n"
+        await until(lambda: all(i.fingerprint for i in self._d.router.registry))
+
+
+@pytest.mark.parametrize("way", ["registered", "in_metrics"])
+def test_stream_goes_on_only_where_the_same_is_computed(way: str) -> None:
+    """Engines of one name have other weights while these are rolled out."""
+
+    async def test() -> None:
+        async with deployed(0, 4, PATIENT) as d:
+            told = ("weights=a block=16", "weights=b block=16", "weights=b", "weights=a block=32")
+            await getattr(Fingerprints(d, *told), way)()
+            got = await broken(d, "break(2)")
+            assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
+            (resumed,) = resumes(d)
+            assert resumed in d.decodes[3].received
+            assert resumed.params["resume"]["made_by"] == "weights=a"
+
+    run(test)
+
+
+def test_stream_ends_if_all_others_compute_something_else() -> None:
+    async def test() -> None:
+        async with deployed(0, 3, PATIENT) as d:
+            await Fingerprints(d, "weights=a", "weights=b", "weights=c").registered()
+            got = await broken(d, "break(2)")
+            assert got[-1]["error"]["type"] == "broken_stream"
+            assert not resumes(d)
+            assert d.count("resumes_total", kind="exact", outcome="unavailable") == 1
+
+    run(test)
+
+
+def test_adapter_and_grammars_are_told_with_the_tokens() -> None:
+    async def test() -> None:
+        async with deployed(0, 2, PATIENT) as d:
+            for instance in tuple(d.router.registry):
+                spec = msgspec.structs.replace(
+                    *(instance.spec,),
+                    fingerprint="weights=a",
+                    grammars="GuidanceBackend,x=1",
+                    adapters={"tiny": "d1", "other": "d2"},
+                )
+                d.router.registry.put(spec)
+            await broken(d, "break(2)")
+            (resumed,) = resumes(d)
+            expected = "weights=a adapter=d1 grammars=GuidanceBackend,x=1"
+            assert resumed.params["resume"]["made_by"] == expected
 
     run(test)
 

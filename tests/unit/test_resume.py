@@ -10,7 +10,14 @@ from msgspec.structs import replace
 
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.net.trust import Secret
-from vllm_ascend_pd.resume import Resume, ResumeKey, RunningAt, prompt_digest
+from vllm_ascend_pd.resume import (
+    Resume,
+    ResumeKey,
+    RunningAt,
+    made_by,
+    other_parts,
+    prompt_digest,
+)
 
 _KEY = ResumeKey(Secret(b"a secret of more than 32 bytes for tests"))
 _OTHER = ResumeKey(Secret(b"another secret of more than 32 bytes ...."))
@@ -33,6 +40,7 @@ def test_what_was_signed_is_accepted_after_its_way_as_json() -> None:
         {"prompt_digest": prompt_digest([1, 2, 4])},
         {"only_exact": False},
         {"source": _SOURCE},
+        {"made_by": "weights=a"},
         {"proof": ""},
         {"proof": "ä"},
     ],
@@ -96,3 +104,40 @@ def test_anything_malformed_is_refused_and_the_field_named(field: str, value: ob
 def test_what_is_no_resume_at_all_is_refused(value: object) -> None:
     with pytest.raises(TransferError, match=r"kv_transfer_params\.resume"):
         Resume.from_params(value)
+
+
+_ENGINE = (
+    "vllm=0.30.0 config=c1 arch=LlamaForCausalLM weights=w1 load=hf dtype=bfloat16 kv_dtype=auto"
+    " layout=LayersFirst block=16 page=4096 hash=sha256 wire=15"
+)
+
+
+@pytest.mark.parametrize(
+    ("ours", "differing"),
+    [
+        (_ENGINE, []),
+        (_ENGINE.replace("w1", "w2"), ["weights"]),
+        (_ENGINE + " generation=files-1", ["generation"]),
+        (_ENGINE.replace("kv_dtype=auto", "kv_dtype=fp8"), ["kv_dtype"]),
+        (_ENGINE.replace("c1", "c2").replace("dtype=bf", "dtype=f"), ["config", "dtype"]),
+        (_ENGINE.replace(" load=hf", " load=hf quant=awq-1"), ["quant"]),
+        # KV of these does not fit, which is not asked for: it is computed.
+        (_ENGINE.replace("block=16", "block=32").replace("4096", "8192"), []),
+        (_ENGINE.replace("0.30.0", "0.32.0").replace("wire=15", "wire=16"), []),
+        (_ENGINE + " draft=eagle-1", []),
+        ("", []),
+    ],
+)
+def test_engines_give_other_tokens_if_they_differ_in_what_decides_them(
+    ours: str, differing: list[str]
+) -> None:
+    for one, other in ((_ENGINE, ours), (ours, _ENGINE)):
+        assert other_parts(made_by(one), made_by(other)) == differing
+
+
+@pytest.mark.parametrize("part", ["adapter", "grammars"])
+def test_what_is_known_of_one_engine_only_is_not_compared(part: str) -> None:
+    known, other = (made_by(_ENGINE, **{part: value}) for value in ("d1", "d2"))
+    assert other_parts(known, other) == [part]
+    assert other_parts(known, known) == []
+    assert other_parts(known, made_by(_ENGINE)) == other_parts(made_by(_ENGINE), known) == []

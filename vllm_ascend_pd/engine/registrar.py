@@ -14,7 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -119,7 +119,8 @@ class Registrar(threading.Thread):
         self._resource = f"{self.router}{registration.PATH}/{self.instance_id}"
         path = config.token_file
         self._token = read_token("router.token_file", path) if path is not None else None
-        self._description = description
+        self._description = self._told = description
+        """What the engine is, and what the router was told last."""
         self._is_draining = is_draining
         self._on_change = on_change
         self._stopping = threading.Event()
@@ -143,9 +144,10 @@ class Registrar(threading.Thread):
         if self.state.registered:
             self._say_goodbye()
 
-    def identify(self, fingerprint: str) -> None:
-        """What the engine is from now on; the router hears of it with the next beat."""
-        self._description = msgspec.structs.replace(self._description, fingerprint=fingerprint)
+    def tell(self, **changes: Any) -> None:
+        """What the engine is from now on: fields of ``Registration``. The router hears of it at
+        once. Scheduler thread."""
+        self._description = msgspec.structs.replace(self._description, **changes)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Tell the router that this engine ends, and end the thread. Idempotent."""
@@ -159,6 +161,8 @@ class Registrar(threading.Thread):
         for _ in range(turns):
             if self._stopping.wait(_TURN_S) or self._is_draining() != was_draining:
                 return
+            if self._description is not self._told:
+                return
 
     def _front_end_answers(self) -> bool:
         try:
@@ -169,7 +173,8 @@ class Registrar(threading.Thread):
 
     def _put(self, state: registration.State) -> Registered | None:
         """Register or renew; the router's answer, or ``None`` when it did not accept."""
-        description = msgspec.structs.replace(self._description, state=state)
+        self._told = self._description
+        description = msgspec.structs.replace(self._told, state=state)
         body = msgspec.json.encode(description)
         try:
             answer = msgspec.json.decode(self._request("PUT", body), type=Registered)

@@ -17,7 +17,7 @@ from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import EngineLoad, Instance, InstanceSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_ascend_pd.router.config import Probes
     from vllm_ascend_pd.router.http_client import EngineClient, Headers
@@ -36,7 +36,7 @@ _SAMPLE = re.compile(
 
 
 _INFO = re.compile(rb"^vllm:pd_engine_info\{([^\n]*)\} 1\.0$", re.MULTILINE)
-_PLACE = re.compile(rb'(?:^|,)(epoch|kv_endpoint)="([^"\\]*)"')
+_TOLD = re.compile(rb'(?:^|,)(epoch|kv_endpoint|fingerprint)="([^"\\]*)"')
 
 
 class _Model(msgspec.Struct):
@@ -160,7 +160,9 @@ class Prober:
         if not isinstance(result, Failure) and result[0] == 200:
             rank = instance.spec.data_parallel_rank
             instance.load = parse_load(result[1], rank)
-            instance.runs_at = parse_place(result[1], rank)
+            infos = parse_infos(result[1], rank)
+            instance.runs_at = place_of(infos)
+            instance.fingerprint = fingerprint_of(infos)
 
     async def _get(self, instance: Instance, target: bytes) -> tuple[int, bytes] | Failure:
         response = await self._clients[instance].request(
@@ -209,16 +211,29 @@ def parse_load(text: bytes, rank: int | None = None) -> EngineLoad:
     )
 
 
-def parse_place(text: bytes, rank: int | None = None) -> RunningAt | None:
-    """Where an engine hands running requests over, as its ``/metrics`` say. It does so to who has
-    the installation's secret, by which the two know each other; of several behind one server
-    nobody knows which has a request."""
+def parse_infos(text: bytes, rank: int | None = None) -> list[dict[str, str]]:
+    """What ``/metrics`` say of the engine, or of each of several behind one server: ``epoch``,
+    ``kv_endpoint``, ``fingerprint``.
+    """
     wanted = b"" if rank is None else b'engine="%d"' % rank
-    found = [labels for labels in _INFO.findall(text) if wanted in labels]
-    if len(found) != 1:
+    return [
+        {name.decode(): value.decode(errors="replace") for name, value in _TOLD.findall(labels)}
+        for labels in _INFO.findall(text)
+        if wanted in labels
+    ]
+
+
+def place_of(infos: Sequence[dict[str, str]]) -> RunningAt | None:
+    """Where the engine hands running requests over. It does so to who has the installation's
+    secret, by which the two know each other; of several nobody knows which has a request."""
+    if len(infos) != 1:
         return None
-    told = {name: value.decode(errors="replace") for name, value in _PLACE.findall(found[0])}
-    host, _, port = told.get(b"kv_endpoint", "").rpartition(":")
-    if not port.isdecimal() or not told.get(b"epoch"):
-        return None
-    return RunningAt(host, int(port), "", told[b"epoch"])
+    host, _, port = infos[0].get("kv_endpoint", "").rpartition(":")
+    epoch = infos[0].get("epoch")
+    return RunningAt(host, int(port), "", epoch) if port.isdecimal() and epoch else None
+
+
+def fingerprint_of(infos: Sequence[dict[str, str]]) -> str | None:
+    """That of all of them."""
+    told = {info.get("fingerprint") for info in infos}
+    return told.pop() if len(told) == 1 else None

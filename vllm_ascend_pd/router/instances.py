@@ -13,6 +13,7 @@ import msgspec
 
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.registration import EngineDescription, Role
+from vllm_ascend_pd.resume import made_by
 from vllm_ascend_pd.router.failures import BLAMELESS, WITHIN_STREAM, Failure, FailureKind
 from vllm_ascend_pd.router.ranking import affinity_key
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
@@ -114,6 +115,8 @@ class Instance:
         self.runs_at: RunningAt | None = None
         """Of an engine that has not registered: where its own metrics say that its running requests
         are copied from."""
+        self.fingerprint: str | None = None
+        """The same of what it is."""
         self.num_admitted = 0
         """Requests that have room here, whether a leg of theirs has begun or not."""
         self.num_active = 0
@@ -167,6 +170,12 @@ class Instance:
     def serves(self, model: str | None) -> bool:
         """An unknown model goes to any engine, which answers 404 itself."""
         return model is None or not self.models or model in self.models
+
+    def made_by(self, model: str | None) -> str:
+        """What decides the tokens that it gives for this model, as far as it told."""
+        spec = self.spec
+        fingerprint = spec.fingerprint or self.fingerprint or ""
+        return made_by(fingerprint, spec.adapters.get(model or "", ""), spec.grammars)
 
     def failed(self, failure: Failure, what: str) -> None:
         """A leg or a probe failed."""

@@ -326,7 +326,7 @@ class Moves:
         if job.promise.kind == "sampled":  # the target's next tokens would be others
             _cut(source)
             await move.source_over.wait()
-        handover = Handover.by_tokens(self.key, job, source.transcript.so_far())
+        handover = Handover.by_tokens(self.key, job, source.transcript.so_far(), source.instance)
         return await self._open(move, instance, handover)
 
     async def _open(self, move: Move, instance: Instance, handover: Handover) -> Found | str:

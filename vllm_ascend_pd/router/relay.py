@@ -335,7 +335,9 @@ class Relay:
         if failure is None:
             leg.outcome = "ok"
             return None
-        return Broken(events, leg.instance, failure, record, answering.broke(failure, leg))
+        made_by = leg.instance.made_by(answering.job.routed.model)
+        move = answering.broke(failure, leg)
+        return Broken(events, leg.instance, failure, record, made_by, move)
 
     def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
         """No further attempt; the last failure says why."""

@@ -113,14 +113,16 @@ def resume_params(
     known: Transcript | None,
     kind: Kind,
     source: RunningAt | None = None,
+    made_by: str = "",
 ) -> msgspec.Raw | None:
     """For the engine that goes on with it; nothing if the client has no token yet. The ``source``
-    tells tokens itself, and of an answer that comes whole nobody else knows any."""
+    tells tokens itself, and of an answer that comes whole nobody else knows any. ``made_by``: see
+    ``resume.made_by``."""
     if known is not None and not known.token_ids:
         return None
     prompt = None if known is None else known.prompt_token_ids
     told = tokens_to_tell(known, kind) if known is not None and source is None else ()
-    resume = key.sign(request_id, prompt, told, kind == "exact", source)
+    resume = key.sign(request_id, prompt, told, kind == "exact", source, made_by)
     return msgspec.Raw(msgspec.json.encode({RESUME: resume.to_params()}))
 
 

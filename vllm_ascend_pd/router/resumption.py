@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.resume import other_parts
 from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import FailureKind
@@ -53,6 +54,8 @@ class Broken:
     failure: Failure
     transcript: Transcript | None
     """``None`` if nothing was promised."""
+    made_by: str
+    """What made the client's tokens, see ``resume.made_by``."""
     move: Move | None = None
     """Its target goes on, or may."""
     since: float = field(default_factory=time.monotonic)
@@ -226,10 +229,13 @@ class Resumption:
     ) -> tuple[Leg, Stream] | str:
         """Its stream; ``held`` ends the leg. Or why there is none."""
         routed, trace = job.routed, job.trace
-        routed.alone, routed.excluded = "resumed", broken.failed
+        others = self._others(job, broken)
+        routed.alone, routed.excluded = "resumed", broken.failed | others.keys()
         with trace.stage("queue"):
             admitted = await self.admission.admit(routed, again=True)
         if not isinstance(admitted, Admitted):
+            for one, differing in others.items():
+                logger.warning("%s would go on otherwise: its %s", one.instance_id, differing)
             return "unavailable"
         held.enter_context(admitted)
         instance = admitted.pair.decode
@@ -240,7 +246,9 @@ class Resumption:
         num_tokens = routed.num_prompt_tokens + routed.num_max_tokens
         leg = held.enter_context(self.legs.open(instance, "decode", num_tokens))
         kind = job.promise.kind
-        params = resume_params(self.moves.key, trace.request_id, transcript, kind)
+        params = resume_params(
+            self.moves.key, trace.request_id, transcript, kind, made_by=broken.made_by
+        )
         sent = job.body.for_decode(params, instance.instance_id)
         result = await self.legs.decode(leg, job.body, headers, sent)
         if isinstance(result, Stream):
@@ -250,6 +258,14 @@ class Resumption:
             return result.failure.kind.value
         logger.warning("%s refuses to go on: %.200r", instance.instance_id, result.body)
         return self._refused(job, broken, instance)
+
+    def _others(self, job: Job, broken: Broken) -> dict[Instance, str]:
+        """Those that are known to go on otherwise, and what they differ in."""
+        model = job.routed.model
+        differing = {
+            one: other_parts(broken.made_by, one.made_by(model)) for one in self.moves.registry
+        }
+        return {one: ", ".join(names) for one, names in differing.items() if names}
 
 
 def told_of(trace: Trace, promised: Promise) -> dict[str, Any]:

@@ -69,6 +69,10 @@ class Web:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
 
+    def last(self) -> dict[str, Any]:
+        """What was told last of the engine."""
+        return next(body for method, _, body, _ in reversed(self.requests) if method == "PUT")
+
     def states(self) -> list[str]:
         return [body.get("state", method) for method, _, body, _ in self.requests]
 
@@ -121,6 +125,17 @@ def until(condition: Callable[[], bool], patience_s: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_what_the_engine_has_become_is_told_at_once(web: Web, engine: Engine) -> None:
+    """Beside a beat that is far away."""
+    web.answers = [(200, b'{"heartbeat_s": 3600, "ttl_s": 7200}')] * 9
+    until(lambda: engine.registrar.state is RegistrarState.READY)
+    for fingerprint, adapters in (("f1", {}), ("f1", {"a": "d1"}), ("f2", {"a": "d2"})):
+        engine.registrar.tell(fingerprint=fingerprint)
+        engine.registrar.tell(adapters=adapters)
+        told = {"fingerprint": fingerprint, "adapters": adapters}
+        until(lambda told=told: told.items() <= web.last().items())  # type: ignore[misc]
 
 
 def test_registers_beats_and_leaves(web: Web, engine: Engine) -> None:

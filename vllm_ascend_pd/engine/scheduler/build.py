@@ -118,7 +118,7 @@ class _Builder:
 
     def _build(self) -> SchedulerSide:
         config, parts = self._config, list[Part]()
-        resumes = Resumes(self._common, self._resume_key)
+        resumes = Resumes(self._common, self._resume_key, self._fingerprint)
         producer = consumer = endpoint = forwards = None
         if config.role.produces:
             producer, moves_out, server, endpoint = self._producer()
@@ -202,7 +202,10 @@ class _Builder:
             self._config.identity is WeightReading.FULL,
             side.forsake,
             lambda generation: side.identify(f"{self._fingerprint} generation={generation}"),
+            side.note_adapter,
         )
+        if (resumes := side.part(Resumes)) is not None:
+            resumes.adapter_of = side.identity.adapter_digest
         side.suspension = Suspension(
             self._common.loads, side.parts, side.identity, engine_core.model_executor
         )

@@ -71,12 +71,8 @@ class Content:
         salt_anew(request, self._salt(request, secrets.token_hex(8) if is_mixed else ""))
 
     def _salt(self, request: Request, mixture: str = "") -> str | None:
-        salt = salt_of_client(request)
-        adapter = ""
-        if (lora := request.lora_request) is not None:
-            if (known := self._adapters.get(lora.lora_int_id)) is None:
-                known = self._adapters[lora.lora_int_id] = self.read_adapter(lora)
-            adapter = known
+        salt, lora = salt_of_client(request), request.lora_request
+        adapter = "" if lora is None else self._adapter(lora)
         if not (self.generation or adapter or mixture or (salt or "").startswith(_OURS)):
             return salt
         if not (salt or adapter or mixture):
@@ -85,6 +81,15 @@ class Content:
         return "pd-content:" + hashlib.sha256(text.encode()).hexdigest()
 
     # Adapters.
+
+    def adapter_digest(self, lora: LoRARequest) -> str:
+        """Of the content that the workers have, or will load."""
+        return hashlib.sha256(self._adapter(lora).encode()).hexdigest()[:16]
+
+    def _adapter(self, lora: LoRARequest) -> str:
+        if (known := self._adapters.get(lora.lora_int_id)) is None:
+            known = self._adapters[lora.lora_int_id] = self.read_adapter(lora)
+        return known
 
     def note_adapter(self, lora: LoRARequest, content: str) -> bool:
         """The workers have loaded it; whether it differs from what they had."""

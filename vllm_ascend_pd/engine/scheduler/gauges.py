@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.registrar import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
+from vllm_ascend_pd.engine.vllm_api.grammars import grammar_backend, grammars
+from vllm_ascend_pd.registration import MAX_ADAPTERS, MAX_TEXT
 from vllm_ascend_pd.states import impossible
 
 if TYPE_CHECKING:
@@ -66,6 +68,10 @@ class RouterContact(Part):
         self._stats = common.stats
         self._is_told = common.scheduler.log_stats
         self._told_state = RegistrarState.NEW
+        self._scheduler = common.scheduler
+        self._grammar_backend: object = None
+        """Of which it has been told."""
+        self._adapters: dict[str, str] = {}
 
     def settle(self) -> bool:
         return self._is_told and self._registrar.state is not self._told_state
@@ -75,9 +81,19 @@ class RouterContact(Part):
             self._told_state = self._registrar.state
             is_registered = int(self._told_state.registered)
             self._stats.set("router_registered", is_registered, self._registrar.router)
+        backend = grammar_backend(self._scheduler)
+        if backend is not self._grammar_backend:
+            self._grammar_backend = backend
+            self._registrar.tell(grammars=grammars(self._scheduler))
 
     def identify(self, fingerprint: str) -> None:
-        self._registrar.identify(fingerprint)
+        self._registrar.tell(fingerprint=fingerprint)
+
+    def note_adapter(self, name: str, digest: str) -> None:
+        if len(name) <= MAX_TEXT:
+            known = {other: what for other, what in self._adapters.items() if other != name}
+            self._adapters = dict([*known.items(), (name, digest)][-MAX_ADAPTERS:])
+            self._registrar.tell(adapters=self._adapters)
 
     def stop(self) -> None:
         self._registrar.stop()

@@ -42,16 +42,21 @@ class Identity:
         full: bool,
         forsake: Callable[[Request], None],
         on_generation: Callable[[str], None],
+        on_adapter: Callable[[str, str], None],
     ) -> None:
         """``full``: files of weights are read to the last byte. ``forsake`` gives up all that a
         request would take from elsewhere, and what is kept of it for others. ``on_generation`` is
-        told each new one, and gives up all leases.
+        told each new one, and gives up all leases. ``on_adapter`` is told the name of each adapter
+        that a request has used, and what it is, when that is new.
         """
         self._scheduler = scheduler
         self._executor = engine_core.model_executor
         self._full = full
         self._forsake = forsake
         self._on_generation = on_generation
+        self._on_adapter = on_adapter
+        self._told_adapters: dict[str, str] = {}
+        """By name."""
         options = lora_options(scheduler.vllm_config.lora_config)
         self._content = Content(engine_core.request_block_hasher, options)
         hash_new_requests(engine_core, self._content.hash_blocks)
@@ -62,6 +67,16 @@ class Identity:
             self._renew_users(request.lora_request)
         if not self._content.is_current(request):
             self._content.renew(request)
+        if (lora := request.lora_request) is not None:
+            digest = self._content.adapter_digest(lora)
+            if self._told_adapters.get(lora.lora_name) != digest:
+                self._told_adapters[lora.lora_name] = digest
+                self._on_adapter(lora.lora_name, digest)
+
+    def adapter_digest(self, request: Request) -> str:
+        """Of what its adapter is, which was checked; empty without one."""
+        lora = request.lora_request
+        return "" if lora is None else self._content.adapter_digest(lora)
 
     def on_lora_loaded(self, lora: LoRARequest) -> None:
         if self._content.note_adapter(lora, self._content.read_adapter(lora)):

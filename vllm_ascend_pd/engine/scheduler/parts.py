@@ -166,6 +166,9 @@ class Part:
     def identify(self, fingerprint: str) -> None:
         """The engine computes with other weights from now on."""
 
+    def note_adapter(self, name: str, digest: str) -> None:
+        """A request uses an adapter that is new, or another one under its old name."""
+
     @property
     def is_storing(self) -> bool:
         """Whether blocks are read at this moment for somebody else."""

@@ -176,6 +176,11 @@ class SchedulerSide:
         for part in self.parts:
             part.identify(fingerprint)
 
+    def note_adapter(self, name: str, digest: str) -> None:
+        """See ``Part.note_adapter``."""
+        for part in self.parts:
+            part.note_adapter(name, digest)
+
     def forsake(self, request: Request) -> None:
         """It is about to be hashed anew, so nothing that was meant for it fits any more."""
         for part in self.parts:

@@ -58,22 +58,33 @@ class _OneByOne:
 
 
 def makes_masks(scheduler: Scheduler, request: Request) -> str:
-    """What of this engine decides which tokens the request's grammar allows; empty without one.
-    The backend is that of the engine's first such request, whatever this one would have chosen.
+    """What of this engine decides which tokens the request's grammar allows; empty without one."""
+    return "" if cast("Any", request).structured_output_request is None else grammars(scheduler)
+
+
+def grammar_backend(scheduler: Scheduler) -> object:
+    """That of the engine's first request with structured output, whatever later ones would have
+    chosen; ``None`` before.
 
     Touches:
         vllm/v1/structured_output/__init__.py:StructuredOutputManager.backend
+    """
+    return scheduler.structured_output_manager.backend
+
+
+def grammars(scheduler: Scheduler) -> str:
+    """What of this engine decides which tokens grammars allow: the backend and its options.
+
+    Touches:
         vllm/config/vllm.py:VllmConfig.structured_outputs_config
         vllm/config/structured_outputs.py:StructuredOutputsConfig.disable_any_whitespace
         vllm/config/structured_outputs.py:StructuredOutputsConfig.disable_additional_properties
         vllm/config/structured_outputs.py:StructuredOutputsConfig.reasoning_parser
         vllm/config/structured_outputs.py:StructuredOutputsConfig.enable_in_reasoning
     """
-    if cast("Any", request).structured_output_request is None:
-        return ""
     config: Any = cast("Any", scheduler.vllm_config).structured_outputs_config
-    backend = type(scheduler.structured_output_manager.backend).__name__
-    return " ".join([backend, *(f"{name}={getattr(config, name)}" for name in MAKING_MASKS)])
+    backend = type(grammar_backend(scheduler)).__name__
+    return ",".join([backend, *(f"{name}={getattr(config, name)}" for name in MAKING_MASKS)])
 
 
 def why_other_masks(scheduler: Scheduler, sent: EngineCoreRequest) -> str:
