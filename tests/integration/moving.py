@@ -56,10 +56,8 @@ class Moving:
             self._go_on_with(target)
         while name not in self.others:
             self.others |= source.drive(1)
-        left = self.others[name]
-        if left.finish_reason == "abort":
-            self.engine, self.name = target, there
-        return len(left.token_ids)
+        self._follow(target, there)
+        return len(self.others[name].token_ids)
 
     def refusal_of(self, target: Engine) -> str:
         """Why it does not move there."""
@@ -69,17 +67,26 @@ class Moving:
         self._wait_until_scheduled()
         return str(self.others[there].kv_transfer_params["resume"]["refused"])
 
-    def stop_for(self, target: Engine, num_steps: int) -> None:
+    def stop_for(self, target: Engine, num_steps: int) -> bool:
         """It stops for a move, which ends before it has moved. Its engine takes these steps while
-        it stands."""
+        it stands. Whether that was so: what is in flight may end it, and the target be sooner."""
         there = self._ask(target)
-        while self.state()["is_scheduled"]:
+        while self.state().get("is_scheduled"):
             self._go_on_with(target)
         for _ in range(num_steps):
             self.others |= self.engine.drive(1)
+        if not self.state():
+            self._follow(target, there)
+            return False
         target.abort(there)
         target.drive(1)
         self._wait_until_scheduled()
+        return True
+
+    def _follow(self, target: Engine, there: str) -> None:
+        """It has ended where it was."""
+        if self.others[self.name].finish_reason == "abort":
+            self.engine, self.name = target, there
 
     def _ask(self, target: Engine) -> str:
         """Its name there."""

@@ -20,6 +20,8 @@ from tests.integration.test_drafts import (
     started,  # noqa: F401
 )
 from tests.integration.test_moves import two
+from tests.integration.test_moves_with_grammars import KINDS
+from tests.integration.test_moves_with_grammars import NUM_OUTPUT as NUM_STRUCTURED
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines
@@ -97,3 +99,24 @@ def test_it_goes_on_where_it_was_beside_others_and_moves_then(
     others = moving.others | source.run()
     assert others[beside.name].token_ids == drafting.single(other, NUM_ANSWER).token_ids
     rates.assert_like_one_engine()
+
+
+@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+@pytest.mark.parametrize("kind", ["json", "regex", "no end"])
+def test_structured_output_moves_and_stays(
+    pair: tuple[Engine, Engine],
+    drafting: Drafting,  # noqa: F811
+    started: Callable[..., Prompt],  # noqa: F811
+    kind: str,
+) -> None:
+    """What is drafted is held against the grammar one step later than it is sampled."""
+    source, target = pair
+    options, prompt = KINDS[kind], started(BLOCK_SIZE + 13)
+    expected = drafting.single(prompt, NUM_STRUCTURED, **options)
+    for cut in range(1, len(expected.token_ids) - 4):
+        moving = Moving(source, prompt, NUM_STRUCTURED, options)
+        moving.decode(cut)
+        stays = not cut % 2 or moving.stop_for(target, num_steps=3)
+        if stays and cut % 3:
+            moving.move(target)
+        assert moving.answer().token_ids == expected.token_ids, cut

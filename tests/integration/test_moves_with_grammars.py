@@ -109,6 +109,30 @@ def test_it_moves_at_each_token_and_back(
     assert back >= set(range(4, num_tokens))
 
 
+@pytest.mark.parametrize("kind", ["json", "regex", "no end"])
+@pytest.mark.parametrize("llm", KINDS_OF, indirect=True)
+def test_it_goes_on_where_it_has_stopped(
+    pair: tuple[Engine, Engine], one: SingleEngine, prompt_of: PromptOf, kind: str
+) -> None:
+    """Nobody wants it any more, while others have gone on. Half of them move then, after all."""
+    options, prompt = KINDS[kind], prompt_of(45)
+    expected = one(prompt, NUM_OUTPUT, **options)
+    beside = one(prompt_of(30), NUM_OUTPUT, **options)
+    source, target = pair
+    num_stopped = 0
+    for cut in range(1, len(expected.token_ids) - 4):
+        moving = Moving(source, prompt, NUM_OUTPUT, options)
+        source.add("beside", prompt_of(30), NUM_OUTPUT, **options)
+        moving.decode(cut)
+        has_stopped = moving.stop_for(target, num_steps=3)
+        if has_stopped and cut % 2:
+            moving.move(target)
+        num_stopped += has_stopped
+        assert_same(moving.answer(), expected, cut)
+        assert_same((moving.others | source.run())["beside"], beside, cut)
+    assert num_stopped > cut / 2
+
+
 def assert_same(answer: Answer, expected: Answer, cut: object) -> None:
     assert answer.token_ids == expected.token_ids, cut
     assert (answer.text, answer.finish_reason) == (expected.text, expected.finish_reason), cut
