@@ -110,6 +110,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str | None = None
     """A producer and a consumer are paired only if theirs fit together (see ``types.serves``), or
     one of them is not known."""
+    sampling: dict[str, Annotated[str, Meta(max_length=MAX_TEXT)]] = {}
+    """How tokens are sampled there whatever a request says: parts of ``resume.made_by``."""
     grammars: Annotated[str, Meta(max_length=MAX_TEXT)] = ""
     """What makes the grammars of structured output there; empty until the first request with one
     has chosen it."""

@@ -38,7 +38,8 @@ _MODEL_PARTS = (
 )
 """Parts of a fingerprint, see ``engine.fingerprint``, that decide which token is next. How KV lies
 in memory, how it travels and what is drafted do not."""
-_REQUEST_PARTS = ("adapter", "grammars")
+_OTHER_PARTS = ("processors", "defaults", "adapter", "grammars")
+_LENGTH = "length_limit"
 _MAX_TOKENS = 1 << 24
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -142,28 +143,36 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
-def made_by(fingerprint: str, adapter: str = "", grammars: str = "") -> str:
-    """What decides beside a request which tokens an engine gives: parts of one line.
+def made_by(fingerprint: str, **others: str) -> str:
+    """What decides beside a request which tokens an engine gives: parts of one line. Of the
+    ``others`` those are left out that are empty, for there is none, or nobody knows it:
 
-    ``adapter`` is the digest of the request's, ``grammars`` says how the engine makes those of
-    structured output; both without blanks, and empty where there is none or it is not known.
+        processors      its own logits processors
+        defaults        what it takes for sampling parameters that a request has not
+        length_limit    at which it ends an answer: ``--max-model-len``
+        adapter         a digest of the request's
+        grammars        how it makes those of structured output
     """
     known = _parts(fingerprint)
     parts = {name: known[name] for name in _MODEL_PARTS if name in known}
-    parts |= {"adapter": adapter} if adapter else {}
-    parts |= {"grammars": grammars} if grammars else {}
+    parts |= {name: others[name] for name in (*_OTHER_PARTS, _LENGTH) if others.get(name)}
     return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
-def other_parts(theirs: str, ours: str) -> list[str]:
+def other_parts(theirs: str, ours: str, num_tokens: int = 0) -> list[str]:
     """Names of the parts in which these two differ, so that one may go on otherwise than the other
-    began; none if one of them is not known at all."""
-    if not theirs or not ours:
-        return []
+    began. Not compared are the model's parts if one has none of them, others that one has not, and
+    a limit that a request of ``num_tokens`` does not come to.
+    """
     one, other = _parts(theirs), _parts(ours)
-    differing = [name for name in _MODEL_PARTS if one.get(name) != other.get(name)]
+    found: list[str] = []
+    if all(any(name in parts for name in _MODEL_PARTS) for parts in (one, other)):
+        found += [name for name in _MODEL_PARTS if one.get(name) != other.get(name)]
     both = one.keys() & other.keys()
-    return differing + [n for n in _REQUEST_PARTS if n in both and one[n] != other[n]]
+    found += [name for name in _OTHER_PARTS if name in both and one[name] != other[name]]
+    if _LENGTH in both and one[_LENGTH] != other[_LENGTH]:
+        found += [_LENGTH] if num_tokens >= min(int(one[_LENGTH]), int(other[_LENGTH])) else []
+    return found
 
 
 @lru_cache(maxsize=1024)

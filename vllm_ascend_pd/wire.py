@@ -33,7 +33,8 @@ from vllm_ascend_pd.types import Cause, Endpoint, Layers
 #         12 - an engine runs a request of another one's client: take, more, told.
 #         13 - take may name a LoRA adapter, and bring images; told has logprobs.
 #         14 - open of a running request says what makes the masks of its structured output.
-WIRE_VERSION = 14
+#         15 - instead it says all that decides tokens and is not compared otherwise.
+WIRE_VERSION = 15
 
 _MAX_PARAM_LENGTH = 256
 _MAX_ITEMS = 1 << 18
@@ -88,9 +89,9 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     running: Name = ""
     """The running request, as its client knows it, that is to be handed over: its prompt is what
     is compared, the lease begins with this message, and ``Extended`` is the answer."""
-    masks: Text = ""
-    """What decides at the consumer which tokens the grammar of the running request allows; empty if
-    it has none."""
+    made_by: Text = ""
+    """What decides at the consumer which tokens the running request gets, beside all that is
+    compared otherwise: parts of ``resume.made_by``."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):

@@ -108,8 +108,9 @@ class Move(Peer):
         super().__init__()
         model = SimpleNamespace(get_vocab_size=lambda: 1000)
         self.common.scheduler.vllm_config = SimpleNamespace(model_config=model)
-        resumes: Any = None  # not before it is here
-        self.moves = MovesIn(self.common, self.consumer, self.client, resumes, "same")
+        maker = SimpleNamespace(fingerprint="same", of_running=lambda request: "")
+        resumes: Any = SimpleNamespace(maker=maker)  # all that counts before it is here
+        self.moves = MovesIn(self.common, self.consumer, self.client, resumes)
 
     def ready(self) -> BlockSource:
         request = make_request(list(range(NUM_TOKENS)), {})

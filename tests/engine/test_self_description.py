@@ -40,7 +40,8 @@ def described(engine_id: str, rank: int, endpoint: str = "tcp://*:5557") -> Regi
         kv_cache_config=SimpleNamespace(num_blocks=8),
     )
     config = PDConfig.from_kv_transfer_config(transfer)
-    return describe(scheduler, config, Epoch("e"), "f", None)
+    maker: Any = SimpleNamespace(fingerprint="f", sampling={})
+    return describe(scheduler, config, Epoch("e"), maker, None)
 
 
 @pytest.mark.parametrize(

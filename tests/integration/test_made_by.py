@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.engines import Answer, Engine
+from tests.integration.moving import Moving
+from tests.integration.processors import AllTokens
 from tests.integration.test_identity import LORA, adapters, other_model  # noqa: F401
 from tests.integration.test_resume import NUM_OUTPUT, begun
 from tests.unit.engine.test_registrar import Web, until
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.engine
 Prompt = list[int]
 REGEX = {"structured_outputs": {"regex": "[a-z]{90}"}, "ignore_eos": False}
 ADAPTERS = json.dumps(LORA)
+PROCESSOR = f"{AllTokens.__module__}:{AllTokens.__name__}"
 
 
 class Known:
@@ -41,14 +44,14 @@ class Known:
 
     def made_by(self, model: str = "") -> str:
         told = self.told()
-        adapter = told["adapters"].get(model, "")
-        return made_by(told["fingerprint"], adapter, told["grammars"])
+        adapter, grammars = told["adapters"].get(model, ""), told["grammars"]
+        return made_by(told["fingerprint"], adapter=adapter, grammars=grammars, **told["sampling"])
 
     def go_on(self, begun_by: Known, prompt: Prompt, known: list[int], **more: Any) -> Answer:
         """With what the other one has given."""
         model = Path(more.get("lora") or "").name
         kv = begun(prompt, known, made_by=begun_by.made_by(model))
-        return self.engine.ask(prompt, NUM_OUTPUT, kv, **more)
+        return self.engine.ask(prompt, kv=kv, **{"max_tokens": NUM_OUTPUT, **more})
 
     def assert_refuses(self, begun_by: Known, differing: str, *args: Any, **more: Any) -> None:
         answer = self.go_on(begun_by, *args, **more)
@@ -116,3 +119,36 @@ def test_structured_output_of_another_backend_does_not_go_on(
     other.assert_refuses(first, "grammars", prompt, expected[:5], **REGEX)
     assert other.go_on(first, prompt, plain[:5]).token_ids == plain
     assert like.go_on(first, prompt, expected[:5], **REGEX).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("differing", "config", "max_tokens"),
+    [
+        ("defaults", {"llm": '{"override_generation_config": {"repetition_penalty": 1.5}}'}, 8),
+        ("processors", {"llm": json.dumps({"logits_processors": [PROCESSOR]})}, 8),
+        ("length_limit", {"max_model_len": 512}, 600),
+    ],
+    ids=["defaults", "processors", "length"],
+)
+def test_tokens_that_are_sampled_otherwise_do_not_go_on(
+    known: Callable[..., Known],
+    prompt_of: Callable[..., Prompt],
+    differing: str,
+    config: dict[str, Any],
+    max_tokens: int,
+) -> None:
+    """Nor does a request that runs move, but for what its sampling parameters say."""
+    first, other = known(), known(**config)
+    prompt = prompt_of(40)
+    expected = first.engine.ask(prompt, max_tokens).token_ids
+    other.assert_refuses(first, differing, prompt, expected[:5], max_tokens=max_tokens)
+    moving = Moving(first.engine, prompt, max_tokens, {})
+    moving.decode(3)
+    if differing == "defaults":
+        moving.move(other.engine)
+    else:
+        assert moving.refusal_of(other.engine) == "move_incompatible"
+        other.engine.wait_log(f"the engines differ in {differing}")
+    assert moving.answer().token_ids == expected
+    if differing == "length_limit":
+        assert other.go_on(first, prompt, expected[:5]).token_ids == expected[:NUM_OUTPUT]

@@ -135,7 +135,16 @@ def test_engines_give_other_tokens_if_they_differ_in_what_decides_them(
         assert other_parts(made_by(one), made_by(other)) == differing
 
 
-@pytest.mark.parametrize("part", ["adapter", "grammars"])
+@pytest.mark.parametrize("num_tokens", [0, 99, 100, 300])
+def test_a_limit_counts_where_a_request_comes_to_it(num_tokens: int) -> None:
+    lower, higher = (made_by("", length_limit=limit) for limit in ("100", "200"))
+    expected = ["length_limit"] if num_tokens >= 100 else []
+    assert other_parts(lower, higher, num_tokens) == expected
+    assert other_parts(higher, lower, num_tokens) == expected
+    assert other_parts(lower, lower, num_tokens) == []
+
+
+@pytest.mark.parametrize("part", ["adapter", "grammars", "processors", "defaults"])
 def test_what_is_known_of_one_engine_only_is_not_compared(part: str) -> None:
     known, other = (made_by(_ENGINE, **{part: value}) for value in ("d1", "d2"))
     assert other_parts(known, other) == [part]

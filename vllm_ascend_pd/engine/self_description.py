@@ -14,6 +14,7 @@ from vllm_ascend_pd.registration import Role as RouterRole
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.config import PDConfig
+    from vllm_ascend_pd.engine.scheduler.maker import Maker
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
     from vllm_ascend_pd.engine.vllm_api.types import Scheduler
     from vllm_ascend_pd.types import Endpoint, Epoch
@@ -30,7 +31,7 @@ def describe(
     scheduler: Scheduler,
     config: PDConfig,
     epoch: Epoch,
-    fingerprint: str,
+    maker: Maker,
     endpoint: Endpoint | None,
 ) -> Registration:
     """``endpoint`` is where consumers reach this engine; ``None`` when it produces nothing."""
@@ -51,7 +52,8 @@ def describe(
         epoch=epoch,
         models=(names,) if isinstance(names, str) else tuple(names or ()),
         labels=config.router.labels,
-        fingerprint=fingerprint,
+        fingerprint=maker.fingerprint,
+        sampling=maker.sampling,
         kv=kv,
         kv_events=_kv_events(scheduler.vllm_config, config.host),
         block_size=scheduler.block_size,

@@ -175,7 +175,9 @@ class Instance:
         """What decides the tokens that it gives for this model, as far as it told."""
         spec = self.spec
         fingerprint = spec.fingerprint or self.fingerprint or ""
-        return made_by(fingerprint, spec.adapters.get(model or "", ""), spec.grammars)
+        adapter = spec.adapters.get(model or "", "")
+        parts = {**spec.sampling, "adapter": adapter, "grammars": spec.grammars}
+        return made_by(fingerprint, **parts)
 
     def failed(self, failure: Failure, what: str) -> None:
         """A leg or a probe failed."""

@@ -23,6 +23,7 @@ from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
 from vllm_ascend_pd.engine.scheduler.gauges import EngineInfo, RouterContact
 from vllm_ascend_pd.engine.scheduler.identity import Identity
 from vllm_ascend_pd.engine.scheduler.loads import Loads
+from vllm_ascend_pd.engine.scheduler.maker import Maker
 from vllm_ascend_pd.engine.scheduler.moves_in import MovesIn
 from vllm_ascend_pd.engine.scheduler.moves_out import MovesOut
 from vllm_ascend_pd.engine.scheduler.parking import Parking
@@ -93,6 +94,7 @@ class _Builder:
         self._resume_key = ResumeKey(secret)
         vllm_config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
         self._fingerprint = fingerprint(vllm_config, scheduler.kv_cache_config)
+        self._maker = Maker(scheduler, self._fingerprint)
         self._sampling_key = make_sampling_key(vllm_config, config.transfer.first_token)
         shares = sharding(vllm_config)
         groups = kv_groups(scheduler.kv_cache_config, scheduler.use_eagle_block_drop)
@@ -118,7 +120,7 @@ class _Builder:
 
     def _build(self) -> SchedulerSide:
         config, parts = self._config, list[Part]()
-        resumes = Resumes(self._common, self._resume_key, self._fingerprint)
+        resumes = Resumes(self._common, self._resume_key, self._maker)
         producer = consumer = endpoint = forwards = None
         if config.role.produces:
             producer, moves_out, server, endpoint = self._producer()
@@ -157,7 +159,7 @@ class _Builder:
         self._opened.callback(server.stop)
         endpoint = server.listen(config.host, config.port_of(self._common.rank or 0))
         producer = Producer(self._common, book, server, self._epoch, endpoint, self._sampling_key)
-        moves_out = MovesOut(self._common, producer, book, server)
+        moves_out = MovesOut(self._common, producer, book, server, self._maker)
         server.start()
         logger.info("in-engine transfers: consumers reach this engine at %s", endpoint)
         return producer, moves_out, server, endpoint
@@ -175,7 +177,7 @@ class _Builder:
             divides_pages=can_divide_pages(vllm_config, self._scheduler.kv_cache_config),
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
-        moves_in = MovesIn(self._common, consumer, client, resumes, self._fingerprint)
+        moves_in = MovesIn(self._common, consumer, client, resumes)
         self._opened.callback(client.stop)
         client.start()
         return consumer, moves_in, client
@@ -184,7 +186,7 @@ class _Builder:
         """``endpoint`` is where consumers reach this engine."""
         registrar = Registrar(
             msgspec.structs.replace(self._config.router, url=url),
-            describe(self._scheduler, self._config, self._epoch, self._fingerprint, endpoint),
+            describe(self._scheduler, self._config, self._epoch, self._maker, endpoint),
             self._is_ending,
             self._wake,
         )
@@ -204,8 +206,7 @@ class _Builder:
             lambda generation: side.identify(f"{self._fingerprint} generation={generation}"),
             side.note_adapter,
         )
-        if (resumes := side.part(Resumes)) is not None:
-            resumes.adapter_of = side.identity.adapter_digest
+        self._maker.adapter_of = side.identity.adapter_digest
         side.suspension = Suspension(
             self._common.loads, side.parts, side.identity, engine_core.model_executor
         )

@@ -26,7 +26,7 @@ from vllm_ascend_pd.engine.scheduler.remote_prompt import PeerSource
 from vllm_ascend_pd.engine.scheduler.resume import Refusal
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
-from vllm_ascend_pd.engine.vllm_api.grammars import is_behind_reasoning, makes_masks
+from vllm_ascend_pd.engine.vllm_api.grammars import is_behind_reasoning
 from vllm_ascend_pd.engine.vllm_api.requests import append_output, params_digest
 from vllm_ascend_pd.engine.vllm_api.status import queue_as, wait_for_kv
 from vllm_ascend_pd.log_limit import limited_logger
@@ -84,14 +84,12 @@ class MovesIn(Part):
         consumer: Consumer,
         client: ControlClient,
         resumes: Resumes,
-        fingerprint: str,
     ) -> None:
         self.common = common
         self._blocks = common.manager.block_pool
         self.consumer = consumer
         self._client = client
         self._resumes = resumes
-        self._fingerprint = fingerprint
         self._vocab_size = common.scheduler.vllm_config.model_config.get_vocab_size()
         self._answers: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
         self._moves: dict[str, _Move] = {}
@@ -112,14 +110,14 @@ class MovesIn(Part):
         end = request.num_prompt_tokens
         message = Open(
             version=WIRE_VERSION,
-            fingerprint=self._fingerprint,
+            fingerprint=self._resumes.maker.fingerprint,
             transfer_id=move.transfer_id,
             epoch=move.epoch,
             end=end,
             groups=tuple(group_hashes(request, g, end, end) for g in self.common.groups),
             sampling_key=params_digest(request.sampling_params),
             running=name,
-            masks=makes_masks(self.common.scheduler, request),
+            made_by=self._resumes.maker.of_running(request),
         )
         self._moves[request.request_id] = move
         wait_for_kv(request)
@@ -288,9 +286,6 @@ class MovesIn(Part):
             self._fail(move, Cause.INCOMPATIBLE.value, "the weights have changed")
         if (last := self.open.get(request.request_id)) is not None:
             last.forsake()
-
-    def identify(self, fingerprint: str) -> None:
-        self._fingerprint = fingerprint
 
     def reset(self, reset_connector: bool) -> None:
         for move in list(self._moves.values()):

@@ -8,10 +8,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.engine.scheduler.maker import differing
 from vllm_ascend_pd.engine.scheduler.move_states import LEAVING, Leaving, LeavingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
-from vllm_ascend_pd.engine.vllm_api.grammars import makes_masks
 from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, take_out
 from vllm_ascend_pd.engine.vllm_api.requests import (
     is_seeded,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
+    from vllm_ascend_pd.engine.scheduler.maker import Maker
     from vllm_ascend_pd.engine.scheduler.producer import Producer
     from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
     from vllm_ascend_pd.transfer.control import ControlServer
@@ -71,6 +72,7 @@ class MovesOut(Part):
         producer: Producer,
         book: LeaseBook,
         server: ControlServer,
+        maker: Maker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._common = common
@@ -78,6 +80,7 @@ class MovesOut(Part):
         self._producer = producer
         self._book = book
         self._server = server
+        self._maker = maker
         self._clock = clock
         self.forwards: ForwardsOut | None = None
         """Of an engine that has peers to forward to."""
@@ -150,9 +153,9 @@ class MovesOut(Part):
         is_another = params is not None and params_digest(params) != message.sampling_key
         if is_another and forwarded is None:  # whose name is random
             return _refused(message, Cause.NOT_NEEDED, "another request has its name now")
-        if (masks := makes_masks(self._scheduler, request)) != message.masks:
-            detail = f"structured output is made by {masks!r} here, and by {message.masks!r} there"
-            return _refused(message, Cause.INCOMPATIBLE, detail)
+        ours = self._maker.of_running(request)
+        if other := differing(request, message.made_by, ours):
+            return _refused(message, Cause.INCOMPATIBLE, f"the engines differ in {other}")
         if cause := self._why_it_stays(request):
             return _refused(message, cause, "it cannot be copied")
         lease = self._producer.lend(request, TransferId(message.transfer_id))

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
+from vllm_ascend_pd.engine.scheduler.maker import differing
 from vllm_ascend_pd.engine.scheduler.parts import Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
-from vllm_ascend_pd.engine.vllm_api.grammars import accept_tokens, makes_masks
+from vllm_ascend_pd.engine.vllm_api.grammars import accept_tokens
 from vllm_ascend_pd.engine.vllm_api.prefill_stats import count_nothing
 from vllm_ascend_pd.engine.vllm_api.requests import (
     append_output,
@@ -35,12 +36,13 @@ from vllm_ascend_pd.engine.vllm_api.requests import (
 from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv, waits_for_grammar
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.resume import RESUME, Resume, made_by, other_parts, prompt_digest
+from vllm_ascend_pd.resume import RESUME, Resume, prompt_digest
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Container
 
+    from vllm_ascend_pd.engine.scheduler.maker import Maker
     from vllm_ascend_pd.engine.scheduler.moves_in import MovesIn
     from vllm_ascend_pd.engine.scheduler.parts import Common, StepDraft
     from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, SchedulerOutput
@@ -90,14 +92,12 @@ class _Begun:
 class Resumes(Part):
     """Scheduler thread."""
 
-    def __init__(self, common: Common, key: ResumeKey, fingerprint: str) -> None:
+    def __init__(self, common: Common, key: ResumeKey, maker: Maker) -> None:
         config = common.scheduler.vllm_config
         self._scheduler = common.scheduler
         self._stats = common.stats
         self._key = key
-        self._fingerprint = fingerprint
-        self.adapter_of: Callable[[Request], str] = lambda request: ""
-        """A digest of what its adapter is."""
+        self.maker = maker
         self.moves: MovesIn | None = None
         """Of an engine that takes KV from others."""
         self._is_trusting = (
@@ -166,8 +166,8 @@ class Resumes(Part):
         is_told = resume.source is None or bool(resume.prompt_digest)
         if is_told and prompt_digest(request.prompt_token_ids or ()) != resume.prompt_digest:
             return Refusal("other_prompt", "resume.prompt_digest is not that of this prompt")
-        if other := other_parts(resume.made_by, self._made_by(request)):
-            detail = f"another engine has made resume.output_token_ids: {', '.join(other)} differ"
+        if other := differing(request, resume.made_by, self.maker.of_told(request)):
+            detail = f"another engine has made resume.output_token_ids: {other} differ"
             return Refusal("made_otherwise", detail)
         if resume.source is not None and self.moves is None:
             detail = "resume.source: kv_role must be kv_consumer or kv_both"
@@ -181,10 +181,6 @@ class Resumes(Part):
         if resume.only_exact and not self._is_exact(request.sampling_params):
             return Refusal("not_exact", "a temperature without a seed, or a seed and drafts")
         return resume
-
-    def _made_by(self, request: Request) -> str:
-        grammars = makes_masks(self._scheduler, request)
-        return made_by(self._fingerprint, self.adapter_of(request), grammars)
 
     def what_stays(
         self, request: Request, params: dict[str, Any], is_forwarded: bool = False
@@ -252,7 +248,7 @@ class Resumes(Part):
         return tell_output(self._scheduler, begun.request, begun.token_ids, begun.ended)
 
     def identify(self, fingerprint: str) -> None:
-        self._fingerprint = fingerprint
+        self.maker.fingerprint = fingerprint
 
     def finish(self, request: Request, ending: Ending) -> None:
         self._untold.pop(request.request_id, None)

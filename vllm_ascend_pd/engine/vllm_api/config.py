@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,6 +81,31 @@ def returns_routed_experts(config: VllmConfig) -> bool:
         return bool(aux.enabled)
     model: Any = config.model_config
     return model is not None and model.enable_return_routed_experts
+
+
+def sampling_parts(config: VllmConfig) -> dict[str, str]:
+    """What decides at this engine how tokens are sampled, and when an answer ends, whatever its
+    request says: values without blanks, of the names of ``resume.made_by``.
+
+    Touches:
+        vllm/config/model.py:ModelConfig.try_get_generation_config
+        vllm/config/model.py:ModelConfig.generation_config
+        vllm/config/model.py:ModelConfig.override_generation_config
+    """
+    model: Any = config.model_config
+    processors = [str(it) for it in model.logits_processors or ()]
+    source = "vllm" if model.generation_config == "vllm" else "a file"
+    defaults = (source, model.try_get_generation_config(), model.override_generation_config)
+    return {
+        "processors": _digest(processors) if processors else "none",
+        "defaults": _digest(defaults),
+        "length_limit": str(model.max_model_len),
+    }
+
+
+def _digest(value: object) -> str:
+    encoded = json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.sha256(encoded).hexdigest()[:16]
 
 
 def uses_cascade_attention(config: VllmConfig) -> bool:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decides here which tokens a request gets, to be compared with another engine's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.engine.vllm_api.config import sampling_parts
+from vllm_ascend_pd.engine.vllm_api.grammars import makes_masks
+from vllm_ascend_pd.resume import made_by, other_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_ascend_pd.engine.vllm_api.types import Request, Scheduler
+
+
+class Maker:
+    """Of one engine. Scheduler thread."""
+
+    def __init__(self, scheduler: Scheduler, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self.sampling = sampling_parts(scheduler.vllm_config)
+        self.adapter_of: Callable[[Request], str] = lambda request: ""
+        """A digest of what its adapter is."""
+        self._scheduler = scheduler
+
+    def of_told(self, request: Request) -> str:
+        """All of it: who is told tokens knows nothing else of the engine that gave them."""
+        parts = {**self.sampling, "adapter": self.adapter_of(request)}
+        return made_by(self.fingerprint, grammars=makes_masks(self._scheduler, request), **parts)
+
+    def of_running(self, request: Request) -> str:
+        """What neither fingerprints nor block hashes tell, nor the sampling parameters."""
+        parts = {name: value for name, value in self.sampling.items() if name != "defaults"}
+        return made_by("", grammars=makes_masks(self._scheduler, request), **parts)
+
+
+def differing(request: Request, theirs: str, ours: str) -> str:
+    """The parts in which these differ, for that request, for a person; empty if in none."""
+    return ", ".join(other_parts(theirs, ours, request.num_prompt_tokens + request.max_tokens))
