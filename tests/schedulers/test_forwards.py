@@ -8,8 +8,10 @@ In the real schedulers with real control threads between them; workers are simul
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +168,24 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards_in, "ANSWER_S", 0.1)
 
 
+@pytest.fixture
+def slow_signals() -> Iterator[None]:
+    """Now and then the scheduler's thread gets one, whose handler takes its time."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(0.01))
+    main, over = threading.get_ident(), threading.Event()
+
+    def send() -> None:
+        while not over.wait(0.015):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    yield
+    over.set()
+    sender.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
 def test_client_gets_what_another_engine_computes(engines: Engines, tmp_path: Path) -> None:
     pair = Pair(engines, tmp_path)
     pair.begin()
@@ -201,6 +221,16 @@ def test_guest_goes_on_to_a_third_engine(engines: Engines, tmp_path: Path) -> No
     assert first.states == last.states == ["ASKED", "AWAY"]
     first.run()
     last.run()
+
+
+def test_signals_do_not_hold_up_the_scheduler(
+    engines: Engines, tmp_path: Path, slow_signals: None
+) -> None:
+    """Where nothing is left to compute here, it waits for answers for a moment."""
+    pair = Pair(engines, tmp_path)
+    pair.begin()
+    assert pair.run() == {"ended": 1}
+    pair.expect_whole()
 
 
 @pytest.mark.parametrize("fate", ["lost", "twice", "late"])

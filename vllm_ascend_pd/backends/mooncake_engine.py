@@ -119,7 +119,7 @@ class _Sender(threading.Thread):
         self._retire = retire
         self._session = session
         self._bind_thread = bind_thread
-        self.batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self.batches: queue.Queue[_Batch | None] = queue.Queue()
 
     def run(self) -> None:
         if self._bind_thread is not None:

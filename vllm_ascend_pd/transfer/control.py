@@ -10,7 +10,7 @@ import queue
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -225,7 +225,7 @@ class _Pending:
     transfer_id: str
     epoch: str
     deadline: float
-    outcomes: queue.SimpleQueue[OpenOutcome]
+    outcomes: Outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +238,11 @@ class OpenOutcome:
 
     key: Any
     answer: Opened | Refused | Extended | Go | Told | FirstToken | None
+
+
+Outcomes: TypeAlias = "queue.SimpleQueue[OpenOutcome] | queue.Queue[OpenOutcome]"
+"""The latter if somebody waits for what comes: a ``SimpleQueue`` of CPython 3.11 forgets how long
+when a signal comes meanwhile whose handler takes longer, and waits for ever."""
 
 
 class ControlClient(Reactor):
@@ -279,7 +284,7 @@ class ControlClient(Reactor):
         key: Hashable,
         peer: Endpoint,
         request: Ask,
-        outcomes: queue.SimpleQueue[OpenOutcome],
+        outcomes: Outcomes,
         more_s: float = 0.0,
     ) -> None:
         """The answer comes in ``outcomes``; the peer has ``more_s`` beside ``peer_timeout_s``."""

@@ -172,7 +172,7 @@ class DataServer(Reactor):
         thread.
         """
         deadline = self._clock() + timeout_s
-        answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        answers: queue.Queue[bool] = queue.Queue()
 
         def tell() -> None:
             answers.put(not self._rings and all(write.lease is None for write in self._writes))

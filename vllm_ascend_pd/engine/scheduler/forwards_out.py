@@ -97,7 +97,7 @@ class ForwardsOut(Part):
         self._peers = common.config.forward.endpoints
         self._vocab_size = common.scheduler.vllm_config.model_config.get_vocab_size()
         self._next_peer = itertools.count()
-        self._answers: queue.SimpleQueue[OpenOutcome] = queue.SimpleQueue()
+        self._answers: queue.Queue[OpenOutcome] = queue.Queue()  # waited for: see ``Outcomes``
         self.forwards: dict[str, _Forward] = {}
         """By request id: those that T has, or is to have."""
         self._tried: dict[str, set[Endpoint]] = {}

@@ -99,7 +99,7 @@ class PoolSource:
             slow_s=config.breaker_slow_ms / 1000,
             clock=clock,
         )
-        self.answers: queue.SimpleQueue[tuple[Found, float]] = queue.SimpleQueue()
+        self.answers: queue.Queue[tuple[Found, float]] = queue.Queue()
         """Of lookups, with the time of their arrival; the link's thread fills it."""
         self._ids = count(1)
         self._pending: dict[int, _Pending] = {}
