@@ -242,13 +242,17 @@ def test_whatever_becomes_of_a_message_each_token_comes_once(
     kind: str,
     fate: str,
 ) -> None:
-    wire = Wire(monkeypatch, kind, fate)
-    pair = Pair(engines, tmp_path, times=PATIENT if fate == "twice" else QUICK)
-    pair.begin()
-    (outcome,) = pair.run(wire)
-    wire.deliver_late()
+    for _ in range(3):  # on a slow host the answer may have ended before the message
+        with monkeypatch.context() as patched:
+            wire = Wire(patched, kind, fate)
+            pair = Pair(engines, tmp_path, times=PATIENT if fate == "twice" else QUICK)
+            pair.begin()
+            (outcome,) = pair.run(wire)
+            wire.deliver_late()
+        pair.expect_whole()
+        if wire.has_met:
+            break
     assert wire.has_met
-    pair.expect_whole()
     if fate == "twice":
         assert outcome == "ended"
     elif kind == "go":
