@@ -38,7 +38,7 @@ _MODEL_PARTS = (
 )
 """Parts of a fingerprint, see ``engine.fingerprint``, that decide which token is next. How KV lies
 in memory, how it travels and what is drafted do not."""
-_OTHER_PARTS = ("processors", "defaults", "adapter", "grammars")
+_OTHER_PARTS = ("processors", "defaults", "parsing", "adapter", "grammars")
 _LENGTH = "length_limit"
 _MAX_TOKENS = 1 << 24
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -144,12 +144,13 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
 
 
 def made_by(fingerprint: str, **others: str) -> str:
-    """What decides beside a request which tokens an engine gives: parts of one line. Of the
+    """What decides beside a request which answer an engine gives: parts of one line. Of the
     ``others`` those are left out that are empty, for there is none, or nobody knows it:
 
         processors      its own logits processors
         defaults        what it takes for sampling parameters that a request has not
         length_limit    at which it ends an answer: ``--max-model-len``
+        parsing         by which options its server makes text and tool calls of tokens
         adapter         a digest of the request's
         grammars        how it makes those of structured output
     """

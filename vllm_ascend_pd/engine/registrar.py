@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vllm_ascend_pd import registration
+from vllm_ascend_pd.engine.front_end import is_server
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.registration import Registered, Registration
@@ -73,7 +74,7 @@ def find_http_url(config: RouterLink, host: str, argv: list[str] | None = None) 
     if config.http_url:
         return config.http_url.rstrip("/")
     words = sys.argv if argv is None else argv
-    if "serve" not in words and not any("api_server" in word for word in words[:1]):
+    if not is_server(words):
         raise ConfigError(
             "router.http_url is missing: this engine was not started with `vllm serve`, so the URL"
             " of its OpenAI server is not known"

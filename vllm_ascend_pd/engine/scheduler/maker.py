@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.engine.front_end import parsing
 from vllm_ascend_pd.engine.vllm_api.config import sampling_parts
 from vllm_ascend_pd.engine.vllm_api.grammars import makes_masks
 from vllm_ascend_pd.resume import made_by, other_parts
@@ -20,7 +22,7 @@ class Maker:
 
     def __init__(self, scheduler: Scheduler, fingerprint: str) -> None:
         self.fingerprint = fingerprint
-        self.sampling = sampling_parts(scheduler.vllm_config)
+        self.sampling = {**sampling_parts(scheduler.vllm_config), "parsing": parsing(sys.argv)}
         self.adapter_of: Callable[[Request], str] = lambda request: ""
         """A digest of what its adapter is."""
         self._scheduler = scheduler
@@ -30,9 +32,12 @@ class Maker:
         parts = {**self.sampling, "adapter": self.adapter_of(request)}
         return made_by(self.fingerprint, grammars=makes_masks(self._scheduler, request), **parts)
 
-    def of_running(self, request: Request) -> str:
-        """What neither fingerprints nor block hashes tell, nor the sampling parameters."""
-        parts = {name: value for name, value in self.sampling.items() if name != "defaults"}
+    def of_running(self, request: Request, is_forwarded: bool = False) -> str:
+        """What neither fingerprints nor block hashes tell, nor the sampling parameters. Of one that
+        ``is_forwarded`` the first engine's server makes the text.
+        """
+        left_out = ("defaults", "parsing") if is_forwarded else ("defaults",)
+        parts = {name: value for name, value in self.sampling.items() if name not in left_out}
         return made_by("", grammars=makes_masks(self._scheduler, request), **parts)
 
 

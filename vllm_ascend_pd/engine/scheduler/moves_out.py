@@ -153,7 +153,7 @@ class MovesOut(Part):
         is_another = params is not None and params_digest(params) != message.sampling_key
         if is_another and forwarded is None:  # whose name is random
             return _refused(message, Cause.NOT_NEEDED, "another request has its name now")
-        ours = self._maker.of_running(request)
+        ours = self._maker.of_running(request, is_forwarded=forwarded is not None)
         if other := differing(request, message.made_by, ours):
             return _refused(message, Cause.INCOMPATIBLE, f"the engines differ in {other}")
         if cause := self._why_it_stays(request):
