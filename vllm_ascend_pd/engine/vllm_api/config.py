@@ -89,13 +89,12 @@ def sampling_parts(config: VllmConfig) -> dict[str, str]:
 
     Touches:
         vllm/config/model.py:ModelConfig.try_get_generation_config
-        vllm/config/model.py:ModelConfig.generation_config
-        vllm/config/model.py:ModelConfig.override_generation_config
+        vllm/config/model.py:ModelConfig.get_diff_sampling_param
     """
     model: Any = config.model_config
     processors = [str(it) for it in model.logits_processors or ()]
-    source = "vllm" if model.generation_config == "vllm" else "a file"
-    defaults = (source, model.try_get_generation_config(), model.override_generation_config)
+    ends = model.try_get_generation_config().get("eos_token_id")  # which count in any case
+    defaults = (model.get_diff_sampling_param(), ends)
     return {
         "processors": _digest(processors) if processors else "none",
         "defaults": _digest(defaults),
