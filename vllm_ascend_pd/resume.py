@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from array import array
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +41,7 @@ _MODEL_PARTS = (
 in memory, how it travels and what is drafted do not."""
 _OTHER_PARTS = ("processors", "defaults", "parsing", "adapter", "grammars")
 _LENGTH = "length_limit"
+_IS_LIMIT = re.compile("[0-9]{1,18}").fullmatch
 _MAX_TOKENS = 1 << 24
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -172,7 +174,8 @@ def other_parts(theirs: str, ours: str, num_tokens: int = 0) -> list[str]:
     both = one.keys() & other.keys()
     found += [name for name in _OTHER_PARTS if name in both and one[name] != other[name]]
     if _LENGTH in both and one[_LENGTH] != other[_LENGTH]:
-        found += [_LENGTH] if num_tokens >= min(int(one[_LENGTH]), int(other[_LENGTH])) else []
+        limits = [int(p[_LENGTH]) if _IS_LIMIT(p[_LENGTH]) else 0 for p in (one, other)]
+        found += [_LENGTH] if num_tokens >= min(limits) else []
     return found
 
 

@@ -144,7 +144,12 @@ def test_a_limit_counts_where_a_request_comes_to_it(num_tokens: int) -> None:
     assert other_parts(lower, lower, num_tokens) == []
 
 
-@pytest.mark.parametrize("part", ["adapter", "grammars", "processors", "defaults"])
+@pytest.mark.parametrize("limit", ["abc", "-1", "1e3", "9" * 5000, "²"])
+def test_a_limit_that_is_none_is_another_one(limit: str) -> None:
+    assert other_parts(f"length_limit={limit}", "length_limit=100") == ["length_limit"]
+
+
+@pytest.mark.parametrize("part", ["adapter", "grammars", "processors", "defaults", "parsing"])
 def test_what_is_known_of_one_engine_only_is_not_compared(part: str) -> None:
     known, other = (made_by(_ENGINE, **{part: value}) for value in ("d1", "d2"))
     assert other_parts(known, other) == [part]

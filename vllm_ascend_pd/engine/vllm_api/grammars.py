@@ -7,6 +7,7 @@ Touches:
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.sampling_params import RequestOutputKind
@@ -73,7 +74,8 @@ def grammar_backend(scheduler: Scheduler) -> object:
 
 
 def grammars(scheduler: Scheduler) -> str:
-    """What of this engine decides which tokens grammars allow: the backend and its options.
+    """What of this engine decides which tokens grammars allow: the backend, and a digest of its
+    options.
 
     Touches:
         vllm/config/vllm.py:VllmConfig.structured_outputs_config
@@ -83,8 +85,9 @@ def grammars(scheduler: Scheduler) -> str:
         vllm/config/structured_outputs.py:StructuredOutputsConfig.enable_in_reasoning
     """
     config: Any = cast("Any", scheduler.vllm_config).structured_outputs_config
-    backend = type(grammar_backend(scheduler)).__name__
-    return ",".join([backend, *(f"{name}={getattr(config, name)}" for name in MAKING_MASKS)])
+    options = repr([(name, getattr(config, name)) for name in MAKING_MASKS])
+    digest = hashlib.sha256(options.encode()).hexdigest()[:16]
+    return f"{type(grammar_backend(scheduler)).__name__}-{digest}"
 
 
 def why_other_masks(scheduler: Scheduler, sent: EngineCoreRequest) -> str:
