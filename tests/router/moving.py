@@ -76,3 +76,16 @@ async def listed(d: Deployment) -> list[dict[str, Any]]:
 def name(engine: ScriptedEngine) -> str:
     """Of its instance."""
     return f"127.0.0.1:{engine.port}"
+
+
+async def leave_while_it_moves(
+    d: Deployment, client: Client, source: ScriptedEngine, target: ScriptedEngine
+) -> None:
+    """Once its target has been asked; nothing is left of it."""
+    moving = asyncio.ensure_future(move(d, to=name(target)))
+    await until(lambda: target.num_in_progress == 1)
+    client.task.cancel()
+    [report] = await moving
+    assert report["outcome"] == "not_needed"
+    await until(lambda: source.num_given_up == target.num_given_up == 1)
+    assert all(i.num_admitted == 0 for i in d.router.registry)

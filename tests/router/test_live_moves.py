@@ -4,7 +4,6 @@ stops and the other goes on, and the router follows them."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from tests.router.broken_streams import ANY, PATIENT, resumes
 from tests.router.harness import Deployment, deployed, run, until
-from tests.router.moving import SLOW, Client, is_whole, move, name
+from tests.router.moving import SLOW, Client, is_whole, leave_while_it_moves, move, name
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.registration import KVEndpoint
 from vllm_ascend_pd.resume import Resume, ResumeKey, RunningAt
@@ -228,13 +227,7 @@ def test_client_that_leaves_while_it_is_copied_leaves_nothing() -> None:
     async def test() -> None:
         async with movable(2, copy_s=5) as d:
             client, source, target = await running(d, max_tokens=200)
-            moving = asyncio.ensure_future(move(d, to=name(target)))
-            await until(lambda: target.num_in_progress == 1)
-            client.task.cancel()
-            [report] = await moving
-            assert report["outcome"] == "not_needed"
-            await until(lambda: source.num_given_up == target.num_given_up == 1)
-            assert all(i.num_admitted == 0 for i in d.router.registry)
+            await leave_while_it_moves(d, client, source, target)
 
     run(test)
 

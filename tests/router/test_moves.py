@@ -13,7 +13,16 @@ import pytest
 
 from tests.router.broken_streams import ANY, PATIENT, resumes, text, told_ids
 from tests.router.harness import Deployment, deployed, nothing_in_progress, run, until
-from tests.router.moving import NUM_TOKENS, SLOW, Client, is_whole, listed, move, name
+from tests.router.moving import (
+    NUM_TOKENS,
+    SLOW,
+    Client,
+    is_whole,
+    leave_while_it_moves,
+    listed,
+    move,
+    name,
+)
 from tests.router.scripted_answers import token_id
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.resume import Resume, ResumeKey
@@ -315,13 +324,7 @@ def test_client_that_leaves_meanwhile_leaves_nothing() -> None:
             await client.has(2)
             source, target = source_and_target(d)
             target.script("hang")
-            moving = asyncio.ensure_future(move(d, to=name(target)))
-            await until(lambda: target.num_in_progress == 1)
-            client.task.cancel()
-            [report] = await moving
-            assert report["outcome"] == "not_needed"
-            await until(lambda: source.num_given_up == target.num_given_up == 1)
-            assert all(i.num_admitted == 0 for i in d.router.registry)
+            await leave_while_it_moves(d, client, source, target)
 
     run(test)
 
