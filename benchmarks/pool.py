@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from host import usual_dtype
+from pooled import with_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,16 +52,7 @@ PARTS = ("ttft", "overhead", "saves", "pass", "tier", "lookup")
 def engine_main(options: argparse.Namespace) -> None:
     """Obeys one JSON line at a time."""
     from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
 
-    transfer = None
-    if options.pool:
-        transfer = KVTransferConfig(
-            kv_connector="InEngine",
-            kv_role="kv_both",
-            kv_port=0,
-            kv_connector_extra_config={"pool": json.loads(options.pool)},
-        )
     llm = LLM(
         model=options.model,
         dtype=options.dtype,
@@ -69,7 +61,7 @@ def engine_main(options: argparse.Namespace) -> None:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=2048,
         kv_cache_memory_bytes=options.kv_cache_mb << 20,
-        kv_transfer_config=transfer,
+        kv_transfer_config=with_pool(options.pool),
     )
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     passes: list[float] = []

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from host import usual_dtype
+from pooled import with_pool
 from traces import ideal_hits, make_trace, prompt_of, scale
 
 from vllm_ascend_pd.planner.trace_file import TraceRequest, read_trace
@@ -54,16 +55,7 @@ class Result:
 def engine_main(options: argparse.Namespace) -> None:
     """Says how many bytes a block takes, reads the trace, replays it, prints what it saw."""
     from vllm import LLM
-    from vllm.config import KVTransferConfig
 
-    transfer = None
-    if options.pool:
-        transfer = KVTransferConfig(
-            kv_connector="InEngine",
-            kv_role="kv_both",
-            kv_port=0,
-            kv_connector_extra_config={"pool": json.loads(options.pool)},
-        )
     llm = LLM(
         model=options.model,
         dtype=options.dtype,
@@ -74,7 +66,7 @@ def engine_main(options: argparse.Namespace) -> None:
         max_num_batched_tokens=options.max_length,
         num_gpu_blocks_override=options.hbm_blocks,
         kv_cache_memory_bytes=options.hbm_blocks << 24,  # enough; what counts is above
-        kv_transfer_config=transfer,
+        kv_transfer_config=with_pool(options.pool),
     )
     core: Any = llm.llm_engine.engine_core.engine_core
     spec = core.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
