@@ -255,7 +255,7 @@ def test_adapter_and_grammars_are_told_with_the_tokens() -> None:
         async with deployed(0, 2, PATIENT) as d:
             for instance in tuple(d.router.registry):
                 spec = msgspec.structs.replace(
-                    *(instance.spec,),
+                    instance.spec,
                     fingerprint="weights=a",
                     grammars="GuidanceBackend,x=1",
                     adapters={"tiny": "d1", "other": "d2"},

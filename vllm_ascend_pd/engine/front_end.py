@@ -5,8 +5,9 @@ which does not get the options of its server otherwise.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.engine.digest import digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,5 +35,4 @@ def parsing(argv: Sequence[str]) -> str:
     for word, name, following in zip(argv, names, [*argv[1:], ""], strict=True):
         if name in _WITH_VALUES:
             found[name] = word.partition("=")[2] if "=" in word else following
-    text = repr(sorted(found.items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if found else "none"
+    return digest(found) if found else "none"

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import logging
 import secrets
 from collections.abc import Mapping
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.config import PDConfig, WeightReading
+from vllm_ascend_pd.engine.digest import digest
 from vllm_ascend_pd.engine.vllm_api.config import has_drafter, media_options, uses_modelscope
 from vllm_ascend_pd.engine.weight_files import content_digest
 
@@ -56,7 +53,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     model = vllm_config.model_config
     config = _content(model.hf_config.to_dict())
     parts = {
-        "config": _digest(config),
+        "config": digest(config),
         "arch": model.architecture,
         "weights": "",
         "load": _load_format(vllm_config.load_config, model),
@@ -68,16 +65,16 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
         "draft": _drafter(vllm_config),
     }
     if model.quantization_config:
-        parts["quant"] += f"-{_digest(model.quantization_config)}"
+        parts["quant"] += f"-{digest(model.quantization_config)}"
     if model.model_class_overrides:
-        parts["arch"] += f"-{_digest(model.model_class_overrides)}"
+        parts["arch"] += f"-{digest(model.model_class_overrides)}"
     folder = _model_folder(vllm_config.load_config, model)
     parts["weights"] = _weights(vllm_config, vllm_config.load_config, model)
     if model.multimodal_config is not None:
-        parts["media"] = _digest((media_options(model.multimodal_config), _processor(folder)))
+        parts["media"] = digest((media_options(model.multimodal_config), _processor(folder)))
     if model.trust_remote_code and folder is not None:
         code = sorted(folder.glob("*.py")) if folder.is_dir() else []
-        parts["code"] = _digest([(f.name, f.read_text(errors="replace")) for f in code])
+        parts["code"] = digest([(f.name, f.read_text(errors="replace")) for f in code])
     return {name: value for name, value in parts.items() if value}
 
 
@@ -106,7 +103,7 @@ def _drafter(vllm_config: VllmConfig) -> str:
         *(speculative.kv_cache_dtype, _content(model.hf_config.to_dict())),
         _weights(vllm_config, load, model),
     )
-    return f"{speculative.method}-{_digest(parts)}"
+    return f"{speculative.method}-{digest(parts)}"
 
 
 def _content(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +135,7 @@ def _weights(vllm_config: VllmConfig, load: LoadConfig, model: ModelConfig) -> s
         "the weights of %s are not on a disk of this host: engines take them for equal by name",
         name,
     )
-    return f"named-{_digest(name)}"
+    return f"named-{digest(name)}"
 
 
 def _dummy_weights(vllm_config: VllmConfig, model: ModelConfig) -> str:
@@ -163,7 +160,7 @@ def _load_format(load: LoadConfig, model: ModelConfig) -> str:
     if load_format in _CHECKPOINT_FORMATS:
         return ""
     options = load.model_loader_extra_config
-    return f"{load_format}-{_digest(options)}" if options else load_format
+    return f"{load_format}-{digest(options)}" if options else load_format
 
 
 def _processor(folder: Path | None) -> list[tuple[str, str]]:
@@ -220,20 +217,3 @@ def _mappings(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """It, and every mapping inside."""
     inner = [part for v in value.values() if isinstance(v, Mapping) for part in _mappings(v)]
     return [value, *inner]
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=_plain)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return str(value)

@@ -15,6 +15,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.engine.digest import digest
 from vllm_ascend_pd.engine.model_identity import weight_files
 from vllm_ascend_pd.engine.vllm_api.hashes import salt_anew, salt_of_client, use_hasher
 from vllm_ascend_pd.engine.vllm_api.lora import adapter_folder, ask_no_reload, with_reload
@@ -84,7 +85,7 @@ class Content:
 
     def adapter_digest(self, lora: LoRARequest) -> str:
         """Of the content that the workers have, or will load."""
-        return hashlib.sha256(self._adapter(lora).encode()).hexdigest()[:16]
+        return digest(self._adapter(lora))
 
     def _adapter(self, lora: LoRARequest) -> str:
         if (known := self._adapters.get(lora.lora_int_id)) is None:

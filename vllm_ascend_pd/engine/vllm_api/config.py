@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.engine.digest import digest
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import LoRAConfig, VllmConfig
@@ -96,15 +96,10 @@ def sampling_parts(config: VllmConfig) -> dict[str, str]:
     ends = model.try_get_generation_config().get("eos_token_id")  # which count in any case
     defaults = (model.get_diff_sampling_param(), ends)
     return {
-        "processors": _digest(processors) if processors else "none",
-        "defaults": _digest(defaults),
+        "processors": digest(processors) if processors else "none",
+        "defaults": digest(defaults),
         "length_limit": str(model.max_model_len),
     }
-
-
-def _digest(value: object) -> str:
-    encoded = json.dumps(value, sort_keys=True, default=str).encode()
-    return hashlib.sha256(encoded).hexdigest()[:16]
 
 
 def uses_cascade_attention(config: VllmConfig) -> bool:

@@ -7,10 +7,11 @@ Touches:
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.sampling_params import RequestOutputKind
+
+from vllm_ascend_pd.engine.digest import digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,9 +86,8 @@ def grammars(scheduler: Scheduler) -> str:
         vllm/config/structured_outputs.py:StructuredOutputsConfig.enable_in_reasoning
     """
     config: Any = cast("Any", scheduler.vllm_config).structured_outputs_config
-    options = repr([(name, getattr(config, name)) for name in MAKING_MASKS])
-    digest = hashlib.sha256(options.encode()).hexdigest()[:16]
-    return f"{type(grammar_backend(scheduler)).__name__}-{digest}"
+    options = {name: getattr(config, name) for name in MAKING_MASKS}
+    return f"{type(grammar_backend(scheduler)).__name__}-{digest(options)}"
 
 
 def why_other_masks(scheduler: Scheduler, sent: EngineCoreRequest) -> str:
