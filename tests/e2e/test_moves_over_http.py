@@ -18,11 +18,11 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
-NUM_OUTPUT = 1_400
+NUM_OUTPUT = 400
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"ignore_eos": True},
     "seed": {"temperature": 0.9, "seed": 11, "ignore_eos": True},
-    "regex": {"structured_outputs": {"regex": "(abc|abx){620}"}},
+    "regex": {"structured_outputs": {"regex": "(abc|abx){180}"}},
 }
 
 
@@ -37,7 +37,7 @@ def urls(launched: Launcher, tmp_path_factory: pytest.TempPathFactory) -> list[s
         "kv_port": 0,
         "kv_connector_extra_config": extra,
     }
-    options = ["--kv-transfer-config", json.dumps(config), "--max-model-len", "1536"]
+    options = ["--kv-transfer-config", json.dumps(config), "--max-model-len", "512"]
     engines = [
         launched.engine(name, folder / "model", folder, free_port(), *options)
         for name in ("source", "target")
@@ -68,6 +68,27 @@ def test_stream_moves_while_it_runs(
 ) -> None:
     source, target = urls
     request = {**body, **SAMPLING[sampling], "max_tokens": NUM_OUTPUT}
+    whole = read(source, request)
+    for _ in range(10):
+        left, right = read_while_it_moves(source, target, at, request)
+        if left.error:
+            break
+        # On a busy host it may end before the other engine has asked for it.
+        assert (left.text, left.finish_reason) == (whole.text, whole.finish_reason)
+        assert right.error["message"] == "kv_transfer_params.resume is refused: not_needed"
+    assert (left.finish_reason, left.error.get("code")) == ("", 409)
+    assert 0 < len(left.token_ids) < len(whole.token_ids)
+    assert left.token_ids == whole.token_ids[: len(left.token_ids)]
+    assert right.num_first >= len(left.token_ids)
+    assert right.token_ids == whole.token_ids
+    assert (right.text, right.finish_reason) == (whole.text, whole.finish_reason)
+    assert right.usage["completion_tokens"] == whole.usage["completion_tokens"]
+
+
+def read_while_it_moves(
+    source: str, target: str, at: RunningAt, request: dict[str, Any]
+) -> tuple[Stream, Stream]:
+    """What both engines have said; it is moved once it has begun."""
     moved: list[Future[Stream]] = []
     with ThreadPoolExecutor(1) as other:
 
@@ -77,12 +98,4 @@ def test_stream_moves_while_it_runs(
             moved.append(other.submit(read, target, {**request, **kv}))
 
         left = read(source, request, move)
-        right = moved[0].result()
-    whole = read(source, request)
-    assert (left.finish_reason, left.error["code"]) == ("", 409)
-    assert 0 < len(left.token_ids) < len(whole.token_ids)
-    assert left.token_ids == whole.token_ids[: len(left.token_ids)]
-    assert right.num_first >= len(left.token_ids)
-    assert right.token_ids == whole.token_ids
-    assert (right.text, right.finish_reason) == (whole.text, whole.finish_reason)
-    assert right.usage["completion_tokens"] == whole.usage["completion_tokens"]
+        return left, moved[0].result()
