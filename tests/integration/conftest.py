@@ -17,6 +17,7 @@ from tests.integration.engines import (
     Engine,
     EngineConfig,
     Fleet,
+    PromptOf,
     assert_no_leak,
     make_prompt,
     settled_counts,
@@ -151,7 +152,7 @@ def consumer(engines: Engines) -> Engine:
 
 
 @pytest.fixture
-def prompt_of(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
+def prompt_of(request: pytest.FixtureRequest) -> PromptOf:
     """``prompt_of(num_tokens, part="")``: tokens that no other test has seen."""
 
     def make(num_tokens: int, part: str = "") -> list[int]:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection, Listener
@@ -634,6 +635,10 @@ class Fleet:
         if status != "ok":
             raise EngineError(value)
         return value
+
+
+PromptOf = Callable[..., list[int]]
+"""The fixture ``prompt_of``."""
 
 
 def make_prompt(num_tokens: int, name: str) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.integration.engines import Answer, Engine, EngineConfig, Fleet, assert_no_leak
+from tests.integration.engines import Answer, Engine, EngineConfig, Fleet, PromptOf, assert_no_leak
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,7 +126,7 @@ def expect_recovery_and_preemptions(
     producer: Engine,
     consumer: Engine,
     assert_right: Callable[[Answer, list[int]], None],
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
 ) -> None:
     """The consumer computes what fails to come, and has too little memory for four requests."""
     prompt = prompt_of(190, "fails")
@@ -145,9 +145,7 @@ def expect_recovery_and_preemptions(
         assert_right(answers[name], prompt)
 
 
-def expect_tokens_of_one_worker(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
-) -> None:
+def expect_tokens_of_one_worker(pair: Pair, single: SingleEngine, prompt_of: PromptOf) -> None:
     """Prompts of several lengths, in both orders; all of their KV comes from the producer."""
     for num_tokens, order in itertools.product((40, 96, CHUNKED), ORDERS):
         prompt = prompt_of(num_tokens, f"{order} {num_tokens}")
@@ -169,9 +167,7 @@ def expect_recovery(
     pair.producer.set_faults("ok*")
 
 
-def expect_abort_of_a_load(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
-) -> None:
+def expect_abort_of_a_load(pair: Pair, single: SingleEngine, prompt_of: PromptOf) -> None:
     """Every worker gives it up, and the engines go on."""
     before = pair.consumer.counts()
     prompt = prompt_of(CHUNKED)
@@ -188,7 +184,7 @@ def expect_abort_of_a_load(
     assert pair.ask(again).token_ids == single(again, 16).token_ids
 
 
-def abort_early_and_late(pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+def abort_early_and_late(pair: Pair, prompt_of: PromptOf) -> None:
     """The consumer's request, before its prompt is computed and while its load is under way."""
     for part in ("early", "late"):
         prompt, transfer_id = prompt_of(CHUNKED, part), pair.new_id()

@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet, PromptOf
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 ASK = {"return_provenance": True}
-PromptOf = Callable[..., list[int]]
 
 
 @dataclass

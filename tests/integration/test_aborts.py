@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine, assert_no_leak
+from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf, assert_no_leak
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -60,7 +60,7 @@ def test_abort_on_the_consumer_gives_everything_back(
     producer: Engine,
     consumer: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     abort: Callable[[Engine], None],
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
@@ -74,10 +74,7 @@ def test_abort_on_the_consumer_gives_everything_back(
 
 
 def test_abort_on_the_consumer_leaves_the_rest_of_the_batch_alone(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     shared = prompt_of(4 * BLOCK_SIZE, "shared")
     given_up, kept = shared + prompt_of(9, "given-up"), shared + prompt_of(9, "kept")
@@ -88,9 +85,7 @@ def test_abort_on_the_consumer_leaves_the_rest_of_the_batch_alone(
     assert consumer.run()["kept"].token_ids == single(kept, 16).token_ids
 
 
-def test_abort_before_the_prefill_grants_nothing(
-    producer: Engine, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_abort_before_the_prefill_grants_nothing(producer: Engine, prompt_of: PromptOf) -> None:
     before = producer.metrics().get("leases_granted", 0)
     producer.add("given-up", prompt_of(NUM_TOKENS), 1, {"do_remote_decode": True})
     producer.abort("given-up")
@@ -99,7 +94,7 @@ def test_abort_before_the_prefill_grants_nothing(
 
 
 def test_abort_between_chunks_of_the_prefill_grants_nothing(
-    producer: Engine, prompt_of: Callable[..., list[int]]
+    producer: Engine, prompt_of: PromptOf
 ) -> None:
     before = producer.metrics().get("leases_granted", 0)
     producer.add("given-up", prompt_of(700), 1, {"do_remote_decode": True})
@@ -111,7 +106,7 @@ def test_abort_between_chunks_of_the_prefill_grants_nothing(
 
 
 def test_abort_in_the_step_that_completes_the_prefill_revokes_the_lease(
-    producer: Engine, prompt_of: Callable[..., list[int]]
+    producer: Engine, prompt_of: PromptOf
 ) -> None:
     before = producer.metrics().get("leases_closed/revoked", 0)
     producer.add("given-up", prompt_of(NUM_TOKENS), 1, {"do_remote_decode": True})
@@ -120,9 +115,7 @@ def test_abort_in_the_step_that_completes_the_prefill_revokes_the_lease(
     assert producer.metrics()["leases_closed/revoked"] == before + 1
 
 
-def test_lease_of_a_client_that_never_comes_expires(
-    engines: Engines, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_lease_of_a_client_that_never_comes_expires(engines: Engines, prompt_of: PromptOf) -> None:
     producer = engines.shared("kv_producer", transfer=SHORT_LEASE)
     before = producer.counts()
     producer.prefill(prompt_of(NUM_TOKENS))
@@ -133,7 +126,7 @@ def test_lease_of_a_client_that_never_comes_expires(
 
 
 def test_lease_of_a_consumer_killed_while_it_loads_expires(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", transfer=SHORT_LEASE, faults="ok*")
     park = {"load_mode": "park", "peer_timeout_s": 20}
@@ -158,7 +151,7 @@ def test_lease_of_a_consumer_killed_while_it_loads_expires(
 
 
 def test_leases_nobody_opened_do_not_hold_more_than_their_share(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     """Half of the 32 blocks: two prompts of seven."""
     producer = engines.shared("kv_producer", num_blocks=33, max_model_len=512)
@@ -178,9 +171,7 @@ def test_leases_nobody_opened_do_not_hold_more_than_their_share(
     assert outcomes == 2 * ["loaded"] + 3 * ["lease_expired"]
 
 
-def test_prompt_that_nobody_comes_for_is_given_back(
-    producer: Engine, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_prompt_that_nobody_comes_for_is_given_back(producer: Engine, prompt_of: PromptOf) -> None:
     before = producer.counts()
     params = producer.prefill(prompt_of(NUM_TOKENS))
     assert producer.counts()["pinned_blocks"] == 5
@@ -189,7 +180,7 @@ def test_prompt_that_nobody_comes_for_is_given_back(
 
 
 def test_leased_blocks_are_not_reused_by_others(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", num_blocks=33, max_model_len=512)
     consumer = engines.shared("kv_consumer")

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, assert_no_leak
+from tests.integration.engines import BLOCK_SIZE, PromptOf, assert_no_leak
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
-def pair(engines: Engines, prompt_of: Callable[..., list[int]]) -> Pair:
+def pair(engines: Engines, prompt_of: PromptOf) -> Pair:
     return Pair(
         engines.shared("kv_producer"),
         engines.shared("kv_consumer", transfer=EVERY_LAYER),
@@ -32,7 +31,7 @@ def pair(engines: Engines, prompt_of: Callable[..., list[int]]) -> Pair:
     [BLOCK_SIZE + 1, BLOCK_SIZE + 2, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, 256, 257, CHUNKED],
 )
 def test_consumer_computes_nothing_of_the_prompt(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]], num_tokens: int
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf, num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     answer = pair.ask(prompt)
@@ -43,7 +42,7 @@ def test_consumer_computes_nothing_of_the_prompt(
 
 @pytest.mark.parametrize("num_tokens", [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE])
 def test_prompt_without_a_full_block_is_not_waited_for(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]], num_tokens: int
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf, num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     answer = pair.ask(prompt)
@@ -54,7 +53,7 @@ def test_prompt_without_a_full_block_is_not_waited_for(
 
 @pytest.mark.parametrize("mode", ["auto", "step", "prompt"])
 def test_every_push_mode_moves_the_same(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]], mode: str
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, mode: str
 ) -> None:
     consumer = engines.shared("kv_consumer", transfer={"push_mode": mode})
     pair = Pair(engines.shared("kv_producer"), consumer, prompt_of(5, "where"))
@@ -65,7 +64,7 @@ def test_every_push_mode_moves_the_same(
 
 
 def test_blocks_come_before_the_prompt_is_computed(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(CHUNKED)
     transfer_id = pair.new_id()
@@ -80,7 +79,7 @@ def test_blocks_come_before_the_prompt_is_computed(
 
 
 def test_many_at_once_each_get_their_own_kv(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompts = {f"r{n}": prompt_of(n, f"{n}") for n in (5, 40, 64, 97, 130, 300, 400)}
     ids = {name: pair.new_id() for name in prompts}
@@ -94,7 +93,7 @@ def test_many_at_once_each_get_their_own_kv(
 
 
 def test_what_the_consumer_has_is_not_sent(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prefix = prompt_of(3 * BLOCK_SIZE, "prefix")
     pair.consumer.ask(prefix + prompt_of(4, "first"), 4)
@@ -105,7 +104,7 @@ def test_what_the_consumer_has_is_not_sent(
 
 
 def test_what_the_producer_has_comes_first(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(CHUNKED)
     pair.producer.ask(prompt, 1)
@@ -115,7 +114,7 @@ def test_what_the_producer_has_comes_first(
 
 
 def test_consumer_that_comes_after_the_prompt_loads_it_as_ever(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(CHUNKED)
     transfer_id = pair.new_id()
@@ -128,7 +127,7 @@ def test_consumer_that_comes_after_the_prompt_loads_it_as_ever(
 
 
 def test_two_samples_share_one_transfer(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(200)
     options = {"n": 2, "temperature": 0.8, "seed": 7}
@@ -137,7 +136,7 @@ def test_two_samples_share_one_transfer(
 
 
 def test_sample_that_is_computed_later_does_not_take_the_place_of_what_is_kept(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     """Each sample takes a step, and the blocks of the second one are used again."""
     num_tokens = 4 * BLOCK_SIZE
@@ -160,7 +159,7 @@ def test_sample_that_is_computed_later_does_not_take_the_place_of_what_is_kept(
 
 
 def test_request_that_never_reaches_the_producer(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     consumer = engines.shared("kv_consumer")
     producer = engines.shared("kv_producer", transfer={"arrival_timeout_s": 0.3})
@@ -173,7 +172,7 @@ def test_request_that_never_reaches_the_producer(
 
 
 def test_other_prompt_under_the_same_transfer_id(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     ours, theirs = prompt_of(100, "ours"), prompt_of(100, "theirs")
     transfer_id = pair.new_id()
@@ -188,7 +187,7 @@ def test_other_prompt_under_the_same_transfer_id(
 
 
 def test_transfer_id_in_use_is_refused(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     first, second = prompt_of(300, "first"), prompt_of(300, "second")
     transfer_id = pair.new_id()
@@ -202,7 +201,7 @@ def test_transfer_id_in_use_is_refused(
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_prefill_aborted(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]], num_steps: int
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf, num_steps: int
 ) -> None:
     prompt = prompt_of(CHUNKED)
     transfer_id = pair.new_id()
@@ -219,7 +218,7 @@ def test_prefill_aborted(
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_decode_aborted(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]], num_steps: int
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf, num_steps: int
 ) -> None:
     prompt = prompt_of(CHUNKED)
     transfer_id = pair.new_id()
@@ -236,7 +235,7 @@ def test_decode_aborted(
 
 
 def test_decode_aborted_before_the_prefill_arrives(
-    pair: Pair, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pair: Pair, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(100)
     pair.add_decode("both", prompt, pair.new_id())
@@ -249,10 +248,7 @@ def test_decode_aborted_before_the_prefill_arrives(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_producer_dies_while_it_computes(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    number: signal.Signals,
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, number: signal.Signals
 ) -> None:
     producer = engines.own("kv_producer")
     consumer = engines.shared("kv_consumer", transfer={**EVERY_LAYER, "peer_timeout_s": 2.0})
@@ -273,7 +269,7 @@ def test_producer_dies_while_it_computes(
 
 
 def test_consumer_dies_while_the_prompt_is_computed(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", transfer={"lease_s": 4.0})
     consumer = engines.own("kv_consumer", transfer=EVERY_LAYER)
@@ -293,11 +289,7 @@ def test_consumer_dies_while_the_prompt_is_computed(
 @pytest.mark.parametrize("faults", ["corrupt", "ok*2,corrupt", "short", "drop", "fail"])
 @pytest.mark.parametrize("transport", ["shared_memory", "mooncake"])
 def test_layer_that_arrives_wrong(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    faults: str,
-    transport: str,
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, faults: str, transport: str
 ) -> None:
     producer = engines.shared("kv_producer", faults="ok*", transfer={"transport": transport})
     producer.set_faults("ok*")
@@ -312,9 +304,7 @@ def test_layer_that_arrives_wrong(
     assert answer.outcome in ("checksum", "transfer_failed")
 
 
-def test_preempted_prefill(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_preempted_prefill(engines: Engines, single: SingleEngine, prompt_of: PromptOf) -> None:
     """Two prompts do not fit into the producer: one is preempted, its consumer computes it."""
     producer = engines.shared("kv_producer", num_blocks=33, max_model_len=1024)
     consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER)
@@ -330,7 +320,7 @@ def test_preempted_prefill(
 
 
 def test_ring_of_engines_that_do_both(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     """What a middle engine loads it may not pass on before the load has ended well."""
     first = engines.shared("kv_both", transfer=EVERY_LAYER)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine, EngineError
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineError, PromptOf
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def test_failed_write_is_recomputed(
     faulty: Engine,
     consumer: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     place: str,
     fault: str,
     cause: str,
@@ -81,11 +80,7 @@ def test_failed_write_is_recomputed(
 
 @pytest.mark.parametrize("place", ["", "ok*4,"], ids=["tail", "last layer"])
 def test_write_that_never_ends_is_given_up(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    place: str,
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf, place: str
 ) -> None:
     producer = engines.own("kv_producer", faults=f"{place}never")
     prompt = prompt_of(NUM_TOKENS)
@@ -96,10 +91,7 @@ def test_write_that_never_ends_is_given_up(
 
 
 def test_slow_write_is_waited_for(
-    faulty: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    faulty: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     params = faulty.prefill(prompt)
@@ -110,10 +102,7 @@ def test_slow_write_is_waited_for(
 
 
 def test_fault_script_is_read_from_the_environment(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.own("kv_producer", faults="corrupt,ok*", transfer=SMALL_PIECES)
     outcomes = []
@@ -126,10 +115,7 @@ def test_fault_script_is_read_from_the_environment(
 
 
 def test_failed_load_does_not_disturb_the_requests_of_its_step(
-    faulty: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    faulty: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     other, prompt = prompt_of(40, "other"), prompt_of(NUM_TOKENS, "failing")
     params = faulty.prefill(prompt)
@@ -146,10 +132,7 @@ def test_failed_load_does_not_disturb_the_requests_of_its_step(
 
 
 def test_requests_that_share_the_failed_blocks_are_recomputed_too(
-    faulty: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    faulty: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     shared = prompt_of(4 * BLOCK_SIZE, "shared")
     with_kv, without = shared + prompt_of(9, "with kv"), shared + prompt_of(20, "without")
@@ -172,7 +155,7 @@ def test_next_owner_of_a_block_does_not_meet_what_a_failed_load_left_in_it(
     engines: Engines,
     faulty: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     place: str,
     load_mode: str,
 ) -> None:
@@ -200,10 +183,7 @@ def test_next_owner_of_a_block_does_not_meet_what_a_failed_load_left_in_it(
 
 
 def test_later_request_does_not_meet_the_failed_blocks(
-    faulty: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    faulty: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     params = faulty.prefill(prompt)
@@ -220,10 +200,7 @@ def test_later_request_does_not_meet_the_failed_blocks(
 
 
 def test_peer_killed_before_it_is_asked(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.own("kv_producer")
     prompt = prompt_of(NUM_TOKENS)
@@ -235,10 +212,7 @@ def test_peer_killed_before_it_is_asked(
 
 
 def test_peer_killed_between_its_answer_and_the_load(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.own("kv_producer")
     prompt = prompt_of(NUM_TOKENS)
@@ -251,10 +225,7 @@ def test_peer_killed_between_its_answer_and_the_load(
 
 
 def test_stopped_peer_is_given_up_and_used_again_when_it_resumes(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.own("kv_producer")
     first, second = prompt_of(NUM_TOKENS, "first"), prompt_of(NUM_TOKENS, "second")
@@ -268,10 +239,7 @@ def test_stopped_peer_is_given_up_and_used_again_when_it_resumes(
 
 
 def test_loads_from_a_healthy_peer_go_on_while_another_is_stalled(
-    engines: Engines,
-    producer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, producer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     """What a stalled peer may still write to is set apart, and that must not be everything."""
     consumer = engines.own("kv_consumer", transfer={**IMPATIENT, "staging_slots": 4})
@@ -288,10 +256,7 @@ def test_loads_from_a_healthy_peer_go_on_while_another_is_stalled(
 
 
 def test_peer_stopped_between_its_answer_and_the_load(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.own("kv_producer")
     first, second = prompt_of(NUM_TOKENS, "first"), prompt_of(NUM_TOKENS, "second")
@@ -308,10 +273,7 @@ def test_peer_stopped_between_its_answer_and_the_load(
 
 
 def test_restarted_peer_refuses_what_it_promised_before(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -327,10 +289,7 @@ def test_restarted_peer_refuses_what_it_promised_before(
 
 
 def test_lease_that_expired_before_the_consumer_came(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", transfer={"lease_s": 0.3})
     prompt = prompt_of(NUM_TOKENS)
@@ -350,7 +309,7 @@ def test_peer_of_another_kind_is_refused(
     engines: Engines,
     consumer: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     tmp_path_factory: pytest.TempPathFactory,
     difference: dict[str, Any],
 ) -> None:
@@ -391,7 +350,7 @@ def test_forged_reference_is_refused(
     producer: Engine,
     consumer: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     forged: dict[str, Any],
     outcome: str,
 ) -> None:
@@ -406,11 +365,7 @@ def test_forged_reference_is_refused(
 
 @pytest.mark.parametrize("missing", ["remote_host", "remote_port", "transfer_id"])
 def test_reference_that_lacks_a_field_is_refused(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    missing: str,
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf, missing: str
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
@@ -424,11 +379,7 @@ def test_reference_that_lacks_a_field_is_refused(
 @pytest.mark.parametrize("garbage", ["text", 7, ["do_remote_prefill"], {"x": 1}], ids=repr)
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_kv_transfer_params_of_the_wrong_type_do_no_harm(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    role: str,
-    garbage: Any,
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, role: str, garbage: Any
 ) -> None:
     engine = engines.shared(role, transfer=IMPATIENT)
     prompt = prompt_of(40)
@@ -441,10 +392,7 @@ def test_kv_transfer_params_of_the_wrong_type_do_no_harm(
 
 
 def test_reference_to_the_kv_of_another_prompt_is_refused(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     params = producer.prefill(prompt_of(NUM_TOKENS, "theirs"))
     prompt = prompt_of(NUM_TOKENS, "mine")
@@ -454,10 +402,7 @@ def test_reference_to_the_kv_of_another_prompt_is_refused(
 
 
 def test_of_a_prompt_with_the_same_start_only_the_start_is_used(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     shared = prompt_of(2 * BLOCK_SIZE, "shared")
     params = producer.prefill(shared + prompt_of(70, "theirs"))
@@ -468,10 +413,7 @@ def test_of_a_prompt_with_the_same_start_only_the_start_is_used(
 
 
 def test_port_on_which_nobody_listens(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
@@ -484,10 +426,7 @@ def test_port_on_which_nobody_listens(
 
 
 def test_port_of_something_else(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
@@ -511,11 +450,7 @@ def test_port_of_something_else(
     ],
 )
 def test_request_for_the_other_role_is_served_and_counted(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    role: str,
-    params: dict[str, Any],
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, role: str, params: dict[str, Any]
 ) -> None:
     engine = engines.shared(role)
     prompt = prompt_of(NUM_TOKENS)

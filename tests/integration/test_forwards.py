@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.architectures import IMAGE_TOKEN
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine, PromptOf
 from tests.integration.pool_steps import delta
 from tests.integration.test_identity import LORA
 from tests.integration.test_images import colors
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 Prompt = list[int]
-PromptOf = Callable[..., Prompt]
 NUM_OUTPUT = 100
 
 

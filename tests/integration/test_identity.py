@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkpoints import copy_with_other_tensors
 from tests.integration.conftest import Engines, SingleEngine
-from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet, PromptOf
 from tests.integration.pool_steps import POOL, provenance, store
 from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
@@ -32,11 +32,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory, base_config: EngineCon
 
 
 def test_other_k_and_v_in_every_layer_make_another_model(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    other_model: str,
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf, other_model: str
 ) -> None:
     producer = engines.own("kv_producer", model=other_model)
     prompt = prompt_of(NUM_TOKENS)
@@ -81,10 +77,7 @@ def scaled(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
 
 
 def test_kv_of_the_weights_before_is_neither_hit_nor_handed_over(
-    pair: tuple[Engine, Engine],
-    single: SingleEngine,
-    scaled: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    pair: tuple[Engine, Engine], single: SingleEngine, scaled: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer, consumer = pair
     prompt = prompt_of(NUM_TOKENS)
@@ -100,9 +93,7 @@ def test_kv_of_the_weights_before_is_neither_hit_nor_handed_over(
 
 
 def test_a_request_that_waits_for_its_peer_is_computed_with_the_new_weights(
-    pair: tuple[Engine, Engine],
-    scaled: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    pair: tuple[Engine, Engine], scaled: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer, consumer = pair
     prompt = prompt_of(NUM_TOKENS)
@@ -115,9 +106,7 @@ def test_a_request_that_waits_for_its_peer_is_computed_with_the_new_weights(
 
 
 def test_what_a_running_request_goes_on_to_compute_is_nobody_elses(
-    pair: tuple[Engine, Engine],
-    scaled: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    pair: tuple[Engine, Engine], scaled: SingleEngine, prompt_of: PromptOf
 ) -> None:
     """Its KV is of both weights, and stays the prefix of no other request."""
     producer, consumer = pair
@@ -137,7 +126,7 @@ def test_engines_that_reload_the_same_files_agree_again(
     fleet: Fleet,
     base_config: EngineConfig,
     pair: tuple[Engine, Engine],
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     other_model: str,
 ) -> None:
     producer, consumer = pair
@@ -153,7 +142,7 @@ def test_engines_that_reload_the_same_files_agree_again(
 
 
 def test_calls_that_keep_the_weights_keep_leases(
-    producer: Engine, consumer: Engine, prompt_of: Callable[..., list[int]]
+    producer: Engine, consumer: Engine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
@@ -165,10 +154,7 @@ def test_calls_that_keep_the_weights_keep_leases(
 
 
 def test_the_pool_does_not_give_kv_of_other_weights(
-    pooled: Engine,
-    single: SingleEngine,
-    scaled: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    pooled: Engine, single: SingleEngine, scaled: SingleEngine, prompt_of: PromptOf
 ) -> None:
     engine, prompt = pooled, prompt_of(NUM_TOKENS)
     assert engine.ask(prompt, 16).token_ids == single(prompt, 16).token_ids
@@ -182,7 +168,7 @@ def test_the_pool_does_not_give_kv_of_other_weights(
 
 
 def test_reset_of_the_connector_takes_the_pool_for_empty(
-    pooled: Engine, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    pooled: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     engine, prompt = pooled, prompt_of(NUM_TOKENS)
 
@@ -206,7 +192,7 @@ def test_reset_of_the_connector_takes_the_pool_for_empty(
 
 @pytest.mark.parametrize("way", ["sleep", "release"])
 def test_sleep_revokes_leases_in_the_worker_before_it_returns(
-    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: Callable[..., list[int]], way: str
+    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf, way: str
 ) -> None:
     """The CPU's workers unmap nothing; what is told to them, and when, is the same."""
     producer, consumer = pair
@@ -226,7 +212,7 @@ def test_sleep_revokes_leases_in_the_worker_before_it_returns(
 
 
 def test_sleep_that_discards_the_weights_makes_another_generation(
-    pair: tuple[Engine, Engine], prompt_of: Callable[..., list[int]]
+    pair: tuple[Engine, Engine], prompt_of: PromptOf
 ) -> None:
     producer, consumer = pair
     prompt = prompt_of(NUM_TOKENS)
@@ -258,9 +244,7 @@ def lora_pair(engines: Engines) -> tuple[Engine, Engine]:
 
 
 def test_adapters_of_one_name_and_other_contents_exchange_nothing(
-    lora_pair: tuple[Engine, Engine],
-    adapters: tuple[Path, Path],
-    prompt_of: Callable[..., list[int]],
+    lora_pair: tuple[Engine, Engine], adapters: tuple[Path, Path], prompt_of: PromptOf
 ) -> None:
     producer, consumer = lora_pair
     old, new = map(str, adapters)
@@ -274,9 +258,7 @@ def test_adapters_of_one_name_and_other_contents_exchange_nothing(
 
 
 def test_an_adapter_that_is_loaded_in_place_is_not_served_from_the_prefix_cache_of_the_old_one(
-    lora_pair: tuple[Engine, Engine],
-    adapters: tuple[Path, Path],
-    prompt_of: Callable[..., list[int]],
+    lora_pair: tuple[Engine, Engine], adapters: tuple[Path, Path], prompt_of: PromptOf
 ) -> None:
     engine, other = lora_pair
     old, new = adapters
@@ -296,7 +278,7 @@ def test_a_pool_tells_adapters_of_one_name_apart(
     engines: Engines,
     lora_pair: tuple[Engine, Engine],
     adapters: tuple[Path, Path],
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
 ) -> None:
     engine = engines.shared("kv_both", pool=POOL, llm=json.dumps(LORA))
     old, new = map(str, adapters)

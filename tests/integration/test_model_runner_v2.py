@@ -7,7 +7,7 @@ runner, and compare tokens with one engine's; here the two runners are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.integration.conftest import SingleEngine
-from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
 from tests.integration.stress.workload import KINDS, difference
 
@@ -45,10 +45,7 @@ def first_runner(
 
 @pytest.mark.parametrize("kind", sorted(SAME_IN_BOTH))
 def test_one_engine_answers_as_with_the_first_runner(
-    single: SingleEngine,
-    first_runner: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    kind: str,
+    single: SingleEngine, first_runner: SingleEngine, prompt_of: PromptOf, kind: str
 ) -> None:
     prompt, sampling = prompt_of(3 * BLOCK_SIZE + 5), KINDS[kind](Random(kind))
     expected = first_runner(prompt, 16, **sampling)
@@ -57,10 +54,7 @@ def test_one_engine_answers_as_with_the_first_runner(
 
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["steps", "ahead"])
 def test_both_orders_answer_as_one_engine_with_the_first_runner(
-    engines: Engines,
-    first_runner: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    runs_ahead: bool,
+    engines: Engines, first_runner: SingleEngine, prompt_of: PromptOf, runs_ahead: bool
 ) -> None:
     producer = engines.shared("kv_producer", runs_ahead=runs_ahead)
     consumer = engines.shared("kv_consumer", runs_ahead=runs_ahead, transfer=EVERY_LAYER)

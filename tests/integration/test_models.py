@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.engines import Answer, EngineConfig, EngineError, Fleet
+from tests.integration.engines import Answer, EngineConfig, EngineError, Fleet, PromptOf
 from tests.integration.pairs import EVERY_LAYER, ORDERS, Pair, expect_recovery_and_preemptions
 
 pytestmark = pytest.mark.engine
@@ -63,9 +63,7 @@ class Three:
 
 
 @pytest.fixture
-def three(
-    fleet: Fleet, base_config: EngineConfig, prompt_of: Callable[..., list[int]]
-) -> Callable[..., Three]:
+def three(fleet: Fleet, base_config: EngineConfig, prompt_of: PromptOf) -> Callable[..., Three]:
     def make(
         llm: dict[str, Any] | None = None, transfer: dict[str, Any] | None = None, **options: Any
     ) -> Three:
@@ -75,9 +73,7 @@ def three(
     return make
 
 
-def test_one_kv_head(
-    three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_one_kv_head(three: Callable[..., Three], models: Callable, prompt_of: PromptOf) -> None:
     engines = three(model=models("mqa"))
     answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
     # A model that says the same whatever it reads would prove nothing.
@@ -88,7 +84,7 @@ def test_one_kv_head(
 def test_sliding_windows_beside_full_attention(
     three: Callable[..., Three],
     models: Callable,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     architecture: str,
     num_blocks: int,
 ) -> None:
@@ -102,9 +98,7 @@ def test_sliding_windows_beside_full_attention(
     )
 
 
-def test_mla(
-    three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_mla(three: Callable[..., Three], models: Callable, prompt_of: PromptOf) -> None:
     """The single engine caches nothing and computes every prompt in one piece."""
     engines = three(model=models("mla"))
     first, second = prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b")
@@ -120,7 +114,7 @@ def test_mla(
 
 @pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok,ok,fail"])
 def test_mla_goes_on_from_what_came(
-    three: Callable[..., Three], models: Callable, prompt_of: Callable[..., list[int]], script: str
+    three: Callable[..., Three], models: Callable, prompt_of: PromptOf, script: str
 ) -> None:
     engines = three(model=models("mla"), faults="ok*")
     prompt = prompt_of(NUM_TOKENS, script)
@@ -144,7 +138,7 @@ def test_mla_goes_on_from_what_came(
 def test_pages_of_every_kind_by_mooncake(
     three: Callable[..., Three],
     models: Callable,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     architecture: str,
     llm: dict[str, Any],
 ) -> None:
@@ -183,7 +177,7 @@ def test_prefix_caching_off_is_refused_by_name(fleet: Fleet, base_config: Engine
 )
 def test_sampling_options(
     three: Callable[..., Three],
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     sampling: dict[str, Any],
     prefill: dict[str, Any] | None,
     first_token: str,
@@ -195,7 +189,7 @@ def test_sampling_options(
     engines.assert_equal(*prompts, prefill, first_token, **sampling)
 
 
-def test_seeded_sampling(three: Callable[..., Three], prompt_of: Callable[..., list[int]]) -> None:
+def test_seeded_sampling(three: Callable[..., Three], prompt_of: PromptOf) -> None:
     engines = three()
     sampling = {"temperature": 0.9, "seed": 11}
     prompts = prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b")
@@ -203,7 +197,7 @@ def test_seeded_sampling(three: Callable[..., Three], prompt_of: Callable[..., l
 
 
 def test_prompt_logprobs_compute_the_prompt(
-    three: Callable[..., Three], prompt_of: Callable[..., list[int]]
+    three: Callable[..., Three], prompt_of: PromptOf
 ) -> None:
     engines = three()
     prompt = prompt_of(NUM_TOKENS)
@@ -215,7 +209,7 @@ def test_prompt_logprobs_compute_the_prompt(
 
 
 def test_two_producers_and_two_consumers(
-    fleet: Fleet, base_config: EngineConfig, prompt_of: Callable[..., list[int]]
+    fleet: Fleet, base_config: EngineConfig, prompt_of: PromptOf
 ) -> None:
     """Every pair of them, at the same time."""
     base = replace(base_config, executor="uni")

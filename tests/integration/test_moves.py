@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from tests.integration.engines import (
     Engine,
     EngineConfig,
     Fleet,
+    PromptOf,
     assert_no_leak,
 )
 from tests.integration.moving import coming
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 Prompt = list[int]
-PromptOf = Callable[..., Prompt]
 NUM_OUTPUT = 300
 NUM_SHORT = 14
 NUM_LOOKS = 6
@@ -343,11 +342,7 @@ def test_beside_others_of_both_engines(
     ("cause", "name"), [("not_needed", "unknown"), ("move_not_running", "waits")]
 )
 def test_what_does_not_run_does_not_move(
-    pair: tuple[Engine, Engine],
-    single: SingleEngine,
-    prompt_of: PromptOf,
-    cause: str,
-    name: str,
+    pair: tuple[Engine, Engine], single: SingleEngine, prompt_of: PromptOf, cause: str, name: str
 ) -> None:
     source, target = pair
     prompt = prompt_of(40)

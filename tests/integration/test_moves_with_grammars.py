@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.integration import reasoning_plugin
 from tests.integration.conftest import SingleEngine
-from tests.integration.engines import Answer, Engine, EngineConfig, Fleet
+from tests.integration.engines import Answer, Engine, EngineConfig, Fleet, PromptOf
 from tests.integration.moving import Moving
 from tests.integration.reasoning_plugin import END
 from tests.integration.test_moves import two
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 Prompt = list[int]
-PromptOf = Callable[..., Prompt]
 NUM_OUTPUT = 26
 REGEX = "(abc|abx){3}-[0-9]{4}"
 

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -49,10 +48,7 @@ def start_parked(producer: Engine, consumer: Engine, prompt: list[int], faults: 
 
 
 def test_parked_request_gets_the_tokens_of_a_single_engine(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
@@ -61,10 +57,7 @@ def test_parked_request_gets_the_tokens_of_a_single_engine(
 
 
 def test_others_decode_while_a_request_is_parked(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     other, prompt = prompt_of(40, "other"), prompt_of(NUM_TOKENS, "parked")
     consumer.add("other", other, 200)
@@ -80,7 +73,7 @@ def test_others_decode_while_a_request_is_parked(
 
 
 def test_parked_load_is_used_not_recomputed(
-    producer: Engine, consumer: Engine, prompt_of: Callable[..., list[int]]
+    producer: Engine, consumer: Engine, prompt_of: PromptOf
 ) -> None:
     start_parked(producer, consumer, prompt_of(NUM_TOKENS), SLOW)
     answer = consumer.run()["parked"]
@@ -88,7 +81,7 @@ def test_parked_load_is_used_not_recomputed(
 
 
 def test_request_aborted_while_parked_gives_its_blocks_back(
-    producer: Engine, consumer: Engine, prompt_of: Callable[..., list[int]]
+    producer: Engine, consumer: Engine, prompt_of: PromptOf
 ) -> None:
     before = consumer.counts()["free_blocks"]
     start_parked(producer, consumer, prompt_of(NUM_TOKENS), SLOW)
@@ -99,10 +92,7 @@ def test_request_aborted_while_parked_gives_its_blocks_back(
 
 
 def test_request_aborted_while_parked_spoils_no_later_request(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     start_parked(producer, consumer, prompt, SLOW)
@@ -118,7 +108,7 @@ def test_failed_parked_load_is_recomputed(
     producer: Engine,
     consumer: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     script: str,
     cause: str,
 ) -> None:
@@ -130,17 +120,14 @@ def test_failed_parked_load_is_recomputed(
 
 
 def test_provenance_adds_up_after_a_failed_parked_load(
-    producer: Engine, consumer: Engine, prompt_of: Callable[..., list[int]]
+    producer: Engine, consumer: Engine, prompt_of: PromptOf
 ) -> None:
     add_parked(producer, consumer, prompt_of(NUM_TOKENS), "fail")
     assert consumer.run()["parked"].sources == (0, 0, NUM_TOKENS)
 
 
 def test_parked_load_whose_second_piece_fails_is_recomputed(
-    producer: Engine,
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     pieces = {"staging_slot_bytes": 64 * 1024, "staging_slots": 16}
     consumer = engines.shared("kv_consumer", transfer={**PARK, **pieces})
@@ -152,7 +139,7 @@ def test_parked_load_whose_second_piece_fails_is_recomputed(
 
 
 def test_parked_load_ends_at_its_deadline(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     consumer = engines.shared("kv_consumer", transfer={**PARK, "load_timeout_s": 0.5})
     producer = engines.own("kv_producer", faults="ok*")
@@ -165,10 +152,7 @@ def test_parked_load_ends_at_its_deadline(
 
 
 def test_requests_parked_for_one_prefix_both_get_it(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     shared = prompt_of(4 * BLOCK_SIZE, "shared")
     prompts = {name: shared + prompt_of(9, name) for name in ("a", "b")}
@@ -182,7 +166,7 @@ def test_requests_parked_for_one_prefix_both_get_it(
 
 
 def test_heartbeats_keep_the_lease_of_a_long_load(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     lease = {"lease_s": 2.0}
     producer = engines.shared("kv_producer", transfer=lease, faults="ok*")

@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import vllm
 
-from tests.integration.engines import (
-    BLOCK_SIZE,
-    Engine,
-)
+from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf
 from tests.integration.pairs import (
     CHUNKED,
     EVERY_LAYER,
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-PromptOf = Callable[..., list[int]]
 ONE = "{}"
 TWO = json.dumps({"pipeline_parallel_size": 2})
 THREE = json.dumps({"pipeline_parallel_size": 3})

@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoints import copy_with_other_tensors
 from tests.disk import wait_on_disk
-from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet, PromptOf
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from tests.integration.test_models_more import LORA, loras  # noqa: F401
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
@@ -29,7 +29,6 @@ NUM_BLOCKS = 6
 FULL = NUM_BLOCKS * BLOCK_SIZE
 NUM_TOKENS = FULL + 9
 ASK = {"return_provenance": True}
-PromptOf = Callable[..., list[int]]
 
 
 @pytest.fixture

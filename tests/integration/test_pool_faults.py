@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.disk import wait_on_disk
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from vllm_ascend_pd.backends.mooncake_master import (
     EmbeddedMaster,
@@ -33,7 +33,6 @@ FULL = 6 * BLOCK_SIZE
 NUM_TOKENS = FULL + 9
 ASK = {"return_provenance": True}
 BREAKER = {"breaker_failures": 2, "probe_interval_s": 0.2}
-PromptOf = Callable[..., list[int]]
 
 
 @pytest.fixture

@@ -13,9 +13,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Answer, EngineConfig, Fleet, assert_no_leak
+from tests.integration.engines import (
+    BLOCK_SIZE,
+    Answer,
+    EngineConfig,
+    Fleet,
+    PromptOf,
+    assert_no_leak,
+)
 from tests.integration.pool_steps import delta, provenance, settle, store
-from tests.integration.pooled import ASK, Pooled, PromptOf
+from tests.integration.pooled import ASK, Pooled
 from tests.integration.test_states import LONG, NUM_STATES, PAGE_BYTES, SHORT, assert_likeliest
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.pool.values import HEADER_BYTES

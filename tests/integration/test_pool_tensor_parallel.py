@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.disk import wait_on_disk
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet, PromptOf
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 
@@ -34,7 +34,6 @@ ASK = {"return_provenance": True}
 MAX_TRIES = 5
 """More busy workers than cores: one or another load or lookup comes late. Tokens are right always;
 hits come in one of so many tries."""
-PromptOf = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.conftest import SingleEngine
-from tests.integration.engines import BLOCK_SIZE, EngineConfig, EngineError, Fleet
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, EngineError, Fleet, PromptOf
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ WITHOUT_MOONCAKE: dict[str, Any] = {
 
 
 def test_blocks_in_files_outlive_their_engine(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]], tmp_path: Path
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, tmp_path: Path
 ) -> None:
     ssd = {"path": str(tmp_path / "kv"), "size": "256MiB"}
     options = {**WITHOUT_MOONCAKE, "pool": {**POOL, "tiers": ["dram", "fs"], "ssd": ssd}}
@@ -69,7 +69,7 @@ def test_mla_pages_come_from_memory(
     fleet: Fleet,
     base_config: EngineConfig,
     models: Callable[[str], str],
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     num_workers: int,
 ) -> None:
     """Of two workers each has all of a block, for MLA has one head of KV."""
@@ -90,7 +90,7 @@ def test_mla_pages_come_from_memory(
 
 
 def test_tenant_that_has_its_share_pushes_out_its_own_blocks(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     """Three times the pool's room of one tenant's prompts, under salts of its own users."""
     pool = {**POOL, "tiers": ["dram"], "dram_size": "16MiB", "tenant_share": 0.25}

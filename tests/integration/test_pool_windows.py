@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, assert_no_leak
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf, assert_no_leak
 from tests.integration.pool_steps import delta, provenance, settle, store
-from tests.integration.pooled import Pooled, PromptOf
+from tests.integration.pooled import Pooled
 from tests.integration.test_windows import LONG, NUM_WINDOWS, PAGE_BYTES, SHORT, WINDOW
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.pool.values import HEADER_BYTES

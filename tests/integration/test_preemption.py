@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine, PromptOf
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -41,7 +40,7 @@ def test_requests_preempted_on_the_consumer_get_their_tokens(
     engines: Engines,
     producer: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     load_mode: str,
     sampling: dict[str, Any],
 ) -> None:
@@ -56,11 +55,7 @@ def test_requests_preempted_on_the_consumer_get_their_tokens(
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
 def test_more_kv_on_its_way_than_memory_holds(
-    engines: Engines,
-    producer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    load_mode: str,
+    engines: Engines, producer: Engine, single: SingleEngine, prompt_of: PromptOf, load_mode: str
 ) -> None:
     consumer = engines.shared("kv_consumer", transfer={"load_mode": load_mode}, **SMALL)
     prompts = {f"{n}": prompt_of(7 * BLOCK_SIZE + 20, f"{n}") for n in range(5)}
@@ -73,7 +68,7 @@ def test_more_kv_on_its_way_than_memory_holds(
 
 
 def test_the_least_urgent_request_gives_way(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     llm = json.dumps({"scheduling_policy": "priority"})
     producer = engines.shared("kv_producer", llm=llm)
@@ -92,7 +87,7 @@ def test_the_least_urgent_request_gives_way(
 
 
 def test_failed_loads_and_preemptions_together(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     slots = {"staging_slot_bytes": 64 * 1024, "staging_slots": 256}
     producer = engines.shared("kv_producer", faults="ok*", transfer=slots)
@@ -109,10 +104,7 @@ def test_failed_loads_and_preemptions_together(
 
 
 def test_prefills_preempted_on_the_producer_are_handed_over(
-    engines: Engines,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", transfer={"unopened_share": 1.0}, **SMALL)
     prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
@@ -128,7 +120,7 @@ def test_prefills_preempted_on_the_producer_are_handed_over(
 
 
 def test_producer_full_of_leases_serves_again_when_they_end(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     transfer = {"lease_s": 2.0, "unopened_share": 1.0}
     producer = engines.shared("kv_producer", transfer=transfer, **SMALL)
@@ -140,7 +132,7 @@ def test_producer_full_of_leases_serves_again_when_they_end(
 
 
 def test_engines_that_wait_for_each_others_memory_go_on(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     """Each keeps a prompt of 10 of its 16 blocks for the other, and has no room for the other's."""
     transfer = {"admission_timeout_s": 1.0, "lease_s": 20.0}

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -31,11 +30,7 @@ def moved(metrics: dict[str, float]) -> float:
     [2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, CHUNKED],
 )
 def test_consumer_computes_nothing_of_the_prompt(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    num_tokens: int,
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf, num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
@@ -44,7 +39,7 @@ def test_consumer_computes_nothing_of_the_prompt(
 
 
 def test_engines_whose_worker_is_no_process_of_its_own(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", executor="uni")
     consumer = engines.shared("kv_consumer", executor="uni")
@@ -56,10 +51,7 @@ def test_engines_whose_worker_is_no_process_of_its_own(
 
 @pytest.mark.parametrize("transport", ["shared_memory", "mooncake"])
 def test_every_transport_moves_the_same(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    transport: str,
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, transport: str
 ) -> None:
     producer = engines.shared("kv_producer", transfer={"transport": transport})
     consumer = engines.shared("kv_consumer")
@@ -71,7 +63,7 @@ def test_every_transport_moves_the_same(
 
 
 def test_peers_without_a_common_transport_compute_for_themselves(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", transfer={"transport": "shared_memory"})
     consumer = engines.shared("kv_consumer", transfer={"transport": "mooncake"})
@@ -83,10 +75,7 @@ def test_peers_without_a_common_transport_compute_for_themselves(
 
 
 def test_prompt_of_one_token_needs_no_peer(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(1)
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))
@@ -95,10 +84,7 @@ def test_prompt_of_one_token_needs_no_peer(
 
 
 def test_concurrent_requests_each_get_their_own_kv(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompts = {f"r{n}": prompt_of(n, f"{n}") for n in (5, 40, 64, 97, 130, 300)}
     for name, prompt in prompts.items():
@@ -114,10 +100,7 @@ def test_concurrent_requests_each_get_their_own_kv(
 
 
 def test_prefix_shared_in_one_step_is_loaded_once(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     shared = prompt_of(4 * BLOCK_SIZE, "shared")
     prompts = {name: shared + prompt_of(10, name) for name in ("a", "b")}
@@ -135,10 +118,7 @@ def test_prefix_shared_in_one_step_is_loaded_once(
 
 
 def test_blocks_held_already_are_not_moved_again(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prefix = prompt_of(3 * BLOCK_SIZE, "prefix")
     consumer.ask(prefix + prompt_of(4, "first"), 4)
@@ -150,10 +130,7 @@ def test_blocks_held_already_are_not_moved_again(
 
 
 def test_of_a_prompt_seen_before_only_the_tail_is_moved(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(3 * BLOCK_SIZE + 6)
     consumer.ask(prompt, 16, producer.prefill(prompt))
@@ -164,10 +141,7 @@ def test_of_a_prompt_seen_before_only_the_tail_is_moved(
 
 
 def test_hole_before_cached_blocks_is_filled(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(5 * BLOCK_SIZE + 6)
     consumer.add("first", prompt, 4)
@@ -185,7 +159,7 @@ def test_several_samples_of_one_prompt(
     producer: Engine,
     consumer: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     num_samples_of_prefill: int,
 ) -> None:
     prompt = prompt_of(3 * BLOCK_SIZE + 6)
@@ -198,10 +172,7 @@ def test_several_samples_of_one_prompt(
 
 
 def test_sampling_with_a_seed(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(2 * BLOCK_SIZE + 9)
     sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
@@ -211,10 +182,7 @@ def test_sampling_with_a_seed(
 
 
 def test_prompt_logprobs_make_the_consumer_compute_the_prompt(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(2 * BLOCK_SIZE + 9)
     answer = consumer.ask(prompt, 8, producer.prefill(prompt), prompt_logprobs=1)
@@ -231,7 +199,7 @@ def test_prompt_logprobs_make_the_consumer_compute_the_prompt(
 def test_provenance_adds_up_when_the_peer_is_not_used(
     producer: Engine,
     consumer: Engine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     num_tokens: int,
     sampling: dict[str, Any],
     salt: str | None,
@@ -242,10 +210,7 @@ def test_provenance_adds_up_when_the_peer_is_not_used(
 
 
 def test_stop_string_ends_the_answer(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(2 * BLOCK_SIZE + 9)
     text = single(prompt, 16).text
@@ -257,10 +222,7 @@ def test_stop_string_ends_the_answer(
 
 
 def test_prefill_whose_first_token_stops_is_still_handed_over(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(2 * BLOCK_SIZE + 9)
     expected = single(prompt, 16).token_ids
@@ -271,7 +233,7 @@ def test_prefill_whose_first_token_stops_is_still_handed_over(
 
 
 def test_two_engines_that_do_both_serve_each_other(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     left = engines.shared("kv_both")
     right = engines.shared("kv_both", max_num_batched_tokens=512)
@@ -282,9 +244,7 @@ def test_two_engines_that_do_both_serve_each_other(
         assert answer.sources == (0, len(prompt), 0)
 
 
-def test_engine_serves_itself(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_engine_serves_itself(engines: Engines, single: SingleEngine, prompt_of: PromptOf) -> None:
     engine = engines.shared("kv_both")
     prompt = prompt_of(3 * BLOCK_SIZE + 7)
     answer = engine.ask(prompt, 16, engine.prefill(prompt))
@@ -294,11 +254,7 @@ def test_engine_serves_itself(
 
 @pytest.mark.parametrize("num_tokens", [20, 3 * BLOCK_SIZE + 7])
 def test_kv_under_another_cache_salt_is_refused(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    num_tokens: int,
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf, num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     params = producer.prefill(prompt, cache_salt="tenant a")
@@ -309,11 +265,7 @@ def test_kv_under_another_cache_salt_is_refused(
 
 @pytest.mark.parametrize("num_tokens", [20, 3 * BLOCK_SIZE + 7])
 def test_kv_under_the_same_cache_salt_is_used(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    num_tokens: int,
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf, num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     params = producer.prefill(prompt, cache_salt="tenant a")

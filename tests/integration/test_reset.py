@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -19,10 +18,7 @@ NUM_TOKENS = 4 * BLOCK_SIZE + 9
 
 
 def test_reset_of_the_producer_gives_up_its_leases(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     params = producer.prefill(prompt)
@@ -34,7 +30,7 @@ def test_reset_of_the_producer_gives_up_its_leases(
 
 
 def test_blocks_reused_after_a_reset_of_the_producer_are_not_served(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", num_blocks=17, max_model_len=480)
     consumer = engines.shared("kv_consumer")
@@ -49,10 +45,7 @@ def test_blocks_reused_after_a_reset_of_the_producer_are_not_served(
 
 
 def test_reset_of_the_consumer_makes_it_load_again(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     consumer.ask(prompt, 16, producer.prefill(prompt))
@@ -63,10 +56,7 @@ def test_reset_of_the_consumer_makes_it_load_again(
 
 
 def test_reset_of_the_consumer_between_the_peers_answer_and_the_load(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     consumer.add("r", prompt, 16, producer.prefill(prompt))
@@ -78,10 +68,7 @@ def test_reset_of_the_consumer_between_the_peers_answer_and_the_load(
 
 
 def test_reset_while_the_consumer_decodes_is_refused_and_harmless(
-    producer: Engine,
-    consumer: Engine,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    producer: Engine, consumer: Engine, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     consumer.add("r", prompt, 40, producer.prefill(prompt))
@@ -91,7 +78,7 @@ def test_reset_while_the_consumer_decodes_is_refused_and_harmless(
 
 
 def test_reset_while_a_load_is_parked_is_refused_and_harmless(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", faults="ok*")
     consumer = engines.shared("kv_consumer", transfer={"load_mode": "park", "peer_timeout_s": 20})

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration import reasoning_plugin
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet, PromptOf
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from tests.integration.reasoning_plugin import END
 from tests.integration.test_identity import LORA
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 Prompt = list[int]
-PromptOf = Callable[..., Prompt]
 NUM_OUTPUT = 14
 SEED = {"temperature": 0.9, "seed": 11}
 SCHEMA = {

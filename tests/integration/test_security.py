@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine, EngineError
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineError, PromptOf
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -34,10 +33,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 
 
 def test_engines_with_one_secret_transfer(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    secrets: dict[str, str | None],
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, secrets: dict[str, str | None]
 ) -> None:
     producer = engines.shared("kv_producer", transfer=SHORT_LEASE, secret_file=secrets["ours"])
     consumer = engines.shared("kv_consumer", secret_file=secrets["ours"])
@@ -62,7 +58,7 @@ def test_engines_with_one_secret_transfer(
 def test_request_is_recomputed_when_secrets_differ(
     engines: Engines,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     secrets: dict[str, str | None],
     theirs: str,
     ours: str,
@@ -99,7 +95,7 @@ def test_worker_serves_nothing_without_the_ticket_of_its_scheduler(
     producer: Engine,
     engines: Engines,
     single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     changes: dict[str, object],
     mode: str,
 ) -> None:

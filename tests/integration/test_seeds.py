@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet, PromptOf
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -29,10 +28,7 @@ def unchunked(fleet: Fleet, base_config: EngineConfig) -> Engine:
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"top_p": 0.9, "top_k": 50}])
 def test_chunks_of_a_prompt_draw_no_random_numbers(
-    single: SingleEngine,
-    unchunked: Engine,
-    prompt_of: Callable[..., list[int]],
-    more: dict[str, Any],
+    single: SingleEngine, unchunked: Engine, prompt_of: PromptOf, more: dict[str, Any]
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     expected = unchunked.ask(prompt, 12, **SEEDED, **more)
@@ -41,7 +37,7 @@ def test_chunks_of_a_prompt_draw_no_random_numbers(
 
 
 def test_a_seed_beside_other_requests(
-    engines: Engines, unchunked: Engine, prompt_of: Callable[..., list[int]]
+    engines: Engines, unchunked: Engine, prompt_of: PromptOf
 ) -> None:
     """Chunks of one, while others decode with a seed, without one, and greedily."""
     prompts = {name: prompt_of(NUM_TOKENS, name) for name in ("first", "second", "third")}
@@ -57,9 +53,7 @@ def test_a_seed_beside_other_requests(
         assert answers[name].token_ids == answer.token_ids, name
 
 
-def test_a_seed_and_drafts(
-    fleet: Fleet, base_config: EngineConfig, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_a_seed_and_drafts(fleet: Fleet, base_config: EngineConfig, prompt_of: PromptOf) -> None:
     drafts = '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}'
     chunked, unchunked = fleet.engines(
         *(
@@ -75,11 +69,7 @@ def test_a_seed_and_drafts(
 @pytest.mark.parametrize("load_mode", ["step", "park"])
 @pytest.mark.parametrize("faults", ["fail", "ok,corrupt", "ok*4,fail"])
 def test_a_failed_load_draws_no_random_numbers(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    load_mode: str,
-    faults: str,
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, load_mode: str, faults: str
 ) -> None:
     slots = {"staging_slot_bytes": 64 * 1024, "staging_slots": 256}
     producer = engines.shared("kv_producer", faults="ok*", transfer=slots)

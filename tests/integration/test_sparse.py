@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf
 from tests.integration.pairs import (
     CHUNKED,
     ORDERS,
@@ -40,7 +40,7 @@ def config(base_config: EngineConfig, models: Callable[[str], str]) -> EngineCon
 
 
 def test_a_prompt_is_computed_alike_in_pieces_and_beside_others(
-    fleet: Fleet, config: EngineConfig, prompt_of: Callable[..., list[int]]
+    fleet: Fleet, config: EngineConfig, prompt_of: PromptOf
 ) -> None:
     whole, pieces = fleet.engines(config, replace(config, max_num_batched_tokens=BLOCK_SIZE))
     prompt = prompt_of(NUM_TOKENS)
@@ -58,7 +58,7 @@ def test_a_prompt_is_computed_alike_in_pieces_and_beside_others(
 
 
 def test_a_prefix_comes_from_the_prefix_cache(
-    fleet: Fleet, config: EngineConfig, prompt_of: Callable[..., list[int]]
+    fleet: Fleet, config: EngineConfig, prompt_of: PromptOf
 ) -> None:
     whole, pieces = fleet.engines(config, replace(config, max_num_batched_tokens=BLOCK_SIZE))
     prompt = prompt_of(NUM_TOKENS)
@@ -70,7 +70,7 @@ def test_a_prefix_comes_from_the_prefix_cache(
 
 
 def test_what_the_indexer_leaves_out_matters(
-    fleet: Fleet, config: EngineConfig, prompt_of: Callable[..., list[int]], tmp_path: Path
+    fleet: Fleet, config: EngineConfig, prompt_of: PromptOf, tmp_path: Path
 ) -> None:
     dense = shutil.copytree(config.model, tmp_path / "dense")
     options = json.loads((dense / "config.json").read_text())
@@ -86,14 +86,12 @@ def three(fleet: Fleet, config: EngineConfig) -> Iterator[Three]:
 
 
 @pytest.fixture
-def pair(three: Three, prompt_of: Callable[..., list[int]]) -> Pair:
+def pair(three: Three, prompt_of: PromptOf) -> Pair:
     return Pair(three.producer, three.consumer, prompt_of(5, "where"))
 
 
 @pytest.mark.parametrize("num_tokens", [3 * BLOCK_SIZE, NUM_TOKENS, CHUNKED])
-def test_both_orders(
-    three: Three, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int
-) -> None:
+def test_both_orders(three: Three, pair: Pair, prompt_of: PromptOf, num_tokens: int) -> None:
     for order in ORDERS:
         prompt = prompt_of(num_tokens, order)
         answer = pair.ask_in(order, prompt, 24)
@@ -106,7 +104,7 @@ def test_both_orders(
 @pytest.mark.parametrize("load_mode", ["step", "park"])
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_where_the_consumer_samples_the_first_token(
-    three: Three, prompt_of: Callable[..., list[int]], load_mode: str, runs_ahead: bool
+    three: Three, prompt_of: PromptOf, load_mode: str, runs_ahead: bool
 ) -> None:
     """In a step its indexers read what comes before any hook of their layers."""
     transfer = {"load_mode": load_mode, "first_token": "compute"}
@@ -120,7 +118,7 @@ def test_where_the_consumer_samples_the_first_token(
 
 @pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*8,corrupt"])
 def test_failed_load_goes_on_from_what_is_whole(
-    three: Three, pair: Pair, prompt_of: Callable[..., list[int]], script: str
+    three: Three, pair: Pair, prompt_of: PromptOf, script: str
 ) -> None:
     for order in ORDERS:
         prompt = prompt_of(6 * BLOCK_SIZE + 6, order)
@@ -130,17 +128,17 @@ def test_failed_load_goes_on_from_what_is_whole(
         three.producer.set_faults("ok*")
 
 
-def test_recovery_and_preemptions(three: Three, prompt_of: Callable[..., list[int]]) -> None:
+def test_recovery_and_preemptions(three: Three, prompt_of: PromptOf) -> None:
     consumer = three.other("kv_consumer", num_blocks=24, max_model_len=640)
     expect_recovery_and_preemptions(three.producer, consumer, three.assert_right, prompt_of)
 
 
-def test_abort(pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+def test_abort(pair: Pair, prompt_of: PromptOf) -> None:
     abort_early_and_late(pair, prompt_of)
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
-def test_pool(three: Three, prompt_of: Callable[..., list[int]], load_mode: str) -> None:
+def test_pool(three: Three, prompt_of: PromptOf, load_mode: str) -> None:
     pool = json.dumps(POOL)
     engine = three.other("kv_both", {"load_mode": load_mode}, pool=pool)
     prompt = prompt_of(NUM_TOKENS)
@@ -153,22 +151,18 @@ def test_pool(three: Three, prompt_of: Callable[..., list[int]], load_mode: str)
 
 @pytest.mark.parametrize(("cut", "runs_ahead"), [(3, False), (20, True)])
 def test_request_moves_while_it_runs(
-    three: Three, prompt_of: Callable[..., list[int]], cut: int, runs_ahead: bool
+    three: Three, prompt_of: PromptOf, cut: int, runs_ahead: bool
 ) -> None:
     prompt = prompt_of(NUM_TOKENS)
     num_computed, copied = num_bytes_of_move(three, prompt, cut, runs_ahead=runs_ahead)
     assert copied == -(-num_computed // BLOCK_SIZE) * BLOCK_BYTES
 
 
-def test_answer_that_broke_off_goes_on_from_its_tokens(
-    three: Three, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_answer_that_broke_off_goes_on_from_its_tokens(three: Three, prompt_of: PromptOf) -> None:
     expect_broken_answers_to_go_on(three, prompt_of(NUM_TOKENS))
 
 
-def test_workers_share_what_they_all_hold(
-    three: Three, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_workers_share_what_they_all_hold(three: Three, prompt_of: PromptOf) -> None:
     """A producer of one worker, and a consumer of two."""
     llm = json.dumps({"tensor_parallel_size": 2})
     consumer = three.other("kv_consumer", executor="mp", llm=llm)

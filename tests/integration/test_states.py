@@ -14,6 +14,7 @@ from tests.integration.engines import (
     Engine,
     EngineConfig,
     Fleet,
+    PromptOf,
     assert_no_leak,
 )
 from tests.integration.pairs import (
@@ -78,7 +79,7 @@ def states(
 
 
 @pytest.fixture
-def pair(states: States, prompt_of: Callable[..., list[int]]) -> Pair:
+def pair(states: States, prompt_of: PromptOf) -> Pair:
     return Pair(states.producer, states.consumer, prompt_of(5, "where"))
 
 
@@ -88,7 +89,7 @@ LENGTHS = [SHORT, BLOCK_SIZE, BLOCK_SIZE + 1, 4 * BLOCK_SIZE, LONG, CHUNKED]
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_the_state_behind_the_prompt_moves(
-    states: States, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int, order: str
+    states: States, pair: Pair, prompt_of: PromptOf, num_tokens: int, order: str
 ) -> None:
     prompt = prompt_of(num_tokens)
     answer = pair.ask_in(order, prompt, 40)
@@ -100,7 +101,7 @@ def test_the_state_behind_the_prompt_moves(
 
 @pytest.mark.parametrize("num_tokens", [SHORT, 4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1, LONG])
 def test_where_the_consumer_samples_the_first_token(
-    states: States, prompt_of: Callable[..., list[int]], num_tokens: int
+    states: States, prompt_of: PromptOf, num_tokens: int
 ) -> None:
     """It begins at the last boundary of blocks at which its producer has stopped."""
     consumer = states.other("kv_consumer", {"first_token": "compute"})
@@ -112,9 +113,7 @@ def test_where_the_consumer_samples_the_first_token(
     assert answer.sources == (0, num_loaded, num_tokens - num_loaded)
 
 
-def test_what_the_consumer_has_is_not_sent(
-    states: States, pair: Pair, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_what_the_consumer_has_is_not_sent(states: States, pair: Pair, prompt_of: PromptOf) -> None:
     """The same prompt twice, and then what a chat makes of it."""
     prompt = prompt_of(3 * BLOCK_SIZE + 6)
     first = pair.ask(prompt, max_tokens=BLOCK_SIZE)
@@ -128,7 +127,7 @@ def test_what_the_consumer_has_is_not_sent(
 
 
 def test_samples_of_one_prompt_have_states_of_their_own(
-    states: States, prompt_of: Callable[..., list[int]]
+    states: States, prompt_of: PromptOf
 ) -> None:
     prompt = prompt_of(LONG)
     known = states.producer.prefill(prompt)
@@ -140,7 +139,7 @@ def test_samples_of_one_prompt_have_states_of_their_own(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("script", ["fail", "ok*5,fail", "ok*9,corrupt"])
 def test_failed_load_goes_on_from_the_last_whole_boundary(
-    states: States, pair: Pair, prompt_of: Callable[..., list[int]], script: str, order: str
+    states: States, pair: Pair, prompt_of: PromptOf, script: str, order: str
 ) -> None:
     prefix = prompt_of(3 * BLOCK_SIZE, "prefix")
     states.consumer.ask(prefix + prompt_of(4, "first"), 4)
@@ -152,9 +151,7 @@ def test_failed_load_goes_on_from_the_last_whole_boundary(
     assert answer.outcome != "loaded"
 
 
-def test_another_prompt_never_gets_the_state(
-    states: States, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_another_prompt_never_gets_the_state(states: States, prompt_of: PromptOf) -> None:
     """One that is a part of it, longer, or differs at the end: the boundary before may do."""
     prompt = prompt_of(4 * BLOCK_SIZE + 9)
     others = [prompt[:-1], prompt[: 4 * BLOCK_SIZE + 1], prompt[: 4 * BLOCK_SIZE], prompt[:-20]]
@@ -165,7 +162,7 @@ def test_another_prompt_never_gets_the_state(
         assert answer.provenance["first_token"] != "peer"
 
 
-def test_preemption(states: States, prompt_of: Callable[..., list[int]]) -> None:
+def test_preemption(states: States, prompt_of: PromptOf) -> None:
     consumer = states.other("kv_consumer", num_blocks=50, max_model_len=640)
     prompts = {name: prompt_of(190, name) for name in "abcd"}
     before = consumer.metrics()["preemptions"], consumer.counts()
@@ -178,13 +175,11 @@ def test_preemption(states: States, prompt_of: Callable[..., list[int]]) -> None
     assert_no_leak(consumer, before[1])
 
 
-def test_abort(pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+def test_abort(pair: Pair, prompt_of: PromptOf) -> None:
     abort_early_and_late(pair, prompt_of)
 
 
-def test_a_producer_that_would_go_on_keeps_nothing(
-    states: States, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_a_producer_that_would_go_on_keeps_nothing(states: States, prompt_of: PromptOf) -> None:
     """It would write over the state behind the prompt."""
     prompt = prompt_of(LONG)
     states.producer.add("long", prompt, 2, {"do_remote_decode": True})
@@ -203,11 +198,7 @@ def test_a_producer_that_would_go_on_keeps_nothing(
     ],
 )
 def test_request_moves_while_it_runs(
-    states: Three,
-    prompt_of: Callable[..., list[int]],
-    num_tokens: int,
-    cut: int,
-    runs_ahead: bool,
+    states: Three, prompt_of: PromptOf, num_tokens: int, cut: int, runs_ahead: bool
 ) -> None:
     """A state only when it has stopped, or is at a boundary of blocks."""
     prompt = prompt_of(num_tokens)
@@ -218,22 +209,17 @@ def test_request_moves_while_it_runs(
 
 @pytest.mark.parametrize("script", ["fail", "ok*3,corrupt,ok*2,fail", "ok*9,corrupt"])
 def test_request_moves_after_all_where_loads_have_failed(
-    states: Three, prompt_of: Callable[..., list[int]], script: str
+    states: Three, prompt_of: PromptOf, script: str
 ) -> None:
     num_bytes_of_move(states, prompt_of(LONG), 3, f"{script},ok*")
 
 
-def test_answer_that_broke_off_goes_on_from_its_tokens(
-    states: Three, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_answer_that_broke_off_goes_on_from_its_tokens(states: Three, prompt_of: PromptOf) -> None:
     expect_broken_answers_to_go_on(states, prompt_of(LONG))
 
 
 def test_states_of_mamba2(
-    fleet: Fleet,
-    base_config: EngineConfig,
-    models: Callable[[str], str],
-    prompt_of: Callable[..., list[int]],
+    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str], prompt_of: PromptOf
 ) -> None:
     """An engine hands itself what it has not cached: the state behind the prompt."""
     config = replace(base_config, executor="uni", model=models("mamba2"), dtype="bfloat16")
@@ -246,10 +232,7 @@ def test_states_of_mamba2(
 
 
 def test_states_of_mamba2_between_layers_that_keep_nothing(
-    fleet: Fleet,
-    base_config: EngineConfig,
-    models: Callable[[str], str],
-    prompt_of: Callable[..., list[int]],
+    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str], prompt_of: PromptOf
 ) -> None:
     """Nemotron-H."""
     config = replace(base_config, executor="uni", model=models("nemotron"), dtype="bfloat16")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import EngineConfig, EngineError, Fleet
+from tests.integration.engines import EngineConfig, EngineError, Fleet, PromptOf
 from tests.integration.pairs import (
     EVERY_LAYER,
     ORDERS,
@@ -40,10 +40,7 @@ def pair_of(
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=lambda s: f"p{s[0]}-d{s[1]}")
 def test_tokens_are_those_of_one_worker(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    sizes: tuple[int, int],
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, sizes: tuple[int, int]
 ) -> None:
     pair = pair_of(engines, sizes, prompt_of(5, "where"))
     expect_tokens_of_one_worker(pair, single, prompt_of)
@@ -51,7 +48,7 @@ def test_tokens_are_those_of_one_worker(
 
 @pytest.mark.parametrize("mode", ["step", "park"])
 def test_many_at_once(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]], mode: str
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, mode: str
 ) -> None:
     pair = pair_of(engines, (2, 1), prompt_of(5, "where"))
     pair.consumer = engines.shared("kv_consumer", transfer={"load_mode": mode})
@@ -67,11 +64,7 @@ def test_many_at_once(
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=lambda s: f"p{s[0]}-d{s[1]}")
 @pytest.mark.parametrize("mode", ["step", "park"])
 def test_a_write_that_fails_is_recovered_from(
-    engines: Engines,
-    single: SingleEngine,
-    prompt_of: Callable[..., list[int]],
-    sizes: tuple[int, int],
-    mode: str,
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf, sizes: tuple[int, int], mode: str
 ) -> None:
     """Also when only one of the workers is hit: the first write of each engine is corrupt."""
     pair = pair_of(engines, sizes, prompt_of(5, "where"), faults="ok*")
@@ -82,7 +75,7 @@ def test_a_write_that_fails_is_recovered_from(
 
 
 def test_a_load_is_aborted_on_every_worker(
-    engines: Engines, single: SingleEngine, prompt_of: Callable[..., list[int]]
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
 ) -> None:
     pair = pair_of(engines, (1, 2), prompt_of(5, "where"))
     expect_abort_of_a_load(pair, single, prompt_of)
@@ -97,7 +90,7 @@ def test_kv_that_every_worker_holds(
     fleet: Fleet,
     base_config: EngineConfig,
     models: Callable[[str], str],
-    prompt_of: Callable[..., list[int]],
+    prompt_of: PromptOf,
     model: str,
     sizes: tuple[int, int],
 ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, assert_no_leak
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf, assert_no_leak
 from tests.integration.pairs import (
     ORDERS,
     Pair,
@@ -54,7 +54,7 @@ def windows(
 
 
 @pytest.fixture
-def pair(windows: Three, prompt_of: Callable[..., list[int]]) -> Pair:
+def pair(windows: Three, prompt_of: PromptOf) -> Pair:
     return Pair(windows.producer, windows.consumer, prompt_of(5, "where"))
 
 
@@ -63,7 +63,7 @@ LENGTHS = [SHORT, WINDOW, WINDOW + 1, 4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1, LONG, 
 
 @pytest.mark.parametrize("num_tokens", [*LENGTHS, 8 * BLOCK_SIZE - 1])
 def test_only_what_is_needed_to_go_on_moves(
-    windows: Three, prompt_of: Callable[..., list[int]], num_tokens: int
+    windows: Three, prompt_of: PromptOf, num_tokens: int
 ) -> None:
     prompt = prompt_of(num_tokens)
     answer = windows.consumer.ask(prompt, 24, windows.producer.prefill(prompt))
@@ -73,9 +73,7 @@ def test_only_what_is_needed_to_go_on_moves(
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_decode_first(
-    windows: Three, pair: Pair, prompt_of: Callable[..., list[int]], num_tokens: int
-) -> None:
+def test_decode_first(windows: Three, pair: Pair, prompt_of: PromptOf, num_tokens: int) -> None:
     prompt = prompt_of(num_tokens)
     answer = pair.ask(prompt, max_tokens=24)
     windows.assert_right(answer, prompt)
@@ -86,7 +84,7 @@ def test_decode_first(
 @pytest.mark.parametrize("load_mode", ["step", "park"])
 @pytest.mark.parametrize("num_tokens", [LONG, 4 * BLOCK_SIZE, 10 * BLOCK_SIZE - 1])
 def test_where_the_consumer_samples_the_first_token(
-    windows: Three, prompt_of: Callable[..., list[int]], load_mode: str, num_tokens: int
+    windows: Three, prompt_of: PromptOf, load_mode: str, num_tokens: int
 ) -> None:
     consumer = windows.other("kv_consumer", {"load_mode": load_mode, "first_token": "compute"})
     prompt = prompt_of(num_tokens)
@@ -96,7 +94,7 @@ def test_where_the_consumer_samples_the_first_token(
 
 
 def test_a_request_holds_as_many_blocks_as_in_one_engine(
-    windows: Three, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: PromptOf
 ) -> None:
     """While it decodes, and what its prompt holds for a consumer that has not come."""
     prompt = prompt_of(LONG)
@@ -117,9 +115,7 @@ def test_a_request_holds_as_many_blocks_as_in_one_engine(
     windows.consumer.ask(prompt, 1, known)
 
 
-def test_what_the_consumer_has_is_not_sent(
-    windows: Three, pair: Pair, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_what_the_consumer_has_is_not_sent(windows: Three, pair: Pair, prompt_of: PromptOf) -> None:
     """A prefix is there in all groups, then a longer one, of which it has all but the window."""
     prefix = prompt_of(5 * BLOCK_SIZE, "prefix")
     windows.consumer.ask(prefix + prompt_of(4, "first"), 4)
@@ -132,9 +128,7 @@ def test_what_the_consumer_has_is_not_sent(
     assert again.sources[0] == 9 * BLOCK_SIZE
 
 
-def test_a_prompt_of_which_only_the_window_is_missing(
-    windows: Three, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_a_prompt_of_which_only_the_window_is_missing(windows: Three, prompt_of: PromptOf) -> None:
     """The consumer has gone on with it, and given the prompt's window up since."""
     prompt = prompt_of(LONG)
     windows.consumer.ask(prompt, 200, windows.producer.prefill(prompt))
@@ -147,7 +141,7 @@ def test_a_prompt_of_which_only_the_window_is_missing(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*9,corrupt"])
 def test_failed_load_goes_on_from_what_is_whole(
-    windows: Three, pair: Pair, prompt_of: Callable[..., list[int]], script: str, order: str
+    windows: Three, pair: Pair, prompt_of: PromptOf, script: str, order: str
 ) -> None:
     prefix = prompt_of(5 * BLOCK_SIZE, "prefix")
     windows.consumer.ask(prefix + prompt_of(4, "first"), 4)
@@ -159,9 +153,7 @@ def test_failed_load_goes_on_from_what_is_whole(
         assert (peer, computed) == (0, len(prompt) - local)
 
 
-def test_requests_that_share_what_fails(
-    windows: Three, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_requests_that_share_what_fails(windows: Three, prompt_of: PromptOf) -> None:
     prompt = prompt_of(LONG)
     known = windows.producer.prefill(prompt)
     windows.producer.set_faults("ok*3,corrupt,ok*")
@@ -175,7 +167,7 @@ def test_requests_that_share_what_fails(
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
-def test_preemption(windows: Three, prompt_of: Callable[..., list[int]], load_mode: str) -> None:
+def test_preemption(windows: Three, prompt_of: PromptOf, load_mode: str) -> None:
     small = {"num_blocks": 61, "max_model_len": 640}
     consumer = windows.other("kv_consumer", {"load_mode": load_mode}, **small)
     prompts = {name: prompt_of(190, name) for name in "abcd"}
@@ -190,7 +182,7 @@ def test_preemption(windows: Three, prompt_of: Callable[..., list[int]], load_mo
 
 
 def test_producer_that_goes_on_keeps_what_it_has_promised(
-    windows: Three, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: PromptOf
 ) -> None:
     """It gives the prompt's window up itself while it decodes."""
     prompt = prompt_of(LONG)
@@ -201,12 +193,12 @@ def test_producer_that_goes_on_keeps_what_it_has_promised(
     assert answer.sources == (0, LONG, 0)
 
 
-def test_abort(pair: Pair, prompt_of: Callable[..., list[int]]) -> None:
+def test_abort(pair: Pair, prompt_of: PromptOf) -> None:
     abort_early_and_late(pair, prompt_of)
 
 
 def test_engines_that_group_layers_otherwise_exchange_nothing(
-    windows: Three, prompt_of: Callable[..., list[int]]
+    windows: Three, prompt_of: PromptOf
 ) -> None:
     llm = json.dumps({"disable_hybrid_kv_cache_manager": True})
     consumer = windows.other("kv_consumer", llm=llm)
@@ -219,9 +211,7 @@ def test_engines_that_group_layers_otherwise_exchange_nothing(
     windows.consumer.ask(prompt, 1, known)
 
 
-def test_a_pool_on_one_side_is_no_hindrance(
-    windows: Three, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_a_pool_on_one_side_is_no_hindrance(windows: Three, prompt_of: PromptOf) -> None:
     engine = windows.other("kv_both", pool=json.dumps(POOL))
     for number, (producer, consumer) in enumerate(
         [(engine, windows.consumer), (windows.producer, engine)]
@@ -238,11 +228,7 @@ def test_a_pool_on_one_side_is_no_hindrance(
     [(SHORT, 1, False), (WINDOW, 5, True), (LONG, 3, True), (LONG, 20, False), (LONG, 21, False)],
 )
 def test_request_moves_while_it_runs(
-    windows: Three,
-    prompt_of: Callable[..., list[int]],
-    num_tokens: int,
-    cut: int,
-    runs_ahead: bool,
+    windows: Three, prompt_of: PromptOf, num_tokens: int, cut: int, runs_ahead: bool
 ) -> None:
     """Of windows as much is copied as slides by meanwhile, and no more."""
     prompt = prompt_of(num_tokens)
@@ -254,19 +240,17 @@ def test_request_moves_while_it_runs(
 
 @pytest.mark.parametrize("script", ["fail", "ok*3,corrupt,ok*2,fail", "ok*9,corrupt"])
 def test_request_moves_after_all_where_loads_have_failed(
-    windows: Three, prompt_of: Callable[..., list[int]], script: str
+    windows: Three, prompt_of: PromptOf, script: str
 ) -> None:
     num_bytes_of_move(windows, prompt_of(LONG), 3, f"{script},ok*")
 
 
-def test_answer_that_broke_off_goes_on_from_its_tokens(
-    windows: Three, prompt_of: Callable[..., list[int]]
-) -> None:
+def test_answer_that_broke_off_goes_on_from_its_tokens(windows: Three, prompt_of: PromptOf) -> None:
     expect_broken_answers_to_go_on(windows, prompt_of(LONG))
 
 
 def test_request_with_chunked_local_attention_moves(
-    windows: Three, models: Callable[[str], str], prompt_of: Callable[..., list[int]]
+    windows: Three, models: Callable[[str], str], prompt_of: PromptOf
 ) -> None:
     config = replace(windows.config, model=models("chunks"))
     chunks = replace(windows, config=config, single=windows.fleet.engine(config))
@@ -274,10 +258,7 @@ def test_request_with_chunked_local_attention_moves(
 
 
 def test_attention_sinks(
-    fleet: Fleet,
-    base_config: EngineConfig,
-    models: Callable[[str], str],
-    prompt_of: Callable[..., list[int]],
+    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str], prompt_of: PromptOf
 ) -> None:
     """gpt-oss, which vLLM runs in bfloat16 only."""
     config = replace(base_config, executor="uni", model=models("sinks"), dtype="bfloat16")
@@ -303,5 +284,5 @@ def test_attention_sinks(
     )
 
 
-def test_request_with_drafts_moves(windows: Three, prompt_of: Callable[..., list[int]]) -> None:
+def test_request_with_drafts_moves(windows: Three, prompt_of: PromptOf) -> None:
     num_bytes_of_move(windows, (prompt_of(7) * 50)[:LONG], 1, llm=DRAFTS)
