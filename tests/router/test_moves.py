@@ -32,7 +32,7 @@ BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions
 
 
 def source_and_target(d: Deployment) -> tuple[ScriptedEngine, ScriptedEngine]:
-    """Of two: the one that decodes now, and the other."""
+    """The one that decodes now, and another one."""
     busy = [e for e in d.decodes if e.num_in_progress]
     assert len(busy) == 1
     return busy[0], next(e for e in d.decodes if e is not busy[0])
@@ -148,17 +148,23 @@ def test_answer_that_ends_before_the_target_begins_needs_no_move() -> None:
     run(test)
 
 
+async def client_of_a_source_that_breaks(
+    d: Deployment,
+) -> tuple[Client, ScriptedEngine, ScriptedEngine]:
+    """After five tokens, of which the client has two; and another engine."""
+    for engine in d.decodes:
+        engine.script("break(5)")
+    client = Client(d)
+    await client.has(2)
+    for engine in d.decodes:
+        engine.script_nothing()
+    return client, *source_and_target(d)
+
+
 def test_source_that_breaks_meanwhile_is_followed_by_the_target_that_was_asked() -> None:
     async def test() -> None:
         async with deployed(1, 3, PATIENT, **SLOW) as d:
-            for engine in d.decodes:
-                engine.script("break(5)")
-            client = Client(d)
-            await client.has(2)
-            source = next(e for e in d.decodes if e.num_in_progress)
-            for engine in d.decodes:
-                engine.script_nothing()
-            target = next(e for e in d.decodes if e is not source)
+            client, source, target = await client_of_a_source_that_breaks(d)
             target.script("delay(0.3)")
             [report] = await move(d, to=name(target))
             assert report["outcome"] == "moved"
@@ -174,14 +180,7 @@ def test_source_that_breaks_meanwhile_is_followed_by_the_target_that_was_asked()
 def test_source_and_target_that_both_break_are_followed_by_a_third() -> None:
     async def test() -> None:
         async with deployed(1, 3, PATIENT, **SLOW) as d:
-            for engine in d.decodes:
-                engine.script("break(5)")
-            client = Client(d)
-            await client.has(2)
-            source = next(e for e in d.decodes if e.num_in_progress)
-            for engine in d.decodes:
-                engine.script_nothing()
-            target = next(e for e in d.decodes if e is not source)
+            client, source, target = await client_of_a_source_that_breaks(d)
             target.script("close")
             moving = asyncio.ensure_future(move(d, to=name(target)))
             assert is_whole(await client.events(), source)
