@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,7 @@ import pytest
 from tests.checkpoints import copy_with_more_heads
 from tests.integration.conftest import SingleEngine
 from tests.integration.drafters import PAGE_BYTES, START, WINDOW, make_drafted
-from tests.integration.engines import (
-    BLOCK_SIZE,
-    Answer,
-    Engine,
-    EngineConfig,
-    Fleet,
-)
+from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet, PromptOf
 from tests.integration.moving import coming
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, ORDERS, Pair
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
@@ -147,7 +141,7 @@ some_kinds = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def started(prompt_of: Callable[..., Prompt]) -> Callable[..., Prompt]:
+def started(prompt_of: PromptOf) -> PromptOf:
     """Prompts that all drafters of these tests see in full."""
 
     def make(num_tokens: int, part: str = "") -> Prompt:
@@ -158,7 +152,7 @@ def started(prompt_of: Callable[..., Prompt]) -> Callable[..., Prompt]:
 
 @each_kind
 def test_prefill_first_is_like_one_engine(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", **drafting.options)
     consumer = engines.shared("kv_consumer", transfer={"load_mode": "step"}, **drafting.options)
@@ -175,7 +169,7 @@ def test_prefill_first_is_like_one_engine(
 
 @pytest.mark.parametrize("drafting", ["windows"], indirect=True)
 def test_of_windows_only_the_last_blocks_move(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     """Two layers have windows, one has none, and so has the drafter's."""
     producer = engines.shared("kv_producer", **drafting.options)
@@ -189,7 +183,7 @@ def test_of_windows_only_the_last_blocks_move(
 
 @some_kinds
 def test_engines_that_run_ahead_are_like_one_engine(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     options = {**drafting.options, "runs_ahead": True}
     pair = Pair(
@@ -208,7 +202,7 @@ def test_engines_that_run_ahead_are_like_one_engine(
 
 @pytest.mark.parametrize("drafting", [STATES], indirect=True)
 def test_states_beside_requests_that_end_and_join_while_an_engine_runs_ahead(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     """A prompt that gets the row of a request that has ended goes behind the other one, of which
     drafts were accepted.
@@ -227,7 +221,7 @@ def test_states_beside_requests_that_end_and_join_while_an_engine_runs_ahead(
 
 @each_kind
 def test_decode_first_is_like_one_engine(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", **drafting.options)
     consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, **drafting.options)
@@ -243,7 +237,7 @@ def test_decode_first_is_like_one_engine(
 
 @each_kind
 def test_pool_hit_is_like_one_engine(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     options = {"pool": POOL, "transfer": {"load_mode": "park"}, **drafting.options}
     engine = engines.shared("kv_both", **options)
@@ -263,7 +257,7 @@ def test_pool_hit_is_like_one_engine(
 @pytest.mark.parametrize("drafting", [STATES], indirect=True)
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_decoded_states_and_failed_loads_beside_a_pool(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt], runs_ahead: bool
+    engines: Engines, drafting: Drafting, started: PromptOf, runs_ahead: bool
 ) -> None:
     """Then, too, requests that are preempted, of which the pool has what they have decoded."""
     small = SMALL | {"num_blocks": NUM_BLOCKS[STATES]}
@@ -303,7 +297,7 @@ def test_decoded_states_and_failed_loads_beside_a_pool(
 
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
 def test_each_of_two_workers_has_its_heads_of_the_drafter(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", **drafting.options)
     llm = {**json.loads(drafting.options["llm"]), "tensor_parallel_size": 2}
@@ -320,7 +314,7 @@ def test_each_of_two_workers_has_its_heads_of_the_drafter(
 
 @some_kinds
 def test_prompt_whose_begin_is_cached_here(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     """All of it counts, also the last block, which vLLM would compute anew for a drafter."""
     producer = engines.shared("kv_producer", **drafting.options)
@@ -342,7 +336,7 @@ def test_prompt_whose_begin_is_cached_here(
     indirect=["drafting"],
 )
 def test_load_that_fails_is_computed(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt], load_mode: str
+    engines: Engines, drafting: Drafting, started: PromptOf, load_mode: str
 ) -> None:
     """By model and drafter; the drafts of another request are verified as ever."""
     producer = engines.shared("kv_producer", faults="ok*", **drafting.options)
@@ -364,7 +358,7 @@ def test_load_that_fails_is_computed(
 
 @some_kinds
 def test_preempted_requests_get_their_tokens(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", **drafting.options)
     small = SMALL | {"num_blocks": NUM_BLOCKS.get(drafting.kind, SMALL["num_blocks"])}
@@ -381,7 +375,7 @@ def test_preempted_requests_get_their_tokens(
 
 @pytest.mark.parametrize("drafting", ["eagle", "windows"], indirect=True)
 def test_running_request_moves_with_the_kv_of_its_drafter(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     source, target = two(engines, **drafting.options)
     prompt = started(CHUNKED)
@@ -398,7 +392,7 @@ def test_running_request_moves_with_the_kv_of_its_drafter(
 
 @pytest.mark.parametrize("drafting", [STATES], indirect=True)
 def test_running_request_with_states_behind_drafts_stays(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     source, target = two(engines, **drafting.options)
     prompt = started(CHUNKED)
@@ -415,7 +409,7 @@ def test_running_request_with_states_behind_drafts_stays(
 
 @each_kind
 def test_kv_of_an_engine_without_the_drafter_is_refused_by_name(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     """The prompt is computed, by model and drafter."""
     producer = engines.shared("kv_producer", **drafting.plain)
@@ -433,7 +427,7 @@ def test_kv_of_an_engine_without_the_drafter_is_refused_by_name(
 def test_kv_of_an_engine_with_another_drafter_is_refused_by_name(
     engines: Engines,
     drafting: Drafting,
-    started: Callable[..., Prompt],
+    started: PromptOf,
     base_config: EngineConfig,
     folder: Path,
 ) -> None:
@@ -456,7 +450,7 @@ def test_kv_of_an_engine_with_another_drafter_is_refused_by_name(
 
 @without_drafter
 def test_engine_without_a_drafter_takes_the_layers_of_the_model(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     """In both orders, and of a prompt that is computed in chunks."""
     producer = engines.shared("kv_producer", **drafting.options)
@@ -474,7 +468,7 @@ def test_engine_without_a_drafter_takes_the_layers_of_the_model(
 
 @pytest.mark.parametrize("drafting", ["eagle", "even_windows"], indirect=True)
 def test_engines_of_which_only_the_producer_drafts_run_ahead(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     producer = engines.shared("kv_producer", runs_ahead=True, **drafting.options)
     consumer = engines.shared(
@@ -490,7 +484,7 @@ def test_engines_of_which_only_the_producer_drafts_run_ahead(
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_each_of_two_workers_without_a_drafter_takes_its_part_of_the_model(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt], parallel: str
+    engines: Engines, drafting: Drafting, started: PromptOf, parallel: str
 ) -> None:
     producer = engines.shared("kv_producer", **drafting.options)
     llm = json.dumps({parallel: 2})
@@ -506,7 +500,7 @@ def test_each_of_two_workers_without_a_drafter_takes_its_part_of_the_model(
 @pytest.mark.parametrize("drafting", ["eagle", "even_windows"], indirect=True)
 @pytest.mark.parametrize("load_mode", ["step", "park"])
 def test_load_from_an_engine_that_drafts_fails_and_is_computed(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt], load_mode: str
+    engines: Engines, drafting: Drafting, started: PromptOf, load_mode: str
 ) -> None:
     """Then requests are preempted."""
     small = SMALL | {"num_blocks": 17 if drafting.kind == "eagle" else 29}
@@ -532,7 +526,7 @@ def test_load_from_an_engine_that_drafts_fails_and_is_computed(
 
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
 def test_a_pool_is_shared_by_engines_that_draft_alike_only(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     """P/D between the two goes on beside it, and each finds what it has computed itself."""
     master = EmbeddedMaster()
@@ -562,7 +556,7 @@ def test_a_pool_is_shared_by_engines_that_draft_alike_only(
 
 @pytest.mark.parametrize("drafting", ["eagle", "even_windows"], indirect=True)
 def test_running_request_moves_from_an_engine_that_drafts_to_one_that_does_not(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     """And not back."""
     source, _ = two(engines, **drafting.options)
@@ -589,7 +583,7 @@ def test_running_request_moves_from_an_engine_that_drafts_to_one_that_does_not(
 
 @pytest.mark.parametrize("drafting", ["windows", STATES], indirect=True)
 def test_layers_that_a_drafter_divides_otherwise_are_refused_by_name(
-    engines: Engines, drafting: Drafting, started: Callable[..., Prompt]
+    engines: Engines, drafting: Drafting, started: PromptOf
 ) -> None:
     """Of windows vLLM makes other groups, and states have room for drafts."""
     producer = engines.shared("kv_producer", **drafting.options)
@@ -607,7 +601,7 @@ def test_layers_that_a_drafter_divides_otherwise_are_refused_by_name(
 def test_windows_without_groups_of_their_own_fit_any_drafter(
     engines: Engines,
     drafting: Drafting,
-    started: Callable[..., Prompt],
+    started: PromptOf,
     base_config: EngineConfig,
     folder: Path,
     num_layers: int,
@@ -634,7 +628,7 @@ def test_drafter_with_pages_of_another_size_is_like_one_engine(
     fleet: Fleet,
     engines: Engines,
     base_config: EngineConfig,
-    started: Callable[..., Prompt],
+    started: PromptOf,
     tmp_path: Path,
     is_larger: bool,
 ) -> None:
@@ -676,7 +670,7 @@ def test_drafter_with_pages_of_another_size_is_like_one_engine(
 
 
 def test_producer_may_draft_less(
-    engines: Engines, started: Callable[..., Prompt], base_config: EngineConfig, folder: Path
+    engines: Engines, started: PromptOf, base_config: EngineConfig, folder: Path
 ) -> None:
     less, more = (make_options("eagle", folder, base_config, num_drafts=n) for n in (1, 3))
     producer = engines.shared("kv_producer", **less)
@@ -687,7 +681,7 @@ def test_producer_may_draft_less(
 
 
 def test_states_are_as_large_as_what_is_drafted(
-    engines: Engines, started: Callable[..., Prompt], base_config: EngineConfig, folder: Path
+    engines: Engines, started: PromptOf, base_config: EngineConfig, folder: Path
 ) -> None:
     less, more = (make_options(STATES, folder, base_config, num_drafts=n) for n in (1, 2))
     producer = engines.shared("kv_producer", **less)

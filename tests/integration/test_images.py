@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.integration.architectures import IMAGE_TOKEN
-from tests.integration.engines import Answer, Engine, Fleet
+from tests.integration.engines import Answer, Engine, Fleet, PromptOf
 from tests.integration.pairs import ORDERS
 from tests.integration.pool_steps import POOL, provenance, settle
 from tests.integration.test_models import Three, three  # noqa: F401
@@ -28,7 +28,7 @@ def engines(three: Callable[..., Three], models: Callable[[str], str]) -> Three:
 
 
 @pytest.fixture
-def prompt(prompt_of: Callable[..., Prompt]) -> Prompt:
+def prompt(prompt_of: PromptOf) -> Prompt:
     """Two images, between texts of more than a block each."""
     texts = [prompt_of(40, part) for part in "abc"]
     return [*texts[0], IMAGE_TOKEN, *texts[1], IMAGE_TOKEN, *texts[2]]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.engines import Answer, Engine
+from tests.integration.engines import Answer, Engine, PromptOf
 from tests.integration.moving import Moving
 from tests.integration.processors import AllTokens
 from tests.integration.test_identity import LORA, adapters, other_model  # noqa: F401
@@ -68,7 +68,7 @@ def known(engines: Engines) -> Iterator[Callable[..., Known]]:
 
 def test_other_weights_do_not_go_on(
     known: Callable[..., Known],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     other_model: str,  # noqa: F811
 ) -> None:
     """Those of another folder, and those that were changed in place; also while nobody knows what
@@ -91,7 +91,7 @@ def test_other_weights_do_not_go_on(
 
 def test_adapter_of_the_same_name_and_other_contents_does_not_go_on(
     known: Callable[..., Known],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     adapters: tuple[Path, Path],  # noqa: F811
 ) -> None:
     first, other = (known(llm=ADAPTERS) for _ in range(2))
@@ -107,7 +107,7 @@ def test_adapter_of_the_same_name_and_other_contents_does_not_go_on(
 
 
 def test_structured_output_of_another_backend_does_not_go_on(
-    known: Callable[..., Known], prompt_of: Callable[..., Prompt]
+    known: Callable[..., Known], prompt_of: PromptOf
 ) -> None:
     options = json.dumps({"structured_outputs_config": {"backend": "guidance"}})
     first, like, other = known(llm=options), known(llm=options), known()
@@ -132,7 +132,7 @@ def test_structured_output_of_another_backend_does_not_go_on(
 )
 def test_tokens_that_are_sampled_otherwise_do_not_go_on(
     known: Callable[..., Known],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     differing: str,
     config: dict[str, Any],
     max_tokens: int,

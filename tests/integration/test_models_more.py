@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.integration.engines import Answer, EngineConfig
+from tests.integration.engines import Answer, EngineConfig, PromptOf
 from tests.integration.pairs import ORDERS
 from tests.integration.test_models import NUM_TOKENS, Three, needs_fp8, three  # noqa: F401
 from vllm_ascend_pd.testing.tiny_lora import RANK, make_tiny_lora
@@ -81,7 +81,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory, base_config: EngineConfig) -
 def test_lora(
     three: Callable[..., Three],  # noqa: F811
     loras: list[str],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     order: str,
 ) -> None:
     engines = three(LORA)
@@ -97,7 +97,7 @@ def test_lora(
 def test_kv_of_another_lora_never_hits(
     three: Callable[..., Three],  # noqa: F811
     loras: list[str],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     order: str,
 ) -> None:
     """The same prompt, one after another: each adapter, and none, has KV of its own."""
@@ -116,7 +116,7 @@ def test_kv_of_another_lora_never_hits(
 def test_reference_to_the_kv_of_another_lora_is_refused(
     three: Callable[..., Three],  # noqa: F811
     loras: list[str],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
 ) -> None:
     """A client that hands the wrong reference to the consumer."""
     engines = three(LORA)
@@ -130,7 +130,7 @@ def test_reference_to_the_kv_of_another_lora_is_refused(
 def test_requests_with_and_without_lora_share_a_batch(
     three: Callable[..., Three],  # noqa: F811
     loras: list[str],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
 ) -> None:
     """On one engine, and on a consumer: none gets what its neighbours ask for."""
     engines = three(LORA)
@@ -151,7 +151,7 @@ def test_requests_with_and_without_lora_share_a_batch(
 def test_prompt_logprobs_are_those_with_the_adapter_of_their_request(
     three: Callable[..., Three],  # noqa: F811
     loras: list[str],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     base_config: EngineConfig,
     tmp_path: Path,
 ) -> None:
@@ -205,7 +205,7 @@ CHOICES = ["first", "second", "third"]
 @pytest.mark.parametrize("kind", ["json", "regex", "choice"])
 def test_structured_output(
     three: Callable[..., Three],  # noqa: F811
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     kind: str,
     backend: str,
     order: str,
@@ -230,7 +230,7 @@ def test_structured_output(
 @pytest.mark.parametrize("order", ORDERS)
 def test_stop_strings(
     three: Callable[..., Three],  # noqa: F811
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     order: str,
 ) -> None:
     engines = three()
@@ -249,7 +249,7 @@ def test_stop_strings(
 @pytest.mark.parametrize("order", ORDERS)
 def test_logprobs(
     three: Callable[..., Three],  # noqa: F811
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     order: str,
 ) -> None:
     engines = three()
@@ -265,7 +265,7 @@ def test_logprobs(
 @pytest.mark.parametrize("order", ORDERS)
 def test_prompt_logprobs(
     three: Callable[..., Three],  # noqa: F811
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     order: str,
 ) -> None:
     """They need the whole prompt computed, so the consumer computes it."""
@@ -288,7 +288,7 @@ def test_prompt_logprobs(
 @pytest.mark.parametrize(("cache_dtype", "dtype"), [("fp8", "bfloat16"), ("fp8_e5m2", "float32")])
 def test_fp8_kv(
     three: Callable[..., Three],  # noqa: F811
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     cache_dtype: str,
     dtype: str,
     order: str,
@@ -304,7 +304,7 @@ def test_fp8_kv(
 @needs_fp8
 def test_fp8_kv_is_not_mixed_with_another_dtype(
     three: Callable[..., Three],  # noqa: F811
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
 ) -> None:
     """Their pages are of one size, and mean different numbers."""
     prompt = prompt_of(NUM_TOKENS)
@@ -320,7 +320,7 @@ def test_fp8_kv_is_not_mixed_with_another_dtype(
 def test_tied_kv_layers(
     three: Callable[..., Three],  # noqa: F811
     models: Callable[..., str],
-    prompt_of: Callable[..., Prompt],
+    prompt_of: PromptOf,
     order: str,
 ) -> None:
     engines = three(model=models("tied"))

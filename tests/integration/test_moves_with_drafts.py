@@ -4,12 +4,11 @@ when one is stopped, and the scheduler knows neither."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, Engine
+from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf
 from tests.integration.moving import Moving
 from tests.integration.test_drafts import (
     NUM_ANSWER,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-Prompt = list[int]
 kinds = pytest.mark.parametrize("drafting", ["eagle", "mimo", "windows"], indirect=True)
 NUM_OUTPUT = 60
 
@@ -42,7 +40,7 @@ def pair(engines: Engines, drafting: Drafting) -> tuple[Engine, Engine]:  # noqa
 def test_it_moves_at_several_tokens_and_back(
     pair: tuple[Engine, Engine],
     drafting: Drafting,  # noqa: F811
-    started: Callable[..., Prompt],  # noqa: F811
+    started: PromptOf,  # noqa: F811
 ) -> None:
     """Where it comes back to, its first blocks are in the prefix cache still."""
     first, second = pair
@@ -63,7 +61,7 @@ def test_it_moves_at_several_tokens_and_back(
 def test_drafts_are_accepted_as_often_where_it_goes_on(
     pair: tuple[Engine, Engine],
     drafting: Drafting,  # noqa: F811
-    started: Callable[..., Prompt],  # noqa: F811
+    started: PromptOf,  # noqa: F811
 ) -> None:
     source, target = pair
     prompt = started(BLOCK_SIZE + 20)
@@ -80,7 +78,7 @@ def test_drafts_are_accepted_as_often_where_it_goes_on(
 def test_it_goes_on_where_it_was_beside_others_and_moves_then(
     pair: tuple[Engine, Engine],
     drafting: Drafting,  # noqa: F811
-    started: Callable[..., Prompt],  # noqa: F811
+    started: PromptOf,  # noqa: F811
 ) -> None:
     """It stays, because nobody wants it any more when it has stopped and others have gone on. Then
     nothing of it is in flight, and so it moves at last. Each stop costs it the drafts of a step."""
@@ -106,7 +104,7 @@ def test_it_goes_on_where_it_was_beside_others_and_moves_then(
 def test_structured_output_moves_and_stays(
     pair: tuple[Engine, Engine],
     drafting: Drafting,  # noqa: F811
-    started: Callable[..., Prompt],  # noqa: F811
+    started: PromptOf,  # noqa: F811
     kind: str,
 ) -> None:
     """What is drafted is held against the grammar one step later than it is sampled."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-Prompt = list[int]
 NUM_OUTPUT = 26
 REGEX = "(abc|abx){3}-[0-9]{4}"
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.conftest import SingleEngine
-from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet
+from tests.integration.engines import BLOCK_SIZE, Engine, EngineConfig, Fleet, PromptOf
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, ORDERS, Pair
 from tests.integration.pool_steps import POOL, delta, provenance, settle
 from tests.integration.test_pool import master  # noqa: F401
@@ -45,7 +45,7 @@ def speculating(engines: Engines) -> Engine:
 
 
 @pytest.fixture
-def phrases(prompt_of: Callable[..., Prompt]) -> Callable[..., Prompt]:
+def phrases(prompt_of: PromptOf) -> PromptOf:
     """Prompts in which a few tokens come again and again."""
 
     def make(num_tokens: int, part: str = "") -> Prompt:
@@ -73,8 +73,8 @@ def test_tokens_are_those_of_one_engine(
     speculating: Engine,
     single: SingleEngine,
     speculating_single: SingleEngine,
-    prompt_of: Callable[..., Prompt],
-    phrases: Callable[..., Prompt],
+    prompt_of: PromptOf,
+    phrases: PromptOf,
     order: str,
     producer_speculates: bool,
 ) -> None:
@@ -95,8 +95,8 @@ def test_two_workers_draft_the_same(
     engines: Engines,
     producer: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., Prompt],
-    phrases: Callable[..., Prompt],
+    prompt_of: PromptOf,
+    phrases: PromptOf,
 ) -> None:
     """Each has its own n-grams, and the scheduler hears of one worker's drafts only."""
     llm = json.dumps({"speculative_config": NGRAM, "tensor_parallel_size": 2})
@@ -129,8 +129,8 @@ def test_sampling_options(
     engines: Engines,
     speculating: Engine,
     single: SingleEngine,
-    prompt_of: Callable[..., Prompt],
-    phrases: Callable[..., Prompt],
+    prompt_of: PromptOf,
+    phrases: PromptOf,
     options: dict[str, Any],
 ) -> None:
     producer = engines.shared("kv_producer", llm=LLM)
@@ -147,7 +147,7 @@ def test_sampling_options(
 
 
 def test_many_at_once_greedy_and_not(
-    speculating: Engine, producer: Engine, single: SingleEngine, phrases: Callable[..., Prompt]
+    speculating: Engine, producer: Engine, single: SingleEngine, phrases: PromptOf
 ) -> None:
     """Drafts of all are verified together; those of some with random numbers."""
     prompts = {f"{n}": phrases(n, f"{n}") for n in (33, 64, 97, 300)}
@@ -162,7 +162,7 @@ def test_many_at_once_greedy_and_not(
 
 
 def test_preempted_requests_get_their_tokens(
-    engines: Engines, producer: Engine, single: SingleEngine, phrases: Callable[..., Prompt]
+    engines: Engines, producer: Engine, single: SingleEngine, phrases: PromptOf
 ) -> None:
     consumer = engines.shared("kv_consumer", llm=LLM, **SMALL)
     prompts = {name: phrases(NUM_TOKENS, name) for name in NAMES}
@@ -177,7 +177,7 @@ def test_preempted_requests_get_their_tokens(
 
 
 def test_load_that_fails_beside_drafts(
-    engines: Engines, single: SingleEngine, phrases: Callable[..., Prompt]
+    engines: Engines, single: SingleEngine, phrases: PromptOf
 ) -> None:
     """One whose prompt is bad is computed again; the drafts of the other are verified as ever."""
     producer = engines.shared("kv_producer", faults="ok*")
@@ -198,7 +198,7 @@ def test_load_that_fails_beside_drafts(
 
 
 def test_request_given_up_with_drafts_under_way(
-    speculating: Engine, producer: Engine, single: SingleEngine, phrases: Callable[..., Prompt]
+    speculating: Engine, producer: Engine, single: SingleEngine, phrases: PromptOf
 ) -> None:
     """What it leaves in the prefix cache holds accepted tokens only. No leak: see ``engines``."""
     given_up, kept = phrases(NUM_TOKENS, "given up"), phrases(NUM_TOKENS, "kept")
@@ -219,7 +219,7 @@ def test_request_given_up_with_drafts_under_way(
 def test_pool_gets_accepted_tokens_only(
     engines: Engines,
     single: SingleEngine,
-    phrases: Callable[..., Prompt],
+    phrases: PromptOf,
     master: EmbeddedMaster,  # noqa: F811
 ) -> None:
     """The consumer stores what it decodes; an engine that does not speculate goes on from there."""
