@@ -127,7 +127,6 @@ class Instance:
         """Of them, those that answer."""
         self.used_for: Role = "both"
         """By an operator's word, if it can do both."""
-        self.num_legs = 0
         self.num_failures = 0
         self.load = EngineLoad()
         self.prefix_index: PrefixIndex | None = None

@@ -68,7 +68,6 @@ class Leg:
     def __enter__(self) -> Leg:
         self.instance.num_active += 1
         self.instance.num_decoding += self._name == "decode"
-        self.instance.num_legs += 1
         self.instance.num_active_tokens += self._num_tokens
         return self
 
