@@ -116,10 +116,11 @@ def test_where_the_consumer_samples_the_first_token(
         assert answer.sources == (0, num_tokens - 1, 1)
 
 
-@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*8,corrupt"])
+@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*7,corrupt"])
 def test_failed_load_goes_on_from_what_is_whole(
     three: Three, pair: Pair, prompt_of: PromptOf, script: str
 ) -> None:
+    """It has eight pieces at least: more where layers come one by one."""
     for order in ORDERS:
         prompt = prompt_of(6 * BLOCK_SIZE + 6, order)
         answer = pair.ask_in(order, prompt, 24, script=f"{script},ok*")
