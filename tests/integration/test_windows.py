@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -138,19 +139,25 @@ def test_a_prompt_of_which_only_the_window_is_missing(windows: Three, prompt_of:
     windows.assert_right(answer, prompt)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("script", ["fail", "ok,corrupt", "ok*5,fail", "ok*9,corrupt"])
+@pytest.mark.parametrize(
+    ("order", "script"),
+    [
+        *itertools.product(ORDERS, ["fail", "ok,corrupt", "ok*4,fail"]),
+        ("prefill first", "ok*8,corrupt"),
+    ],
+)
 def test_failed_load_goes_on_from_what_is_whole(
     windows: Three, pair: Pair, prompt_of: PromptOf, script: str, order: str
 ) -> None:
+    """It has nine pieces, and five at least where the consumer comes first."""
     prefix = prompt_of(5 * BLOCK_SIZE, "prefix")
     windows.consumer.ask(prefix + prompt_of(4, "first"), 4)
     prompt = prefix + prompt_of(6 * BLOCK_SIZE + 6, "second")
     answer = pair.ask_in(order, prompt, 24, script=f"{script},ok*")
     windows.assert_right(answer, prompt)
     local, peer, computed = answer.sources
-    if answer.outcome != "loaded":
-        assert (peer, computed) == (0, len(prompt) - local)
+    assert answer.outcome != "loaded"
+    assert (peer, computed) == (0, len(prompt) - local)
 
 
 def test_requests_that_share_what_fails(windows: Three, prompt_of: PromptOf) -> None:
