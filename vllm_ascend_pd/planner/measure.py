@@ -26,7 +26,6 @@ from vllm_ascend_pd.planner.profile import (
     HandoverPoint,
     PrefillPoint,
     Profile,
-    ReceivingPoint,
 )
 from vllm_ascend_pd.registration import InstanceStatus
 
@@ -109,14 +108,12 @@ class Measurement:
         await self._fit_grid()
         for url in (self._prefill, self._decode):  # what is compiled or allocated at first
             await self._first_token_s(url, self._prompt(max(self._grid.num_tokens)))
-        is_busy = self._grid.both_busy
-        async with self._busy(self._decode, NUM_STREAMS * is_busy, BUSY_TOKENS):
+        async with self._busy(self._decode, NUM_STREAMS, BUSY_TOKENS):
             prefill = [point async for point in self._prefills()]
             handover = [point async for point in self._handovers(prefill)]
             sending_s = await self._sending_s(prefill, handover)
-        async with self._busy(self._prefill, int(is_busy), 1):
+        async with self._busy(self._prefill, 1, 1):
             decode = [point async for point in self._decodes()]
-        receiving = [point async for point in self._receivings(limits)]
         beside: Sequence[BesidePoint] = ()
         decode_alone = 1.0
         if self._grid.both_busy:
@@ -130,7 +127,6 @@ class Measurement:
             decode=tuple(decode),
             handover=tuple(handover),
             sending_seconds_per_token=sending_s,
-            receiving=tuple(receiving),
             prefill_beside=tuple(beside),
             decode_alone=decode_alone,
             block_size=block_size,
@@ -175,8 +171,9 @@ class Measurement:
 
     @asynccontextmanager
     async def _busy(self, url: str, num_clients: int, num_tokens: int) -> AsyncIterator[None]:
-        """Clients that ask one thing after another meanwhile. Says how many of their requests
-        failed; ``ConfigError`` if none of them is answered."""
+        """Clients that ask one thing after another meanwhile, if it is wanted. Says how many of
+        their requests failed; ``ConfigError`` if none of them is answered."""
+        num_clients *= self._grid.both_busy
         num_begun, errors = 0, list[ConfigError]()
 
         def begun() -> None:
@@ -333,55 +330,13 @@ class Measurement:
         ended.sort()
         return median(after - before for before, after in itertools.pairwise(ended))
 
-    async def _receivings(self, limits: EngineLimits) -> AsyncIterator[ReceivingPoint]:
-        """From D's steps while P computes prompts that it hands over, and some that it does not."""
-        for num_tokens in self._grid.num_tokens:
-            free_tokens = self._grid.most_tokens - 2 * num_tokens
-            num_streams = min(
-                NUM_STREAMS, limits.max_num_seqs - 2, free_tokens // (2 * BUSY_TOKENS)
-            )
-            if num_streams < 1:
-                self._say(f"receiving: {num_tokens} tokens not measured, D has no room beside them")
-                continue
-            found = []
-            async with self._busy(self._decode, num_streams, BUSY_TOKENS):
-                for _ in range(self._grid.rounds):
-                    usual_s, _ = await self._step_beside(self._prefill, num_tokens, num_streams)
-                    step_s, joining = await self._step_beside(self._router, num_tokens, num_streams)
-                    found.append(max(0.0, step_s - usual_s) / joining)
-            seconds = median(found)
-            self._say(f"receiving: {num_tokens} tokens in {1000 * seconds:.1f} ms of D's time")
-            yield ReceivingPoint(num_tokens=num_tokens, seconds=seconds)
-
-    async def _step_beside(
-        self, url: str, num_tokens: int, num_streams: int
-    ) -> tuple[float, float]:
-        """Seconds of D's steps in the mean while ``url`` is asked for prompts, of which one more
-        always waits, and how many of these there are for each step."""
-        num_prompts = 2 * (2 * self._grid.rounds + 1)
-        prompts = iter([self._prompt(num_tokens) for _ in range(num_prompts)])
-
-        async def ask() -> None:
-            for prompt in prompts:
-                await self._first_token_s(url, prompt)
-
-        began, before = time.perf_counter(), self._num_tokens
-        await asyncio.gather(ask(), ask())
-        seconds = time.perf_counter() - began
-        others = num_prompts * self._num_asked(url)
-        num_steps = max(1.0, (self._num_tokens - before - others) / num_streams)
-        return seconds / num_steps, num_prompts / num_steps
-
     def _prompt(self, num_tokens: int) -> list[int]:
         return self._random.choices(range(*self._grid.token_ids), k=num_tokens)
 
     async def _first_token_s(self, url: str, prompt: Sequence[int]) -> float:
         began = time.perf_counter()
-        return (await self._token_times(url, prompt, self._num_asked(url)))[0] - began
-
-    def _num_asked(self, url: str) -> int:
-        """Tokens: P gives the first one."""
-        return 2 if url == self._router else 1
+        num_tokens = 2 if url == self._router else 1
+        return (await self._token_times(url, prompt, num_tokens))[0] - began
 
     async def _token_times(
         self,

@@ -47,14 +47,6 @@ class HandoverPoint(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Seconds
 
 
-class ReceivingPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """How much longer each other request of D waits, once, when one joins that P hands over."""
-
-    num_tokens: Count
-    """Of its prompt."""
-    seconds: Seconds
-
-
 class BesidePoint(msgspec.Struct, frozen=True, kw_only=True):
     """How P does while D answers."""
 
@@ -74,8 +66,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     handover: tuple[HandoverPoint, ...]
     sending_seconds_per_token: Seconds = 0.0
     """Of the hand-over, by tokens of the prompt: what keeps P from computing the next prompt."""
-    receiving: tuple[ReceivingPoint, ...] = ()
-    """Without: D's other requests do not mind."""
     prefill_beside: tuple[BesidePoint, ...] = ()
     """Of engines that share a host; without: P does not mind what D does."""
     decode_alone: Annotated[float, Meta(gt=0, le=1, description="must be above 0, at most 1")] = 1.0

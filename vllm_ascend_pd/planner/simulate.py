@@ -6,8 +6,7 @@
                as fit, of however many prompts
 
 The router gives each request to the P and the D with the fewest tokens in progress. Between two
-changes of its batch all steps of a D are one event: their length grows evenly with the context. The
-first of them is longer by what D needs for those that join.
+changes of its batch all steps of a D are one event: their length grows evenly with the context.
 
 Where engines share a host, a step of P is the slower the more tokens D gives, and those of D are
 slower while P computes: as it is when they begin.
@@ -108,10 +107,8 @@ class _Decode:
     busy_s: float = 0.0
     cached: _Cache = field(default_factory=OrderedDict)
     tokens_per_s: float = 0.0
-    # The steps under way: what came before them, when they began, how many, the first one's
-    # seconds, and how much longer each is than the one before it. ``turn`` tells their end from
-    # those of steps that were cut.
-    delay_s: float = 0.0
+    # The steps under way: when they began, how many, the first one's seconds, and how much longer
+    # each is than the one before it. ``turn`` tells their end from those of steps that were cut.
     began_s: float = 0.0
     steps: int = 0
     step_s: float = 0.0
@@ -176,9 +173,6 @@ class _Simulation:
         """By the tokens that D lacks."""
         # D has P's first token before all of the KV, so by those of the prompt.
         self._handovers: list[float] = (handovers - sending).tolist()
-        self._receiving: list[float] = speeds.receiving_s(tokens).tolist()
-        self._lacking = self._prompts.copy()
-        """Tokens of a prompt that P hands over, of which D has nothing."""
         self._computed_by_d = [0] * len(trace)
         """Tokens of a prompt of which D lacks less than a block: it does not wait for P."""
         self._prefills = [_Prefill() for _ in range(split.num_prefill)]
@@ -262,8 +256,8 @@ class _Simulation:
                 self._remember(prefill.cached, request, self._speeds.prefill_kv_tokens)
                 if not self._computed_by_d[request]:
                     decode = self._decodes[self._decode_of[request]]
-                    self._lacking[request] -= self._hits(decode.cached, request)
-                    seconds += self._sending[self._lacking[request]]
+                    hits = self._hits(decode.cached, request)
+                    seconds += self._sending[self._prompts[request] - hits]
                 prefill.computed = 0
                 prefill.batch.append(prefill.queue.popleft())
         seconds *= self._slowdown(self._tokens_per_s / self._split.num_prefill)
@@ -340,14 +334,10 @@ class _Simulation:
         decode = self._decodes[number]
         if turn != decode.turn:
             return
-        batch = len(decode.running)
-        num_tokens = decode.steps * batch
+        num_tokens = decode.steps * len(decode.running)
         seconds = now - decode.began_s
-        self._step_s.append(decode.delay_s + decode.step_s)
-        self._step_tokens.append(batch - decode.num_firsts)
-        if decode.steps > 1:
-            self._step_s.append((seconds - decode.step_s) / (decode.steps - 1))
-            self._step_tokens.append(num_tokens - batch)
+        self._step_s.append(seconds / decode.steps)
+        self._step_tokens.append(num_tokens - decode.num_firsts)
         decode.num_firsts = 0
         decode.busy_s += seconds
         decode.num_steps += decode.steps
@@ -363,7 +353,7 @@ class _Simulation:
     def _decode(self, now: float, number: int, _: int = 0) -> None:
         """Between two steps: who waits and has room joins, and the next steps begin."""
         decode = self._decodes[number]
-        delay_s, joined = 0.0, []
+        computing_s, joined = 0.0, []
         while decode.waiting and self._has_room(decode, decode.waiting[0]):
             request = decode.waiting.popleft()
             self._first_s[request] = now
@@ -372,12 +362,10 @@ class _Simulation:
             last = decode.num_steps + self._outputs[request] - 1
             if computed := self._computed_by_d[request]:
                 num_tokens = self._prompts[request]
-                delay_s += self._costs[num_tokens] - self._costs[num_tokens - computed]
+                computing_s += self._costs[num_tokens] - self._costs[num_tokens - computed]
                 joined.append(request)
                 decode.context_tokens -= 1  # the token is not there yet
                 last += 1
-            else:
-                delay_s += self._receiving[self._lacking[request]]
             heappush(decode.running, (last, request))
         decode.num_firsts = len(joined)
         batch = len(decode.running)
@@ -389,9 +377,8 @@ class _Simulation:
             # Alone, and for each P that computes for it as much more.
             alone = self._speeds.decode_alone
             share = alone + (1 - alone) * self._num_computing / self._split.num_decode
-            decode.delay_s = delay_s
-            decode.busy_s += delay_s
-            decode.began_s = now + delay_s
+            decode.busy_s += computing_s
+            decode.began_s = now + computing_s
             decode.step_s = max(MIN_STEP_S, share * (base + slope * decode.context_tokens / batch))
             decode.growth_s = share * slope
             decode.tokens_per_s = batch / decode.step_s

@@ -63,8 +63,6 @@ class Speeds:
     handover_s: Line
     sending_s_per_token: float
     """Of the hand-over: in which P computes nothing else."""
-    receiving_s: Line
-    """By the tokens that D lacks of a prompt that is handed over: in which it gives no tokens."""
     prefill_slowdown: Line
     """Of P's steps, by the tokens a second that there are of D for each P."""
     decode_alone: float
@@ -86,7 +84,6 @@ class Speeds:
             slopes,
             Line.through((p.num_tokens, p.seconds) for p in profile.handover),
             profile.sending_seconds_per_token,
-            Line.through([(p.num_tokens, p.seconds) for p in profile.receiving] or [(0.0, 0.0)]),
             Line.through(
                 [(p.tokens_per_second, p.slowdown) for p in profile.prefill_beside] or [(0.0, 1.0)]
             ),

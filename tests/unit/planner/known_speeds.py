@@ -19,7 +19,6 @@ SPEEDS = Speeds(
     step_slope_s=[0.0] * (MAX_SEQS + 1),
     handover_s=Line.through([(1, 0.01)]),
     sending_s_per_token=0.0,
-    receiving_s=Line.through([(0, 0.0)]),
     prefill_slowdown=Line.through([(0, 1.0)]),
     decode_alone=1.0,
     block_size=1,

@@ -156,62 +156,6 @@ def test_how_much_slower_p_is_while_d_streams_is_told_by_its_tokens_a_second(
     assert "not measured" in server.said[-1]
 
 
-class BusyD(Measurement):
-    """P computes 1,000 tokens a second, one prompt after another. D gives each stream a token in
-    every 25 ms, and none for ``receiving_s`` when P has handed over a prompt."""
-
-    def __init__(self, receiving_s: float, most_tokens: int = 4000) -> None:
-        self.said: list[str] = []
-        grid = replace(GRID, most_tokens=most_tokens)
-        super().__init__(None, "router", grid, self.said.append)  # type: ignore[arg-type]
-        self._prefill, self._decode = "P", "D"
-        self.receiving_s = receiving_s
-        self.computing = asyncio.Lock()
-        self.num_joining = 0
-        self.step: asyncio.Task[None] | None = None
-
-    async def _token_times(
-        self,
-        url: str,
-        prompt: Sequence[int],
-        num_tokens: int,
-        came: Callable[[], None] = lambda: None,
-    ) -> Sequence[float]:
-        if url != "D":
-            async with self.computing:
-                await asyncio.sleep(len(prompt) / 1000)
-        self.num_joining += url == "router"
-        came()
-        for _ in range(num_tokens):
-            if self.step is None or self.step.done():
-                self.step = asyncio.create_task(self._step())
-            await asyncio.shield(self.step)
-            self._num_tokens += 1
-        return [time.perf_counter()]
-
-    async def _step(self) -> None:
-        joining, self.num_joining = self.num_joining, 0
-        await asyncio.sleep(1 / 40 + joining * self.receiving_s)
-
-
-@pytest.mark.parametrize("receiving_s", [0.0, 0.1])
-def test_what_d_spends_on_a_request_that_joins_is_told_by_its_streams(
-    receiving_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = EngineLimits(max_num_batched_tokens=2048, max_num_seqs=6)
-
-    async def measure(server: BusyD, limits: EngineLimits) -> Any:
-        return [point async for point in server._receivings(limits)]
-
-    (point,) = measured(lambda: measure(BusyD(receiving_s), limits), monkeypatch)
-    assert point.num_tokens == 1000
-    assert point.seconds == pytest.approx(receiving_s, abs=0.01)
-    few = EngineLimits(max_num_batched_tokens=2048, max_num_seqs=2)
-    for server, its in ((BusyD(0.1), few), (BusyD(0.1, most_tokens=2000), limits)):
-        assert measured(lambda s=server, i=its: measure(s, i), monkeypatch) == []
-        assert "not measured" in server.said[-1]
-
-
 def test_requests_that_were_to_keep_an_engine_busy_and_failed_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

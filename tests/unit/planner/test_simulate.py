@@ -82,27 +82,6 @@ def test_what_p_spends_on_sending_delays_the_next_prompt_and_no_request_twice() 
     assert all_of_it.ttft_s == pytest.approx([0.11, 0.22])
 
 
-def test_what_d_spends_on_a_request_that_joins_all_of_its_requests_wait_for() -> None:
-    speeds = replace(SPEEDS, receiving_s=Line.through([(50, 0.1), (100, 0.2)]))
-    outcome = simulate(trace((0, 50, 21), (0.105, 100, 3)), speeds, ONE_EACH)
-    # The first one's steps begin at 0.16; the second one joins when the third of them ends.
-    assert outcome.ttft_s == pytest.approx([0.06, 0.22 - 0.105])
-    assert outcome.itl_s == pytest.approx([(0.1 + 0.2 + 20 * 0.02) / 20, (0.2 + 2 * 0.02) / 2])
-    assert outcome.itl_percentile(50) == pytest.approx(0.02)
-    assert outcome.itl_percentile(99) == pytest.approx(0.22)
-    assert outcome.decode_use == pytest.approx((outcome.duration_s - 0.06) / outcome.duration_s)
-
-
-def test_d_spends_nothing_on_what_it_has_of_a_prompt_or_computes_itself() -> None:
-    requests = ((0.0, 55, 2), (1.0, 55, 2), (2.0, 55, 2))
-    prefixes = ((1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 3, 4, 5))
-    by_token = Line.through([(0, 0.0), (100, 1.0)])
-    speeds = replace(SPEEDS, receiving_s=by_token, block_size=16)
-    found = simulate(trace(*requests, prefixes=prefixes), speeds, ONE_EACH)
-    # Of the second one D has 30 tokens, and of the third one it lacks less than a block.
-    assert found.itl_s == pytest.approx([0.57, 0.27, 0.02])
-
-
 def test_a_request_joins_the_batch_when_the_step_under_way_ends() -> None:
     # The first one's steps begin at 0.06; the second one is there at 0.165, within the sixth.
     outcome = simulate(trace((0, 50, 21), (0.105, 50, 3)), SPEEDS, ONE_EACH)
