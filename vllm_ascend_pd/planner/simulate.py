@@ -107,8 +107,10 @@ class _Decode:
     busy_s: float = 0.0
     cached: _Cache = field(default_factory=OrderedDict)
     tokens_per_s: float = 0.0
-    # The steps under way: when they began, how many, the first one's seconds, and how much longer
-    # each is than the one before it. ``turn`` tells their end from those of steps that were cut.
+    # The steps under way: what was computed before them, when they began, how many, the first one's
+    # seconds, and how much longer each is than the one before it. ``turn`` tells their end from
+    # those of steps that were cut.
+    delay_s: float = 0.0
     began_s: float = 0.0
     steps: int = 0
     step_s: float = 0.0
@@ -334,10 +336,14 @@ class _Simulation:
         decode = self._decodes[number]
         if turn != decode.turn:
             return
-        num_tokens = decode.steps * len(decode.running)
+        batch = len(decode.running)
+        num_tokens = decode.steps * batch
         seconds = now - decode.began_s
-        self._step_s.append(seconds / decode.steps)
-        self._step_tokens.append(num_tokens - decode.num_firsts)
+        self._step_s.append(decode.delay_s + decode.step_s)
+        self._step_tokens.append(batch - decode.num_firsts)
+        if decode.steps > 1:
+            self._step_s.append((seconds - decode.step_s) / (decode.steps - 1))
+            self._step_tokens.append(num_tokens - batch)
         decode.num_firsts = 0
         decode.busy_s += seconds
         decode.num_steps += decode.steps
@@ -353,7 +359,7 @@ class _Simulation:
     def _decode(self, now: float, number: int, _: int = 0) -> None:
         """Between two steps: who waits and has room joins, and the next steps begin."""
         decode = self._decodes[number]
-        computing_s, joined = 0.0, []
+        delay_s, joined = 0.0, []
         while decode.waiting and self._has_room(decode, decode.waiting[0]):
             request = decode.waiting.popleft()
             self._first_s[request] = now
@@ -362,7 +368,7 @@ class _Simulation:
             last = decode.num_steps + self._outputs[request] - 1
             if computed := self._computed_by_d[request]:
                 num_tokens = self._prompts[request]
-                computing_s += self._costs[num_tokens] - self._costs[num_tokens - computed]
+                delay_s += self._costs[num_tokens] - self._costs[num_tokens - computed]
                 joined.append(request)
                 decode.context_tokens -= 1  # the token is not there yet
                 last += 1
@@ -377,8 +383,9 @@ class _Simulation:
             # Alone, and for each P that computes for it as much more.
             alone = self._speeds.decode_alone
             share = alone + (1 - alone) * self._num_computing / self._split.num_decode
-            decode.busy_s += computing_s
-            decode.began_s = now + computing_s
+            decode.delay_s = delay_s
+            decode.busy_s += delay_s
+            decode.began_s = now + delay_s
             decode.step_s = max(MIN_STEP_S, share * (base + slope * decode.context_tokens / batch))
             decode.growth_s = share * slope
             decode.tokens_per_s = batch / decode.step_s

@@ -166,6 +166,8 @@ def test_d_computes_less_than_a_block_itself_and_waits_for_no_p() -> None:
     # D's step of 20 ms that ends at 0.43, then 15 ms and a step; P comes to it as well, in vain.
     assert found.ttft_s == pytest.approx([0.05, 0.11, 0.2, 0.43 + 0.015 + 0.02 - 0.415])
     assert found.itl_s == pytest.approx([(20 * 0.02 + 0.015) / 20, 0, 0, 0.02])
+    assert found.itl_percentile(90) == pytest.approx(0.02)
+    assert found.itl_percentile(99) == pytest.approx(0.035)  # of the first one, once
     whole = simulate(trace(*requests, prefixes=prefixes), SPEEDS, ONE_EACH)
     assert whole.ttft_s[3] > 0.2
     assert whole.hit_rate == found.hit_rate
