@@ -250,6 +250,8 @@ class _Simulation:
             if not begin:
                 begin = self._hits(prefill.cached, request)
                 self._num_hit_tokens += begin
+                if begin:  # or it is among the costs from 0 on
+                    seconds += self._speeds.prefill_first_s
             end = min(self._prompts[request], begin + room)
             room -= end - begin
             seconds += costs[end] - costs[begin]

@@ -43,6 +43,15 @@ class Line:
             found = found + slope * np.maximum(0.0, at - self.x[-1])
         return found.clip(min=0.0)
 
+    def at_zero(self) -> float:
+        """Where the first piece would have begun, but never below 0; with one point it is not known
+        and taken for 0.
+        """
+        if len(self.x) < 2:
+            return 0.0
+        slope = (self.y[1] - self.y[0]) / (self.x[1] - self.x[0])
+        return max(0.0, float(self.y[0] - slope * self.x[0]))
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
@@ -56,6 +65,8 @@ class Speeds:
     """Of one prompt alone, by its tokens; the base included."""
     prefill_base_s: float
     """Seconds of a step that prompts of one batch share."""
+    prefill_first_s: float
+    """Of each prompt, however little of it is computed; the base not included."""
     step_base_s: Sequence[float]
     """By the number of requests, from 0 to ``max_num_seqs``."""
     step_slope_s: Sequence[float]
@@ -77,9 +88,11 @@ class Speeds:
     def of(cls, profile: Profile) -> Speeds:
         prefill_s = Line.through((p.num_tokens, p.seconds) for p in profile.prefill if p.batch == 1)
         bases, slopes = _steps(profile.decode, profile.max_num_seqs)
+        base_s = _prefill_base(prefill_s, profile.prefill)
         return cls(
             prefill_s,
-            _prefill_base(prefill_s, profile.prefill),
+            base_s,
+            max(0.0, prefill_s.at_zero() - base_s),
             bases,
             slopes,
             Line.through((p.num_tokens, p.seconds) for p in profile.handover),

@@ -15,6 +15,7 @@ MAX_SEQS = 4
 SPEEDS = Speeds(
     prefill_s=Line.through([(0, 0.0), (1000, 1.0)]),
     prefill_base_s=0.0,
+    prefill_first_s=0.0,
     step_base_s=[0.02] * (MAX_SEQS + 1),
     step_slope_s=[0.0] * (MAX_SEQS + 1),
     handover_s=Line.through([(1, 0.01)]),

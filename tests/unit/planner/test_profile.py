@@ -73,6 +73,15 @@ def test_prompts_of_a_batch_share_what_was_measured_to_be_shared() -> None:
     assert speeds.prefill_s([10, 1200]) == pytest.approx([0.105, 1.205])
 
 
+def test_what_each_prompt_costs_is_where_the_line_would_begin() -> None:
+    points = plain()["prefill"]
+    assert Speeds.of(profile.check(plain())).prefill_first_s == pytest.approx(0)  # all is the base
+    assert Speeds.of(profile.check(plain(prefill=points[:2]))).prefill_first_s == pytest.approx(
+        0.005
+    )
+    assert Speeds.of(profile.check(plain(prefill=points[:1]))).prefill_first_s == 0
+
+
 def test_prompts_that_slow_each_other_down_share_nothing() -> None:
     points = plain()["prefill"]
     points[2]["seconds"] = 0.6

@@ -142,6 +142,16 @@ def test_a_prefix_that_p_has_computed_is_not_computed_again() -> None:
     assert found.hit_rate == pytest.approx((50 + 20 + 40) / 220)
 
 
+def test_what_each_prompt_costs_is_spent_on_one_with_a_cached_prefix_too() -> None:
+    speeds = replace(SPEEDS, prefill_s=Line.through([(0, 0.03), (1000, 1.03)]))
+    speeds = replace(speeds, prefill_first_s=0.03, max_num_batched_tokens=40)
+    requests = ((0.0, 60, 1), (1.0, 60, 1), (2.0, 80, 1))
+    prefixes = ((1, 2, 3), (1, 2, 3), (1, 2, 3))
+    found = simulate(trace(*requests, prefixes=prefixes), speeds, ONE_EACH)
+    # Of the second one 30 tokens are computed, of the third one 40 and 10: 30 ms for each, once.
+    assert found.ttft_s == pytest.approx([0.1, 0.07, 0.09])
+
+
 def test_p_sends_no_prefix_that_d_has() -> None:
     requests = ((0.0, 55, 2), (1.0, 55, 2), (2.0, 55, 2))
     prefixes = ((1, 2, 3, 4, 5), (1, 2, 3, 4, 5), (6, 7, 8, 9, 10))
