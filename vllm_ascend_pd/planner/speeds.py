@@ -39,18 +39,20 @@ class Line:
         at = np.asarray(at, float)
         found: npt.NDArray[np.float64] = np.interp(at, self.x, self.y)
         if len(self.x) > 1:
-            slope = max(0.0, (self.y[-1] - self.y[-2]) / (self.x[-1] - self.x[-2]))
-            found = found + slope * np.maximum(0.0, at - self.x[-1])
+            found = found + self._slope(-2, -1) * np.maximum(0.0, at - self.x[-1])
         return found.clip(min=0.0)
 
     def at_zero(self) -> float:
-        """Where the first piece would have begun, but never below 0; with one point it is not known
-        and taken for 0.
+        """Where the first piece would have begun, never below 0 nor above the first point; with one
+        point it is not known and taken for 0.
         """
         if len(self.x) < 2:
             return 0.0
-        slope = (self.y[1] - self.y[0]) / (self.x[1] - self.x[0])
-        return max(0.0, float(self.y[0] - slope * self.x[0]))
+        return max(0.0, float(self.y[0] - self._slope(0, 1) * self.x[0]))
+
+    def _slope(self, first: int, second: int) -> float:
+        """Of a piece; what falls is a matter of measuring."""
+        return max(0.0, float((self.y[second] - self.y[first]) / (self.x[second] - self.x[first])))
 
 
 @dataclass(frozen=True, slots=True)

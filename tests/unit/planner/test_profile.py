@@ -107,3 +107,4 @@ def test_a_line_has_one_value_where_several_were_measured_and_never_falls_below_
     assert line([0, 1, 1.5, 2, 3]).tolist() == [2, 2, 3.5, 5, 8]
     falling = Line.through([(1, 3.0), (2, 1.0)])
     assert falling([2, 9]).tolist() == [1, 1]
+    assert falling.at_zero() == 3
