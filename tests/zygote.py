@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
 import multiprocessing
 import os
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,9 @@ ON_GPU = (
     "vllm.v1.worker.gpu_worker",
     "vllm.v1.attention.backends.triton_attn",
 )
+SLOW_WHILE = "TESTS_SLOW_WHILE"
+"""In an engine's environment it names a file: while that exists, the engine is slow."""
+_SLOW_STEP_S = 0.03
 _SPIN_S = 0.001
 _LOOK_MS = 50
 ENVIRONMENT = {
@@ -90,6 +96,39 @@ def fork_processes() -> None:
         group.unique_name.startswith("pp")
     )
     _share_gloo_threads()
+    _let_tests_slow_engines_down()
+
+
+def _let_tests_slow_engines_down() -> None:
+    """An engine of a tiny model may have answered all before a busy host does what a test is about:
+    with each of its steps it waits a moment for as long as the test needs."""
+    from vllm.v1.engine.core import EngineCore
+
+    def slowed(step: Callable[[EngineCore], Any]) -> Callable[[EngineCore], Any]:
+        def stepped(core: EngineCore) -> Any:
+            if os.path.exists(os.environ.get(SLOW_WHILE, "")):
+                time.sleep(_SLOW_STEP_S)
+            return step(core)
+
+        return stepped
+
+    EngineCore.step = slowed(EngineCore.step)
+    EngineCore.step_with_batch_queue = slowed(EngineCore.step_with_batch_queue)
+
+
+@contextlib.contextmanager
+def slow(log: Path) -> Iterator[None]:
+    """The engine with this log does not come to an end of what it answers meanwhile."""
+    slow_while(log).touch()
+    try:
+        yield
+    finally:
+        slow_while(log).unlink()
+
+
+def slow_while(log: Path) -> Path:
+    """``SLOW_WHILE`` of an engine with this log."""
+    return log.with_suffix(".slow")
 
 
 def _share_gloo_threads() -> None:

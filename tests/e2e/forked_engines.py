@@ -17,13 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from tests.zygote import ENVIRONMENT, prepare_to_fork
+from tests import zygote
+from tests.zygote import ENVIRONMENT, SLOW_WHILE, prepare_to_fork
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 600
@@ -47,6 +49,10 @@ class ForkedEngine:
         """As the out-of-memory killer does it, with all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def slow(self) -> AbstractContextManager[None]:
+        """It does not come to an end of what it answers meanwhile, however busy the host is."""
+        return zygote.slow(self.log)
 
     def wait_ready(self) -> None:
         end = time.monotonic() + START_TIMEOUT_S
@@ -123,6 +129,7 @@ def _serve(command: dict[str, Any]) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ[SLOW_WHILE] = str(zygote.slow_while(Path(command["log"])))
     sys.argv = command["argv"]
     from vllm.entrypoints.cli.main import main
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import requests
+
+from tests.e2e.forked_engines import ForkedEngine
 
 NUM_TOKENS = 240
 NUM_BEFORE = 12
@@ -109,17 +111,28 @@ def read(
 
 @contextlib.contextmanager
 def begun(
-    url: str, bodies: Mapping[str, dict[str, Any]], num_before: int = NUM_BEFORE
+    url: str,
+    bodies: Mapping[str, dict[str, Any]],
+    num_before: int = NUM_BEFORE,
+    slow: Iterable[ForkedEngine] = (),
 ) -> Iterator[Callable[[], Streams]]:
-    """A stream of each, all of which have begun; called, it waits for their ends."""
-    with ThreadPoolExecutor(len(bodies)) as pool:
+    """A stream of each, all of which have begun; called, it waits for their ends. These engines are
+    ``slow`` until then."""
+    with ThreadPoolExecutor(len(bodies)) as pool, contextlib.ExitStack() as slowed:
+        for engine in slow:
+            slowed.enter_context(engine.slow())
         began = {name: threading.Event() for name in bodies}
         streams = {
             n: pool.submit(read, url, body, began[n], num_before) for n, body in bodies.items()
         }
         for event in began.values():
             assert event.wait(240)
-        yield lambda: {name: stream.result() for name, stream in streams.items()}
+
+        def ended() -> Streams:
+            slowed.close()
+            return {name: stream.result() for name, stream in streams.items()}
+
+        yield ended
 
 
 def read_all(url: str, bodies: Mapping[str, dict[str, Any]]) -> Streams:

@@ -155,10 +155,14 @@ def test_streams_and_answers_go_on_elsewhere(made: Pair, pair: list[ForkedEngine
     whole = {"text": {**TEXT, **LONG}, "seed": {**CHAT, **LONG, "temperature": 0.9, "seed": 5}}
     expected = {name: ask(target.url, body) for name, body in whole.items()}
     num_before = num_begun(source)
-    with ThreadPoolExecutor(len(whole)) as pool, begun(source.url, bodies) as ended:
+    with (
+        ThreadPoolExecutor(len(whole)) as pool,
+        begun(source.url, bodies, slow=[source]) as ended,
+    ):
         answers = {name: pool.submit(ask, source.url, body) for name, body in whole.items()}
         wait_until(lambda: num_begun(source) - num_before >= len(bodies) + len(whole))
         end(source)
+        wait_until(lambda: num_logged(target, "taken for another") >= len(whole) + 2)
         assert_whole(ended(), one)
         assert {name: answer.result() for name, answer in answers.items()} == expected
     wait_gone(source)
@@ -167,7 +171,6 @@ def test_streams_and_answers_go_on_elsewhere(made: Pair, pair: list[ForkedEngine
     )
     assert (stored > 0) is made.has_pool
     assert num_logged(source, ": ended") + num_logged(source, ": aborted") >= len(whole) + 2
-    assert num_logged(target, "taken for another") >= len(whole) + 2
     wait_until(lambda: num_running(target) == 0)
 
 
@@ -178,7 +181,7 @@ def test_requests_come_back_from_a_target_that_was_killed(pair: list[ForkedEngin
     regex = {**TEXT, **LONG, "structured_outputs": {"regex": "[a-z ]{700,800}"}}
     bodies = {"text": {**TEXT, **LONG}, "seed": seeded, "regex": regex}
     one = read_all(target.url, bodies)
-    with begun(source.url, bodies) as ended:
+    with begun(source.url, bodies, slow=pair) as ended:
         end(source)
         wait_until(lambda: num_logged(source, "has moved to another engine") == len(bodies))
         target.kill()
@@ -191,7 +194,7 @@ def test_client_that_leaves_ends_it_there_too(pair: list[ForkedEngine]) -> None:
     source, target = pair
     sent = {"model": "tiny", "stream": True, **TEXT, **LONG, "max_tokens": 3500}
     url = f"{source.url}/v1/completions"
-    with requests.post(url, json=sent, stream=True, timeout=240) as response:
+    with target.slow(), requests.post(url, json=sent, stream=True, timeout=240) as response:
         chunks = response.iter_lines()
         next(chunks)
         end(source)
@@ -207,8 +210,9 @@ def test_what_cannot_go_is_waited_for(pair: list[ForkedEngine]) -> None:
     num_taken = num_logged(target, "taken for another")
     with ThreadPoolExecutor(len(STAYING)) as pool:
         answers = {n: pool.submit(ask, source.url, body) for n, body in STAYING.items()}
-        wait_until(lambda: num_running(source) == 2)
-        end(source)
+        with source.slow():
+            wait_until(lambda: num_running(source) == 2)
+            end(source)
         assert {name: answer.result() for name, answer in answers.items()} == expected
     wait_gone(source)
     assert num_logged(source, "is computed here: n (") == 2
@@ -218,7 +222,7 @@ def test_what_cannot_go_is_waited_for(pair: list[ForkedEngine]) -> None:
 def test_two_that_end_keep_their_own(pair: list[ForkedEngine]) -> None:
     bodies = {"text": {**TEXT, **LONG}}
     one = read_all(pair[1].url, bodies)
-    with begun(pair[0].url, bodies) as left, begun(pair[1].url, bodies) as right:
+    with begun(pair[0].url, bodies, slow=pair) as left, begun(pair[1].url, bodies) as right:
         for engine in pair:
             end(engine)
         assert_whole(left(), one)

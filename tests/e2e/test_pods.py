@@ -27,7 +27,7 @@ import yaml
 
 from tests.e2e.test_up import ENVIRONMENT, LONG, complete, metric
 from tests.router.fake_kubernetes import FakeKubernetes
-from tests.zygote import forking_plugin
+from tests.zygote import SLOW_WHILE, forking_plugin, slow, slow_while
 
 pytestmark = [
     pytest.mark.engine,
@@ -192,7 +192,8 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
         address = f"127.{os.getpid() % 200 + 20}.0.{number + 2}"
         template = one["spec"]["template"]
         log = folder / f"{name}.log"
-        pods[name] = Pod(name, address, template, folders, log, plugin)
+        own = {**plugin, SLOW_WHILE: str(slow_while(log))}
+        pods[name] = Pod(name, address, template, folders, log, own)
     try:
         yield pods
     finally:
@@ -256,12 +257,15 @@ def test_pods_become_ready_serve_and_end(
         alone = at_once.submit(
             complete, prefill.url, "Once", cache_salt="alone", max_tokens=NUM_TOKENS
         )
-        moved = at_once.submit(complete, router.url, "Once", max_tokens=NUM_TOKENS)
-        running = until(lambda: requests.get(f"{router.url}/requests", timeout=30).json(), moved)
-        [ending] = [pod for pod in decodes if pod.name == running[0]["instance"]]
-        labels = {**ending.template["metadata"]["labels"], "address": ending.address}
-        api.do(lambda server: server.put(ending.name, ending=True, **labels))
-        until(lambda: metric(router.url, MOVED) == 1, moved)
+        with slow(decodes[0].log), slow(decodes[1].log):
+            moved = at_once.submit(complete, router.url, "Once", max_tokens=NUM_TOKENS)
+            running = until(
+                lambda: requests.get(f"{router.url}/requests", timeout=30).json(), moved
+            )
+            [ending] = [pod for pod in decodes if pod.name == running[0]["instance"]]
+            labels = {**ending.template["metadata"]["labels"], "address": ending.address}
+            api.do(lambda server: server.put(ending.name, ending=True, **labels))
+            until(lambda: metric(router.url, MOVED) == 1, moved)
         assert ending.end() == 0, ending.log.read_text()[-4000:]
         assert moved.result() == alone.result()
 

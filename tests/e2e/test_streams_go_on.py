@@ -148,7 +148,7 @@ def test_drained_engine_is_empty_and_no_client_notices(
     with routing(tmp_path, instances, *PARSER) as url:
         # All of them run on one engine before it is drained.
         requests.put(f"{url}/registry/instances/d1/drain", json={"seconds": None}, timeout=10)
-        with begun(url, sent, 2) as ended:
+        with begun(url, sent, 2, slow=[engines["d0"]]) as ended:
             assert scraped(engines["d0"].url, "num_requests_running") > 0
             undrain(url, "d1")
             told = run_drain(url)
@@ -189,7 +189,10 @@ def test_streams_of_an_engine_that_is_killed_go_on(
     bodies["logprobs"] = {**TEXT, **GREEDY, "logprobs": 1}
     taken_on = scraped(other.url, "pd_resumes_total")
     loaded = scraped(other.url, POOL_LOADS)
-    with routing(tmp_path, instances[:2], *PARSER) as url, begun(url, bodies) as ended:
+    with (
+        routing(tmp_path, instances[:2], *PARSER) as url,
+        begun(url, bodies, slow=[dying]) as ended,
+    ):
         os.killpg(dying.pid, signal.SIGSTOP)
         (listed,) = tmp_path.glob("*.json")
         listed.write_text(json.dumps({"instances": instances}))
