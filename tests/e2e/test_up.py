@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ import psutil
 import pytest
 import requests
 
+from tests import zygote
 from tests.e2e import observed
 from tests.e2e.load import Load
 from tests.e2e.servers import START_TIMEOUT_S, free_port
 from tests.e2e.streams import CHAT, GREEDY, TEXT, USAGE, assert_whole, begun, read_all
-from tests.zygote import forking_plugin
+from tests.zygote import SLOW_WHILE, forking_plugin, slow_while
 from vllm_ascend_pd.planner import profile as planner_profile
 from vllm_ascend_pd.testing.tiny_model import main as make_model
 
@@ -52,10 +54,11 @@ class Up:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._output = folder / "up.out"
+        slowly = {SLOW_WHILE: str(slow_while(self._output))}
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [VLLM_PD, "up", "--log-dir", str(folder / "logs"), *options],
-                env={**ENVIRONMENT, **forking_plugin(folder)},
+                env={**ENVIRONMENT, **forking_plugin(folder), **slowly},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -65,6 +68,10 @@ class Up:
     @property
     def output(self) -> str:
         return self._output.read_text()
+
+    def slow(self) -> AbstractContextManager[None]:
+        """Its engines do not come to an end of what they answer meanwhile."""
+        return zygote.slow(self._output)
 
     def until(self, condition: Callable[[], object], patience_s: float = START_TIMEOUT_S) -> None:
         end = time.monotonic() + patience_s
@@ -339,10 +346,11 @@ def test_all_engines_are_restarted_and_no_request_fails(up: Up) -> None:
 def test_nothing_is_lost_when_the_master_is_killed_under_32_requests(up: Up) -> None:
     alone = up.engine_url("prefill-0")
     load = Load(up.url, "Killing the master")
-    load.start()
-    time.sleep(0.4)
-    os.kill(up.pid("master"), signal.SIGKILL)
-    assert load.is_running
+    with up.slow():
+        load.start()
+        time.sleep(0.4)
+        os.kill(up.pid("master"), signal.SIGKILL)
+        assert load.is_running
     load.check(
         lambda prompt: complete(alone, prompt, max_tokens=48, cache_salt="alone"), may_break=False
     )
