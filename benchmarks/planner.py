@@ -139,8 +139,8 @@ def fit(options: argparse.Namespace) -> None:
         command += ["--both-busy"] if options.both_busy else []
         subprocess.run(command, check=True, env=ENVIRONMENT)
         speeds = Speeds.of(load(folder / "profile.json"))
-        print("| requests/s | | goodput | in time | TTFT p50 | p99 | ITL p50 | p99 |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| requests/s | | overloaded | goodput | in time | TTFT p50 | p99 | ITL p50 | p99 |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for number, per_second in enumerate(options.rates):
             requests = _requests(per_second, options.seconds, number)
             measured = Row.of(asyncio.run(replay(url, requests)), objective)
@@ -148,8 +148,10 @@ def fit(options: argparse.Namespace) -> None:
             predicted = Row.of(simulate(trace, speeds, ONE_EACH), objective)
             (folder / f"trace-{per_second:g}.json").write_bytes(msgspec.json.encode(requests))
             for name, row in (("measured", measured), ("predicted", predicted)):
+                overloaded = "yes" if row.is_overloaded else "no"
                 print(
-                    f"| {per_second:g} | {name} | {row.goodput:.2f}/s | {100 * row.attained:.0f} %"
+                    f"| {per_second:g} | {name} | {overloaded}"
+                    f" | {row.goodput:.2f}/s | {100 * row.attained:.0f} %"
                     f" | {row.ttft_p50_s:.3f} s | {row.ttft_p99_s:.3f} s"
                     f" | {1000 * row.itl_p50_s:.1f} ms | {1000 * row.itl_p99_s:.1f} ms |",
                     flush=True,
