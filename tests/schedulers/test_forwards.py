@@ -40,7 +40,7 @@ from tests.schedulers.harness import (
     prompt_of,
     right_token,
 )
-from tests.schedulers.test_move_faults import KINDS, NUM_OUTPUT, PROMPT, QUICK, Wire
+from tests.schedulers.test_move_faults import KINDS, NUM_OUTPUT, PATIENT, PROMPT, QUICK, Wire
 from vllm_ascend_pd.engine.scheduler import forwards_in, forwards_out
 from vllm_ascend_pd.engine.scheduler.content import Content
 from vllm_ascend_pd.engine.scheduler.forwards_in import ForwardsIn
@@ -52,8 +52,6 @@ from vllm_ascend_pd.errors import ConfigError, TransferError
 from vllm_ascend_pd.wire import TokenLogprobs
 
 ALL_KINDS = [*KINDS, "take", "more", "told"]
-PATIENT = {name: 25 * seconds for name, seconds in QUICK.items()}
-"""Where nothing is lost, and a slow host must not be taken for a fault."""
 
 
 class Core:
@@ -318,7 +316,7 @@ def test_client_leaves(
 ) -> None:
     """Nothing of it is left at the target, either."""
     wire = Wire(monkeypatch, kind, "")
-    pair = Pair(engines, tmp_path, times=QUICK)
+    pair = Pair(engines, tmp_path, times=PATIENT)
     pair.begin()
     (outcome,) = pair.run(wire, lambda pair: pair.source.abort("r"))
     assert outcome in ("aborted", "not_needed")

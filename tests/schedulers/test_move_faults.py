@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,8 @@ NUM_TURNS, NUM_BLOCKS = 1000, 240
 NUM_OUTPUT_OF_TURNS = 3600
 """More than is computed meanwhile."""
 QUICK = {"peer_timeout_s": 0.4, "max_freeze_s": 0.3, "lease_s": 1.0}
+PATIENT = {name: 25 * seconds for name, seconds in QUICK.items()}
+"""Where nothing is lost, and a slow host must not be taken for a fault."""
 PATIENCE = 1, 5, 25
 """Times ``QUICK``: on a slow host a move may be given up before the message in question is sent."""
 
@@ -233,9 +235,10 @@ def move_that_meets(
     wire: Wire,
     engines: Engines,
     act: Callable[[Move], object] | None = None,
+    patiences: Sequence[int] = PATIENCE,
 ) -> Move:
     """A move that both have ended, and of which ``wire`` has met its message."""
-    for patience in PATIENCE:
+    for patience in patiences:
         move = Move(engines, **{name: patience * value for name, value in QUICK.items()})
         move.begin()
         move.run(wire, act)
@@ -258,7 +261,7 @@ KINDS = ["open", "extended", "extend", "freeze", "frozen", "ready", "go"]
 @EACH_SHAPE
 def test_lease_grows_by_what_is_not_written_any_more(engines: Engines) -> None:
     """By full blocks while the request runs; by the tail, too, when it has stopped."""
-    move = Move(engines, **QUICK)
+    move = Move(engines, **PATIENT)
     move.begin()
     move.run()
     move.expect_one_answer()
@@ -373,7 +376,7 @@ def test_request_that_computes_its_output_again_does_not_move(
     engines: Engines,
 ) -> None:
     """After a preemption: its windows and states are behind what is known of it."""
-    move = Move(engines, scheduler_fields={"max_num_batched_tokens": BLOCK_SIZE}, **QUICK)
+    move = Move(engines, scheduler_fields={"max_num_batched_tokens": BLOCK_SIZE}, **PATIENT)
     source, target = move.source, move.target
     source.add("r", PROMPT, max_tokens=NUM_OUTPUT, temperature=0)
     source.run(lambda: len(source.tokens["r"]) >= 3 * BLOCK_SIZE)
@@ -405,7 +408,7 @@ def test_whatever_becomes_of_a_message_one_engine_computes(
     fate: str,
 ) -> None:
     wire = Wire(monkeypatch, kind, fate)
-    move = move_that_meets(wire, engines)
+    move = move_that_meets(wire, engines, patiences=PATIENCE[-1:] if fate == "twice" else PATIENCE)
     wire.deliver_late()
     move.expect_one_answer()
     if fate == "twice":
@@ -477,7 +480,7 @@ def test_request_that_ends_meanwhile_is_not_needed(
     num_output: int,
 ) -> None:
     """Wherever the answer ends: it is whole at one of them."""
-    move = Move(engines, **QUICK)
+    move = Move(engines, **PATIENT)
     move.begin(num_output)
     move.run()
     move.expect_one_answer(num_output)
@@ -486,8 +489,8 @@ def test_request_that_ends_meanwhile_is_not_needed(
 
 def test_two_engines_ask_for_one_request(engines: Engines) -> None:
     """One of them has it."""
-    move = Move(engines, **QUICK)
-    third = engines.make("kv_both", **QUICK)
+    move = Move(engines, **PATIENT)
+    third = engines.make("kv_both", **PATIENT)
     move.begin()
     params = {"resume": move.resume}
     third.add("u", PROMPT, params, max_tokens=NUM_OUTPUT, temperature=0)
@@ -588,7 +591,7 @@ ASYNC = pytest.mark.parametrize("engines", [AsyncScheduler], ids=["async"], indi
 @ASYNC
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_steps_in_flight_are_waited_for(engines: Engines, num_steps: int) -> None:
-    move = Move(engines, **{name: 5 * value for name, value in QUICK.items()})
+    move = Move(engines, **PATIENT)
     move.num_in_flight = num_steps
     move.begin()
     move.run()
