@@ -158,7 +158,10 @@ def up(
         asked = OnRay.parse(ray, pd_ratio, max_instances, engine_cpus)
         topology = at_router(topology, asked)
     here = launch.find_local_host(topology, host)
-    logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
+    logs = log_dir or Path()
+    if log_dir is None and not dry_run:
+        logs = launch.new_log_dir(time.strftime("%Y%m%d-%H%M%S"))
+        context.call_on_close(lambda: launch.remove_if_empty(logs))
     secrets: list[Path] = []
     if not dry_run:
         topology, secrets = launch.with_secrets(topology, logs.absolute())
