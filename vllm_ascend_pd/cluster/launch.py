@@ -184,7 +184,9 @@ async def launch(
     with Display(console, urls) as display:
         supervisor = Supervisor(specs, log_dir, display.changed, all_up.set, manner.patience)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, supervisor.stop)
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN
+            if number != signal.SIGHUP or not is_ignored:  # as it is under nohup
+                loop.add_signal_handler(number, supervisor.stop)
 
         async def announce() -> None:
             await all_up.wait()
