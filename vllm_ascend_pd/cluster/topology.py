@@ -125,9 +125,12 @@ def load(path: Path) -> Topology:
         ConfigError: it names the file, the field and what is wrong.
     """
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror})") from e
+    except UnicodeDecodeError as e:
+        line = e.object[: e.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line} is not UTF-8: {e.reason}") from e
     except yaml.YAMLError as e:
         raise ConfigError(f"{path}: not YAML: {e}") from e
     try:

@@ -128,6 +128,9 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     path.write_text("model: [")
     with pytest.raises(ConfigError, match=r"t.yaml: not YAML"):
         load(path)
+    path.write_bytes(b"model: m\nserved_model_name: \xff\n")
+    with pytest.raises(ConfigError, match=r"t.yaml:2 is not UTF-8: invalid start byte"):
+        load(path)
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"t.yaml: the topology: \['model'\] is missing"):
         load(path)
