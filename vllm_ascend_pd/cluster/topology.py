@@ -170,6 +170,7 @@ def _check(topology: Topology) -> None:
             )
     _check_host("router.host", topology.router.host, topology)
     _check_args("args", topology.args)
+    _check_files(topology.extra_config)
     counts = {}
     for role, groups in topology.groups:
         for index, group in enumerate(groups):
@@ -193,6 +194,18 @@ def _check_args(path: str, args: Mapping[str, Any]) -> None:
     for key in args:
         if key.replace("_", "-").lstrip("-") in RESERVED:
             raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
+
+
+def _check_files(extra_config: Mapping[str, Any]) -> None:
+    """Of the sections that the router reads too; engines check all."""
+    for section, option in (("security", "secret_file"), ("router", "token_file")):
+        values = extra_config.get(section, {})
+        if not isinstance(values, Mapping):
+            found = type(values).__name__
+            raise ConfigError(f"extra_config.{section} must be a mapping, not {found}")
+        path = values.get(option)
+        if not isinstance(path, str | None):
+            raise ConfigError(f"extra_config.{section}.{option} must be a string, not {path!r}")
 
 
 def parse_cores(path: str, text: str) -> tuple[int, ...]:

@@ -84,6 +84,10 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"hosts": []}, "hosts must be a mapping, not list"),
         ({"device": "tpu"}, r"device: 'tpu' is not one of \['cpu', 'cuda', 'npu'\]"),
         ({"args": {"port": 1}}, "args.port: set by the topology itself"),
+        ({"extra_config": {"router": None}}, "extra_config.router must be a mapping, not NoneType"),
+        ({"extra_config": {"security": []}}, "extra_config.security must be a mapping, not list"),
+        ({"extra_config": {"router": {"token_file": 5}}}, "router.token_file must be a string, not"),
+        ({"extra_config": {"security": {"secret_file": 5}}}, "security.secret_file must be a str"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
     ],
 )
