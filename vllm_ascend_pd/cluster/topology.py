@@ -16,7 +16,7 @@ decode:
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -151,6 +151,12 @@ def parse(raw: Any) -> Topology:
     return topology
 
 
+def with_more_args(topology: Topology, words: Sequence[str]) -> Topology:
+    """The same with what stands after ``--``; ``ConfigError`` names the option."""
+    _check_words("after --", words)
+    return msgspec.structs.replace(topology, more_args=(*topology.more_args, *words))
+
+
 def _check(topology: Topology) -> None:
     if topology.device not in (None, "cpu", "cuda", "npu"):
         raise ConfigError(f"device: {topology.device!r} is not one of ['cpu', 'cuda', 'npu']")
@@ -170,6 +176,8 @@ def _check(topology: Topology) -> None:
             )
     _check_host("router.host", topology.router.host, topology)
     _check_args("args", topology.args)
+    _check_args("router.args", topology.router.args, frozenset({"port"}))
+    _check_words("more_args", topology.more_args)
     _check_files(topology.extra_config)
     counts = {}
     for role, groups in topology.groups:
@@ -190,10 +198,17 @@ def _check_host(path: str, name: str, topology: Topology) -> None:
         raise ConfigError(f"{path}: {name!r} is not in hosts {sorted(topology.hosts)}")
 
 
-def _check_args(path: str, args: Mapping[str, Any]) -> None:
+def _check_args(path: str, args: Mapping[str, Any], reserved: frozenset[str] = RESERVED) -> None:
     for key in args:
-        if key.replace("_", "-").lstrip("-") in RESERVED:
+        if key.replace("_", "-").lstrip("-") in reserved:
             raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
+
+
+def _check_words(path: str, words: Sequence[str]) -> None:
+    for word in words:
+        option = word.partition("=")[0]
+        if option.startswith("--") and option.replace("_", "-").lstrip("-") in RESERVED:
+            raise ConfigError(f"{path}: {option} is set by vllm-pd itself; leave it out")
 
 
 def _check_files(extra_config: Mapping[str, Any]) -> None:

@@ -102,6 +102,11 @@ def test_dry_run_of_several_hosts(tmp_path: Path) -> None:
         (["--config", "{topology}", "--host", "c"], "--host: 'c' is not in hosts ['a', 'b']"),
         (["--config", "/no/such/file"], "/no/such/file: cannot be read"),
         (["m", "--prefill", "0"], "prefill: at least one engine is needed"),
+        (["m", "--dry-run", "--", "--port", "9000"], "after --: --port is set by vllm-pd itself"),
+        (
+            ["m", "--dry-run", "--", "--kv_transfer_config={{}}"],
+            "after --: --kv_transfer_config is set by",
+        ),
         (["m", "--both", "1"], "both: at least two engines are needed"),
         (["--config", "{topology}", "-p", "2"], "--prefill: the topology file says it"),
         (["--config", "{topology}", "--port", "8000"], "--port: the topology file says it"),

@@ -86,8 +86,10 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"args": {"port": 1}}, "args.port: set by the topology itself"),
         ({"extra_config": {"router": None}}, "extra_config.router must be a mapping, not NoneType"),
         ({"extra_config": {"security": []}}, "extra_config.security must be a mapping, not list"),
-        ({"extra_config": {"router": {"token_file": 5}}}, "router.token_file must be a string, not"),
+        ({"extra_config": {"router": {"token_file": 5}}}, "router.token_file must be a string"),
         ({"extra_config": {"security": {"secret_file": 5}}}, "security.secret_file must be a str"),
+        ({"router": {"args": {"--port": 1}}}, "router.args.--port: set by the topology itself"),
+        ({"more_args": ["--dtype", "auto", "--port=1"]}, "more_args: --port is set by vllm-pd"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
     ],
 )
