@@ -9,6 +9,7 @@ from pathlib import Path
 FAULTS = "ASCEND_PD_FAULTS"
 POOL_FAULTS = "ASCEND_PD_POOL_FAULTS"
 STATE_ERRORS = "ASCEND_PD_STATE_ERRORS"
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def fault_script() -> str | None:
@@ -29,6 +30,13 @@ def pool_fault_script() -> str | None:
 def raises_state_errors() -> bool:
     """Whether an impossible event raises (tests only), see ``states``."""
     return bool(os.environ.get(STATE_ERRORS))
+
+
+def visible_devices(device: str) -> tuple[str, str | None]:
+    """The driver's own variable for accelerators of that kind (``cuda``, ``npu``), and what it is
+    set to."""
+    name = VISIBLE_DEVICES[device]
+    return name, os.environ.get(name)
 
 
 def cache_folder() -> Path:

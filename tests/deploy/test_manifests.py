@@ -296,6 +296,8 @@ def test_own_networks_and_the_pools_own_master_are_kept() -> None:
             {"args": {"shutdown-timeout": "long"}},
             "prefill-0: shutdown-timeout must be seconds, not 'long'",
         ),
+        ({"args": {"shutdown-timeout": -30}}, "shutdown-timeout must not be negative, not -30"),
+        ({"router": {"args": {"drain-timeout": -1}}}, "router: drain-timeout must not be negative"),
     ],
 )
 def test_what_does_not_fit_is_named(changes: Object, message: str) -> None:

@@ -202,6 +202,23 @@ def test_engine_that_starts_anew_is_not_drained() -> None:
     run(test)
 
 
+def test_engine_that_starts_anew_and_gets_a_role_is_not_drained() -> None:
+    async def test() -> None:
+        async with deployed(1, 1) as d, RouterOperator(d.url) as operator:
+            await registers(d, d.decodes[0], role="both")
+            assert await told(d, "late") == 204
+            await operator.use_for("late", "decode")
+            assert d.router.registry.get("late").spec.state == "draining"
+            await registers(d, d.decodes[0], role="both", epoch="two")
+            await operator.use_for("late", "both")
+            await registers(d, d.decodes[0], role="both", epoch="two")
+            late = d.router.registry.get("late")
+            assert (late.spec.state, late.used_for) == ("ready", "both")
+            d.router.registry.remove("late", "the test ends")
+
+    run(test)
+
+
 def test_operator_hears_what_is_wrong() -> None:
     async def test() -> None:
         async with deployed(1, 1, PATIENT, **SLOW) as d:

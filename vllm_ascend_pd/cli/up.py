@@ -120,7 +120,6 @@ def up(
     import asyncio
     import time
 
-    import msgspec
     from rich.console import Console
 
     from vllm_ascend_pd.cluster import launch
@@ -128,6 +127,7 @@ def up(
     from vllm_ascend_pd.cluster.machine import FreePorts, Machine
     from vllm_ascend_pd.cluster.observe import with_prometheus
     from vllm_ascend_pd.cluster.scaling.on_ray import OnRay, at_router, deployment_on_ray
+    from vllm_ascend_pd.cluster.topology import with_more_args
 
     more = list(context.args)
     if config is not None and model is not None and model.startswith("-"):
@@ -146,7 +146,7 @@ def up(
         "extra_config": {"pool": {"dram_size": pool}} if pool else {},
     }
     topology = _topology(context, config, given)
-    topology = msgspec.structs.replace(topology, more_args=(*topology.more_args, *more))
+    topology = with_more_args(topology, more)
     _refuse(
         observe=observe,
         dry_run=dry_run,
@@ -158,7 +158,10 @@ def up(
         asked = OnRay.parse(ray, pd_ratio, max_instances, engine_cpus)
         topology = at_router(topology, asked)
     here = launch.find_local_host(topology, host)
-    logs = log_dir or Path("vllm-pd-logs") / time.strftime("%Y%m%d-%H%M%S")
+    logs = log_dir or Path()
+    if log_dir is None and not dry_run:
+        logs = launch.new_log_dir(time.strftime("%Y%m%d-%H%M%S"))
+        context.call_on_close(lambda: launch.remove_if_empty(logs))
     secrets: list[Path] = []
     if not dry_run:
         topology, secrets = launch.with_secrets(topology, logs.absolute())

@@ -15,6 +15,7 @@ from vllm_ascend_pd.backends.mooncake_master import master_command
 from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, http_url, num_ranks, option
 from vllm_ascend_pd.cluster.topology import Topology, render_args
 from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.envs import VISIBLE_DEVICES
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import name_of_rank
 
@@ -39,7 +40,6 @@ _CACHED = "--enable-prompt-tokens-details"
 """Answers say how much of the prompt was cached: the router compares that with its estimate."""
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
-_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def _engine_command(
         env[_INNER_PORT] = str(engine.inner_port)
     env |= engine.env
     if engine.devices:
-        env[_VISIBLE_DEVICES[device]] = ",".join(map(str, engine.devices))
+        env[VISIBLE_DEVICES[device]] = ",".join(map(str, engine.devices))
     pinned = ["taskset", "-c", ",".join(map(str, engine.cores))] if engine.cores else []
     argv = (*pinned, programs.vllm, *words)
     ranks = engine.ranks if shared.registers else (None,)

@@ -89,6 +89,26 @@ def find_local_host(topology: Topology, name: str | None) -> str:
     return here[0]
 
 
+def new_log_dir(name: str) -> Path:
+    """A folder of that name that nobody else has, or one with a number after it."""
+    first = folder = Path("vllm-pd-logs", name)
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = first.with_name(f"{name}-{number}")
+
+
+def remove_if_empty(log_dir: Path) -> None:
+    """Of who was refused, so that nothing is left of it."""
+    with contextlib.suppress(OSError):
+        log_dir.rmdir()
+        log_dir.parent.rmdir()
+
+
 def with_secrets(topology: Topology, folder: Path) -> tuple[Topology, list[Path]]:
     """The same with a secret of the engines and a token for the router, and which files are to be
     made for that: where all run on this machine, and the user names none.
@@ -164,7 +184,9 @@ async def launch(
     with Display(console, urls) as display:
         supervisor = Supervisor(specs, log_dir, display.changed, all_up.set, manner.patience)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, supervisor.stop)
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN
+            if number != signal.SIGHUP or not is_ignored:  # as it is under nohup
+                loop.add_signal_handler(number, supervisor.stop)
 
         async def announce() -> None:
             await all_up.wait()

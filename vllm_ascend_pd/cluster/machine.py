@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 
+from vllm_ascend_pd import envs
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,16 +40,28 @@ class Machine:
     cores: tuple[int, ...]
     devices: tuple[int, ...]
     free_memory_bytes: int
+    hides_devices: str = ""
+    """``NAME=VALUE`` of the environment, where that hides some of them and has no numbers."""
 
     @classmethod
     def this(cls) -> Machine:
         """This one, as far as this process may use it."""
         npus, gpus = _device_ids("davinci"), _device_ids("nvidia")
+        device = "npu" if npus else "cuda" if gpus else "cpu"
+        devices, hides_devices = npus or gpus, ""
+        if device != "cpu":
+            name, value = envs.visible_devices(device)
+            parts = [part.strip() for part in value.split(",")] if value is not None else []
+            if all(part.isdecimal() for part in parts):
+                devices = tuple(map(int, parts)) or devices
+            else:
+                hides_devices = f"{name}={value}"
         return cls(
-            device="npu" if npus else "cuda" if gpus else "cpu",
+            device=device,
             cores=tuple(sorted(os.sched_getaffinity(0))),
-            devices=npus or gpus,
+            devices=devices,
             free_memory_bytes=int(psutil.virtual_memory().available),
+            hides_devices=hides_devices,
         )
 
 

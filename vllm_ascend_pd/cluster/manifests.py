@@ -226,9 +226,12 @@ def _drain_s(command: Command) -> int:
     if said is None:
         return _ROUTER_DRAIN_S
     try:
-        return math.ceil(float(said))
+        seconds = math.ceil(float(said))
     except (ValueError, OverflowError) as e:
         raise ConfigError(f"{command.name}: {name} must be seconds, not {said!r}") from e
+    if seconds < 0:
+        raise ConfigError(f"{command.name}: {name} must not be negative, not {said}")
+    return seconds
 
 
 def _deployment(one: _Workload, topology: Topology, image: str) -> Object:

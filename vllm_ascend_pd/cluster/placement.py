@@ -91,6 +91,11 @@ def divide(
 def _divide_devices(
     name: str, host: Host, engines: list[PlacedEngine], machine: Machine | None
 ) -> None:
+    if host.devices is None and machine is not None and machine.hides_devices:
+        raise ConfigError(
+            f"{machine.hides_devices} does not say by number which accelerators engines may use:"
+            f" unset it, or name them in a topology file, e.g. hosts.{name}.devices: [2, 3]"
+        )
     devices = host.devices if host.devices is not None else machine.devices if machine else None
     if devices is None:
         if len(engines) > 1:

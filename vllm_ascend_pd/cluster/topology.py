@@ -16,7 +16,7 @@ decode:
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -125,9 +125,12 @@ def load(path: Path) -> Topology:
         ConfigError: it names the file, the field and what is wrong.
     """
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror})") from e
+    except UnicodeDecodeError as e:
+        line = e.object[: e.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line} is not UTF-8: {e.reason}") from e
     except yaml.YAMLError as e:
         raise ConfigError(f"{path}: not YAML: {e}") from e
     try:
@@ -146,6 +149,12 @@ def parse(raw: Any) -> Topology:
         topology = msgspec.structs.replace(topology, hosts={LOCAL: Host()})
     _check(topology)
     return topology
+
+
+def with_more_args(topology: Topology, words: Sequence[str]) -> Topology:
+    """The same with what stands after ``--``; ``ConfigError`` names the option."""
+    _check_words("after --", words)
+    return msgspec.structs.replace(topology, more_args=(*topology.more_args, *words))
 
 
 def _check(topology: Topology) -> None:
@@ -167,6 +176,9 @@ def _check(topology: Topology) -> None:
             )
     _check_host("router.host", topology.router.host, topology)
     _check_args("args", topology.args)
+    _check_args("router.args", topology.router.args, frozenset({"port"}))
+    _check_words("more_args", topology.more_args)
+    _check_files(topology.extra_config)
     counts = {}
     for role, groups in topology.groups:
         for index, group in enumerate(groups):
@@ -186,10 +198,29 @@ def _check_host(path: str, name: str, topology: Topology) -> None:
         raise ConfigError(f"{path}: {name!r} is not in hosts {sorted(topology.hosts)}")
 
 
-def _check_args(path: str, args: Mapping[str, Any]) -> None:
+def _check_args(path: str, args: Mapping[str, Any], reserved: frozenset[str] = RESERVED) -> None:
     for key in args:
-        if key.replace("_", "-").lstrip("-") in RESERVED:
+        if key.replace("_", "-").lstrip("-") in reserved:
             raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
+
+
+def _check_words(path: str, words: Sequence[str]) -> None:
+    for word in words:
+        option = word.partition("=")[0]
+        if option.startswith("--") and option.replace("_", "-").lstrip("-") in RESERVED:
+            raise ConfigError(f"{path}: {option} is set by vllm-pd itself; leave it out")
+
+
+def _check_files(extra_config: Mapping[str, Any]) -> None:
+    """Of the sections that the router reads too; engines check all."""
+    for section, option in (("security", "secret_file"), ("router", "token_file")):
+        values = extra_config.get(section, {})
+        if not isinstance(values, Mapping):
+            found = type(values).__name__
+            raise ConfigError(f"extra_config.{section} must be a mapping, not {found}")
+        path = values.get(option)
+        if not isinstance(path, str | None):
+            raise ConfigError(f"extra_config.{section}.{option} must be a string, not {path!r}")
 
 
 def parse_cores(path: str, text: str) -> tuple[int, ...]:

@@ -244,3 +244,7 @@ async def _asking(
                 f"no `vllm-pd up` of this user listens at {path} ({e}); give the port of its router"
                 " with --port, and run this on its host"
             ) from e
+        except aiohttp.ClientPayloadError as e:
+            raise ConfigError(
+                f"the `vllm-pd up` at {path} has ended before it had answered; see its logs"
+            ) from e

@@ -36,8 +36,11 @@ class Need:
 
 
 def router_needs(trace: RequestTrace, row: Row) -> tuple[Need, ...]:
-    """At the trace's mean rate, with as many instances as ``row`` has."""
-    seconds = max(float(trace.arrival_s[-1]), 1e-9)
+    """At the trace's mean rate, with as many instances as ``row`` has; nothing where all requests
+    come at the same moment, which is no rate."""
+    seconds = float(trace.arrival_s[-1])
+    if not seconds:
+        return ()
     num_instances = sum(row.split)
     requests = len(trace) / seconds
     tokens = float(trace.num_output_tokens.sum()) / seconds

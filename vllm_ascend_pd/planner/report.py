@@ -46,6 +46,8 @@ def table(found: Splits, objective: Objective, num_per_instance: int) -> str:
 
 def needs(found: Sequence[Need]) -> str:
     """How busy one process of the router would be, and with what."""
+    if not found:
+        return "\none router process: all requests come at the same moment, which tells no rate"
     lines = ["", "one router process, by what it would do (share of one core):"]
     lines += [
         f"  {need.what:<28} {need.per_second:12,.0f} /s  {100 * need.busy:7.1f} %" for need in found

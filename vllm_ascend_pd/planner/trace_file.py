@@ -80,7 +80,7 @@ def _read_mooncake(path: Path, needs_prefixes: bool, tokens_per_id: int) -> Iter
 
 
 def _read_azure(path: Path) -> Iterator[TraceRequest]:
-    with path.open(newline="") as lines:
+    with path.open(newline="", encoding="utf-8", errors="replace") as lines:
         rows = csv.DictReader(lines)
         if missing := set(AZURE_COLUMNS) - set(rows.fieldnames or ()):
             raise ConfigError(
@@ -91,16 +91,35 @@ def _read_azure(path: Path) -> Iterator[TraceRequest]:
         for row in rows:
             values = [row[name] or "" for name in AZURE_COLUMNS]
             try:
-                at = np.datetime64(values[0].removesuffix("Z").removesuffix("+00:00"), "us")
+                at = _time(values[0])
                 first = at if first is None else first
                 since_ms = float((at - first) / np.timedelta64(1, "ms"))
-                fields = {"timestamp": since_ms, "input_length": int(values[1])}
-                fields["output_length"] = int(values[2])
+                fields = {"timestamp": since_ms, "input_length": _number(1, values)}
+                fields["output_length"] = _number(2, values)
                 request = msgspec.convert(fields, TraceRequest)
             except ValueError as e:
                 message = f"{path}:{rows.line_num} is not a line of Azure's format: {e}"
                 raise ConfigError(message) from e
             yield request
+
+
+def _time(text: str) -> np.datetime64:
+    """``ValueError`` names the column, as that of ``_number``."""
+    try:
+        text.encode("ascii")  # of anything after a time numpy would warn as of a time zone
+        at = np.datetime64(text.removesuffix("Z").removesuffix("+00:00"), "us")
+        if np.isnat(at):
+            raise ValueError("empty")
+    except ValueError as e:
+        raise ValueError(f"{AZURE_COLUMNS[0]} {text!r} is no time") from e
+    return at
+
+
+def _number(column: int, values: list[str]) -> int:
+    try:
+        return int(values[column])
+    except ValueError as e:
+        raise ValueError(f"{AZURE_COLUMNS[column]} {values[column]!r} is no number") from e
 
 
 class RequestTrace:

@@ -44,6 +44,13 @@ def test_a_trace_and_a_profile_give_a_table(words: list[str]) -> None:
     assert "the first to be too much: tokens of streams" in output
 
 
+def test_requests_of_one_moment_have_no_rate_that_keeps_a_router_busy(words: list[str]) -> None:
+    code, output = run(*words, "--max-requests", "1")
+    assert code == 0, output
+    assert "best:  " in output
+    assert output.splitlines()[-1].startswith("one router process: all requests come at the same")
+
+
 def test_requests_that_come_slower_need_fewer(words: list[str]) -> None:
     code, output = run(*words, "--speed", "0.25", "--json")
     assert code == 0, output

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import shlex
 import socket
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_ascend_pd.cli import main, up
-from vllm_ascend_pd.cluster import topology
+from vllm_ascend_pd.cluster import launch, topology
 from vllm_ascend_pd.cluster.doctor import host
 from vllm_ascend_pd.cluster.doctor.findings import fail
 from vllm_ascend_pd.cluster.log_rotation import Rotation
+from vllm_ascend_pd.cluster.machine import FreePorts
 
 TOPOLOGY = """
 model: m
@@ -100,6 +102,11 @@ def test_dry_run_of_several_hosts(tmp_path: Path) -> None:
         (["--config", "{topology}", "--host", "c"], "--host: 'c' is not in hosts ['a', 'b']"),
         (["--config", "/no/such/file"], "/no/such/file: cannot be read"),
         (["m", "--prefill", "0"], "prefill: at least one engine is needed"),
+        (["m", "--dry-run", "--", "--port", "9000"], "after --: --port is set by vllm-pd itself"),
+        (
+            ["m", "--dry-run", "--", "--kv_transfer_config={{}}"],
+            "after --: --kv_transfer_config is set by",
+        ),
         (["m", "--both", "1"], "both: at least two engines are needed"),
         (["--config", "{topology}", "-p", "2"], "--prefill: the topology file says it"),
         (["--config", "{topology}", "--port", "8000"], "--port: the topology file says it"),
@@ -114,13 +121,42 @@ def test_wrong_options_are_named(words: list[str], message: str, tmp_path: Path)
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_a_router_port_that_is_taken_is_named_with_its_owner() -> None:
+def test_a_router_port_that_is_taken_is_named_with_its_owner(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         result = run("m", "--port", port)
     assert result.exit_code == 2
     assert f"port {port} of 127.0.0.1, for router, is used by" in result.output
     assert "with --port" in result.output
+    assert list(tmp_path.iterdir()) == []  # no folder for its logs
+
+
+def test_two_that_start_in_the_same_second_have_logs_and_tokens_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    manners: list[launch.Manner] = []
+
+    async def is_patched() -> None: ...
+
+    async def launched(*what: object) -> int:
+        assert isinstance(what[-1], launch.Manner)
+        manners.append(what[-1])
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *_: "now")
+    monkeypatch.setattr(launch, "refuse_unpatched_engine", is_patched)
+    monkeypatch.setattr(launch, "launch", launched)
+    port = str(FreePorts()("127.0.0.1"))
+    for _ in range(3):
+        result = run("m", "--port", port)
+        assert result.exit_code == 0, result.output
+    folder = Path("vllm-pd-logs")
+    assert [one.log_dir for one in manners] == [folder / n for n in ("now", "now-2", "now-3")]
+    assert len({one.token_file.read_text() for one in manners if one.token_file}) == 3
 
 
 def test_an_engine_without_patches_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

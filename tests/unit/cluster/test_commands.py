@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -192,6 +193,15 @@ def test_devices_are_divided_by_parallel_size() -> None:
     assert "--kv-cache-memory-bytes" not in made.commands[0].argv
     npu = Machine("npu", (0,), (0, 1), GIB)
     assert deployment(npu).commands[1].env["ASCEND_RT_VISIBLE_DEVICES"] == "1"
+
+
+def test_devices_that_are_hidden_without_numbers_are_named_in_the_topology() -> None:
+    hidden = replace(GPU, hides_devices="CUDA_VISIBLE_DEVICES=GPU-1")
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES=GPU-1 .* hosts.localhost.devices"):
+        deployment(hidden)
+    named = deployment(hidden, hosts={LOCAL: {"devices": [2, 3]}})
+    assert [c.env.get("CUDA_VISIBLE_DEVICES") for c in named.commands] == ["2", "3", None]
+    assert deployment(hidden, device="cpu").commands[0].argv[0] == "taskset"
 
 
 def test_several_hosts() -> None:

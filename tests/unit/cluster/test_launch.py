@@ -54,6 +54,28 @@ def test_logs_of_its_processes_are_rotated(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_a_closed_terminal_does_not_end_what_was_told_to_ignore_it(tmp_path: Path) -> None:
+    """As ``nohup vllm-pd up &`` is."""
+
+    async def test() -> None:
+        command = Command("talks", "router", "localhost", TALKS, {}, ASKED.removesuffix("/health"))
+        manner = Manner(tmp_path, rotation=Rotation(1000, 1))
+        deployment = Deployment((command,), command.url)
+        launching = asyncio.create_task(
+            launch(deployment, [command], "m", Console(quiet=True), manner)
+        )
+        await until_rotated(tmp_path)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await launching == 0
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(asyncio.wait_for(test(), 60))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EPIPE])
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_processes_go_on_when_nothing_can_be_shown(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ascend_pd import envs
+from vllm_ascend_pd.cluster import machine
 from vllm_ascend_pd.cluster.machine import (
     FreePorts,
     Machine,
@@ -25,10 +27,10 @@ from vllm_ascend_pd.cluster.machine import (
 
 
 def test_this_machine() -> None:
-    machine = Machine.this()
-    assert set(machine.cores) == os.sched_getaffinity(0)
-    assert machine.device in ("cpu", "cuda", "npu")
-    assert machine.free_memory_bytes > 0
+    found = Machine.this()
+    assert set(found.cores) == os.sched_getaffinity(0)
+    assert found.device in ("cpu", "cuda", "npu")
+    assert found.free_memory_bytes > 0
 
 
 def test_devices_are_found_by_their_files(tmp_path: Path) -> None:
@@ -36,6 +38,39 @@ def test_devices_are_found_by_their_files(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert _device_ids("davinci", tmp_path) == (0, 10)
     assert _device_ids("nvidia", tmp_path) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("device", "variable"),
+    [("nvidia", "CUDA_VISIBLE_DEVICES"), ("davinci", "ASCEND_RT_VISIBLE_DEVICES")],
+)
+@pytest.mark.parametrize(
+    ("value", "devices", "hides"),
+    [
+        (None, (0, 1, 2, 3), False),
+        ("2,3", (2, 3), False),
+        (" 3, 1 ", (3, 1), False),
+        ("", (0, 1, 2, 3), True),
+        ("-1", (0, 1, 2, 3), True),
+        ("GPU-8932f937,MIG-4711", (0, 1, 2, 3), True),
+    ],
+)
+def test_of_the_devices_those_count_that_the_environment_names(
+    device: str,
+    variable: str,
+    value: str | None,
+    devices: tuple[int, ...],
+    hides: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "_device_ids", lambda name: (0, 1, 2, 3) if name == device else ())
+    for name in envs.VISIBLE_DEVICES.values():
+        monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv(variable, value)
+    found = Machine.this()
+    assert found.devices == devices
+    assert found.hides_devices == (f"{variable}={value}" if hides else "")
 
 
 def test_free_ports_are_none_that_the_system_hands_out() -> None:

@@ -84,6 +84,12 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"hosts": []}, "hosts must be a mapping, not list"),
         ({"device": "tpu"}, r"device: 'tpu' is not one of \['cpu', 'cuda', 'npu'\]"),
         ({"args": {"port": 1}}, "args.port: set by the topology itself"),
+        ({"extra_config": {"router": None}}, "extra_config.router must be a mapping, not NoneType"),
+        ({"extra_config": {"security": []}}, "extra_config.security must be a mapping, not list"),
+        ({"extra_config": {"router": {"token_file": 5}}}, "router.token_file must be a string"),
+        ({"extra_config": {"security": {"secret_file": 5}}}, "security.secret_file must be a str"),
+        ({"router": {"args": {"--port": 1}}}, "router.args.--port: set by the topology itself"),
+        ({"more_args": ["--dtype", "auto", "--port=1"]}, "more_args: --port is set by vllm-pd"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
     ],
 )
@@ -127,6 +133,9 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         load(path)
     path.write_text("model: [")
     with pytest.raises(ConfigError, match=r"t.yaml: not YAML"):
+        load(path)
+    path.write_bytes(b"model: m\nserved_model_name: \xff\n")
+    with pytest.raises(ConfigError, match=r"t.yaml:2 is not UTF-8: invalid start byte"):
         load(path)
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"t.yaml: the topology: \['model'\] is missing"):

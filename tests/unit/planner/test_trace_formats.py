@@ -10,6 +10,8 @@ import pytest
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.planner.trace_file import RequestTrace, TraceRequest, read_trace
 
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
 
 def test_mooncake_s_format_with_and_without_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
@@ -46,6 +48,11 @@ def test_azure_s_format(tmp_path: Path) -> None:
         ("t.csv", "a,b\n1,2\n", r"columns \['ContextTokens', 'GeneratedTokens', 'TIMESTAMP'\]"),
         ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "t.csv:2 is not a line"),
         ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1\n", "t.csv:2 is not a"),
+        ("t.csv", f"{HEAD}2023-11-16,1,1\n,1,1\n", "t.csv:3 is not .*: TIMESTAMP '' is no time"),
+        ("t.csv", f"{HEAD}NaT,1,1\n", "t.csv:2 is not .*: TIMESTAMP 'NaT' is no time"),
+        ("t.csv", f"{HEAD}2023-11-16 18:15:46\xff,1,1\n", r"t.csv:2 .*46\ufffd' is no time"),
+        ("t.csv", f"{HEAD}2023-11-16,1\xff,1\n", r"t.csv:2 .*: ContextTokens '1\ufffd' is no num"),
+        ("t.csv", f"{HEAD}2023-11-16,1,\n", "t.csv:2 is not .*: GeneratedTokens '' is no number"),
         ("t.jsonl", '{"timestamp": 0, "input_length": 0, "output_length": 1}', "t.jsonl:1 is not"),
         ("t.jsonl", '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1, 2]}',
          "2 hash_ids for 1 tokens"),
@@ -55,7 +62,7 @@ def test_azure_s_format(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_an_error_that_names_the_line(
     tmp_path: Path, name: str, text: str, message: str
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=message):
         read_trace(tmp_path / name)
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -50,7 +50,7 @@ class EngineHost:
         (node,) = [one for one in ray.nodes() if one["NodeID"] == context.get_node_id()]
         return Node(
             address=address,
-            machine=dataclasses.replace(machine, device=device, devices=devices),
+            machine=dataclasses.replace(machine, device=device, devices=devices, hides_devices=""),
             num_places=max(1, int(node["Resources"].get("CPU", 1) // max(cores, 1))),
             port=ports(address),
             kv_port=ports(address),

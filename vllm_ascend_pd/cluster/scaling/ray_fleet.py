@@ -211,12 +211,14 @@ class RayFleet:
         if self._is_closed:
             return
         self._is_closed = True
-        for name in tuple(self._engines):
-            await self.end(name)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._until_over(), CLOSE_S)
-        await self._call(self._drop_all)
-        self._thread.shutdown(wait=False)
+        try:
+            for name in tuple(self._engines):
+                await self.end(name)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._until_over(), CLOSE_S)
+        finally:
+            await self._call(self._drop_all)
+            self._thread.shutdown(wait=False)
 
     async def _until_over(self) -> None:
         while self._engines:
@@ -254,13 +256,13 @@ class RayFleet:
             return
         try:
             answer = ray.get(engine.asked)
-        except ray.exceptions.RayActorError as e:
-            cause = str(e).strip().splitlines()[0]
-            over = Phase.ENDED if engine.is_told else Phase.LOST
-            self._is(engine, over, f"its actor is gone: {cause}")
-            return
         except ray.exceptions.RayTaskError as e:
             self._is(engine, Phase.ENDED, str(e.cause))
+            return
+        except ray.exceptions.RayError as e:  # an actor that is gone has errors of several kinds
+            cause = (str(e).strip() or type(e).__name__).splitlines()[0]
+            over = Phase.ENDED if engine.is_told else Phase.LOST
+            self._is(engine, over, f"its actor is gone: {cause}")
             return
         if engine.is_running:
             self._reported(engine, answer)

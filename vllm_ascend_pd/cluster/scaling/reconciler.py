@@ -212,6 +212,7 @@ class Reconciler:
     async def _stop(self, view: View) -> None:
         """Who is too many goes: first who waits, then who starts, then who serves."""
         have, maximum = view.count(), self.target.maximum
+        drained_before = set(self._leaving)
         serving = {one.instance_id: one for one in view.serving()}
         idle = [one.name for one in view.staying() if one.name not in serving]
         idle.sort(key=lambda name: view.members[name].phase is Phase.WAITING)
@@ -236,6 +237,9 @@ class Reconciler:
             is_empty = status is None or (status.state == "draining" and not status.num_active)
             if is_empty or self.clock() - since >= self.target.drain_s:
                 await self._end(name)
+            elif name in drained_before - self._ending and status and status.state == "ready":
+                await self.router.drain(name, DrainOrder(seconds=None))
+                self.say(f"{name} is drained again: the router had forgotten it")
 
     def _is_old(self, name: str) -> bool:
         return self._generations[name] < self.target.generation

@@ -213,6 +213,8 @@ class RegisteredDiscovery:
             message = f"{instance_id} has not registered here, nor is it in a list; known: {names}"
             return error_response(404, "not_found", message)
         word = self._registry.word(instance_id)
+        if word.epoch != known.spec.epoch:  # that drain was its predecessor's
+            word = Word(role=word.role)
         word = msgspec.structs.replace(word, epoch=known.spec.epoch, **changes)
         await self._heartbeats.say(instance_id, word)
         return web.Response(status=204)

@@ -223,6 +223,23 @@ def test_what_goes_is_drained_and_ends_when_it_is_empty() -> None:
     assert not set(leaving) & set(world.fleet.members)
 
 
+def test_what_goes_is_drained_again_by_a_router_that_has_forgotten_it() -> None:
+    world = World("1:1", 3, a=3)
+    world.until_settled()
+    world.router.num_active = {one.name: 1 for one in world.status.engines}
+    world.aim("1:1", 2)
+    world.step(3)
+    (name,) = world.router.draining
+    assert not any("drained again" in line for line in world.lines)
+    world.router.draining.clear()
+    world.step(3)
+    assert world.router.draining == {name}
+    assert sum("drained again" in line for line in world.lines) == 1
+    world.router.num_active = {}
+    assert world.until_settled() == (1, 1)
+    assert name not in world.fleet.members
+
+
 @pytest.mark.parametrize("room", [3, 4])
 def test_a_new_generation_takes_the_place_of_every_engine_one_after_another(room: int) -> None:
     world = World("1:2", 3, a=room)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,7 @@ from vllm_ascend_pd.cluster.up_socket import (
     socket_path,
 )
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.processes.child import Child
 
 NO_RESTART = cast("RollingRestart", None)
 URL = "http://127.0.0.1:1"
@@ -83,6 +85,26 @@ def test_a_restart_is_a_new_generation_of_all_engines(scaling: Scaling) -> None:
     assert scaling.target() == Target(Ratio(1, 2), 3, generation=1, drain_s=30)
     ask(scaling, ScaleOrder(maximum=6))
     assert scaling.target() == Target(Ratio(1, 2), 6, generation=1)
+
+
+@pytest.mark.usefixtures("scaling")
+def test_an_up_that_ends_while_it_restarts_an_engine_is_named() -> None:
+    class Drains:
+        async def run(self, engines: list[str], drain_s: float) -> AsyncIterator[str]:
+            yield "decode-0: draining"
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        path, engine = socket_path(8123), cast("Child", "decode-0")
+        socket = UpSocket(path, {"decode-0": engine}, cast("RollingRestart", Drains()))
+        await socket.start()
+        answer = ask_to_restart(path, RestartOrder(("decode-0",), 600))
+        assert (await anext(answer)).text == "decode-0: draining"
+        await socket.close()
+        with pytest.raises(ConfigError, match="has ended before it had answered"):
+            await anext(answer)
+
+    asyncio.run(run())
 
 
 @pytest.mark.usefixtures("scaling")
