@@ -22,7 +22,7 @@ from tests.router.harness import FAST, STRICT, Deployment, deployed, events, fre
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import Role
-from vllm_ascend_pd.router.config import Queueing, RouterConfig, Timeouts
+from vllm_ascend_pd.router.config import Queueing, RouterConfig, Skipping, Timeouts
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec
 from vllm_ascend_pd.router.policies.base import Routed
@@ -199,6 +199,19 @@ def test_prefill_engine_has_room_again_when_its_part_is_done() -> None:
         async with deployed(1, 2, limited(config=STRICT)) as d:
             both = [await busy(d) for _ in range(2)]
             assert sum(engine.num_in_progress for engine in d.decodes) == 2
+            for posting in both:
+                await end(posting)
+
+    run(test)
+
+
+def test_prefill_engine_has_room_while_decode_engines_compute_prompts() -> None:
+    async def test() -> None:
+        config = replace(FAST, skipping=Skipping("always"))
+        async with deployed(1, 2, limited(config=config)) as d:
+            both = [await busy(d) for _ in range(2)]
+            (prefill,) = d.router.registry.prefills
+            assert prefill.num_admitted == 0
             for posting in both:
                 await end(posting)
 

@@ -183,6 +183,8 @@ class Relay:
         trace.decode = pair.decode.instance_id
         skip = job.skipped = self.skipper.reason(job.body, job.routed, pair)
         if skip is not None:
+            if job.admitted is not None:
+                job.admitted.prefilled()
             return await self._alone(job, pair.decode, skip)
         trace.prefill = pair.prefill.instance_id
         kv = pair.prefill.kv
