@@ -25,6 +25,7 @@ from tests.router.moving import (
 )
 from tests.router.scripted_answers import token_id
 from tests.router.scripted_engine import ScriptedEngine
+from vllm_ascend_pd.operating import MoveOrder
 from vllm_ascend_pd.resume import Resume, ResumeKey
 from vllm_ascend_pd.router.config import Queueing
 
@@ -324,6 +325,24 @@ def test_client_that_leaves_meanwhile_leaves_nothing() -> None:
             source, target = source_and_target(d)
             target.script("hang")
             await leave_while_it_moves(d, client, source, target)
+
+    run(test)
+
+
+def test_client_that_leaves_as_a_move_is_ordered_leaves_nothing() -> None:
+    async def test() -> None:
+        async with deployed(0, 2, PATIENT, **SLOW) as d:
+            client = Client(d, max_tokens=60)
+            await client.has(2)
+            (one,) = d.router.moves.running
+            _, target = source_and_target(d)
+            order = MoveOrder(to=name(target))
+            moving = asyncio.ensure_future(d.router.requests.move("one", order))
+            one.job.trace.request.task.cancel()  # as when the client has left
+            [report] = await asyncio.wait_for(moving, 20)
+            assert report.outcome == "not_needed"
+            await asyncio.gather(client.task, return_exceptions=True)
+            assert all(i.num_admitted == 0 for i in d.router.registry)
 
     run(test)
 
