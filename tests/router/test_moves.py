@@ -27,6 +27,7 @@ from tests.router.scripted_answers import token_id
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.operating import MoveOrder
 from vllm_ascend_pd.resume import Resume, ResumeKey
+from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.config import Queueing
 
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -342,6 +343,35 @@ def test_client_that_leaves_as_a_move_is_ordered_leaves_nothing() -> None:
             [report] = await asyncio.wait_for(moving, 20)
             assert report.outcome == "not_needed"
             await asyncio.gather(client.task, return_exceptions=True)
+            assert all(i.num_admitted == 0 for i in d.router.registry)
+
+    run(test)
+
+
+def test_client_that_leaves_as_its_stream_is_cut_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In concurrent order, while the end of the prefill leg is waited for."""
+    cancel = relay._cancel
+
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, supports_concurrent=True, **SLOW) as d:
+            await d.post()  # which tells where P's KV is
+            client = Client(d)
+            await client.has(2)
+            (one,) = d.router.moves.running
+            assert one.job.trace.order == "concurrent"
+            _, target = source_and_target(d)
+
+            async def cancelled(leg: asyncio.Task[Any]) -> None:
+                one.job.trace.request.task.cancel()
+                await cancel(leg)
+
+            monkeypatch.setattr(relay, "_cancel", cancelled)
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            await asyncio.gather(client.task, return_exceptions=True)
+            await until(lambda: target.num_in_progress == 0)
             assert all(i.num_admitted == 0 for i in d.router.registry)
 
     run(test)
