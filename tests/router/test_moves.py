@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.clock import Clock
 from tests.router.broken_streams import ANY, PATIENT, resumes, text, told_ids
 from tests.router.harness import Deployment, deployed, nothing_in_progress, run, until
 from tests.router.moving import (
@@ -29,6 +30,8 @@ from vllm_ascend_pd.operating import MoveOrder
 from vllm_ascend_pd.resume import Resume, ResumeKey
 from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.config import Queueing
+from vllm_ascend_pd.router.metrics import MOVE_GAPS_S, Recent
+from vllm_ascend_pd.router.rebalance import Rebalancing
 
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
@@ -64,6 +67,7 @@ def test_stream_moves_and_its_client_gets_each_token_once(path: str, num_events:
             assert source.num_given_up == 1
             assert d.count("moves_total", reason="operator", outcome="moved", cause="") == 1
             assert d.count("move_seconds_count") == d.count("move_gap_seconds_count") == 1
+            assert d.router.metrics.recent_move_gaps.sums()[0] == 1
             assert d.count("resumes_total", kind="exact", outcome="ok") == 0
             assert sum(i.num_failures for i in d.router.registry) == 0
             (timeline,) = d.router.metrics.snapshot().timelines
@@ -478,6 +482,31 @@ def test_streams_move_among_engines_that_are_alike_beside_one_that_is_not() -> N
             for client in clients:
                 assert is_whole(await client.rest(), full)
             assert sum(i.num_failures for i in d.router.registry) == 0
+
+    run(test)
+
+
+def test_clients_that_waited_long_keep_others_where_they_are_for_a_minute() -> None:
+    async def test() -> None:
+        config = replace(PATIENT, policy="least-loaded")
+        async with deployed(0, 2, config, **SLOW) as d:
+            full, empty = d.decodes
+            registry, metrics, clock = d.router.registry, d.router.metrics, Clock()
+            clients = [Client(d, f"r{i}", max_tokens=200) for i in range(4)]
+            for client in clients:
+                await client.has(2)
+            full.metrics = "vllm:kv_cache_usage_perc{} 0.95\n"
+            empty.metrics = "vllm:kv_cache_usage_perc{} 0.05\n"
+            await until(lambda: all(registry.get(name(e)).load.kv_usage > 0 for e in d.decodes))
+            metrics.recent_move_gaps = Recent(MOVE_GAPS_S, clock)
+            metrics.moved(6.0)
+            rebalancing = Rebalancing(registry, d.router.moves, metrics)
+            for now, num_moving in ((59.0, 0), (62.0, 1)):
+                clock.now = 100.0 + now
+                rebalancing.look(now)
+                assert sum(one.move is not None for one in d.router.moves.running) == num_moving
+            for client in clients:
+                await client.rest()
 
     run(test)
 
