@@ -11,6 +11,7 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from tests.router.harness import FAST, STRICT, Deployment, deployed, events, fre
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import Role
-from vllm_ascend_pd.router.config import Queueing, RouterConfig, Timeouts
+from vllm_ascend_pd.router.config import Queueing, RouterConfig, Skipping, Timeouts
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.instances import InstanceSpec
+from vllm_ascend_pd.router.instances import Instance, InstanceSpec
+from vllm_ascend_pd.router.policies.base import Routed
 
 PATIENT = Timeouts(connect_s=10, prefill_s=40, first_token_s=40, idle_s=40, answer_s=40)
 
@@ -199,6 +201,44 @@ def test_prefill_engine_has_room_again_when_its_part_is_done() -> None:
             assert sum(engine.num_in_progress for engine in d.decodes) == 2
             for posting in both:
                 await end(posting)
+
+    run(test)
+
+
+def test_prefill_engine_has_room_while_decode_engines_compute_prompts() -> None:
+    async def test() -> None:
+        config = replace(FAST, skipping=Skipping("always"))
+        async with deployed(1, 2, limited(config=config)) as d:
+            both = [await busy(d) for _ in range(2)]
+            (prefill,) = d.router.registry.prefills
+            assert prefill.num_admitted == 0
+            for posting in both:
+                await end(posting)
+
+    run(test)
+
+
+def test_request_that_no_engine_can_be_chosen_for_harms_nobody_in_line() -> None:
+    async def test() -> None:
+        async with deployed(0, 1, limited()) as d:
+            policy = d.router.policy
+            choose = policy.choose_decode
+
+            def raising(request: Routed, decodes: Sequence[Instance]) -> Instance:
+                if request.num_max_tokens == 13:
+                    raise OverflowError("scripted")
+                chosen: Instance = choose(request, decodes)
+                return chosen
+
+            policy.choose_decode = raising
+            first = await busy(d)
+            others = [await queued(d, max_tokens=number) for number in (4, 13, 13, 4)]
+            await end(first)
+            assert [(await other)[0] for other in others] == [200, 500, 500, 200]
+            assert (await d.post(max_tokens=13))[0] == 500  # and nobody waits
+            assert d.router.admission.num_queued == 0
+            assert (await d.post())[0] == 200
+            assert not any(i.num_admitted or i.num_failures for i in d.router.registry)
 
     run(test)
 

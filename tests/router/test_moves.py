@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.clock import Clock
 from tests.router.broken_streams import ANY, PATIENT, resumes, text, told_ids
 from tests.router.harness import Deployment, deployed, nothing_in_progress, run, until
 from tests.router.moving import (
@@ -25,8 +26,12 @@ from tests.router.moving import (
 )
 from tests.router.scripted_answers import token_id
 from tests.router.scripted_engine import ScriptedEngine
+from vllm_ascend_pd.operating import MoveOrder
 from vllm_ascend_pd.resume import Resume, ResumeKey
+from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.config import Queueing
+from vllm_ascend_pd.router.metrics import MOVE_GAPS_S, Recent
+from vllm_ascend_pd.router.rebalance import Rebalancing
 
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
@@ -62,6 +67,7 @@ def test_stream_moves_and_its_client_gets_each_token_once(path: str, num_events:
             assert source.num_given_up == 1
             assert d.count("moves_total", reason="operator", outcome="moved", cause="") == 1
             assert d.count("move_seconds_count") == d.count("move_gap_seconds_count") == 1
+            assert d.router.metrics.recent_move_gaps.sums()[0] == 1
             assert d.count("resumes_total", kind="exact", outcome="ok") == 0
             assert sum(i.num_failures for i in d.router.registry) == 0
             (timeline,) = d.router.metrics.snapshot().timelines
@@ -328,6 +334,53 @@ def test_client_that_leaves_meanwhile_leaves_nothing() -> None:
     run(test)
 
 
+def test_client_that_leaves_as_a_move_is_ordered_leaves_nothing() -> None:
+    async def test() -> None:
+        async with deployed(0, 2, PATIENT, **SLOW) as d:
+            client = Client(d, max_tokens=60)
+            await client.has(2)
+            (one,) = d.router.moves.running
+            _, target = source_and_target(d)
+            order = MoveOrder(to=name(target))
+            moving = asyncio.ensure_future(d.router.requests.move("one", order))
+            one.job.trace.request.task.cancel()  # as when the client has left
+            [report] = await asyncio.wait_for(moving, 20)
+            assert report.outcome == "not_needed"
+            await asyncio.gather(client.task, return_exceptions=True)
+            assert all(i.num_admitted == 0 for i in d.router.registry)
+
+    run(test)
+
+
+def test_client_that_leaves_as_its_stream_is_cut_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In concurrent order, while the end of the prefill leg is waited for."""
+    cancel = relay._cancel
+
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, supports_concurrent=True, **SLOW) as d:
+            await d.post()  # which tells where P's KV is
+            client = Client(d)
+            await client.has(2)
+            (one,) = d.router.moves.running
+            assert one.job.trace.order == "concurrent"
+            _, target = source_and_target(d)
+
+            async def cancelled(leg: asyncio.Task[Any]) -> None:
+                one.job.trace.request.task.cancel()
+                await cancel(leg)
+
+            monkeypatch.setattr(relay, "_cancel", cancelled)
+            [report] = await move(d, to=name(target))
+            assert report["outcome"] == "moved"
+            await asyncio.gather(client.task, return_exceptions=True)
+            await until(lambda: target.num_in_progress == 0)
+            assert all(i.num_admitted == 0 for i in d.router.registry)
+
+    run(test)
+
+
 def test_move_waits_for_room_while_the_stream_goes_on() -> None:
     async def test() -> None:
         config = replace(PATIENT, queueing=Queueing(max_requests=1))
@@ -429,6 +482,31 @@ def test_streams_move_among_engines_that_are_alike_beside_one_that_is_not() -> N
             for client in clients:
                 assert is_whole(await client.rest(), full)
             assert sum(i.num_failures for i in d.router.registry) == 0
+
+    run(test)
+
+
+def test_clients_that_waited_long_keep_others_where_they_are_for_a_minute() -> None:
+    async def test() -> None:
+        config = replace(PATIENT, policy="least-loaded")
+        async with deployed(0, 2, config, **SLOW) as d:
+            full, empty = d.decodes
+            registry, metrics, clock = d.router.registry, d.router.metrics, Clock()
+            clients = [Client(d, f"r{i}", max_tokens=200) for i in range(4)]
+            for client in clients:
+                await client.has(2)
+            full.metrics = "vllm:kv_cache_usage_perc{} 0.95\n"
+            empty.metrics = "vllm:kv_cache_usage_perc{} 0.05\n"
+            await until(lambda: all(registry.get(name(e)).load.kv_usage > 0 for e in d.decodes))
+            metrics.recent_move_gaps = Recent(MOVE_GAPS_S, clock)
+            metrics.moved(6.0)
+            rebalancing = Rebalancing(registry, d.router.moves, metrics)
+            for now, num_moving in ((59.0, 0), (62.0, 1)):
+                clock.now = 100.0 + now
+                rebalancing.look(now)
+                assert sum(one.move is not None for one in d.router.moves.running) == num_moving
+            for client in clients:
+                await client.rest()
 
     run(test)
 

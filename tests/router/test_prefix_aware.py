@@ -216,6 +216,19 @@ def test_text_is_tokenized_by_an_engine_once() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("number", [-1, 1 << 63, 1 << 64, 10**30])
+def test_number_that_is_no_token_is_for_an_engine_to_refuse(number: int) -> None:
+    async def test() -> None:
+        async with deployed(0, 1, replace(FAST, policy="prefix-aware")) as d:
+            (instance,) = d.router.registry.decodes
+            instance.prefix_index.receive(0, batch(stored([b"a"], None, TOKENS[:BLOCK])))
+            d.decodes[0].script("status(400)")
+            assert (await d.post(prompt=[number]))[0] == 400
+            assert d.decodes[0].received[0].json["prompt"] == [number]
+
+    run(test)
+
+
 def test_events_before_the_router_came_are_replayed() -> None:
     async def test() -> None:
         context = zmq.asyncio.Context()

@@ -84,12 +84,12 @@ def test_what_an_answer_did_not_use_comes_back(tmp_path: Path) -> None:
     tenants = Tenants(path, Counted(), clock=Clock(0.0))  # type: ignore[arg-type]
     tenant = tenants.get("a")
     assert tenant is not None
-    routed = Routed(10, 60, tenant=tenant)
+    routed = Routed(10, 60, tenant=tenant, num_charged_tokens=70)
     assert tenant.take(70) is None
     tenants.settle(routed, 20)
     assert tenant.take(71) is not None
     assert tenant.take(70) is None
-    tenants.settle(routed, 0)  # nobody answered
+    tenants.settle(routed, None)  # nobody has taken it
     assert tenant.take(71) is not None
     assert tenant.take(70) is None
     tenants.settle(routed, 90)  # more than it asked for
@@ -106,6 +106,79 @@ def test_a_request_that_nobody_answers_costs_nothing(tmp_path: Path) -> None:
             for _ in range(3):
                 assert (await d.post(**of("a"), prompt=[1] * 10, max_tokens=80))[0] == 503
             assert d.count("tenant_tokens_total", tenant="a", part="prompt") == 0
+
+    run(test)
+
+
+def test_a_request_whose_client_leaves_before_the_answer_costs_its_prompt(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}})
+
+    async def test() -> None:
+        async with deployed(1, 1, config) as d:
+            await end(await busy(d, **of("a"), prompt=[1] * 500, max_tokens=60))
+            await until(lambda: d.router.metrics.num_requests == 0)
+            assert d.count("tenant_tokens_total", tenant="a", part="prompt") == 500
+            assert d.count("tenant_tokens_total", tenant="a", part="answer") == 0
+            assert (await d.post(**of("a"), prompt=[1] * 200, max_tokens=60))[0] == 429
+            assert (await d.post(**of("a"), prompt=[1] * 40, max_tokens=60))[0] == 200
+
+    run(test)
+
+
+class Asked:
+    """A tokenizer that never answers."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def token_ids(self, *question: Any) -> None:
+        self.num_asked += 1
+        await asyncio.Event().wait()
+
+
+def test_a_client_that_leaves_while_its_tokens_are_counted_costs_nothing(tmp_path: Path) -> None:
+    config = sharing(
+        tmp_path, replace(FAST, policy="prefix-aware"), tenants={"a": {"tokens_per_minute": 600}}
+    )
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            d.router.generation.tokenizer = asked = Asked()
+            leaving = asyncio.ensure_future(d.post(**of("a"), max_tokens=500))
+            await until(lambda: asked.num_asked == 1)
+            await end(leaving)
+            await until(lambda: d.router.metrics.num_requests == 0)
+            assert d.router.tenants.get("a").take(600) is None
+
+    run(test)
+
+
+def test_a_salt_that_is_none_costs_nothing(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}}, cache_salts=True)
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            for _ in range(3):
+                assert (await d.post(**of("a"), max_tokens=500, cache_salt=1))[0] == 400
+            assert d.router.tenants.get("a").take(600) is None
+
+    run(test)
+
+
+def test_refused_requests_change_nothing_of_a_quota(tmp_path: Path) -> None:
+    """The length of a text is known only when an engine has told its tokens."""
+    config = sharing(
+        tmp_path, replace(FAST, policy="prefix-aware"), tenants={"a": {"tokens_per_minute": 600}}
+    )
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            assert (await d.post(**of("a"), prompt=[1] * 500, max_tokens=50))[0] == 200
+            d.decodes[0].script("status(400), status(400), status(400)")
+            for i in range(3):
+                assert (await d.post(**of("a"), prompt="x" * 40 + str(i), max_tokens=1))[0] == 400
+            assert (await d.post(**of("a"), prompt=[1] * 100, max_tokens=10))[0] == 429
+            assert d.count("tenant_tokens_total", tenant="a", part="prompt") == 500
 
     run(test)
 
@@ -248,6 +321,27 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(tmp_
     assert tenants.get("other") is not None
     assert tenants.get("others") is not None
     assert tenants.get("b") is None
+
+
+def test_a_bound_that_is_added_begins_with_a_full_minute(tmp_path: Path) -> None:
+    path = sharing(tmp_path, tenants={"a": {}}).tenants_file
+    assert path is not None
+    clock = Clock(0.0)
+    tenants = Tenants(path, Counted(), clock=clock)  # type: ignore[arg-type]
+    tenant = tenants.get("a")
+    assert tenant is not None
+    asked = [Routed(10, 60, tenant=tenant) for _ in range(3)]
+    assert [tenant.take(70) for _ in asked] == [None] * 3
+    tenants.settle(asked[0], 5000)
+    clock.now += 90
+    sharing(tmp_path, tenants={"a": {"tokens_per_minute": 100}})
+    tenants.refresh()
+    assert tenant.take(100) is None
+    tenants.settle(asked[1], None)  # what was not taken does not come back
+    tenants.settle(asked[2], 5000)
+    refused = tenant.take(10)
+    assert refused is not None
+    assert refused.retry_after_s == 6
 
 
 @pytest.mark.parametrize(

@@ -128,17 +128,18 @@ class Admission:
         return await self._wait(_Waiter(request, turn, outcome), key)
 
     async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool]) -> Outcome:
-        insort(self._lines.setdefault(key, []), waiter, key=_turn)
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._queueing.timeout_s, self._expire, waiter)
-        self.look()
-        self._look_later()
+        insort(self._lines.setdefault(key, []), waiter, key=_turn)
         try:
+            self.look()
+            self._look_later()
             outcome = await waiter.outcome
         except asyncio.CancelledError:
-            if waiter.outcome.done() and not waiter.outcome.cancelled():
-                given = waiter.outcome.result()
-                with given if isinstance(given, Admitted) else nullcontext():
+            given = waiter.outcome
+            if given.done() and not given.cancelled() and given.exception() is None:
+                admitted = given.result()
+                with admitted if isinstance(admitted, Admitted) else nullcontext():
                     raise
             raise
         finally:
@@ -153,7 +154,11 @@ class Admission:
             for waiter in line:
                 if waiter.outcome.done():
                     continue
-                placed = self._place(waiter.request, waiter.turn)
+                try:
+                    placed = self._place(waiter.request, waiter.turn)
+                except Exception as e:  # noqa: BLE001 - the waiter's own, and raised where it waits
+                    waiter.outcome.set_exception(e)
+                    continue
                 if not isinstance(placed, Full):
                     waiter.outcome.set_result(placed)
                 elif not waiter.request.excluded and waiter.request.previous_response is None:

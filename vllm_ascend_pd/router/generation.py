@@ -71,16 +71,19 @@ class Generation:
             alone=body.decode_only,
             tenant=trace.tenant,
         )
-        if self.tenants is not None and (refused := self.tenants.charge(body, routed)):
-            return not_admitted(trace, refused)
+        if self.tenants is not None and trace.tenant is not None:
+            self.tenants.add_salt(body, trace.tenant)
         if self.selector.policy.needs_token_ids:
             await self._find_token_ids(body, routed, trace.headers)
+        if self.tenants is not None and (refused := self.tenants.charge(routed)):
+            return not_admitted(trace, refused)
         trace.model = body.model or ""
         try:
             return await self.relay.serve(Job(body, routed, trace))
         finally:
             if self.tenants is not None:
-                self.tenants.settle(routed, trace.num_answer_tokens)
+                is_taken = trace.num_attempts > 0 and trace.outcome != "client_error"
+                self.tenants.settle(routed, trace.num_answer_tokens if is_taken else None)
             if self.plan is not None:
                 self._plan_for(self.plan, routed, trace)
 

@@ -70,18 +70,23 @@ def live_source(source: Instance, target: Instance) -> RunningAt | None:
 async def until_new(stream: Stream, client: Transcript, num_told: int) -> bytes | Failure:
     """The beginning of a target's stream up to its first token that it was not told, or to its
     end; with the tokens that the client has."""
-    begun, response = stream.first, stream.response
+    begun, response = bytearray(stream.first), stream.response
+    num_read = 0
+    ids: list[int] = []
     try:
         while True:
-            end = begun.rfind(b"\n\n")
-            events, failure = until_failure(begun[: end + 2] if end >= 0 else b"")
-            ids = told_token_ids(events)
-            if ids is None:
+            end = begun.rfind(b"\n\n", num_read)
+            end = num_read if end < 0 else end + 2
+            events, failure = until_failure(bytes(begun[num_read:end]))
+            num_read = end
+            told = told_token_ids(events, has_told=bool(ids))
+            if told is None:
                 return failure or Failure(FailureKind.PROTOCOL, "the engine tells no token ids")
+            ids.extend(told)
             if len(ids) > num_told or events.endswith(DONE):
                 has = client.so_far().token_ids.tolist()
                 if ids[: len(has)] == has[: len(ids)]:
-                    return begun
+                    return bytes(begun)
                 return Failure(FailureKind.DIFFERS, "the engine began with other tokens")
             if failure is not None:
                 return failure

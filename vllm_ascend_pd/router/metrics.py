@@ -39,6 +39,8 @@ OUTCOMES = (
     "disconnected",
 )
 """How a request ends, each exactly once."""
+MOVE_GAPS_S = 60.0
+"""Of so many seconds they are summed up."""
 
 
 class Recent:
@@ -91,6 +93,7 @@ class Metrics:
         self.resume = Histogram()
         self.move = Histogram()
         self.move_gap = Histogram()
+        self.recent_move_gaps = Recent(MOVE_GAPS_S)
         self.loop_lag = Histogram()
         self.num_requests = 0
         """In progress now."""
@@ -117,6 +120,11 @@ class Metrics:
         """An answer has begun."""
         self.ttft.observe(seconds)
         self._recent_ttft.add(seconds)
+
+    def moved(self, seconds: float) -> None:
+        """The client of a stream that moved waited so long for its next token."""
+        self.move_gap.observe(seconds)
+        self.recent_move_gaps.add(seconds)
 
     def prefix(self, role: str, num_expected: int, told: tuple[int, int] | None) -> None:
         """A leg's prompt: what the policy expected its engine to have, and what the engine said:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_ascend_pd.router.instances import Registry
-    from vllm_ascend_pd.router.moves import Answering, Moves
+    from vllm_ascend_pd.router.moves import Answering, Move, Moves
 
 BODY_TIMEOUT_S = 5.0
 OPERATOR = "operator"
@@ -48,9 +48,13 @@ class OwnRequests:
 
     async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
         found = [one for one in self._moves.running if one.job.trace.request_id == request_id]
-        return list(await asyncio.gather(*(self._move(one, order) for one in found)))
+        begun = [self._begin(one, order) for one in found]  # now: any may be over soon
+        return [
+            one if isinstance(one, MoveReport) else await asyncio.shield(one.ended) for one in begun
+        ]
 
-    async def _move(self, source: Answering, order: MoveOrder) -> MoveReport:
+    def _begin(self, source: Answering, order: MoveOrder) -> Move | MoveReport:
+        """Its move, or that there is none."""
         target = None if order.to is None else self._registry.get(order.to)
         started = (
             "unknown_instance"
@@ -58,7 +62,7 @@ class OwnRequests:
             else self._moves.start(source, target, OPERATOR)
         )
         if not isinstance(started, str):
-            return await asyncio.shield(started.ended)
+            return started
         return MoveReport(
             request_id=source.job.trace.request_id,
             source=source.instance.instance_id,

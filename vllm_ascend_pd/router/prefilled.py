@@ -136,9 +136,9 @@ _ANSWER = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
 
 
 def find_answer_tokens(data: bytes) -> int | None:
-    """Tokens of the answer so far, if an answer or an event says how many."""
-    told = _ANSWER.search(data)
-    return int(told[1]) if told else None
+    """Tokens of the answer so far, if an answer or events say how many; the last one counts."""
+    told = _ANSWER.findall(data)
+    return int(told[-1]) if told else None
 
 
 def find_prompt_usage(data: bytes) -> tuple[int, int] | None:

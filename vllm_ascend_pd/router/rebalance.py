@@ -36,7 +36,7 @@ REST_S = 30.0
 STALLED_S = 2.0
 """A stream gives nothing, and others of an engine at which requests wait do: it was preempted."""
 MAX_GAP_S = 1.0
-"""Mean wait of a moved request's client, as measured, above which no more move."""
+"""Mean wait of moved requests' clients in the last minute, above which no more move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ class Rebalancing:
         self._moved_at = {
             one: now if one in ends else before.get(one, 0.0) for one in self.registry
         }
-        waits, num = self.metrics.move_gap, sum(self.metrics.move_gap.counts)
-        if num and waits.total / num > MAX_GAP_S:
+        num, total_s = self.metrics.recent_move_gaps.sums()
+        if num and total_s / num > MAX_GAP_S:
             return
         groups: dict[Group, list[Instance]] = {}
         for instance in self.registry.decodes:

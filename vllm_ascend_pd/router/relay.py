@@ -183,6 +183,8 @@ class Relay:
         trace.decode = pair.decode.instance_id
         skip = job.skipped = self.skipper.reason(job.body, job.routed, pair)
         if skip is not None:
+            if job.admitted is not None:
+                job.admitted.prefilled()
             return await self._alone(job, pair.decode, skip)
         trace.prefill = pair.prefill.instance_id
         kv = pair.prefill.kv
@@ -231,10 +233,16 @@ class Relay:
                     job.body.for_prefill(transfer_id, pair.prefill.spec.data_parallel_rank),
                 )
             )
+            ended: _Ended | None = None
             try:
-                return await self._decode(job, pair.decode, params, _KV(pair.prefill, prefill))
+                ended = await self._decode(job, pair.decode, params, _KV(pair.prefill, prefill))
+                return ended
             finally:
-                await _cancel(prefill)
+                try:
+                    await _cancel(prefill)
+                except asyncio.CancelledError:
+                    _abandon(ended)
+                    raise
 
     async def _prefill(
         self, job: Job, instance: Instance, sent: bytes
@@ -375,6 +383,13 @@ def _lost(awaited: _KV) -> LegFailed | None:
         failure = Failure(FailureKind.REFUSED, f"status {computed.status}")
         return LegFailed(awaited.producer, failure, "prefill")
     return computed if isinstance(computed, LegFailed) else None
+
+
+def _abandon(ended: _Ended | None) -> None:
+    """Nobody goes on with it: a move gives back what it holds."""
+    move = ended.move if isinstance(ended, Broken) else ended
+    if isinstance(move, Move):
+        move.close()
 
 
 async def _cancel(leg: asyncio.Task[Any]) -> None:

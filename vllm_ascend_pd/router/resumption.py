@@ -185,11 +185,12 @@ class Resumption:
         """What the client lacks of this stream; what came of it. ``idle_s``: for its first new
         token."""
         trace, events, since = job.trace, broken.events, broken.since
-        waited = self.metrics.resume if broken.stage is not None else self.metrics.move_gap
+        is_resumed = broken.stage is not None
+        waited = self.metrics.resume.observe if is_resumed else self.metrics.moved
 
         def began() -> None:
             now = time.monotonic()
-            waited.observe(now - since)
+            waited(now - since)
             if broken.stage is not None:
                 broken.stage.first_token_s = now
             events.idle_s = self.config.timeouts.idle_s

@@ -96,10 +96,13 @@ class Tenant:
         return (self.quota.tokens_per_minute or 0) / self._share
 
     def change(self, quota: Quota) -> None:
-        """What is used stays used."""
-        used = self._capacity - self._level
+        """What is used stays used; without a bound nothing was."""
+        had_bound = self.quota.tokens_per_minute is not None
+        used = self._capacity - self._level if had_bound else 0
         self.quota = quota
         self._level = self._capacity - used
+        if not had_bound:
+            self._filled_at = self._clock()
 
     @property
     def is_busy(self) -> bool:
@@ -125,6 +128,8 @@ class Tenant:
 
     def give_back(self, num_tokens: int) -> None:
         """What was taken and not used; below 0, what was used and not taken."""
+        if self.quota.tokens_per_minute is None:
+            return
         self._level = min(self._capacity, self._level + num_tokens)
 
 
@@ -169,27 +174,35 @@ class Tenants:
         key = bearer_token(request.headers.get("Authorization"))
         return self._by_key.get(_digest(key or ""), self._by_name[OTHERS])
 
-    def charge(self, body: Body, routed: Routed) -> TooMany | None:
-        """Before a request of a tenant is routed: its tokens, and the salt of its prefixes."""
-        tenant = routed.tenant
-        assert tenant is not None
-        refused = tenant.take(routed.num_prompt_tokens + routed.num_max_tokens)
-        if refused is not None:
-            return refused
+    def add_salt(self, body: Body, tenant: Tenant) -> None:
+        """Of the tenant's prefixes, if the file says so; ``BadRequest`` if the client's own is no
+        string."""
         if self._file.cache_salts:
             # No name has a slash, so no salt of a client's own makes it another tenant's.
             salt = f"{tenant.name}/{body.string('cache_salt') or ''}"
             body.add("cache_salt", msgspec.Raw(msgspec.json.encode(salt)))
-        return None
 
-    def settle(self, routed: Routed, num_answer_tokens: int) -> None:
-        """A request that was charged has ended, with so long an answer."""
+    def charge(self, routed: Routed) -> TooMany | None:
+        """The tokens of a request of a tenant, before it is routed."""
         tenant = routed.tenant
         assert tenant is not None
-        if not num_answer_tokens:  # nobody has computed anything
-            tenant.give_back(routed.num_prompt_tokens + routed.num_max_tokens)
+        num_tokens = routed.num_prompt_tokens + routed.num_max_tokens
+        refused = tenant.take(num_tokens)
+        if refused is None and tenant.quota.tokens_per_minute is not None:
+            routed.num_charged_tokens = num_tokens
+        return refused
+
+    def settle(self, routed: Routed, num_answer_tokens: int | None) -> None:
+        """A request has ended, with so long an answer; ``None``: no engine has taken it."""
+        tenant = routed.tenant
+        assert tenant is not None
+        num_used = 0
+        if num_answer_tokens is not None:
+            num_used = routed.num_prompt_tokens + num_answer_tokens
+        if routed.num_charged_tokens is not None:
+            tenant.give_back(routed.num_charged_tokens - num_used)
+        if num_answer_tokens is None:
             return
-        tenant.give_back(routed.num_max_tokens - num_answer_tokens)
         self._metrics.add("tenant_tokens", tenant.name, "prompt", by=routed.num_prompt_tokens)
         self._metrics.add("tenant_tokens", tenant.name, "answer", by=num_answer_tokens)
 

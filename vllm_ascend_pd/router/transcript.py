@@ -191,15 +191,15 @@ class Transcript:
         self.texts[field].write(value)
 
 
-def told_token_ids(events: bytes) -> list[int] | None:
-    """By whole events; ``None`` if they are not understood, or have text and tell none. A chat
-    begins with an event that has neither."""
+def told_token_ids(events: bytes, has_told: bool = False) -> list[int] | None:
+    """By whole events; ``None`` if they are not understood, or have text and tell none, nor did
+    those before them (``has_told``). A chat begins with an event that has neither."""
     try:
         choices = [choice for one in _decode(events) for choice in one.choices]
     except msgspec.MsgspecError:
         return None
     ids = [i for choice in choices for i in choice.token_ids or ()]
-    return ids if ids or not any(map(_has_text, choices)) else None
+    return ids if ids or has_told or not any(map(_has_text, choices)) else None
 
 
 def _has_text(choice: _Choice) -> bool:

@@ -46,6 +46,8 @@ class Routed:
     """The stored response that it goes on from, or is about."""
     tenant: Tenant | None = None
     """Whose it is, if the router tells tenants apart."""
+    num_charged_tokens: int | None = None
+    """Taken of its tenant's quota, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""What ``chain`` can hash."""
 MAX_BLOCKS = 1 << 20
 """Of one engine; about 250 MiB. More are not remembered, and the index says so."""
 ROOT = b""
@@ -47,7 +49,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored"):
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
-    token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
+    token_ids: list[TokenId]
     block_size: Annotated[int, msgspec.Meta(gt=0)]
     medium: str | None = None
     lora_name: str | None = None

@@ -11,6 +11,7 @@ import msgspec
 
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 from vllm_ascend_pd.router.failures import Failure
+from vllm_ascend_pd.router.prefix.index import TokenId
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.bodies import Body
@@ -32,11 +33,11 @@ _CHAT = (
     "tools",
 )
 
-_ids_decoder: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, ...])
+_ids_decoder: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[TokenId, ...])
 
 
 class _Tokenized(msgspec.Struct):
-    tokens: tuple[int, ...]
+    tokens: tuple[TokenId, ...]
 
 
 class Tokenizer:
@@ -50,7 +51,8 @@ class Tokenizer:
     async def token_ids(
         self, body: Body, instance: Instance, headers: Headers
     ) -> tuple[int, ...] | None:
-        """``None`` if the engine does not say; then the request is routed without."""
+        """``None`` if the engine does not say, or a number can be none; then the request is routed
+        without."""
         if body.path not in (CHAT, COMPLETIONS):
             return None
         if body.path != CHAT and body.prompt.startswith(b"["):
