@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -403,6 +404,7 @@ class Engine:
         prompt: list[int],
         params: dict[str, Any] | None = None,
         max_tokens: int = 1,
+        lora_request: LoRARequest | None = None,
         **sampling: Any,
     ) -> Request:
         extra = {"kv_transfer_params": params} if params is not None else None
@@ -413,6 +415,7 @@ class Engine:
                 max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **sampling
             ),
             pooling_params=None,
+            lora_request=lora_request,
             block_hasher=hasher,
         )
         self.requests[request_id] = request

@@ -12,6 +12,7 @@ from vllm_ascend_pd.engine.scheduler.maker import differing
 from vllm_ascend_pd.engine.scheduler.move_states import LEAVING, Leaving, LeavingEvent
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
 from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
+from vllm_ascend_pd.engine.vllm_api.lora import adapters_fit
 from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, take_out
 from vllm_ascend_pd.engine.vllm_api.requests import (
     is_seeded,
@@ -237,7 +238,8 @@ class MovesOut(Part):
         return Go(message.transfer_id)
 
     def _stay(self, move: _Move, cause: Cause) -> None:
-        """It goes on where it was, if it still runs."""
+        """It goes on where it was, if it still runs; it waits where others run with as many
+        adapters as there is room for."""
         was_stopped = move.state is not Leaving.COPYING
         self._advance(move, LeavingEvent.STAY)
         request, transfer_id = move.request, move.lease.transfer_id
@@ -253,6 +255,8 @@ class MovesOut(Part):
             give_row_back(self._scheduler)
             if is_running(request):
                 self._scheduler.running.insert(move.place, request)
+                if not adapters_fit(self._scheduler):
+                    preempt(self._scheduler, request, time.monotonic(), drops_output=False)
 
     def _advance(self, move: _Move, event: LeavingEvent) -> None:
         move.state = LEAVING.after(move.state, event)
@@ -275,6 +279,12 @@ class MovesOut(Part):
         for move in list(self._moves.values()):
             if move.request is request:
                 self._stay(move, Cause.NOT_NEEDED)
+
+    def forsake(self, request: Request) -> None:
+        """What it computes from now on is not what the other engine would."""
+        for move in list(self._moves.values()):
+            if move.request is request:
+                self._stay(move, Cause.INCOMPATIBLE)
 
     def reset(self, reset_connector: bool) -> None:
         """A request that has stopped is preempted as those are that run; of one that has moved away

@@ -119,6 +119,7 @@ class LoRAConfig(Protocol):
     """Touches: vllm/config/lora.py:LoRAConfig"""
 
     lora_dtype: Any
+    max_loras: int
     target_modules: list[str] | None
     enable_tower_connector_lora: bool
 

@@ -63,10 +63,13 @@ def is_running(request: Request) -> bool:
     return bool(request.status == RequestStatus.RUNNING)
 
 
-def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
-    """A running request, to the head of the queue; what steps under way sample is dropped."""
+def preempt(
+    scheduler: Scheduler, request: Request, now: float, *, drops_output: bool = True
+) -> None:
+    """A running request, to the head of the queue. What steps under way sample is dropped, or it
+    waits for that before it runs again."""
     scheduler.running.remove(request)
-    scheduler._preempt_request(request, now, drop_stale_output=True)
+    scheduler._preempt_request(request, now, drop_stale_output=drops_output)
     # It may be resumed by the very next step, with its whole block table.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
