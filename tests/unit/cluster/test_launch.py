@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,39 +40,37 @@ def looks_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def test_logs_of_its_processes_are_rotated(tmp_path: Path) -> None:
+def launch_one_that_talks(folder: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """It is told to end when its log was rotated and that is done."""
+
     async def test() -> None:
         command = Command("talks", "router", "localhost", TALKS, {}, ASKED.removesuffix("/health"))
-        manner = Manner(tmp_path, rotation=Rotation(1000, 1))
+        manner = Manner(folder, rotation=Rotation(1000, 1))
         deployment = Deployment((command,), command.url)
         launching = asyncio.create_task(
             launch(deployment, [command], "m", Console(quiet=True), manner)
         )
-        await until_rotated(tmp_path)
+        await until_rotated(folder)
+        meanwhile()
         os.kill(os.getpid(), signal.SIGTERM)
         assert await launching == 0
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_logs_of_its_processes_are_rotated(tmp_path: Path) -> None:
+    launch_one_that_talks(tmp_path)
+
+
 def test_a_closed_terminal_does_not_end_what_was_told_to_ignore_it(tmp_path: Path) -> None:
     """As ``nohup vllm-pd up &`` is."""
 
-    async def test() -> None:
-        command = Command("talks", "router", "localhost", TALKS, {}, ASKED.removesuffix("/health"))
-        manner = Manner(tmp_path, rotation=Rotation(1000, 1))
-        deployment = Deployment((command,), command.url)
-        launching = asyncio.create_task(
-            launch(deployment, [command], "m", Console(quiet=True), manner)
-        )
-        await until_rotated(tmp_path)
+    def is_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert await launching == 0
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        asyncio.run(asyncio.wait_for(test(), 60))
+        launch_one_that_talks(tmp_path, is_ignored)
     finally:
         signal.signal(signal.SIGHUP, before)
 

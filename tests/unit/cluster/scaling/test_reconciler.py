@@ -223,13 +223,19 @@ def test_what_goes_is_drained_and_ends_when_it_is_empty() -> None:
     assert not set(leaving) & set(world.fleet.members)
 
 
-def test_what_goes_is_drained_again_by_a_router_that_has_forgotten_it() -> None:
+def one_of_three_leaves() -> tuple[World, str]:
+    """It is drained, and has requests."""
     world = World("1:1", 3, a=3)
     world.until_settled()
     world.router.num_active = {one.name: 1 for one in world.status.engines}
     world.aim("1:1", 2)
     world.step(3)
     (name,) = world.router.draining
+    return world, name
+
+
+def test_what_goes_is_drained_again_by_a_router_that_has_forgotten_it() -> None:
+    world, name = one_of_three_leaves()
     assert not any("drained again" in line for line in world.lines)
     world.router.draining.clear()
     world.step(3)
@@ -289,12 +295,7 @@ def test_requests_that_never_end_hold_an_engine_for_so_long_only(drain_s: float)
 
 
 def test_an_engine_that_is_wanted_again_stays() -> None:
-    world = World("1:1", 3, a=3)
-    world.until_settled()
-    world.router.num_active = {one.name: 1 for one in world.status.engines}
-    world.aim("1:1", 2)
-    world.step(3)
-    (name,) = world.router.draining
+    world, name = one_of_three_leaves()
     world.aim("1:1", 3)
     world.step()
     assert f"{name} stays" in world.lines
