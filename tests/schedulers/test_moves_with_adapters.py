@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
 
-from tests.schedulers.harness import Engine, Engines, hasher, prompt_of
+from tests.schedulers.harness import POLL_LIMIT_S, Engines, hasher, prompt_of
 from tests.schedulers.test_move_faults import NUM_OUTPUT, PATIENT, PROMPT, Move, coming
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.engine.scheduler.moves_out import MovesOut
@@ -20,7 +23,7 @@ NUM_OF_OTHER = 40
 
 
 def adapter(folder: Path, weights: bytes, number: int = 1) -> LoRARequest:
-    folder.mkdir(exist_ok=True, parents=True)
+    folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("{}")
     (folder / "adapter_model.safetensors").write_bytes(weights)
     return LoRARequest(folder.name, number, str(folder))
@@ -36,20 +39,19 @@ class Executor:
         return True
 
 
-def begin(move: Move, loras: dict[Engine, LoRARequest]) -> None:
+def begin(move: Move, lora: LoRARequest) -> None:
     """The same request at both."""
-    move.source.add(
-        "r", PROMPT, max_tokens=NUM_OUTPUT, temperature=0, lora_request=loras[move.source]
-    )
+    options: dict[str, Any] = {"max_tokens": NUM_OUTPUT, "temperature": 0, "lora_request": lora}
+    move.source.add("r", PROMPT, **options)
     move.source.run(lambda: len(move.source.tokens["r"]) >= 3)
-    move.target.add(
-        "t",
-        PROMPT,
-        {"resume": coming("r", move.source)},
-        max_tokens=NUM_OUTPUT,
-        temperature=0,
-        lora_request=loras[move.target],
-    )
+    move.target.add("t", PROMPT, {"resume": coming("r", move.source)}, **options)
+
+
+def step_until(move: Move, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + POLL_LIMIT_S
+    while not is_so():
+        move.step()
+        assert time.monotonic() < deadline, (move.source.counts(), move.target.counts())
 
 
 def test_request_that_stays_waits_where_others_took_its_adapters_place(
@@ -62,17 +64,15 @@ def test_request_that_stays_waits_where_others_took_its_adapters_place(
     move = Move(engines, **PATIENT)
     source, target = move.source, move.target
     one, other = (adapter(tmp_path / name, b"w", n) for n, name in ((1, "one"), (2, "other")))
-    begin(move, {source: one, target: one})
+    begin(move, one)
     out = source.scheduler.pd.part(MovesOut)
-    while source.requests["r"] in source.scheduler.running:
-        move.step()
+    step_until(move, lambda: source.requests["r"] not in source.scheduler.running)
     move.loads_end = False
     assert out.counts() == {"moves_out": 1}
     source.add("other", prompt_of(20, 5000), max_tokens=NUM_OF_OTHER, lora_request=other)
     source.run(lambda: len(source.tokens["other"]) > 2)
     target.abort("t")
-    while out.counts() != {"moves_out": 0}:
-        move.step()
+    step_until(move, lambda: out.counts() == {"moves_out": 0})
     assert source.requests["other"] in source.scheduler.running
     assert source.requests["r"] not in source.scheduler.running
     source.run_to_end()
@@ -91,19 +91,15 @@ def test_adapter_that_is_loaded_anew_ends_the_move(
     for engine in source, target:
         core = SimpleNamespace(model_executor=Executor(), request_block_hasher=hasher)
         engine.scheduler.pd.on_engine_started(core)
-    at = {source: tmp_path / "source/one", target: tmp_path / "target/one"}
-    loras = {engine: adapter(folder, b"old weights") for engine, folder in at.items()}
-    begin(move, loras)
+    begin(move, adapter(tmp_path / "one", b"old weights"))
     move.loads_end = False
-    while not target.worker.parked:
-        move.step()
+    step_until(move, lambda: bool(target.worker.parked))
     hashed = list(source.requests["r"].block_hashes)
-    source.scheduler.pd.on_lora_loaded(adapter(at[source], b"new weights"))
+    source.scheduler.pd.on_lora_loaded(adapter(tmp_path / "one", b"new weights"))
     assert source.requests["r"].block_hashes[0] != hashed[0]
     assert source.scheduler.pd.part(MovesOut).counts() == {"moves_out": 0}
     move.loads_end = True
-    while target.scheduler.requests:
-        move.step()
+    step_until(move, lambda: not target.scheduler.requests)
     assert move.outcome == "move_incompatible"
     assert not target.tokens["t"]
     assert not move.has_left
