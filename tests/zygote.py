@@ -36,7 +36,7 @@ ON_GPU = (
     "vllm.v1.worker.gpu_worker",
     "vllm.v1.attention.backends.triton_attn",
 )
-SLOW_WHILE = "TESTS_SLOW_WHILE"
+_SLOW_WHILE = "TESTS_SLOW_WHILE"
 """In an engine's environment it names a file: while that exists, the engine is slow."""
 _SLOW_STEP_S = 0.03
 _SPIN_S = 0.001
@@ -106,7 +106,7 @@ def _let_tests_slow_engines_down() -> None:
 
     def slowed(step: Callable[[EngineCore], Any]) -> Callable[[EngineCore], Any]:
         def stepped(core: EngineCore) -> Any:
-            if os.path.exists(os.environ.get(SLOW_WHILE, "")):
+            if os.path.exists(os.environ.get(_SLOW_WHILE, "")):
                 time.sleep(_SLOW_STEP_S)
             return step(core)
 
@@ -119,16 +119,17 @@ def _let_tests_slow_engines_down() -> None:
 @contextlib.contextmanager
 def slow(log: Path) -> Iterator[None]:
     """The engine with this log does not come to an end of what it answers meanwhile."""
-    slow_while(log).touch()
+    slow_while = Path(slowable(log)[_SLOW_WHILE])
+    slow_while.touch()
     try:
         yield
     finally:
-        slow_while(log).unlink()
+        slow_while.unlink()
 
 
-def slow_while(log: Path) -> Path:
-    """``SLOW_WHILE`` of an engine with this log."""
-    return log.with_suffix(".slow")
+def slowable(log: Path) -> dict[str, str]:
+    """The environment of an engine with this log that ``slow`` slows down."""
+    return {_SLOW_WHILE: str(log.with_suffix(".slow"))}
 
 
 def _share_gloo_threads() -> None:

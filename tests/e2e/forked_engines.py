@@ -25,7 +25,7 @@ from typing import Any
 import requests
 
 from tests import zygote
-from tests.zygote import ENVIRONMENT, SLOW_WHILE, prepare_to_fork
+from tests.zygote import ENVIRONMENT, prepare_to_fork
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 600
@@ -129,7 +129,7 @@ def _serve(command: dict[str, Any]) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ[SLOW_WHILE] = str(zygote.slow_while(Path(command["log"])))
+    os.environ |= zygote.slowable(Path(command["log"]))
     sys.argv = command["argv"]
     from vllm.entrypoints.cli.main import main
 

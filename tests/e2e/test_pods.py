@@ -27,7 +27,7 @@ import yaml
 
 from tests.e2e.test_up import ENVIRONMENT, LONG, complete, metric
 from tests.router.fake_kubernetes import FakeKubernetes
-from tests.zygote import SLOW_WHILE, forking_plugin, slow, slow_while
+from tests.zygote import forking_plugin, slow, slowable
 
 pytestmark = [
     pytest.mark.engine,
@@ -192,7 +192,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
         address = f"127.{os.getpid() % 200 + 20}.0.{number + 2}"
         template = one["spec"]["template"]
         log = folder / f"{name}.log"
-        own = {**plugin, SLOW_WHILE: str(slow_while(log))}
+        own = {**plugin, **slowable(log)}
         pods[name] = Pod(name, address, template, folders, log, own)
     try:
         yield pods

@@ -175,7 +175,7 @@ def test_whole_answers_move_and_their_engine_may_die(
         until_all_ok(url, len(sent))
         assert scraped(url, stays) == 1
         expected = {name: one.result() for name, one in alone.items()}
-    assert copied == moved
+    assert copied == moved >= num_long - 1
     assert answers == expected
 
 

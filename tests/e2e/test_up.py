@@ -32,7 +32,7 @@ from tests.e2e import observed
 from tests.e2e.load import Load
 from tests.e2e.servers import START_TIMEOUT_S, free_port
 from tests.e2e.streams import CHAT, GREEDY, TEXT, USAGE, assert_whole, begun, read_all
-from tests.zygote import SLOW_WHILE, forking_plugin, slow_while
+from tests.zygote import forking_plugin, slowable
 from vllm_ascend_pd.planner import profile as planner_profile
 from vllm_ascend_pd.testing.tiny_model import main as make_model
 
@@ -54,11 +54,10 @@ class Up:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._output = folder / "up.out"
-        slowly = {SLOW_WHILE: str(slow_while(self._output))}
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [VLLM_PD, "up", "--log-dir", str(folder / "logs"), *options],
-                env={**ENVIRONMENT, **forking_plugin(folder), **slowly},
+                env={**ENVIRONMENT, **forking_plugin(folder), **slowable(self._output)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

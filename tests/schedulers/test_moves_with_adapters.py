@@ -14,29 +14,13 @@ import pytest
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
 
+from tests.engine.test_content import Executor, adapter
 from tests.schedulers.harness import POLL_LIMIT_S, Engines, hasher, prompt_of
 from tests.schedulers.test_move_faults import NUM_OUTPUT, PATIENT, PROMPT, Move, coming
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.engine.scheduler.moves_out import MovesOut
 
 NUM_OF_OTHER = 40
-
-
-def adapter(folder: Path, weights: bytes, number: int = 1) -> LoRARequest:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "adapter_model.safetensors").write_bytes(weights)
-    return LoRARequest(folder.name, number, str(folder))
-
-
-class Executor:
-    """Workers that have every adapter."""
-
-    def list_loras(self) -> set[int]:
-        return {1, 2}
-
-    def add_lora(self, lora: LoRARequest) -> bool:
-        return True
 
 
 def begin(move: Move, lora: LoRARequest) -> None:
@@ -89,7 +73,7 @@ def test_adapter_that_is_loaded_anew_ends_the_move(
     move = Move(engines, **PATIENT)
     source, target = move.source, move.target
     for engine in source, target:
-        core = SimpleNamespace(model_executor=Executor(), request_block_hasher=hasher)
+        core = SimpleNamespace(model_executor=Executor(1), request_block_hasher=hasher)
         engine.scheduler.pd.on_engine_started(core)
     begin(move, adapter(tmp_path / "one", b"old weights"))
     move.loads_end = False

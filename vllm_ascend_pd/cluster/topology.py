@@ -200,14 +200,18 @@ def _check_host(path: str, name: str, topology: Topology) -> None:
 
 def _check_args(path: str, args: Mapping[str, Any], reserved: frozenset[str] = RESERVED) -> None:
     for key in args:
-        if key.replace("_", "-").lstrip("-") in reserved:
+        if _option_name(key) in reserved:
             raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
+
+
+def _option_name(said: str) -> str:
+    return said.replace("_", "-").lstrip("-")
 
 
 def _check_words(path: str, words: Sequence[str]) -> None:
     for word in words:
         option = word.partition("=")[0]
-        if option.startswith("--") and option.replace("_", "-").lstrip("-") in RESERVED:
+        if option.startswith("--") and _option_name(option) in RESERVED:
             raise ConfigError(f"{path}: {option} is set by vllm-pd itself; leave it out")
 
 

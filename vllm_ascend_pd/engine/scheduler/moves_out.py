@@ -276,15 +276,16 @@ class MovesOut(Part):
         if request in self._gone:
             self._gone.remove(request)
             give_row_back(self._scheduler)
-        for move in list(self._moves.values()):
-            if move.request is request:
-                self._stay(move, Cause.NOT_NEEDED)
+        self._end_move_of(request, Cause.NOT_NEEDED)
 
     def forsake(self, request: Request) -> None:
         """What it computes from now on is not what the other engine would."""
+        self._end_move_of(request, Cause.INCOMPATIBLE)
+
+    def _end_move_of(self, request: Request, cause: Cause) -> None:
         for move in list(self._moves.values()):
             if move.request is request:
-                self._stay(move, Cause.INCOMPATIBLE)
+                self._stay(move, cause)
 
     def reset(self, reset_connector: bool) -> None:
         """A request that has stopped is preempted as those are that run; of one that has moved away
