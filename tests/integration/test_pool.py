@@ -278,7 +278,7 @@ def test_queued_request_gets_what_others_have_stored_meanwhile(
     guest = engines.shared("kv_both", pool={**shared, "dram_size": 0})
     prompt = prompt_of(NUM_TOKENS)
     for i in range(16):  # max_num_seqs
-        guest.add(f"running-{i}", prompt_of(10, str(i)), 60)
+        guest.add(f"running-{i}", prompt_of(10, str(i)), 2000)
     guest.step_until("running-15", "status", "RUNNING")
     guest.add("queued", prompt, 8, ASK)
     before = guest.metrics()
@@ -286,6 +286,9 @@ def test_queued_request_gets_what_others_have_stored_meanwhile(
     assert delta(before, guest.metrics(), "pool_lookups/miss") == 1
     store(owner, prompt)
     time.sleep(1)  # so long a lookup counts as new
+    guest.step_until("queued", "status", "WAITING_FOR_KV")
+    for i in range(16):
+        guest.abort(f"running-{i}")
     answer = guest.run()["queued"]
     assert answer.token_ids == single(prompt).token_ids
     assert provenance(answer) == {"remote": FULL, "computed": 9}
