@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.engine.scheduler.identity import Identity
 from vllm_ascend_pd.engine.scheduler.weights import (
+    ReloadSource,
     digest_weights,
     keeps_weights,
     settled_generation,
@@ -47,7 +50,7 @@ def model(seed: int = 0) -> torch.nn.Module:
 
 
 def generation(*models: torch.nn.Module, method: object = "finish_weight_update") -> str | None:
-    return settled_generation(method, (), {}, Executor(*models), "no/such/folder")
+    return settled_generation(method, (), {}, Executor(*models), ReloadSource(None))
 
 
 def test_equal_weights_in_memory_agree() -> None:
@@ -57,7 +60,9 @@ def test_equal_weights_in_memory_agree() -> None:
 
 def test_weights_of_a_drafter_count() -> None:
     drafts = [
-        settled_generation("finish_weight_update", (), {}, Executor(model(), drafter=drafter), "")
+        settled_generation(
+            "finish_weight_update", (), {}, Executor(model(), drafter=drafter), ReloadSource(None)
+        )
         for drafter in (None, model(1), model(2), model(2))
     ]
     assert len(set(drafts)) == 3
@@ -97,7 +102,9 @@ def identified(executor: Executor, told: list[str]) -> Identity:
     scheduler: Any = SimpleNamespace(
         requests={},
         vllm_config=SimpleNamespace(
-            lora_config=None, model_config=SimpleNamespace(model="no/such/folder")
+            lora_config=None,
+            load_config=None,
+            model_config=SimpleNamespace(model="no/such/folder", model_weights="elsewhere"),
         ),
     )
     core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=None)
@@ -137,25 +144,74 @@ def test_weights_that_are_asleep_or_a_worker_that_fails_tell_nothing() -> None:
     asleep = Executor(model())
     asleep.sleeping_tags = {"weights", "kv_cache"}
     for executor in (asleep, Lost(model())):
-        assert settled_generation("any", (), {}, executor, "") is None
+        assert settled_generation("any", (), {}, executor, ReloadSource(None)) is None
 
 
-def test_a_reload_is_called_after_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Reloads:
+    """An engine started with the weights of one folder, whose workers are asked to reload."""
+
+    def __init__(self, started_with: Path) -> None:
+        self._source = ReloadSource(started_with)
+        self._executor = Executor(model())
+
+    def call(self, method: object, *args: Any, **kwargs: Any) -> str | None:
+        self._source.note_call(method, args, kwargs)
+        return settled_generation(method, args, kwargs, self._executor, self._source)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str | None:
+        return self.call("reload_weights", *args, **kwargs)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Folders, by name and what their tensors hold."""
     monkeypatch.setattr(envs, "cache_folder", lambda: tmp_path / "cache")
-    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+
+    def make(name: str, **tensors: float) -> Path:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.bin").write_bytes(content)
+        values = {key: torch.full((4,), value) for key, value in tensors.items()}
+        save_file(values, tmp_path / name / "model.safetensors")
+        return tmp_path / name
 
-    def reload(folder: str, *args: Any, **options: Any) -> str | None:
-        path = str(tmp_path / folder)
-        return settled_generation("reload_weights", args, options, Executor(model()), path)
+    return make
 
-    assert reload("a") == reload("b") != reload("c")
-    assert reload("a", weights_path=str(tmp_path / "c")) == reload("c")
-    assert reload("a", None, str(tmp_path / "c")) == reload("c")
-    assert reload("a", weights_iterator=iter(())) == generation(model())
+
+def test_a_reload_is_called_after_its_files(checkpoints: Callable[..., Path]) -> None:
+    a, b = checkpoints("a", x=1, y=1), checkpoints("b", x=1, y=1)
+    c = str(checkpoints("c", x=2, y=2, z=2))
+    assert Reloads(a)() == Reloads(b)() != Reloads(Path(c))()
+    assert Reloads(a)(weights_path=c) == Reloads(a)(None, c) == Reloads(Path(c))()
+    assert Reloads(a)(weights_iterator=iter(())) == generation(model())
+    assert Reloads(a)(None, c, False) == generation(model())
+
+
+def test_a_reload_of_some_tensors_is_not_called_after_its_files(
+    checkpoints: Callable[..., Path],
+) -> None:
+    """The others stay as they were, whatever that is."""
+    reload = Reloads(checkpoints("all", x=1, y=1))
+    assert reload(weights_path=str(checkpoints("part", x=2))) == generation(model())
+
+
+def test_a_reload_without_a_path_reads_what_the_last_one_named(
+    checkpoints: Callable[..., Path],
+) -> None:
+    """So vLLM's worker does; the scheduler's configuration still names the first one."""
+    started, tuned = checkpoints("started", x=1), checkpoints("tuned", x=2)
+    reload = Reloads(started)
+    assert reload() != reload(weights_path=str(tuned))
+    assert reload() == Reloads(tuned)()
+
+
+@pytest.mark.parametrize("method", ["update_config", print])
+def test_a_reload_is_not_called_after_files_once_any_may_be_meant(
+    checkpoints: Callable[..., Path], method: object
+) -> None:
+    folder = checkpoints("a", x=1)
+    reload = Reloads(folder)
+    reload.call(method)
+    assert reload() == generation(model())
+    assert reload(weights_path=str(folder)) == Reloads(folder)()
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
         parts["quant"] += f"-{digest(model.quantization_config)}"
     if model.model_class_overrides:
         parts["arch"] += f"-{digest(model.model_class_overrides)}"
-    folder = _model_folder(vllm_config.load_config, model)
+    folder = model_folder(vllm_config.load_config, model)
     parts["weights"] = _weights(vllm_config, vllm_config.load_config, model)
     if model.multimodal_config is not None:
         parts["media"] = digest((media_options(model.multimodal_config), _processor(folder)))
@@ -121,7 +121,7 @@ def _as_it_was(key: str, value: Any) -> Any:
 def _weights(vllm_config: VllmConfig, load: LoadConfig, model: ModelConfig) -> str:
     if load.load_format == "dummy":
         return _dummy_weights(vllm_config, model)
-    folder = _model_folder(load, model)
+    folder = model_folder(load, model)
     files = weight_files(folder) if folder is not None else []
     if files:
         kv_transfer_config = vllm_config.kv_transfer_config
@@ -154,7 +154,7 @@ def _load_format(load: LoadConfig, model: ModelConfig) -> str:
     """
     load_format = str(load.load_format)
     if load_format == "auto":
-        folder = _model_folder(load, model)
+        folder = model_folder(load, model)
         has_mistral = folder is not None and any(folder.glob("consolidated*.safetensors"))
         load_format = "mistral" if has_mistral else "hf"
     if load_format in _CHECKPOINT_FORMATS:
@@ -169,7 +169,7 @@ def _processor(folder: Path | None) -> list[tuple[str, str]]:
     return [(file.name, file.read_text(errors="replace")) for file in files if file.is_file()]
 
 
-def _model_folder(load: LoadConfig, model: ModelConfig) -> Path | None:
+def model_folder(load: LoadConfig, model: ModelConfig) -> Path | None:
     """Where the weights lie; of a hub name, the snapshot of the commit that was loaded."""
     if model.model_weights and model.model_weights != model.model:
         return None  # object storage; the folder holds the configuration only

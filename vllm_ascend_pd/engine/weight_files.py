@@ -150,24 +150,51 @@ def _samples(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
             yield begin + i * (length - _PIECE) // (num_pieces - 1), _PIECE
 
 
+def tensor_names(files: Sequence[Path]) -> frozenset[str] | None:
+    """Of all that these safetensors files hold; ``None`` where one of them is no such file."""
+    names: set[str] = set()
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            places = _places_by_name(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+        if places is None:
+            return None
+        names.update(places)
+    return frozenset(names)
+
+
 def _tensor_places(descriptor: int, size: int) -> list[tuple[int, int]] | None:
     """Where each tensor lies in a safetensors file, after ``(begin of the data, 0)``; ``None``
     where this is no such file, whatever it is called.
     """
-    header_size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    places = _places_by_name(descriptor, size)
+    if places is None:
+        return None
+    data = 8 + _header_size(descriptor)
+    return [(data, 0), *sorted(places.values())]
+
+
+def _header_size(descriptor: int) -> int:
+    return int.from_bytes(os.pread(descriptor, 8, 0), "little")
+
+
+def _places_by_name(descriptor: int, size: int) -> dict[str, tuple[int, int]] | None:
+    header_size = _header_size(descriptor)
     data = 8 + header_size
     if not 1 < header_size < min(size, _MAX_HEADER):
         return None
     try:
         header = json.loads(os.pread(descriptor, header_size, 8))
-        places = sorted(
-            (data + begin, data + end)
+        places = {
+            name: (data + begin, data + end)
             for name, entry in header.items()
             if name != "__metadata__"
             for begin, end in [entry["data_offsets"]]
-        )
+        }
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    if any(not data <= begin <= end <= size for begin, end in places):
+    if any(not data <= begin <= end <= size for begin, end in places.values()):
         return None
-    return [(data, 0), *places]
+    return places

@@ -14,8 +14,10 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.engine.model_identity import model_folder
 from vllm_ascend_pd.engine.scheduler.content import Content
 from vllm_ascend_pd.engine.scheduler.weights import (
+    ReloadSource,
     keeps_weights,
     random_generation,
     settled_generation,
@@ -51,6 +53,9 @@ class Identity:
         """
         self._scheduler = scheduler
         self._executor = engine_core.model_executor
+        self._reload_source = ReloadSource(
+            model_folder(scheduler.vllm_config.load_config, scheduler.vllm_config.model_config)
+        )
         self._full = full
         self._forsake = forsake
         self._on_generation = on_generation
@@ -105,13 +110,14 @@ class Identity:
         self, method: object, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
         """Around a call of the workers that somebody from outside has asked for."""
+        self._reload_source.note_call(method, args, kwargs)
         if keeps_weights(method):
             yield
             return
         self.weights_changed()
         yield
-        model = self._scheduler.vllm_config.model_config.model
-        generation = settled_generation(method, args, kwargs, self._executor, model, self._full)
+        source = self._reload_source
+        generation = settled_generation(method, args, kwargs, self._executor, source, self._full)
         if generation is not None:
             self._set_generation(generation)
             self._renew(r for r in self._scheduler.requests.values() if not r.num_computed_tokens)

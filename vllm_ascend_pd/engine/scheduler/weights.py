@@ -20,7 +20,7 @@ import torch  # noqa: TID251 - tensors of the engine
 
 from vllm_ascend_pd.engine.model_identity import weight_files
 from vllm_ascend_pd.engine.vllm_api.process import loaded_models
-from vllm_ascend_pd.engine.weight_files import content_digest
+from vllm_ascend_pd.engine.weight_files import content_digest, tensor_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def settled_generation(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     executor: Executor,
-    model: str,
+    source: ReloadSource,
     full: bool = False,
 ) -> str | None:
     """What the weights are after such a call, so that engines with the same ones agree: the files
@@ -72,11 +72,8 @@ def settled_generation(
     """
     if method in _UNFINISHED:
         return None
-    if method == "reload_weights":
-        options = {**dict(zip(("weights_iterator", "weights_path"), args, strict=False)), **kwargs}
-        path = Path(options.get("weights_path") or model)
-        if options.get("weights_iterator") is None and (files := _files(path)):
-            return f"files-{content_digest(files, full)[:16]}"
+    if method == "reload_weights" and (files := source.files_of(args, kwargs)):
+        return f"files-{content_digest(files, full)[:16]}"
     if "weights" in executor.sleeping_tags:
         return None
     try:
@@ -89,8 +86,47 @@ def settled_generation(
     return f"memory-{hashlib.sha256(repr(digests).encode()).hexdigest()[:16]}"
 
 
-def _files(path: Path) -> list[Path]:
-    return weight_files(path) if path.exists() else []
+class ReloadSource:
+    """Which files a ``reload_weights`` reads, and whether they tell all weights."""
+
+    def __init__(self, model: Path | None) -> None:
+        """``model``: where the weights lie that the engine was started with, if on this host."""
+        self._model = model
+        self._read = model
+        """What a call reads that names nothing; ``None`` where that cannot be told."""
+
+    def note_call(self, method: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before each call of the workers: a path that one names stays the next ones' default."""
+        if method == "reload_weights":
+            options = _reload_options(args, kwargs)
+            if options.get("weights_iterator") is None and options.get("weights_path"):
+                self._read = Path(options["weights_path"])
+        elif method == "update_config" or not isinstance(method, str):
+            self._read = None
+
+    def files_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Path]:
+        """What this call has read, if it holds every tensor that the engine was started with: those
+        that another one lacks stay as they were.
+        """
+        options = _reload_options(args, kwargs)
+        if options.get("weights_iterator") is not None:
+            return []
+        if not options.get("is_checkpoint_format", True):
+            return []
+        files, all_files = _files(self._read), _files(self._model)
+        if files == all_files:
+            return files
+        names, all_names = tensor_names(files), tensor_names(all_files)
+        return files if names and all_names and names >= all_names else []
+
+
+def _reload_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("weights_iterator", "weights_path", "is_checkpoint_format")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _files(path: Path | None) -> list[Path]:
+    return weight_files(path) if path is not None and path.exists() else []
 
 
 @torch.inference_mode()
