@@ -72,7 +72,8 @@ class FileTier(Tier):
         self._lock = threading.Lock()  # guards the fields below; no file is touched under it
         self._room = Room(capacity_bytes, shares)
         self._is_open = True
-        self._failed_at = -math.inf
+        self._read_failed_at = -math.inf
+        self._write_failed_at = -math.inf
         self._find_files()
 
     @classmethod
@@ -127,6 +128,8 @@ class FileTier(Tier):
                 return Status.FAILED
             if value.key in self._room:
                 return Status.OK
+            if time.monotonic() - self._write_failed_at <= _REST_S:
+                return Status.FAILED
             if not self._room.fits(value.num_bytes, value.tenant):
                 return Status.FULL
             evicted = self._room.reserve(value.num_bytes, value.tenant)
@@ -136,7 +139,7 @@ class FileTier(Tier):
             self._write(value)
             status = Status.OK
         except OSError as e:
-            status = self._disk_full(value) if e.errno in _NO_ROOM else self._failed(e)
+            status = self._disk_full(value) if e.errno in _NO_ROOM else self._write_failed(e)
         finally:
             with self._lock:
                 if status is Status.OK:
@@ -206,7 +209,7 @@ class FileTier(Tier):
             with self._lock:
                 if self._room.entry(value.key) is entry:  # and not one that was put meanwhile
                     self._room.pop(value.key)
-            return Status.MISSING if isinstance(e, FileNotFoundError) else self._failed(e)
+            return Status.MISSING if isinstance(e, FileNotFoundError) else self._read_failed(e)
         with suppress(OSError):
             os.utime(path)  # of what is kept, the next start knows what was used
         return Status.OK
@@ -215,9 +218,15 @@ class FileTier(Tier):
         with self._lock:
             return [self._room.tenant(key) for key in keys]
 
-    def _failed(self, error: OSError) -> Status:
-        logger.warning("the pool's files in %s: %s", self.folder, error)
-        self._failed_at = time.monotonic()
+    def _read_failed(self, error: OSError) -> Status:
+        logger.warning("the pool's files in %s cannot be read: %s", self.folder, error)
+        self._read_failed_at = time.monotonic()
+        return Status.FAILED
+
+    def _write_failed(self, error: OSError) -> Status:
+        """What is there may still be read, as on a disk that has become read-only."""
+        logger.warning("the pool's files in %s cannot be written: %s", self.folder, error)
+        self._write_failed_at = time.monotonic()
         return Status.FAILED
 
     def _forget(self, keys: Sequence[str]) -> list[tuple[str, str]]:
@@ -230,7 +239,7 @@ class FileTier(Tier):
         try:
             self._delete(self._forget(keys))
         except OSError as e:
-            self._failed(e)
+            self._write_failed(e)
 
     def clear(self) -> int:
         with self._lock:
@@ -243,7 +252,7 @@ class FileTier(Tier):
             return TierStats(len(self._room), self._room.used_bytes, self._room.capacity_bytes)
 
     def is_healthy(self) -> bool:
-        return self._is_open and time.monotonic() - self._failed_at > _REST_S
+        return self._is_open and time.monotonic() - self._read_failed_at > _REST_S
 
     def close(self) -> None:
         """The files stay."""

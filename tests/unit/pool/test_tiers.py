@@ -15,7 +15,7 @@ import pytest
 
 from vllm_ascend_pd.config import PoolConfig, SsdConfig
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool import registry
+from vllm_ascend_pd.pool import fs_tier, registry
 from vllm_ascend_pd.pool.composite_tier import CompositeTier
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.fs_tier import FileTier
@@ -369,8 +369,27 @@ def test_disk_that_refuses_keeps_nothing(
 
     monkeypatch.setattr(os, "link", refuse)
     assert put(files, 1) == [status]
-    assert files.is_healthy() is (status is Status.FULL)
     assert files.stats().used_bytes == 0
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["lock"]
     monkeypatch.undo()
+    monkeypatch.setattr(fs_tier, "_REST_S", 0.0)
     assert put(files, 1) == [Status.OK]
+
+
+def test_a_disk_that_cannot_be_written_is_still_read(
+    memory: MemoryTier, files: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not tried again for a while."""
+    tries = []
+
+    def refuse(*_: object) -> None:
+        tries.append(1)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    tier = CompositeTier([memory, files])
+    put(files, 1)
+    monkeypatch.setattr(os, "link", refuse)
+    assert put(files, 2, 3) == [Status.FAILED, Status.FAILED]
+    assert len(tries) == 1
+    assert lookup(tier, 1) == [Place.SSD]
+    assert get(tier, 1) == [Status.OK]
