@@ -63,6 +63,7 @@ REFUSED = {
         ["--data-parallel-size-local=1", "--data-parallel-start-rank=1"],
         "on several hosts",
     ),
+    "another connector": (["--kv-offloading-size=1"], "--kv-offloading-size"),
     "micro-batches": (
         ["--ubatch-size=2", "--all2all-backend=deepep_low_latency"],
         "leave out --enable-dbo",

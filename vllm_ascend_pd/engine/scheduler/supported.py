@@ -44,6 +44,15 @@ def check_config(config: VllmConfig) -> None:
     vLLM gives each data parallel rank of a dense model a configuration of one rank, so an engine
     can no longer see what was asked for.
     """
+    _refuse(
+        (
+            config.cache_config.kv_offloading_size is not None,
+            (
+                "--kv-offloading-size, which chooses another connector (leave it out: pool.dram_size"
+                " keeps KV in host memory)"
+            ),
+        ),
+    )
     if keeps_states(config):
         _check_states(config)
     elif drafter_may_have_two_groups(config):
