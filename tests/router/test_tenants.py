@@ -252,12 +252,32 @@ def test_prefixes_of_tenants_are_salted_apart(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with deployed(0, 1, config) as d:
-            for more in (of("a"), {**of("a"), "cache_salt": "b"}, {"cache_salt": "a/b"}):
+            for more in (of("a"), {**of("a"), "cache_salt": "b"}, {"cache_salt": "a|b"}):
                 assert (await d.post(**more))[0] == 200
             salts = [request.json["cache_salt"] for request in d.decodes[0].received]
-            assert salts == ["a/", "a/b", "others/a/b"]
+            assert salts == ["a|", "a|b", "others|a|b"]
 
     run(test)
+
+
+def test_salts_that_are_long_have_room(tmp_path: Path) -> None:
+    name = "a" * 63
+    config = sharing(tmp_path, tenants={name: {}}, cache_salts=True)
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            for salt in ("x" * 64, "x" * 65, "y" * 128):
+                assert (await d.post(**of(name), cache_salt=salt))[0] == 200
+            salts = [request.json["cache_salt"] for request in d.decodes[0].received]
+            assert salts[0] == f"{name}|{'x' * 64}"
+            assert len(set(salts)) == 3
+            assert all(salt.startswith(f"{name}|") for salt in salts)
+
+    run(test)
+    path = sharing(tmp_path, tenants={name + "a": {}}, cache_salts=True).tenants_file
+    assert path is not None
+    with pytest.raises(ConfigError, match=rf"tenants\.{name}a: .* at most 63"):
+        Tenants(path, Counted())  # type: ignore[arg-type]
 
 
 def test_the_access_log_says_whose_request_it_was(
