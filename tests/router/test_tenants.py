@@ -260,6 +260,37 @@ def test_prefixes_of_tenants_are_salted_apart(tmp_path: Path) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    "odd", [{"n": 2}, {"n": "1"}, {"stream": True}, {"tools": [{}]}, {"messages": 0}], ids=str
+)
+def test_no_batch_of_a_tenant_goes_whole_to_an_engine(tmp_path: Path, odd: dict[str, Any]) -> None:
+    config = sharing(tmp_path, tenants={"a": {}})
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            body = {"messages": [[{"role": "user", "content": "One"}]], **odd}
+            status, _, answer = await d.post("/v1/chat/completions/batch", **of("a"), **body)
+            assert (status, json.loads(answer)["error"]["param"]) == (400, next(iter(odd)))
+            assert not d.decodes[0].received
+
+    run(test)
+
+
+@pytest.mark.parametrize("n", [None, 1, 1.0])
+def test_each_chat_of_a_batch_is_its_tenants(tmp_path: Path, n: float | None) -> None:
+    config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 60}}, cache_salts=True)
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            body = {"messages": [[{"role": "user", "content": "One"}]], "max_tokens": 30, "n": n}
+            for expected in (200, 429):
+                status, _, _ = await d.post("/v1/chat/completions/batch", **of("a"), **body)
+                assert status == expected
+            assert [one.json["cache_salt"] for one in d.decodes[0].received] == ["a|"]
+
+    run(test)
+
+
 def test_salts_that_are_long_have_room(tmp_path: Path) -> None:
     name = "a" * 63
     config = sharing(tmp_path, tenants={name: {}}, cache_salts=True)
