@@ -17,6 +17,8 @@ LoadId = NewType("LoadId", int)
 
 GENERATION_SALT = "pd-weights:"
 """What the salt of a block that nobody has salted begins with, once weights have been changed."""
+TENANT_END = "|"
+"""After the tenant's name in a salt. vLLM allows it in salts, and no tenant's name has it."""
 
 
 def serves(producer: str, consumer: str) -> bool:

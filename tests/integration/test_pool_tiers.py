@@ -95,20 +95,20 @@ def test_tenant_that_has_its_share_pushes_out_its_own_blocks(
     """Three times the pool's room of one tenant's prompts, under salts of its own users."""
     pool = {**POOL, "tiers": ["dram"], "dram_size": "16MiB", "tenant_share": 0.25}
     engine = engines.own("kv_both", **WITHOUT_MOONCAKE, pool=pool)
-    others = {salt: prompt_of(NUM_TOKENS, str(salt)) for salt in ("small/", None)}
+    others = {salt: prompt_of(NUM_TOKENS, str(salt)) for salt in ("small|", None)}
     for salt, prompt in others.items():
         store(engine, prompt, 8, cache_salt=salt)
     before, prompts = engine.metrics(), []
     while delta(before, engine.metrics(), "pool_put_bytes") < 3 << 24:
         prompts.append(prompt_of(16 * BLOCK_SIZE + 9, str(len(prompts))))
-        store(engine, prompts[-1], cache_salt=f"large/{len(prompts) % 3}")
+        store(engine, prompts[-1], cache_salt=f"large|{len(prompts) % 3}")
     assert delta(before, engine.metrics(), "pool_over_share_blocks") > 0
     for salt, prompt in others.items():
         answer = engine.ask(prompt, 8, ASK, cache_salt=salt)
         assert answer.token_ids == single(prompt).token_ids
         assert provenance(answer) == {"dram": FULL, "computed": 9}
-    last = engine.ask(prompts[-1], 8, ASK, cache_salt=f"large/{len(prompts) % 3}")
+    last = engine.ask(prompts[-1], 8, ASK, cache_salt=f"large|{len(prompts) % 3}")
     assert provenance(last) == {"dram": 16 * BLOCK_SIZE, "computed": 9}
-    first = engine.ask(prompts[0], 8, ASK, cache_salt="large/1")
+    first = engine.ask(prompts[0], 8, ASK, cache_salt="large|1")
     assert provenance(first) == {"computed": len(prompts[0])}
     settle(engine)

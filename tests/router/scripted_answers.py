@@ -63,6 +63,7 @@ class Answer:
         """``ValueError`` and the like for what an engine answers with 400."""
         body, form = request.json, FORMS[request.path]
         form.check(body)
+        check_salt(body.get("cache_salt"))
         model = body.get("model") or engine.models[0]
         if model not in engine.models:
             raise NotFound(f"The model `{model}` does not exist.")
@@ -388,6 +389,14 @@ def _check_fields(body: dict[str, Any], limits: tuple[str, ...]) -> None:
         number = body.get(name)
         if number is not None and (type(number) is not int or number < 1):
             raise ValueError(name)
+
+
+def check_salt(salt: Any) -> None:
+    """As ``validate_cache_salt`` of ``vllm.entrypoints.generate.base.protocol``."""
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0"):
+        raise ValueError("cache_salt")
 
 
 def _are_objects(value: Any) -> bool:

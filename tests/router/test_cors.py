@@ -100,7 +100,9 @@ def test_answers_errors_and_streams_tell_who_may_read_them(cors: CORS) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("path", ["/registry/instances/e", "/instances", "/status"])
+@pytest.mark.parametrize(
+    "path", ["/registry/instances/e", "/instances", "/status", "/requests", "/requests/x/move"]
+)
 def test_no_page_may_register_an_engine_or_list_them(path: str) -> None:
     """A browser on this host is on loopback, whatever site the page is of."""
 
@@ -112,6 +114,22 @@ def test_no_page_may_register_an_engine_or_list_them(path: str) -> None:
                 assert not any("access-control" in name.lower() for name in response.headers)
             async with d.http.get(d.url + path, headers=PAGE) as response:
                 assert not any("access-control" in name.lower() for name in response.headers)
+
+    run(test)
+
+
+def test_no_page_may_move_a_request() -> None:
+    """A POST of plain text needs no preflight."""
+
+    async def test() -> None:
+        async with deployed() as d:
+            url = f"{d.url}/requests/x/move"
+            own = {"Origin": d.url}
+            for origin, expected in ((PAGE, 403), ({"Origin": "null"}, 403), (own, 404), ({}, 404)):
+                async with d.http.post(url, data="{}", headers=origin) as response:
+                    assert response.status == expected
+            async with d.http.get(f"{d.url}/requests", headers=PAGE) as response:
+                assert response.status == 403
 
     run(test)
 

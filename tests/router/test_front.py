@@ -228,3 +228,35 @@ def test_websocket_is_refused_by_name() -> None:
             assert not d.decodes[0].received
 
     run(test)
+
+
+@pytest.mark.parametrize("value", [b"application/json; a=\xff", "application/json; a=é".encode()])
+def test_content_type_that_is_no_text_passes_as_it_is(value: bytes) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            lines = b"Content-Type: " + value, b"Content-Length: 0"
+            status, _, _ = await ask(d, b"POST /v1/embeddings HTTP/1.1", *lines)
+            assert status == 200
+            told = d.decodes[0].received[0].headers["content-type"]
+            assert told.encode("latin-1") == value
+
+    run(test)
+
+
+def test_form_with_a_boundary_that_is_no_text_is_400() -> None:
+    """The engine might find parts that we do not."""
+
+    async def test() -> None:
+        async with deployed() as d:
+            for boundary in (b"\xff", "é".encode()):
+                form = b"--" + boundary + b"--\r\n"
+                lines = (
+                    b"Content-Type: multipart/form-data; boundary=" + boundary,
+                    b"Content-Length: %d\r\n\r\n" % len(form) + form,
+                )
+                status, answer, _ = await ask(d, b"POST /v1/audio/translations HTTP/1.1", *lines)
+                assert (status, "boundary" in answer["error"]["message"]) == (400, True)
+            assert not d.decodes[0].received
+            assert d.count("requests_total", outcome="client_error") == 2
+
+    run(test)

@@ -252,12 +252,63 @@ def test_prefixes_of_tenants_are_salted_apart(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with deployed(0, 1, config) as d:
-            for more in (of("a"), {**of("a"), "cache_salt": "b"}, {"cache_salt": "a/b"}):
+            for more in (of("a"), {**of("a"), "cache_salt": "b"}, {"cache_salt": "a|b"}):
                 assert (await d.post(**more))[0] == 200
             salts = [request.json["cache_salt"] for request in d.decodes[0].received]
-            assert salts == ["a/", "a/b", "others/a/b"]
+            assert salts == ["a|", "a|b", "others|a|b"]
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"n": 2}, {"n": "1"}, {"stream": True}, {"tools": [{}]}, {"messages": 0}], ids=str
+)
+def test_no_batch_of_a_tenant_goes_whole_to_an_engine(tmp_path: Path, odd: dict[str, Any]) -> None:
+    config = sharing(tmp_path, tenants={"a": {}})
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            body = {"messages": [[{"role": "user", "content": "One"}]], **odd}
+            status, _, answer = await d.post("/v1/chat/completions/batch", **of("a"), **body)
+            assert (status, json.loads(answer)["error"]["param"]) == (400, next(iter(odd)))
+            assert not d.decodes[0].received
+
+    run(test)
+
+
+@pytest.mark.parametrize("n", [None, 1, 1.0])
+def test_each_chat_of_a_batch_is_its_tenants(tmp_path: Path, n: float | None) -> None:
+    config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 60}}, cache_salts=True)
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            body = {"messages": [[{"role": "user", "content": "One"}]], "max_tokens": 30, "n": n}
+            for expected in (200, 429):
+                status, _, _ = await d.post("/v1/chat/completions/batch", **of("a"), **body)
+                assert status == expected
+            assert [one.json["cache_salt"] for one in d.decodes[0].received] == ["a|"]
+
+    run(test)
+
+
+def test_salts_that_are_long_have_room(tmp_path: Path) -> None:
+    name = "a" * 63
+    config = sharing(tmp_path, tenants={name: {}}, cache_salts=True)
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            for salt in ("x" * 64, "x" * 65, "y" * 128):
+                assert (await d.post(**of(name), cache_salt=salt))[0] == 200
+            salts = [request.json["cache_salt"] for request in d.decodes[0].received]
+            assert salts[0] == f"{name}|{'x' * 64}"
+            assert len(set(salts)) == 3
+            assert all(salt.startswith(f"{name}|") for salt in salts)
+
+    run(test)
+    path = sharing(tmp_path, tenants={name + "a": {}}, cache_salts=True).tenants_file
+    assert path is not None
+    with pytest.raises(ConfigError, match=rf"tenants\.{name}a: .* at most 63"):
+        Tenants(path, Counted())  # type: ignore[arg-type]
 
 
 def test_the_access_log_says_whose_request_it_was(

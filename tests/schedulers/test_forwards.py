@@ -482,7 +482,7 @@ def test_engine_that_would_end_at_once_is_refused(engines: Engines) -> None:
         check_config(config)
 
 
-@pytest.mark.parametrize("salt", [None, "a tenant/"])
+@pytest.mark.parametrize("salt", [None, "a tenant|"])
 def test_both_engines_hash_a_forwarded_request_alike_whatever_its_salt_says_of_weights(
     salt: str | None,
 ) -> None:

@@ -20,6 +20,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.types import TENANT_END
+
 if TYPE_CHECKING:
     from vllm_ascend_pd.types import Layers
 
@@ -33,12 +35,12 @@ _DIGEST_LENGTH = 16
 
 
 def tenant_of(salt: str | None) -> str:
-    """16 letters for whose ``cache_salt`` it is: all that are equal up to the first ``/`` are one
+    """16 letters for whose ``cache_salt`` it is: all that are equal up to ``TENANT_END`` are one
     tenant's. Requests without one are all nobody's, which is one more tenant.
     """
     if not salt:
         return ""
-    name = salt.partition("/")[0].encode(errors="surrogateescape")
+    name = salt.partition(TENANT_END)[0].encode(errors="surrogateescape")
     return hashlib.blake2b(name, digest_size=8).hexdigest()
 
 

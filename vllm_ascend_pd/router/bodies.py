@@ -132,19 +132,20 @@ def parse(path: str, raw: bytes) -> Body:
     )
 
 
-def split_batch(raw: bytes) -> list[bytes] | None:
-    """The bodies of a batch of chats, one of each; ``None`` if it asks for what only an engine can
-    answer or refuse."""
+def split_batch(raw: bytes) -> list[bytes] | str:
+    """The bodies of a batch of chats, one of each; or the field that asks for what only an engine
+    can answer or refuse."""
     fields = _decode_fields(raw)
-    if any(_is_true(fields, name) for name in ("stream", "tools", "use_beam_search")):
-        return None
-    if bytes(fields.get("n", b"1")) not in (b"1", b"null"):
-        return None
+    for name in ("stream", "tools", "use_beam_search"):
+        if _is_true(fields, name):
+            return name
+    if _decode_any(bytes(fields.pop("n", b"1"))) not in (1, None):
+        return "n"
     try:
         chats = _items_decoder.decode(fields.pop("messages", b""))
     except msgspec.MsgspecError:
-        return None
-    return [_encoder.encode({**fields, "messages": messages}) for messages in chats] or None
+        return "messages"
+    return [_encoder.encode({**fields, "messages": chat}) for chat in chats] or "messages"
 
 
 def parse_other(raw: bytes, *names: str) -> tuple[bytes, list[str | None]]:

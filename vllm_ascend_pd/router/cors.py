@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from vllm_ascend_pd import registration
+from vllm_ascend_pd import operating, registration
 from vllm_ascend_pd.router.answers import error_response
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 SAFE_HEADERS = ("Accept", "Accept-Language", "Content-Language", "Content-Type")
 MAX_AGE_S = "600"
-OPERATORS = (registration.PATH, "/status", "/instances")
-"""No page of another origin is told of these, nor may it register an engine."""
+OPERATORS = (registration.PATH, operating.REQUESTS, "/status", "/instances")
+"""No page of another origin is told of these, nor may it register an engine or move a request."""
 
 
 class CrossOrigin:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from vllm_ascend_pd.router.answers import error_response, not_admitted
 from vllm_ascend_pd.router.apis import BATCH, CHAT
-from vllm_ascend_pd.router.bodies import Body, parse, split_batch
+from vllm_ascend_pd.router.bodies import BadRequest, Body, parse, split_batch
 from vllm_ascend_pd.router.incoming import REQUEST_ID, read_body, session_of
 from vllm_ascend_pd.router.models import check_model
 from vllm_ascend_pd.router.policies.base import Routed
@@ -55,7 +55,10 @@ class Generation:
         if trace.request.path != BATCH:
             return await self._one(trace, parse(trace.request.path, raw))
         chats = split_batch(raw)
-        if chats is None:
+        if isinstance(chats, str):
+            if trace.tenant is not None:  # nobody would charge or salt it
+                message = f"'{chats}': a tenant's batch cannot be passed whole to one engine"
+                raise BadRequest(message, chats)
             return await self.passthrough.send(trace, raw)
         return await self._batch(trace, [parse(CHAT, chat) for chat in chats])
 

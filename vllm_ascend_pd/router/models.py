@@ -29,10 +29,10 @@ def model_of_form(raw: bytes, content_type: str) -> str | None:
     header = Message()
     header["Content-Type"] = content_type
     boundary = header.get_param("boundary")
-    if not isinstance(boundary, str) or not boundary:
-        raise BadRequest("the multipart body's Content-Type has no boundary")
+    if not isinstance(boundary, str) or not boundary or not boundary.isascii():
+        raise BadRequest("the multipart body's Content-Type has no boundary of ASCII")
     model = None
-    for name, value in _fields(raw, boundary.encode(errors="replace")):
+    for name, value in _fields(raw, boundary.encode()):
         if name == "model":
             model = value.decode(errors="replace") or None
         elif name == XARGS and any(param.encode() in value for param in (*PEER_PARAMS, "\\u")):

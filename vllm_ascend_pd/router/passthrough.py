@@ -76,7 +76,7 @@ class Passthrough:
             return error_response(400, "not_passed_on", message, headers=own)
         raw = await read_body(request, self.config.timeouts.body_s)
         if content_type := request.headers.get("Content-Type"):
-            trace.headers.append((b"content-type", content_type.encode()))
+            trace.headers.append((b"content-type", content_type.encode("utf-8", "surrogateescape")))
         return await self.send(trace, raw)
 
     async def send(self, trace: Trace, raw: bytes) -> web.StreamResponse:

@@ -26,6 +26,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_private
 from vllm_ascend_pd.router.admission import TooMany
 from vllm_ascend_pd.router.auth import bearer_token
+from vllm_ascend_pd.types import TENANT_END
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 OPTION = "--tenants-file"
 OTHERS = "others"
 BUSY_RETRY_AFTER_S = 1
+MAX_SALT = 128
+"""Characters that vLLM allows."""
+MAX_SALTED_NAME = MAX_SALT - len(TENANT_END) - 2 * hashlib.sha256().digest_size
 _MAX_BYTES = 4 << 20
 
 Positive = Annotated[int, Meta(ge=1, description="must be at least 1")]
@@ -178,8 +182,10 @@ class Tenants:
         """Of the tenant's prefixes, if the file says so; ``BadRequest`` if the client's own is no
         string."""
         if self._file.cache_salts:
-            # No name has a slash, so no salt of a client's own makes it another tenant's.
-            salt = f"{tenant.name}/{body.string('cache_salt') or ''}"
+            own, begin = body.string("cache_salt") or "", tenant.name + TENANT_END
+            if len(begin + own) > MAX_SALT:
+                own = _digest(own).hex()
+            salt = begin + own
             body.add("cache_salt", msgspec.Raw(msgspec.json.encode(salt)))
 
     def charge(self, routed: Routed) -> TooMany | None:
@@ -224,6 +230,9 @@ class Tenants:
         for name in file.tenants:
             if not re.fullmatch(registration.NAME, name) or name == OTHERS:
                 raise ConfigError(f"{OPTION}: tenants.{name}: not a name that logs can carry")
+            if file.cache_salts and len(name) > MAX_SALTED_NAME:
+                message = f"with cache_salts a name has at most {MAX_SALTED_NAME} characters"
+                raise ConfigError(f"{OPTION}: tenants.{name}: {message}")
         quotas = {**file.tenants, OTHERS: file.others}
         by_key: dict[bytes, str] = {}
         for name, quota in quotas.items():

@@ -148,7 +148,7 @@ def test_tenants_with_a_share_of_their_own_have_that() -> None:
     shares = {"large": 0.7, "small": 0.1}
     config = PoolConfig(tiers=("dram",), dram_size=16 << 20, tenant_share=0.3, tenant_shares=shares)
     tier = MemoryTier(ROOM, shares=Shares.of(config))
-    for salt, num_kept in ("large/a", 7), ("small/b", 1), ("other", 3), (None, 3):
+    for salt, num_kept in ("large|a", 7), ("small|b", 1), ("other", 3), (None, 3):
         tenant = tenant_of(salt)
         keys = [f"pd2/f/{i}" for i in range(9)]
         assert tier.put([value(key, tenant) for key in keys]) == [Status.OK] * 9
@@ -159,7 +159,7 @@ def test_tenants_with_a_share_of_their_own_have_that() -> None:
 
 
 def test_salts_of_one_tenant_are_one_tenants() -> None:
-    assert tenant_of("a/user") == tenant_of("a/") == tenant_of("a")
-    assert len({tenant_of(salt) for salt in ("a/x", "b/x", "ab", "/", None)}) == 5
+    assert tenant_of("a|user") == tenant_of("a|") == tenant_of("a")
+    assert len({tenant_of(salt) for salt in ("a|x", "b|x", "ab", "|", None)}) == 5
     assert tenant_of(None) == tenant_of("") == ""
     assert len(tenant_of("surrogate \udc80")) == 16

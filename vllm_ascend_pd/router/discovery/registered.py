@@ -236,6 +236,10 @@ class RegisteredDiscovery:
             if self._token.accepts(bearer_token(request.headers.get("Authorization"))):
                 return None
             return error_response(403, "forbidden", "the registration token is wrong or missing")
+        # A browser on this host sends simple requests for any page without a preflight.
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("//")[2] != request.host:
+            return error_response(403, "forbidden", "not for pages of other origins")
         # A proxy on this host makes everybody a neighbour.
         proxied = any(name in request.headers for name in _FORWARDED)
         if not proxied and registration.is_loopback(request.remote or ""):
