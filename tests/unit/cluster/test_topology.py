@@ -89,6 +89,8 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"extra_config": {"router": {"token_file": 5}}}, "router.token_file must be a string"),
         ({"extra_config": {"security": {"secret_file": 5}}}, "security.secret_file must be a str"),
         ({"router": {"args": {"--port": 1}}}, "router.args.--port: set by the topology itself"),
+        ({"router": {"args": {"tls_key": "k"}}}, "router.args.tls_key: .* put what ends TLS in fr"),
+        ({"router": {"args": {"tls-certificate": "c"}}}, "router.args.tls-certificate: .* http"),
         ({"more_args": ["--dtype", "auto", "--port=1"]}, "more_args: --port is set by vllm-pd"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
     ],
