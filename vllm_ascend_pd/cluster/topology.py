@@ -38,6 +38,8 @@ RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name",
 """Options of ``vllm serve`` that a deployment sets itself, with dashes."""
 
 _TLS = frozenset({"tls-certificate", "tls-key"})
+_JSON = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
+_FLAGS = frozenset({"require-prefill", "allow-credentials"})
 
 Port = Annotated[int, Meta(ge=1, le=65535, description="must be within 1..65535")]
 Count = Annotated[int, Meta(ge=0, description="must not be negative")]
@@ -265,4 +267,21 @@ def render_args(args: Mapping[str, Any]) -> list[str]:
             words += [f"--{option}", *map(str, value)]
         else:
             words += [f"--{option}", str(value)]
+    return words
+
+
+def render_router_args(args: Mapping[str, Any]) -> list[str]:
+    """Likewise for ``vllm-pd router``, where a list is JSON or an option that is repeated, and only
+    a flag is false: elsewhere it is how YAML reads ``off``.
+    """
+    words: list[str] = []
+    for key, value in args.items():
+        option = _option_name(key)
+        if value is False:
+            values = [] if option in _FLAGS else ["off"]
+        elif isinstance(value, list | tuple):
+            values = [msgspec.json.encode(value).decode()] if option in _JSON else list(value)
+        else:
+            values = [value]
+        words += [word for one in values for word in render_args({option: one})]
     return words
