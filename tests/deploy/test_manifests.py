@@ -154,6 +154,14 @@ def test_component_fits_the_pods(component: str, rendered: list[Object]) -> None
             assert {end["port"] for end in one["spec"]["podMetricsEndpoints"]} <= names
 
 
+def test_an_engine_counts_once_however_many_routers_tell_of_it() -> None:
+    for one in read(DEPLOY / "components" / "keda" / "scaling.yaml"):
+        for trigger in one["spec"]["triggers"]:
+            query = trigger["metadata"]["query"]
+            once = re.findall(r"sum\(max by \(instance\) \(vllm:pd_router_instance_", query)
+            assert len(once) == query.count("pd_router_instance_")
+
+
 # ------------------------------------------------------------------------------ vllm-pd manifests
 
 PLANNED: Object = {

@@ -61,7 +61,7 @@ def asked_labels(expression: str) -> set[str]:
 def declared_metrics(urls: list[str]) -> dict[str, set[str] | None]:
     """What these processes expose, and its labels, with those that a Prometheus adds: ``None`` of
     what has no value now. Of counters that appear when they are first counted, all."""
-    added = {"instance", "job"}
+    added = {"instance", "job", "namespace"}
     ours = {"engine", "model_name", *added}
     known: dict[str, set[str] | None] = {
         f"vllm:pd_{n}_total": {label or "", *ours} for n, (_, label) in COUNTERS.items()

@@ -362,7 +362,10 @@ def router(
     else:
         from vllm_ascend_pd.router.server import serve
 
-    serve(config, lambda url: typer.echo(f"vllm-pd router listens on {url}"))
+    def tell(url: str) -> None:
+        typer.echo(f"vllm-pd router listens on {url}", err=access_log == "json")
+
+    serve(config, tell)
 
 
 def _labels(text: str) -> tuple[str, ...]:

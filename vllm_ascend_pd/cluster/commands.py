@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ascend_pd.backends.mooncake_master import master_command
 from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, http_url, num_ranks, option
-from vllm_ascend_pd.cluster.topology import Topology, render_args
+from vllm_ascend_pd.cluster.topology import Topology, render_args, render_router_args
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.envs import VISIBLE_DEVICES
 from vllm_ascend_pd.errors import ConfigError
@@ -289,7 +289,7 @@ def _router_command(
             "router.args.workers: one process decides who computes prompts and who answers; leave"
             " it out, or give roles: operator"
         )
-    argv = (*words, *render_args(args))
+    argv = (*words, *render_router_args(args))
     return Command("router", "router", host, argv, dict(router.env), shared.router_url)
 
 

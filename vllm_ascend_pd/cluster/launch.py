@@ -22,6 +22,7 @@ import msgspec
 import psutil
 from rich.text import Text
 
+from vllm_ascend_pd import registration
 from vllm_ascend_pd.backends.mooncake_master import master_program
 from vllm_ascend_pd.cluster.commands import Deployment, Programs
 from vllm_ascend_pd.cluster.display import Display
@@ -191,7 +192,7 @@ async def launch(
         async def announce() -> None:
             await all_up.wait()
             if any(command.role == "router" for command in commands):
-                await _report_missing(deployment, display)
+                await report_missing(deployment, display, _token(manner))
             seconds = time.monotonic() - started
             display.say(_banner(deployment, commands, model, log_dir, seconds))
 
@@ -226,14 +227,12 @@ async def launch(
 
 async def _obey(path: Path, deployment: Deployment, supervisor: Supervisor, manner: Manner) -> None:
     """What other commands of this user ask, until cancelled."""
-    token_file = manner.token_file
-    token = read_token("router.token_file", str(token_file)) if token_file else None
     engines = {c.name for c in deployment.commands if c.is_engine}
     children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
-    async with RouterOperator(deployment.router_url, token) as router:
+    async with RouterOperator(deployment.router_url, _token(manner)) as router:
         instances = {c.name: c.instance_ids for c in deployment.commands}
         restart = RollingRestart(supervisor, router, instances)
-        up_socket = UpSocket(path, children, restart, token_file, manner.scaling)
+        up_socket = UpSocket(path, children, restart, manner.token_file, manner.scaling)
         try:
             await up_socket.start()
             await asyncio.Event().wait()
@@ -243,7 +242,12 @@ async def _obey(path: Path, deployment: Deployment, supervisor: Supervisor, mann
             await up_socket.close()
 
 
-async def _report_missing(deployment: Deployment, display: Display) -> None:
+def _token(manner: Manner) -> str | None:
+    path = manner.token_file
+    return read_token("router.token_file", str(path)) if path else None
+
+
+async def report_missing(deployment: Deployment, display: Display, token: str | None) -> None:
     """Wait until the router sends requests to every engine; say which ones it does not."""
     missing = {
         (command.url, rank): name_of_rank(command.name, rank)
@@ -253,12 +257,17 @@ async def _report_missing(deployment: Deployment, display: Display) -> None:
     }
     end = time.monotonic() + _ROUTER_PATIENCE_S
     timeout = aiohttp.ClientTimeout(total=30)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    # /instances may want a client's key, which is not to be had here.
+    url = deployment.router_url + (registration.PATH if token else "/instances")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         while missing and time.monotonic() < end:
             with contextlib.suppress(
                 aiohttp.ClientError, asyncio.TimeoutError, msgspec.MsgspecError
             ):
-                async with session.get(f"{deployment.router_url}/instances") as response:
+                async with session.get(url) as response:
+                    if response.status in (401, 403):
+                        return
                     listed = msgspec.json.decode(await response.read(), type=list[InstanceStatus])
                 for instance in listed:
                     if instance.state == "ready" and instance.healthy:

@@ -37,6 +37,9 @@ LOCAL = "localhost"
 RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name", "model"})
 """Options of ``vllm serve`` that a deployment sets itself, with dashes."""
 
+_TLS = frozenset({"tls-certificate", "tls-key"})
+_JSON = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
+_FLAGS = frozenset({"require-prefill", "allow-credentials"})
 
 Port = Annotated[int, Meta(ge=1, le=65535, description="must be within 1..65535")]
 Count = Annotated[int, Meta(ge=0, description="must not be negative")]
@@ -177,6 +180,7 @@ def _check(topology: Topology) -> None:
     _check_host("router.host", topology.router.host, topology)
     _check_args("args", topology.args)
     _check_args("router.args", topology.router.args, frozenset({"port"}))
+    _check_no_tls(topology.router.args)
     _check_words("more_args", topology.more_args)
     _check_files(topology.extra_config)
     counts = {}
@@ -202,6 +206,16 @@ def _check_args(path: str, args: Mapping[str, Any], reserved: frozenset[str] = R
     for key in args:
         if _option_name(key) in reserved:
             raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
+
+
+def _check_no_tls(args: Mapping[str, Any]) -> None:
+    """Who starts a router, and the engines that register, ask it over http."""
+    for key, value in args.items():
+        if _option_name(key) in _TLS and value is not None:
+            raise ConfigError(
+                f"router.args.{key}: a deployment's own processes ask its router over http; put"
+                " what ends TLS in front of it, or start `vllm-pd router` by hand"
+            )
 
 
 def _option_name(said: str) -> str:
@@ -253,4 +267,21 @@ def render_args(args: Mapping[str, Any]) -> list[str]:
             words += [f"--{option}", *map(str, value)]
         else:
             words += [f"--{option}", str(value)]
+    return words
+
+
+def render_router_args(args: Mapping[str, Any]) -> list[str]:
+    """Likewise for ``vllm-pd router``, where a list is JSON or an option that is repeated, and only
+    a flag is false: elsewhere it is how YAML reads ``off``.
+    """
+    words: list[str] = []
+    for key, value in args.items():
+        option = _option_name(key)
+        if value is False:
+            values = [] if option in _FLAGS else ["off"]
+        elif isinstance(value, list | tuple):
+            values = [msgspec.json.encode(value).decode()] if option in _JSON else list(value)
+        else:
+            values = [value]
+        words += [word for one in values for word in render_args({option: one})]
     return words

@@ -76,7 +76,9 @@ def test_engines_that_can_do_both() -> None:
     assert (config["kv_role"], config["kv_port"]) == ("kv_both", 9001)
     assert "role" not in config["kv_connector_extra_config"]["router"]
     assert option(router, "--roles") == "auto"
-    by_hand = deployment(both=[{"count": 2}], router={"args": {"roles": "operator"}}).commands[-1]
+    said = {"roles": "operator", "require-prefill": False}
+    by_hand = deployment(both=[{"count": 2}], router={"args": said}).commands[-1]
+    assert not [word for word in by_hand.argv if "require-prefill" in word]
     assert by_hand.argv.count("--roles") == 1
     assert option(by_hand, "--roles") == "operator"
     args = {"--roles": "operator", "workers": 2}

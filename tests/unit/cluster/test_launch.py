@@ -10,16 +10,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests.router.harness import FAST, deployed
 from vllm_ascend_pd.cluster import log_rotation
 from vllm_ascend_pd.cluster.commands import Command, Deployment
-from vllm_ascend_pd.cluster.launch import Manner, launch
+from vllm_ascend_pd.cluster.display import Display
+from vllm_ascend_pd.cluster.launch import Manner, launch, report_missing
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
+from vllm_ascend_pd.private_file import write_private
 
 SAID = "x" * 3000 + "\n"
 # In one call and within a page: a file is seen to grow by as much, and a log is cut behind it.
@@ -115,3 +119,26 @@ def test_log_of_an_engine_on_ray_is_rotated(
     with os.fdopen(ours) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         asyncio.run(asyncio.wait_for(test(), 60))
+
+
+@pytest.mark.parametrize("token", ["t0ken", None])
+def test_engines_of_a_router_that_wants_keys_are_not_waited_for_in_vain(
+    tmp_path: Path, token: str | None
+) -> None:
+    keys, token_file = tmp_path / "keys", tmp_path / "token"
+    write_private(keys, "sk-1")
+    write_private(token_file, "t0ken")
+    config = replace(FAST, api_keys_file=keys, registration_token_file=token_file)
+
+    async def test() -> None:
+        async with deployed(1, 1, config) as d:
+            commands = (
+                Command("prefill-0", "prefill", "localhost", (), {}, d.prefills[0].url),
+                Command("decode-0", "decode", "localhost", (), {}, d.decodes[0].url),
+            )
+            told = io.StringIO()
+            display = Display(Console(file=told), {})
+            await report_missing(Deployment(commands, d.url), display, token)
+            assert not told.getvalue()
+
+    asyncio.run(asyncio.wait_for(test(), 10))

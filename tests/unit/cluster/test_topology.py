@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from vllm_ascend_pd.cli import router as router_cli
 from vllm_ascend_pd.cluster import topology
 from vllm_ascend_pd.cluster.topology import (
     LOCAL,
@@ -18,6 +20,7 @@ from vllm_ascend_pd.cluster.topology import (
     parse,
     parse_cores,
     render_args,
+    render_router_args,
 )
 from vllm_ascend_pd.errors import ConfigError
 
@@ -89,6 +92,8 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"extra_config": {"router": {"token_file": 5}}}, "router.token_file must be a string"),
         ({"extra_config": {"security": {"secret_file": 5}}}, "security.secret_file must be a str"),
         ({"router": {"args": {"--port": 1}}}, "router.args.--port: set by the topology itself"),
+        ({"router": {"args": {"tls_key": "k"}}}, "router.args.tls_key: .* put what ends TLS in fr"),
+        ({"router": {"args": {"tls-certificate": "c"}}}, "router.args.tls-certificate: .* http"),
         ({"more_args": ["--dtype", "auto", "--port=1"]}, "more_args: --port is set by vllm-pd"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
     ],
@@ -163,3 +168,27 @@ def test_args_become_words() -> None:
         *("--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"),
         *("--compilation-config", '{"level":3}', "--middleware", "a", "b"),
     ]
+
+
+def test_args_of_the_router_become_words_that_it_knows() -> None:
+    args = {
+        "require_prefill": False,
+        "allow-credentials": True,
+        "allowed-origins": ["https://a", "https://b"],
+        "allowed_methods": '["GET"]',
+        "prefill": ["http://a:1", "http://b:2"],
+        "rebalance": False,  # `off` in a file
+        "workers": 2,
+        "profile": None,
+    }
+    words = render_router_args(args)
+    assert words == [
+        *("--allow-credentials", "--allowed-origins", '["https://a","https://b"]'),
+        *("--allowed-methods", '["GET"]', "--prefill", "http://a:1", "--prefill", "http://b:2"),
+        *("--rebalance", "off", "--workers", "2"),
+    ]
+    command = typer.main.get_command(router_cli.app)
+    assert command.make_context("router", words).params["prefill"] == ["http://a:1", "http://b:2"]
+    flags = [p.name for p in command.params if getattr(p, "is_flag", False)]
+    assert "require_prefill" in flags
+    assert not render_router_args(dict.fromkeys(filter(None, flags), False))
