@@ -48,8 +48,8 @@ def check_config(config: VllmConfig) -> None:
         (
             config.cache_config.kv_offloading_size is not None,
             (
-                "--kv-offloading-size, which chooses another connector (leave it out: pool.dram_size"
-                " keeps KV in host memory)"
+                "--kv-offloading-size, which chooses another connector (leave it out:"
+                " pool.dram_size keeps KV in host memory)"
             ),
         ),
     )
