@@ -25,6 +25,7 @@ from tests.schedulers.harness import (
 from vllm_ascend_pd.engine.scheduler import remote_prompt
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.producer import Producer
+from vllm_ascend_pd.engine.scheduler.sources import SourceState
 from vllm_ascend_pd.types import Cause
 
 LENGTHS = [2, 15, 16, 17, 33, 96, 97, 100]
@@ -266,23 +267,43 @@ def test_token_is_told_when_the_prompt_is_computed(
 
 @pytest.mark.parametrize("num_tokens", [16, 17, 32, 33, 96, 97, 100])
 def test_token_may_be_delivered_before_memory_for_the_prompt_is_found(
-    producer: Engine, consumer: Engine, num_tokens: int
+    producer: Engine, parking: Engine, num_tokens: int
 ) -> None:
     """Both answers of the producer have come when the consumer looks for the first time."""
-    consumer.schedule()
-    both = Concurrent(producer, consumer, num_tokens, max_tokens=4)
-    consumer.wait_for_answer()
+    parking.schedule()
+    both = Concurrent(producer, parking, num_tokens, max_tokens=4)
+    parking.wait_for_answer()
     both.compute_prompt()
-    consumer.poll(lambda: consumer.scheduler.pd.part(Consumer).client.outcomes.qsize() == 2)
-    consumer.finish_step()
-    consumer.expect_tokens("c", 1)
+    parking.poll(lambda: parking.scheduler.pd.part(Consumer).client.outcomes.qsize() == 2)
+    parking.finish_step()
+    parking.expect_tokens("c", 1)
     both.park()
-    (load,) = consumer.worker.parked.values()
+    (load,) = parking.worker.parked.values()
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     assert load.blocks[0].indices == tuple(range(num_blocks))
     assert load.blocks[0].has_tail is bool(num_tokens % BLOCK_SIZE)
-    assert load.num_awaited == num_tokens
+    assert load.num_awaited is None, "all of it is computed"
     both.end_load()
+    parking.run_to_end()
+    parking.expect_tokens("c", 4)
+    assert ends_as(parking)["num_computed_tokens"] == 0
+
+
+def test_prompt_behind_which_a_token_was_sampled_is_loaded_without_memory_to_park(
+    producer: Engine, engines: Engines
+) -> None:
+    """It takes all of the memory, and a tenth of it has to stay free beside a parked load."""
+    consumer = engines.make("kv_consumer", num_blocks=13, first_token="auto", load_mode="park")
+    both = Concurrent(producer, consumer, 180, max_tokens=4)
+    session = session_of(consumer, both.request)
+    consumer.run(lambda: session.state is SourceState.READY)
+    consumer.step()
+    assert session.state is SourceState.READY, "it waits for memory, or for the producer"
+    both.compute_prompt()
+    step = consumer.schedule_until_admitted(both.request)
+    assert step.output.num_scheduled_tokens == {"c": 1}
+    (load,) = step.loads
+    assert load.in_step
     consumer.run_to_end()
     consumer.expect_tokens("c", 4)
     assert ends_as(consumer)["num_computed_tokens"] == 0

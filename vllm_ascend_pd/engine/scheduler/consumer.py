@@ -150,6 +150,8 @@ class Consumer(Part):
             if prompt is None or prompt.key != outcome.key:
                 continue
             if isinstance(outcome.answer, FirstToken):
+                # It was sampled behind the prompt.
+                prompt.set_complete(True)
                 self._note_first_token(prompt, outcome.answer.token_id)
                 continue
             if outcome.answer is None:

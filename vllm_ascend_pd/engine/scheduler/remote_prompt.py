@@ -119,11 +119,12 @@ class RemotePrompt(PeerSource):
         self._first_token_follows = answer.first_token_follows
         self._workers = answer.workers
         self.epoch = answer.epoch
-        self._set_complete(answer.is_computed)
+        self.set_complete(answer.is_computed)
         self.place_until = time.monotonic() + self._transfer.load_timeout_s
         self.advance(SourceEvent.FOUND)
 
-    def _set_complete(self, is_complete: bool) -> None:
+    def set_complete(self, is_complete: bool) -> None:
+        """Whether the producer has computed all of it."""
         self.is_complete = is_complete
         self.always_parks = not is_complete or self.parked_only
 
@@ -294,7 +295,7 @@ class RemotePrompt(PeerSource):
         self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
     ) -> None:
         # A load that waited for the prompt has ended: from now on all of it can be read.
-        self._set_complete(True)
+        self.set_complete(True)
         super().load_ended(result, places, was_parked)
         self._admit_until = time.monotonic() + self._transfer.admission_timeout_s
         if self.num_loads or not self.state.final:
