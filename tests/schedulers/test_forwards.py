@@ -49,7 +49,7 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.supported import check_config
 from vllm_ascend_pd.engine.vllm_api.guests import encode_request, make_guest, read_request
 from vllm_ascend_pd.errors import ConfigError, TransferError
-from vllm_ascend_pd.wire import TokenLogprobs
+from vllm_ascend_pd.wire import Go, Opened, TokenLogprobs
 
 ALL_KINDS = [*KINDS, "take", "more", "told"]
 
@@ -387,6 +387,31 @@ def test_what_is_no_token_is_not_delivered(
     )
     pair.begin()
     assert pair.run() == {"back_incompatible": 1}
+    pair.expect_whole()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Go("of another"), Opened("of another", 16, (), "epoch", first_token_follows=True)],
+    ids=["go", "opened"],
+)
+@pytest.mark.parametrize("is_away", [False, True], ids=["asked", "away"])
+def test_answer_of_another_kind_gives_the_request_back(
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    other: Go | Opened,
+    is_away: bool,
+) -> None:
+    pair = Pair(engines, tmp_path)
+    told = forwards_in.Told
+    monkeypatch.setattr(
+        forwards_in,
+        "Told",
+        lambda *fields: other if bool(fields[2]) is is_away else told(*fields),
+    )
+    pair.begin()
+    assert pair.run() == {"back_bad_params" if is_away else "bad_params": 1}
     pair.expect_whole()
 
 

@@ -370,7 +370,8 @@ class ControlClient(Reactor):
             self._pending[message.open_id] = dataclasses.replace(pending, deadline=later)
             return
         del self._pending[message.open_id]
-        if isinstance(message, Opened) and message.first_token_follows:
+        is_open = pending.outcomes is self.outcomes
+        if is_open and isinstance(message, Opened) and message.first_token_follows:
             self._following[message.open_id] = pending
         pending.outcomes.put(OpenOutcome(pending.key, message))
 

@@ -190,7 +190,10 @@ class ForwardsOut(Part):
         if isinstance(answer, Refused):
             self._fail(forward, answer.cause, answer.detail)
             return
-        assert isinstance(answer, Told)
+        if not isinstance(answer, Told):
+            detail = f"{type(answer).__name__} is no answer"
+            self._fail(forward, Cause.BAD_PARAMS.value, detail)
+            return
         num_known = forward.request.num_output_tokens + len(forward.told)
         if forward.state is Forwarding.AWAY:
             new = answer.token_ids[num_known - answer.start :]
