@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.schedulers.harness import (
+    CHOSEN,
     POLL_LIMIT_S,
     SPEC,
     WINDOW,
@@ -55,6 +56,37 @@ def test_other_requests_run_beside_a_parked_load(producer: Engine, engines: Engi
     consumer.run(lambda: len(consumer.tokens["other"]) == 3)
     consumer.expect_tokens("other", 3)
     consumer.worker.end_parked(next(iter(consumer.worker.parked)))
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 1)
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_request_with_a_computed_prompt_does_not_wait_for_the_same_one_elsewhere(
+    producer: Engine, engines: Engines, load_mode: str
+) -> None:
+    """Another request's load waits until a slow engine has computed it."""
+    slow = engines.make("kv_producer")
+    consumer = engines.make("kv_consumer", load_mode=load_mode)
+    known = slow.prefill("where", prompt_of(3, start=50))
+    slow.scheduler.reset_prefix_cache()
+    slow.add("p", prompt_of(100), CHOSEN)
+    address = ("remote_engine_id", "remote_host", "remote_port", "remote_key")
+    there = {"do_remote_prefill": True, "transfer_id": CHOSEN["transfer_id"]}
+    consumer.add("c", prompt_of(100), {**there, **{name: known[name] for name in address}})
+    consumer.run(lambda: bool(consumer.worker.parked))
+    ((awaited, _),) = consumer.worker.parked.items()
+
+    params = producer.prefill("p", prompt_of(100))
+    request = consumer.add("d", prompt_of(100), params, max_tokens=3)
+    if load_mode == "park":
+        consumer.run(lambda: len(consumer.worker.parked) == 2)
+        consumer.worker.end_parked(max(consumer.worker.parked))
+    consumer.run(request.is_finished)
+    consumer.expect_tokens("d", 3)
+    assert [*consumer.worker.parked] == [awaited]
+
+    slow.run(lambda: "p" in slow.params)
+    consumer.worker.end_parked(awaited)
     consumer.run_to_end()
     consumer.expect_tokens("c", 1)
 

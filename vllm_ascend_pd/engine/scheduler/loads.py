@@ -211,14 +211,18 @@ class Loads:
         )
         source.load_started()
 
-    def is_parked_load_of(self, request: Request, places: Sequence[Wanted]) -> bool:
-        """Whether a parked load is bringing in one of these blocks of ``request``."""
+    def is_parked_load_of(self, source: BlockSource, places: Sequence[Wanted]) -> bool:
+        """Whether a parked load is bringing in one of these blocks of the request of ``source``.
+        One that waits for its prompt to be computed counts only where ``source`` waits for its own.
+        """
         if not self.num_parked:
             return False
+        request = source.request
         loading = {
             (record.parked_for.block_hashes[index], group)
             for record in [*self.new, *self.running.values()]
             if record.parked_for is not None
+            and (record.source.is_complete or not source.is_complete)
             for index, group in record.filled.values()
         }
         return any((request.block_hashes[index], group) in loading for index, group in places)

@@ -118,7 +118,7 @@ class Supply:
     def _place(self, source: BlockSource) -> bool:
         """Decide how its blocks come; whether the request may be scheduled now."""
         missing = self._phantoms.find_missing(source.request, source)
-        if self._loads.is_parked_load_of(source.request, missing):
+        if self._loads.is_parked_load_of(source, missing):
             # Another request's load brings these blocks in; then they are ordinary hits.
             return False
         if missing:
@@ -198,7 +198,7 @@ class Supply:
         for part in self.parts:
             for source in part.take_prefetchable():
                 missing = self._phantoms.find_missing(source.request, source)
-                if missing and not self._loads.is_parked_load_of(source.request, missing):
+                if missing and not self._loads.is_parked_load_of(source, missing):
                     missing, _ = self._plan(source, missing)
                     if missing:
                         self._parking.park(source, missing)
