@@ -72,6 +72,9 @@ def test_request_in_progress_outlives_its_instances_registration() -> None:
             async with d.http.delete(f"{d.url}{registration.PATH}/late") as response:
                 assert response.status == 204
             assert (await posting)[0] == 200
+            await until(lambda: d.router.metrics.num_requests == 0)
+            counted = dict(d.router.metrics.snapshot().counters["legs"])
+            assert not [labels for labels in counted if labels[0] == "late"]
             await engine.stop()
 
     run(test)
