@@ -25,6 +25,7 @@ class VllmConfig(Protocol):
     kv_events_config: KVEventsConfig | None
     quant_config: Any
     attention_config: Any
+    watermark_config: Any
 
     @property
     def max_concurrent_batches(self) -> int: ...
