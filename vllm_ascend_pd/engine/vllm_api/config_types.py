@@ -65,6 +65,7 @@ class CacheConfig(Protocol):
     """Touches: vllm/config/cache.py:CacheConfig"""
 
     cache_dtype: str
+    kv_offloading_size: float | None
     kv_cache_dtype_skip_layers: list[str]
     enable_prefix_caching: bool
     mamba_cache_mode: str
