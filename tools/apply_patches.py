@@ -20,9 +20,9 @@ package, which its RECORD lists, holds the patches that were used. After an inte
 finishes the work and ``revert`` undoes it; when the series has changed since, ``apply`` takes the
 old patches off first. A Python that has no package to patch leaves it to that of ``.venv``.
 
-Exit codes: 0 done, or nothing to do · 1 refused, nothing was touched · 2 wrong usage
-· 3 package not found, or no series for its version · 4 patch files are wrong, or a check failed
-· 5 git failed, or a patch conflicts (port, export)
+Exit codes: 0 done, or nothing to do · 1 refused: nothing was touched but what it names · 2 wrong
+usage · 3 package not found, or no series for its version · 4 patch files are wrong, or a check
+failed · 5 git failed, or a patch conflicts (port, export)
 """
 
 import argparse
@@ -122,13 +122,30 @@ def cmd_move(args: argparse.Namespace) -> int:
             sweep_tree(series, tree)
         # All series are planned before one is written: a refusal leaves every tree as it was.
         plans = [plan(series, tree, goal) for series, tree in chosen]
+        done: list[str] = []
         for (series, tree), moves in zip(chosen, plans, strict=True):
             for move in moves:
-                commit(move)
+                try:
+                    commit(move)
+                except ToolError as error:
+                    raise ToolError(
+                        f"{error}\n{_what_is_left(args.command, done)}", REFUSED
+                    ) from error
+                done.append(f"{move.series.name} is {move.goal}")
             what = f"now {goal}" if moves else f"already {goal}"
             count = len(series.patches)
             print(f"{series.name}: {what}, {count} patches, {tree.root / series.pin.package}")
     return 0
+
+
+def _what_is_left(command: str, done: list[str]) -> str:
+    if not done:
+        return "Nothing was touched."
+    back = "revert" if command == "apply" else "apply"
+    return (
+        f"Done before that: {', '.join(done)}. Once these files can be written, '{command}' does"
+        f" the rest; '{back}' undoes what was done."
+    )
 
 
 # ---- command: check -----------------------------------------------------------------------------

@@ -270,7 +270,11 @@ def _refusal(series: Series, tree: Tree, found: Survey) -> str:
 
 
 def commit(move: Move) -> None:
-    """Note what is under way, write all files beside their targets, then rename them."""
+    """Note what is under way, write all files beside their targets, then rename them.
+
+    Raises:
+        ToolError: they cannot be written; the tree is as it was before this move.
+    """
     root, receipt = move.tree.root, receipt_path(move.series, move.tree)
     writes = {root / p: data for p, data in move.wanted.items() if move.current[p] != data}
     for record in move.tree.records:
@@ -288,7 +292,10 @@ def commit(move: Move) -> None:
             remove(receipt)
         else:
             replace(receipt, noted)
-        raise ToolError(f"{root}: cannot write ({error}); nothing was touched", REFUSED) from error
+        name = move.series.name
+        raise ToolError(
+            f"{name}: cannot write in {root} ({error}); its files are as they were", REFUSED
+        ) from error
     for target in writes:
         rename_beside(target)  # stopped in between: the verdict is "interrupted"
     for path in move.wanted:

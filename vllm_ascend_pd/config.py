@@ -375,7 +375,7 @@ class PoolConfig(msgspec.Struct, frozen=True):
     breaker_failures: Count = 3
     """So many failures in a row, and the pool is bypassed."""
     breaker_slow_ms: Positive = 2000.0
-    """A lookup, read or write that takes longer is a failure."""
+    """A lookup, write or load in a step that takes longer is a failure."""
     probe_interval_s: Positive = 1.0
     """How often a bypassed pool is tried."""
 

@@ -142,9 +142,27 @@ def in_engine(kv_transfer_config: Any) -> bool:
 
 
 def check_config(vllm_config: VllmConfig) -> None:
-    """Refuse, in whichever process makes it, a configuration that the in-engine path cannot run."""
-    if in_engine(vllm_config.kv_transfer_config):
+    """Refuse, in whichever process makes it, a configuration that the in-engine path cannot run.
+
+    Touches:
+        vllm/config/kv_transfer.py:KVTransferConfig.kv_connector_extra_config
+    """
+    transfer = vllm_config.kv_transfer_config
+    if in_engine(transfer):
         import_module("vllm_ascend_pd.engine.scheduler.supported").check_config(vllm_config)
+    elif _is_among(getattr(transfer, "kv_connector_extra_config", None)):
+        import_module("vllm_ascend_pd.engine.scheduler.supported").refuse_among_connectors()
+
+
+def _is_among(extra_config: Any) -> bool:
+    """Whether ``InEngine`` is one of the connectors that another one calls, or that one of these
+    calls."""
+    found = extra_config.get("connectors") if isinstance(extra_config, dict) else None
+    children = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return any(
+        one.get("kv_connector") == IN_ENGINE or _is_among(one.get("kv_connector_extra_config"))
+        for one in children
+    )
 
 
 def create_scheduler_hooks(scheduler: Scheduler) -> SchedulerHooks | None:

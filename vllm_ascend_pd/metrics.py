@@ -46,7 +46,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pool_prefill_tokens_per_s": ("Measured speed of prefill; 0 before any", ()),
     "router_registered": ("1 while this router, of those it registers with, knows it", ("router",)),
     "engine_info": (
-        "1: what this engine is; 0: what it was. Fingerprints say which engines fit together",
+        "1: what this engine is. Fingerprints say which engines fit together",
         ("engine_id", "role", "epoch", "kv_endpoint", "fingerprint", "pool_master"),
     ),
 }

@@ -39,7 +39,7 @@ _MODEL_PARTS = (
 )
 """Parts of a fingerprint, see ``engine.fingerprint``, that decide which token is next. How KV lies
 in memory, how it travels and what is drafted do not."""
-_OTHER_PARTS = ("processors", "defaults", "parsing", "adapter", "grammars")
+_OTHER_PARTS = ("processors", "watermark", "defaults", "parsing", "adapter", "grammars")
 _LENGTH = "length_limit"
 _IS_LIMIT = re.compile("[0-9]{1,18}").fullmatch
 _MAX_TOKENS = 1 << 24
@@ -150,6 +150,7 @@ def made_by(fingerprint: str, **others: str) -> str:
     ``others`` those are left out that are empty, for there is none, or nobody knows it:
 
         processors      its own logits processors
+        watermark       how it marks what it samples
         defaults        what it takes for sampling parameters that a request has not
         length_limit    at which it ends an answer: ``--max-model-len``
         parsing         by which options its server makes text and tool calls of tokens

@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config.watermarking import WatermarkConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
-from vllm_ascend_pd.engine.scheduler.first_token import RULED_OUT, SHAPING, sampling_key
+from vllm_ascend_pd.config import FirstTokenMode
+from vllm_ascend_pd.engine.scheduler.first_token import (
+    RULED_OUT,
+    SHAPING,
+    make_sampling_key,
+    sampling_key,
+)
+from vllm_ascend_pd.engine.vllm_api.config import sampling_parts
 
 NOT_SHAPING = {
     *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "flat_logprobs"),
@@ -24,14 +33,36 @@ HAS_SCORES = "prompt_logprob_token_ids" in SamplingParams.__struct_fields__
 SINCE_031 = {"prompt_logprob_token_ids", "prompt_logprob_start", "_watermarking_skipped"}
 
 
-def key(request_id: str = "r", **sampling: Any) -> bytes:
-    request = Request(
+def asked(request_id: str = "r", **sampling: Any) -> Request:
+    return Request(
         request_id=request_id,
         prompt_token_ids=[1, 2, 3],
         sampling_params=SamplingParams(**sampling),
         pooling_params=None,
     )
-    return sampling_key(request)
+
+
+def key(request_id: str = "r", **sampling: Any) -> bytes:
+    return sampling_key(asked(request_id, **sampling))
+
+
+class Marking:
+    """An engine's configuration, with a watermark of these options or with none."""
+
+    def __init__(self, **options: Any) -> None:
+        model: Any = SimpleNamespace(
+            logits_processors=None,
+            return_sampling_mask=False,
+            enable_return_routed_experts=False,
+            max_model_len=512,
+            try_get_generation_config=dict,
+            get_diff_sampling_param=dict,
+        )
+        marks = WatermarkConfig(**options) if options else None
+        self.config: Any = SimpleNamespace(model_config=model, watermark_config=marks)
+
+    def key(self, **sampling: Any) -> bytes:
+        return make_sampling_key(self.config, FirstTokenMode.AUTO)(asked(**sampling))
 
 
 def test_every_field_of_the_pinned_vllm_is_known() -> None:
@@ -103,3 +134,27 @@ def test_how_many_tokens_come_before_a_stop_does_not_matter() -> None:
 )
 def test_what_rules_it_out(sampling: dict[str, Any]) -> None:
     assert key(**sampling) == b""
+
+
+def test_watermark_decides_where_a_request_is_marked() -> None:
+    engines = [
+        Marking(),
+        Marking(key=1),
+        Marking(key=2),
+        Marking(key=1, context_width=5),
+        Marking(key=1, algorithm="dual_key_gumbel"),
+    ]
+    assert len({engine.key() for engine in engines}) == len(engines)
+    assert len({engine.key(watermarking=False) for engine in engines}) == 1
+    assert Marking(key=1).key() == Marking(key=1).key()
+    assert Marking().key() == key()
+
+
+def test_watermark_is_told_without_its_key() -> None:
+    told = [sampling_parts(Marking(**options).config) for options in ({}, {"key": 1}, {"key": 2})]
+    none, one, other = (parts["watermark"] for parts in told)
+    assert none == "none"
+    settings, of_key = one.split("-")
+    assert other.split("-")[0] == settings
+    assert len({of_key, other.split("-")[1]}) == 2
+    assert len(of_key) == 4, "a key of 64 bits has too many candidates left"

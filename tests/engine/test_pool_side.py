@@ -14,10 +14,15 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.engine.test_pool_scheduler import World
+from vllm_ascend_pd.config import LoadMode, TransferConfig
 from vllm_ascend_pd.engine.scheduler import pool_side
 from vllm_ascend_pd.engine.scheduler.parts import StepDraft
+from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.engine.scheduler.supply import Supply
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.load import LoadResult
+from vllm_ascend_pd.kv.span import Wanted
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.messages import (
     DropAhead,
@@ -28,7 +33,7 @@ from vllm_ascend_pd.pool.messages import (
     Save,
     Saved,
 )
-from vllm_ascend_pd.types import Place
+from vllm_ascend_pd.types import LoadId, Place
 
 NOTHING_SCHEDULED: Any = SimpleNamespace(
     preempted_req_ids=None, total_num_scheduled_tokens=0, num_scheduled_tokens={}
@@ -225,6 +230,106 @@ def test_queue_is_not_looked_through_in_every_pass(
         engine.side.begin_step(NOTHING_SCHEDULED, StepDraft())
         nums_asked.append(len(asked))
     assert nums_asked == [1, 1, 2, 3, 3]
+
+
+def end_load(engine: Engine, cause: str = "", elapsed_ms: float = 1.0) -> None:
+    """Of what is to be loaded next, and is parked."""
+    (spec,) = engine.loads.take_new()
+    record = engine.loads.end(spec.load_id)
+    places = record.places()
+    failed = tuple(places) if cause else ()
+    result = LoadResult(spec.load_id, cause, 100, elapsed_ms, failed)
+    record.source.load_ended(result, places, was_parked=True)
+    engine.common.parking.end(record, result)
+
+
+def open_load_breaker(engine: Engine, cause: str, elapsed_ms: float) -> None:
+    """By loads in steps, of prompts that the pool has been asked for each time."""
+    for i in range(2):
+        request = engine.request(name=f"failed {i}", start=3000 + 100 * i)
+        found(engine, request).load_started()
+        prompt = engine.side.source.find(request)
+        assert prompt is not None
+        result = LoadResult(LoadId(i), cause, 0, elapsed_ms)
+        prompt.load_ended(result, {7: Wanted(0)}, was_parked=False)
+        engine.side.source.finish(request)
+
+
+def found(engine: Engine, request: Any) -> PoolPrompt:
+    """The pool has said that it has the request's first blocks."""
+    engine.scheduler.requests[request.request_id] = request
+    engine.side.source.add(request)
+    lookup = engine.arrived.pop()
+    engine.side.source.on_found(Found(lookup.lookup_id, bytes([1] * 4), True, 0.1), 0.0)
+    prompt = engine.side.source.find(request)
+    assert prompt is not None
+    return prompt
+
+
+HANGS = pytest.mark.parametrize(
+    ("cause", "elapsed_ms"), [("deadline", 5000.0), ("pool_failed", 1.0), ("", 2500.0)]
+)
+
+
+@HANGS
+def test_loads_that_fail_or_are_late_are_bypassed_though_lookups_are_answered(
+    engine: Engine, cause: str, elapsed_ms: float
+) -> None:
+    waiting = found(engine, engine.request(name="waiting", start=500))
+    engine.phantoms.publish(waiting.request, [[]], waiting, 0)
+    assert len(engine.phantoms) == 4
+    open_load_breaker(engine, cause, elapsed_ms)
+    assert not waiting.offers  # else a step would wait for it
+    assert not engine.phantoms
+    assert engine.side.source.breaker.closed
+    request = engine.request()
+    assert not found(engine, request).offers
+    assert request.status == RequestStatus.WAITING
+    assert engine.stats.take()["pool_breaker_opened/load"] == 1
+
+
+@pytest.mark.parametrize("load_mode", list(LoadMode))
+def test_bypassed_loads_are_tried_one_at_a_time_beside_the_steps(
+    engine: Engine, load_mode: LoadMode
+) -> None:
+    supply = Supply(engine.common)
+    supply._transfer = TransferConfig(load_mode=load_mode)
+    supply.parts = [engine.side]
+    open_load_breaker(engine, "deadline", 5000.0)
+    now = time.monotonic() + 1.5
+    engine.side.source.load_breaker._clock = lambda: now
+    for cause in ("deadline", ""):
+        tried = engine.request(name=f"tried {cause}")
+        assert found(engine, tried).offers
+        assert not found(engine, engine.request(name=f"other {cause}", start=500)).offers
+        assert not supply.try_promote(tried)
+        assert not found(engine, engine.request(name=f"another {cause}", start=600)).offers
+        assert engine.loads.num_parked == 1
+        end_load(engine, cause)
+        assert supply.try_promote(tried)
+        assert engine.side.source.load_breaker.closed == (not cause)
+        now += 1.5
+        engine.side.source._blacklist.clear()
+    assert all(found(engine, engine.request(name=name, start=700)).offers for name in "ab")
+
+
+def test_bypassed_load_without_memory_to_be_parked_is_left_to_the_next_request(
+    engine: Engine,
+) -> None:
+    supply = Supply(engine.common)
+    supply.parts = [engine.side]
+    open_load_breaker(engine, "deadline", 5000.0)
+    engine.side.source.load_breaker._clock = lambda: time.monotonic() + 1.5
+    others = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 6)
+    request = engine.request()
+    assert found(engine, request).offers
+    assert supply.try_promote(request)  # computed
+    assert not engine.loads.new
+    engine.pool.free_blocks(others)
+    request = engine.request(name="next", start=500)
+    assert found(engine, request).offers
+    assert not supply.try_promote(request)
+    assert engine.loads.num_parked == 1
 
 
 def answer_late(engine: Engine, lookups: list[Any]) -> threading.Thread:

@@ -390,6 +390,61 @@ def test_refusal_for_one_package_leaves_the_other_untouched(site: Site) -> None:
     assert site.snapshot() == before
 
 
+def write_zoo(site: Site) -> Path:
+    """A second package, which calls what the first one's series adds; its module."""
+    (site.root / "zoo").mkdir()
+    (site.root / "zoo" / "__init__.py").touch()
+    module = site.root / "zoo" / "a.py"
+    module.write_text("a = 1\n")
+    directory = site.patches / "zoo-3.0"
+    directory.mkdir()
+    (directory / "pin.toml").write_text(
+        f'package = "zoo"\nversion = "3.0"\nsdist_sha256 = "00"\nrequires = "{TOY}"\n'
+    )
+    name = write_patch(directory, "api: call zoo", {"zoo/a.py": ("a = 1\n", "a = 2\n")})
+    (directory / "series").write_text(name + "\n")
+    return module
+
+
+def refuse_writes_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def open_(path: Path, *args: int, **kwargs: int) -> int:
+        if Path(path).parent == directory:
+            raise PermissionError(f"no writes in {directory.name}")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_)
+
+
+def test_write_that_fails_at_the_second_package_tells_what_was_done(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = write_zoo(site)
+    with monkeypatch.context() as patch:
+        refuse_writes_in(module.parent, patch)
+        assert site("apply") == REFUSED
+    said = capsys.readouterr().err
+    assert "no writes in zoo" in said
+    assert f"Done before that: {TOY} is applied" in said
+    assert "othing was touched" not in said
+    assert (site.core.read_text(), module.read_text()) == (CORE_FINAL, "a = 1\n")
+    assert site("apply") == 0, "it does the rest"
+    assert module.read_text() == "a = 2\n"
+
+
+def test_write_that_fails_at_the_first_package_touches_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_zoo(site)
+    before = site.snapshot()
+    with monkeypatch.context() as patch:
+        refuse_writes_in(site.core.parent, patch)
+        assert site("apply") == REFUSED
+    assert "Nothing was touched." in capsys.readouterr().err
+    assert site.snapshot() == before
+
+
 # ---- a series that changed -----------------------------------------------------
 
 CHANGED: Steps = [

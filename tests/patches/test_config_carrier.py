@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.carrier import InEngineCarrier, PDStats
+from vllm_ascend_pd.engine.scheduler.gauges import EngineInfo
 from vllm_ascend_pd.metrics import COUNTERS, Stats
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
@@ -207,6 +209,24 @@ def test_gauges_appear_in_the_metrics_page(config: VllmConfig) -> None:
         'kv_endpoint="127.0.0.1:1",model_name="tiny",pool_master="127.0.0.1:2",'
         'role="kv_producer"} 1.0'
     ) in page
+
+
+def test_series_of_former_weights_go(config: VllmConfig) -> None:
+    prom = KVConnectorProm(config, ["model_name", "engine"], {0: ["tiny", "0"]})
+    common: Any = SimpleNamespace(stats=Stats(), scheduler=SimpleNamespace(log_stats=True))
+    trust: Any = None  # no step ends here
+    info = EngineInfo(common, trust, ("p0", "kv_producer", "e1", "", "weights=0", ""))
+    try:
+        for generation in range(1, 4):
+            prom.observe(common.stats.take())
+            info.identify(f"weights={generation}")
+        prom.observe(common.stats.take())
+        page = generate_latest(REGISTRY).decode()
+    finally:
+        unregister(prom)
+    [series] = re.findall(r"^vllm:pd_engine_info\{.*", page, re.MULTILINE)
+    assert 'fingerprint="weights=3"' in series
+    assert series.endswith(" 1.0")
 
 
 def test_gauges_are_not_in_the_log_line() -> None:

@@ -155,6 +155,28 @@ def test_options_that_cannot_work_are_named(model: str, options: list[str], mess
         configure(model, *options)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_place_among_the_connectors_of_another_is_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    config: dict[str, Any] = IN_ENGINE
+    for _ in range(depth):
+        connectors = {"connectors": [offloading, config]}
+        config = {**IN_ENGINE, "kv_connector": "MultiConnector"}
+        config["kv_connector_extra_config"] = connectors
+    monkeypatch.setitem(globals(), "IN_ENGINE", config)
+    with pytest.raises(ValueError, match=r"InEngine does not support: .*make it the kv_connector"):
+        configure(model)
+
+
+def test_connectors_of_others_are_left_alone(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}] * 2
+    multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": others}}
+    monkeypatch.setitem(globals(), "IN_ENGINE", IN_ENGINE | multi)
+    assert configure(model).kv_transfer_config.kv_connector == "MultiConnector"
+
+
 def test_dbo_is_named_where_the_device_could_do_it(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tests.router.harness import FAST, STRICT, Deployment, deployed, run, until
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.router.config import Order
 from vllm_ascend_pd.router.discovery import registered
@@ -71,6 +72,9 @@ def test_request_in_progress_outlives_its_instances_registration() -> None:
             async with d.http.delete(f"{d.url}{registration.PATH}/late") as response:
                 assert response.status == 204
             assert (await posting)[0] == 200
+            await until(lambda: d.router.metrics.num_requests == 0)
+            counted = dict(d.router.metrics.snapshot().counters["legs"])
+            assert not [labels for labels in counted if labels[0] == "late"]
             await engine.stop()
 
     run(test)
@@ -148,6 +152,47 @@ def test_registration_takes_no_static_instance_over() -> None:
         async with deployed() as d:
             name = f"127.0.0.1:{d.decodes[0].port}"
             assert (await register(d, name, described(d.decodes[0])))[0] == 409
+
+    run(test)
+
+
+def test_second_engine_of_an_id_is_refused_while_the_first_is_there() -> None:
+    async def test() -> None:
+        async with deployed(1, 0) as d:
+            first, second = ScriptedEngine("first"), ScriptedEngine("second")
+            await first.start()
+            await second.start()
+            for epoch in ("one", "two"):  # it starts anew
+                assert (await register(d, "x", described(first, epoch=epoch)))[0] == 200
+            status, body = await register(d, "x", described(second))
+            assert status == 409
+            assert body["error"]["message"].startswith(f"x is the engine at {first.url}")
+            assert "router.instance_id" in body["error"]["message"]
+            assert (await register(d, "x", described(first, epoch="two")))[0] == 200
+            assert d.router.registry.get("x").spec.url == first.url
+
+            await d.router.refresh(time.monotonic() + registration.TTL_S + 1)
+            assert (await register(d, "x", described(second)))[0] == 200
+            assert (await register(d, "x", described(first)))[0] == 409
+            await first.stop()
+            await second.stop()
+
+    run(test)
+
+
+def test_engine_that_moved_takes_its_id_along_once_it_is_not_to_be_reached_where_it_was() -> None:
+    async def test() -> None:
+        async with deployed(1, 0) as d:
+            before, after = ScriptedEngine("before"), ScriptedEngine("after")
+            await before.start()
+            await after.start()
+            assert (await register(d, "x", described(before)))[0] == 200
+            await before.stop()
+            instance = d.router.registry.get("x")
+            await until(lambda: instance.breaker.state is BreakerState.OPEN)
+            assert (await register(d, "x", described(after, epoch="two")))[0] == 200
+            assert d.router.registry.get("x").spec.url == after.url
+            await after.stop()
 
     run(test)
 

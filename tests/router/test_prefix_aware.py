@@ -18,9 +18,10 @@ from tests.router.harness import FAST, Deployment, deployed, run, until
 from tests.router.scripted_engine import ScriptedEngine
 from tests.router.test_discovery import described, register
 from tests.unit.router.test_policies import instance
-from tests.unit.router.test_prefix_index import BLOCK, CLEARED, batch, stored
+from tests.unit.router.test_prefix_index import BLOCK, CLEARED, batch, hits, stored
 from vllm_ascend_pd.registration import KVEvents
 from vllm_ascend_pd.router.instances import Instance
+from vllm_ascend_pd.router.prefix import subscriber as subscribing
 from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex
 from vllm_ascend_pd.router.prefix.subscriber import Subscriber
 
@@ -295,6 +296,70 @@ def test_nobody_listens_to_an_engine_that_went_while_its_events_were_replayed() 
             await asyncio.wait({task}, timeout=20)
             assert task.done()
             assert not subscriber.holders.num_hit_tokens(TOKENS).any()
+
+    run(test)
+
+
+class Network:
+    """Between a publisher and who listens to it; its connections can go silent, and stay open."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._writers: list[asyncio.StreamWriter] = []
+        self._silent: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def fall_silent(self) -> None:
+        """As far as it is connected by now."""
+        self._silent.update(self._writers)
+
+    async def _connect(self, here: asyncio.StreamReader, there: asyncio.StreamWriter) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [there, writer]
+        for pair in ((here, writer), (reader, there)):
+            self._tasks.add(asyncio.ensure_future(self._pass_on(*pair)))
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if writer not in self._silent:
+                writer.write(data)
+
+    async def close(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def test_connection_that_has_gone_silent_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host has lost power, say, and nobody has closed it."""
+
+    async def test() -> None:
+        monkeypatch.setattr(subscribing, "_HEARTBEAT_MS", 200)
+        async with listening() as (publisher, subscriber, one):
+            network = Network(int(publisher.endpoint.rpartition(":")[2]))
+            events = KVEvents(endpoint=await network.start())
+            one.spec = msgspec.structs.replace(one.spec, kv_events=events)
+            subscriber.watch(one)
+            index = one.prefix_index
+            assert index is not None
+
+            async def is_heard(tokens: list[int]) -> None:
+                """A slow machine may look silent, too, so it is said again and again."""
+                while not hits(index, tokens):
+                    await publisher.publish(stored([bytes(tokens)], None, tokens))
+                    await asyncio.sleep(0.01)
+
+            await asyncio.wait_for(is_heard(TOKENS[:BLOCK]), 20)
+            network.fall_silent()
+            await asyncio.wait_for(is_heard(TOKENS[BLOCK : 2 * BLOCK]), 20)
+            await network.close()
 
     run(test)
 

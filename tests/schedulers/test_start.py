@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
+from vllm.config import VllmConfig
 
-from tests.schedulers.harness import Engines
+from tests.schedulers.harness import SPEC, WINDOW, Engines, kv_cache_config_of
 from tests.unit.engine.test_registrar import Web
 from tests.unit.engine.test_registrar import until as wait_until
+from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.errors import ConfigError
 
 
@@ -32,3 +35,20 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be_made(engines: Engine
     with pytest.raises(ConfigError, match="http_url is missing"):
         engines.make("kv_both", router={"url": "http://127.0.0.1:1"})
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+def test_pages_of_one_size_that_a_backend_packs_otherwise_are_told_apart(
+    base_config: VllmConfig, num_heads: int
+) -> None:
+    """K of all heads and then V of all, where others have a slot for each head."""
+    size = 8 // num_heads
+    by_heads = replace(SPEC, num_kv_heads=num_heads, head_size=size, head_size_v=size)
+    planes = replace(by_heads, num_head_slots=2, state_content_bytes=8 * 4)
+    assert planes.page_size_bytes == by_heads.page_size_bytes
+    plain = fingerprint(base_config, kv_cache_config_of(8, by_heads))
+    packed = fingerprint(base_config, kv_cache_config_of(8, planes))
+    assert "slots=" not in plain
+    assert packed == f"{plain} slots=2x32"
+    beside = kv_cache_config_of(8, planes, WINDOW)
+    assert fingerprint(base_config, beside).endswith(" slots=2x32,heads")

@@ -149,7 +149,9 @@ def test_a_limit_that_is_none_is_another_one(limit: str) -> None:
     assert other_parts(f"length_limit={limit}", "length_limit=100") == ["length_limit"]
 
 
-@pytest.mark.parametrize("part", ["adapter", "grammars", "processors", "defaults", "parsing"])
+@pytest.mark.parametrize(
+    "part", ["adapter", "grammars", "processors", "watermark", "defaults", "parsing"]
+)
 def test_what_is_known_of_one_engine_only_is_not_compared(part: str) -> None:
     known, other = (made_by(_ENGINE, **{part: value}) for value in ("d1", "d2"))
     assert other_parts(known, other) == [part]

@@ -7,6 +7,7 @@ asks it how to log and expose the statistics that arrive with the engine's outpu
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +92,20 @@ class PDPromMetrics(KVConnectorPromMetrics):
             name, labels = split_key(key)
             if name in self._gauges:
                 self._gauges[name].labels(*values, *labels).set(value)
+                if name == "engine_info" and not value:
+                    _forget(self._gauges[name], (*values, *labels))
             else:
                 self._counters[name].labels(*values, *labels).inc(value)
+
+
+def _forget(gauge: Any, labels: tuple[object, ...]) -> None:
+    """A series that is over. Ray's gauges keep it, and so do the files of several front ends, of
+    which ``prometheus_client`` warns: there it stays as it was set last."""
+    remove = getattr(gauge, "remove", None)
+    if remove is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            remove(*labels)
 
 
 class InEngineCarrier(KVConnectorBase_V1, SupportsHMA):

@@ -55,7 +55,7 @@ TRANSITIONS: Transitions[BreakerState, Event] = Transitions(
 
 
 class Breaker:
-    """One direction (get or put) of one pool, or one engine behind a router. One thread.
+    """Lookups, loads or writes of one pool, or one engine behind a router. One thread.
 
     Either its owner asks ``take_probe`` and sends the next call as a probe, or somebody else probes
     and tells ``probe_answered`` and ``probe_failed``.

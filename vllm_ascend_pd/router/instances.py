@@ -127,6 +127,8 @@ class Instance:
         """Of them, those that answer."""
         self.used_for: Role = "both"
         """By an operator's word, if it can do both."""
+        self.is_gone = False
+        """From the registry; what is in progress goes on."""
         self.num_failures = 0
         self.load = EngineLoad()
         self.prefix_index: PrefixIndex | None = None
@@ -263,6 +265,7 @@ class Registry:
         self._told.pop(instance_id, None)
         instance = self._instances.pop(instance_id, None)
         if instance is not None:
+            instance.is_gone = True
             self._index()
             self.changed.add(instance)
             logger.info("removed %s: %s", instance_id, why)

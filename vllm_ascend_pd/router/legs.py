@@ -52,7 +52,8 @@ class Stream:
 
 
 class Leg:
-    """A leg, counted while it is in progress (``with``) and once when it ends."""
+    """A leg, counted while it is in progress (``with``), and once when it ends if its instance is
+    there then."""
 
     __slots__ = ("_metrics", "_name", "_num_tokens", "instance", "outcome", "started")
 
@@ -75,7 +76,8 @@ class Leg:
         self.instance.num_active -= 1
         self.instance.num_decoding -= self._name == "decode"
         self.instance.num_active_tokens -= self._num_tokens
-        self._metrics.add("legs", self.instance.instance_id, self._name, self.outcome)
+        if not self.instance.is_gone:  # else its series would be back
+            self._metrics.add("legs", self.instance.instance_id, self._name, self.outcome)
 
     def failed(self, failure: Failure) -> LegFailed:
         self.outcome = failure.kind.value

@@ -228,15 +228,16 @@ def test_finds_a_router_that_comes_back(web: Web, caplog: pytest.LogCaptureFixtu
     ("answer", "reason"),
     [
         ((403, b'{"error": {"message": "wrong token"}}'), "403: .*wrong token"),
+        ((409, b'{"error": {"message": "p0 is another"}}'), "409: .*p0 is another"),
         ((200, b"<html>"), "not as a router does"),
         ((500, b""), "500"),
     ],
 )
-def test_a_refusal_is_told_with_its_reason(
+def test_a_refusal_is_told_once_with_its_reason(
     answer: tuple[int, bytes], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     web = Web()
-    web.answers = [answer]
+    web.answers = [answer] * 3
     engine = Engine(web)
     engine.registrar.start()
     try:

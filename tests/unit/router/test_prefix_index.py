@@ -37,8 +37,8 @@ def removed(*hashes: Any, **more: Any) -> dict[str, Any]:
 CLEARED = {"type": "AllBlocksCleared"}
 
 
-def batch(*events: dict[str, Any]) -> bytes:
-    return msgspec.msgpack.encode([1.5, list(events), 0])
+def batch(*events: dict[str, Any], ts: float = 1.5) -> bytes:
+    return msgspec.msgpack.encode([ts, list(events), 0])
 
 
 def hits(index: PrefixIndex, tokens: list[int]) -> int:
@@ -173,6 +173,20 @@ def test_repeated_message_changes_nothing_and_a_restart_begins_anew() -> None:
     index.receive(0, batch(stored([b"new"], None, TOKENS[:4])))
     assert len(index) == 1
     assert index.state is IndexState.EXACT
+
+
+def test_restart_is_recognised_though_its_first_messages_were_missed() -> None:
+    index = PrefixIndex(Holders())
+    for seq in range(9):
+        index.receive(seq, batch(stored([seq], None, [seq] * 4), ts=100 + seq))
+    index.receive(7, batch(CLEARED, ts=107))
+    index.receive(7, b"not understood")
+    assert len(index) == 9
+    index.receive(2, batch(stored([b"a"], None, TOKENS[:4]), ts=200))
+    assert index.state is IndexState.DEGRADED
+    assert len(index) == hits(index, TOKENS) / BLOCK == 1
+    index.receive(3, batch(stored([b"b"], b"a", TOKENS[4:8]), ts=201))
+    assert hits(index, TOKENS) == 8
 
 
 def test_memory_is_bounded() -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from vllm_ascend_pd.config import FirstTokenMode
 from vllm_ascend_pd.engine.vllm_api import prefill_stats
-from vllm_ascend_pd.engine.vllm_api.config import returns_step_data
+from vllm_ascend_pd.engine.vllm_api.config import returns_step_data, watermark
 from vllm_ascend_pd.engine.vllm_api.requests import append_output, is_seeded, tell_output
 
 if TYPE_CHECKING:
@@ -75,15 +75,18 @@ def make_sampling_key(config: VllmConfig, mode: FirstTokenMode) -> Callable[[Req
     if mode is FirstTokenMode.COMPUTE or returns_step_data(config):
         return lambda request: b""
     processors = tuple(str(it) for it in config.model_config.logits_processors or ())
-    return partial(sampling_key, logits_processors=processors)
+    return partial(sampling_key, logits_processors=processors, watermark=watermark(config))
 
 
-def sampling_key(request: Request, logits_processors: tuple[str, ...] = ()) -> bytes:
+def sampling_key(
+    request: Request, logits_processors: tuple[str, ...] = (), watermark: str = ""
+) -> bytes:
     """Equal where two engines sample the first token in the same way; empty where the token of
     another engine will not do.
 
     Every sample of an ``n > 1`` request needs a token of its own, and a seed's random numbers
-    belong to the engine that continues with them. ``logits_processors`` are those of the engine.
+    belong to the engine that continues with them. ``logits_processors`` and ``watermark`` are those
+    of the engine.
     """
     params = request.sampling_params
     if params is None or request.resumable or request.prompt_token_ids is None:
@@ -96,6 +99,8 @@ def sampling_key(request: Request, logits_processors: tuple[str, ...] = ()) -> b
         params.all_stop_token_ids if params.min_tokens else None,
         logits_processors,
     ]
+    if watermark and params.watermarking:
+        shape.append(watermark)
     encoded = msgspec.json.encode(shape, order="deterministic")
     return hashlib.blake2b(encoded, digest_size=16).digest()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_ascend_pd.engine.scheduler.sources import BlockSource
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceState
 from vllm_ascend_pd.engine.vllm_api.requests import is_for_consumer
 from vllm_ascend_pd.pool.messages import PoolBlocks, PoolLoadSpec
 from vllm_ascend_pd.types import Cause, Place
@@ -147,6 +147,16 @@ class PoolPrompt(BlockSource):
 
     # What becomes of it.
 
+    def load_beside_steps(self) -> None:
+        """Or not at all, if memory is short."""
+        self.parked_only = self.always_parks = True
+        self.place_until = 0.0
+
+    @property
+    def may_load(self) -> bool:
+        """Whether something of it is loaded, or is about to be."""
+        return self.num_loads > 0 or self.state is SourceState.READY
+
     def holds_back(self) -> bool:
         return super().holds_back() and not (self.pending and self._pool.has_answer(self))
 
@@ -188,7 +198,8 @@ class PoolPrompt(BlockSource):
             self.loaded.update(
                 place.block_index for b, place in places.items() if b not in result.failed
             )
-        self._pool.load_ended(result, [self.place_of(*place) for place in places.values()])
+        where = [self.place_of(*place) for place in places.values()]
+        self._pool.load_ended(result, where, was_parked)
         if result.cause in _EXPECTED_OUTCOMES:
             return
         origin.outcome = result.cause

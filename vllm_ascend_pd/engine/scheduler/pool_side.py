@@ -264,6 +264,7 @@ class PoolSide(Part):
         """Those that have changed."""
         now: dict[tuple[str, str], float] = {
             ("pool_bypassed", "get"): int(not self.source.breaker.closed),
+            ("pool_bypassed", "load"): int(not self.source.load_breaker.closed),
             ("pool_bypassed", "put"): int(not self.saves.breaker.closed),
             ("pool_pinned_blocks", ""): self.saves.num_pinned,
             ("pool_saves_queued", ""): self.saves.num_under_way,

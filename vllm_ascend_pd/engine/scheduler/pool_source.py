@@ -93,12 +93,18 @@ class PoolSource:
         self._clock = clock
         self.speeds = {place: Speed(place.bytes_per_ms) for place in Place.all()}
         """Of loads, by where the values lie."""
-        self.breaker = Breaker(
-            config.breaker_failures,
-            config.probe_interval_s,
-            slow_s=config.breaker_slow_ms / 1000,
-            clock=clock,
+        self.breaker, self.load_breaker = (
+            Breaker(
+                config.breaker_failures,
+                config.probe_interval_s,
+                slow_s=config.breaker_slow_ms / 1000,
+                clock=clock,
+            )
+            for _ in range(2)
         )
+        """Of lookups, and of loads: a disk that hangs may still say what it has."""
+        self._probe_load: PoolPrompt | None = None
+        """The last one that was to be loaded while loads were bypassed."""
         self.answers: queue.Queue[tuple[Found, float]] = queue.Queue()
         """Of lookups, with the time of their arrival; the link's thread fills it."""
         self._ids = count(1)
@@ -323,6 +329,10 @@ class PoolSource:
         if unknown := prompt.unknown(self._phantoms):
             self._look_up(prompt.request, unknown, prompt, pending.deadline)
             return
+        if not self._may_load(prompt):
+            self._count_lookup("bypassed")
+            self._give_up(prompt)
+            return
         self._count_lookup("hit")
         prompt.advance(SourceEvent.FOUND)
         if self._config.load is LoadFromPool.NONE:
@@ -330,6 +340,18 @@ class PoolSource:
             self._stats.add("pool_decisions", label="none")
         if self._is_open(prompt):
             self.queued.append(prompt)
+
+    def _may_load(self, prompt: PoolPrompt) -> bool:
+        """While loads are bypassed, one at a time is tried, which no step waits for."""
+        if self.load_breaker.closed:
+            return True
+        self.load_breaker.take_probe()
+        is_probing = self._probe_load is not None and self._probe_load.may_load
+        if not self._is_open(prompt) or not self.load_breaker.allows(is_probing):
+            return False
+        prompt.load_beside_steps()
+        self._probe_load = prompt
+        return True
 
     def _give_up(self, prompt: PoolPrompt) -> bool:
         """The pool has nothing for it; whether it was waiting for that. Without a peer, nothing
@@ -444,7 +466,7 @@ class PoolSource:
 
     # Loads, end.
 
-    def load_ended(self, result: LoadResult, places: Sequence[Place]) -> None:
+    def load_ended(self, result: LoadResult, places: Sequence[Place], was_parked: bool) -> None:
         """A load of any prompt has; ``places`` are those of its blocks."""
         self._stats.add("pool_loads", label=result.cause or "ok")
         self._stats.add("pool_load_ms", result.elapsed_ms)
@@ -454,7 +476,27 @@ class PoolSource:
         if len(set(places)) == 1 and (speed := self.speeds.get(places[0])):
             speed.note(result.num_bytes, result.elapsed_ms)
         if result.cause != Cause.CANCELLED.value:
-            self._record(result.cause not in _POOL_FAULTS)
+            # A long prompt may take its time where no step waits for it.
+            elapsed_ms = 0.0 if was_parked else result.elapsed_ms
+            self._record_load(result.cause not in _POOL_FAULTS, elapsed_ms / 1000)
+
+    def _record_load(self, ok: bool, elapsed_s: float) -> None:
+        if not self.load_breaker.record(ok, elapsed_s):
+            return
+        if self.load_breaker.closed:
+            logger.info("a load from the pool has come; loads go on")
+            return
+        self._stats.add("pool_breaker_opened", label="load")
+        logger.warning(
+            "loads from the pool fail or are slow; none is begun for %.1f s, prompts are computed",
+            self._config.probe_interval_s,
+        )
+        for prompt in (*self.open.values(), *self.closed.values()):
+            prompt.again = None
+        for prompt in self.open.values():
+            self._phantoms.withdraw(prompt)
+            if prompt.offers:
+                prompt.give_up(Cause.POOL_FAILED)
 
     def failed_to_load(self, request: Request, wanted: Wanted) -> None:
         """It is not tried again for a while."""

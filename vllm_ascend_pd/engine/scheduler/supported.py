@@ -127,6 +127,20 @@ def check_config(config: VllmConfig) -> None:
     )
 
 
+def refuse_among_connectors() -> None:
+    """It makes no connector object that another connector could call."""
+    _refuse(
+        (
+            True,
+            (
+                "a place among the connectors of MultiConnector (make it the kv_connector itself,"
+                " with its own kv_connector_extra_config: pool.* stores KV in host memory and on"
+                " disks, in place of a second connector)"
+            ),
+        )
+    )
+
+
 def _check_data_parallel(config: VllmConfig) -> None:
     """All ranks are engine cores of one front end, on its host."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.digest import digest
@@ -97,9 +99,25 @@ def sampling_parts(config: VllmConfig) -> dict[str, str]:
     defaults = (model.get_diff_sampling_param(), ends)
     return {
         "processors": digest(processors) if processors else "none",
+        "watermark": watermark(config) or "none",
         "defaults": digest(defaults),
         "length_limit": str(model.max_model_len),
     }
+
+
+def watermark(config: VllmConfig) -> str:
+    """How the engine marks the tokens that it samples; empty where it does not. This is shown and
+    the key is a secret, so 16 bits of a hash tell keys apart.
+
+    Touches:
+        vllm/config/watermarking.py:WatermarkConfig.key
+    """
+    marks = config.watermark_config
+    if marks is None:
+        return ""
+    names = (field.name for field in dataclasses.fields(marks) if field.name != "key")
+    key = hashlib.sha256(str(marks.key).encode()).hexdigest()[:4]
+    return f"{digest({name: getattr(marks, name) for name in names})}-{key}"
 
 
 def uses_cascade_attention(config: VllmConfig) -> bool:

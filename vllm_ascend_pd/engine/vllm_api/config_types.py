@@ -25,6 +25,7 @@ class VllmConfig(Protocol):
     kv_events_config: KVEventsConfig | None
     quant_config: Any
     attention_config: Any
+    watermark_config: Any
 
     @property
     def max_concurrent_batches(self) -> int: ...
@@ -64,6 +65,7 @@ class CacheConfig(Protocol):
     """Touches: vllm/config/cache.py:CacheConfig"""
 
     cache_dtype: str
+    kv_offloading_size: float | None
     kv_cache_dtype_skip_layers: list[str]
     enable_prefix_caching: bool
     mamba_cache_mode: str

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.router.answers import error_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.incoming import BodyError, read_body
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vllm_ascend_pd.registration import Registration
-    from vllm_ascend_pd.router.instances import Registry, Words
+    from vllm_ascend_pd.router.instances import Instance, Registry, Words
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,13 @@ class RegisteredDiscovery:
         if known is not None and known.spec.source != SOURCE:
             message = f"{instance_id} is known from {known.spec.source}: register another id"
             return error_response(409, "conflict", message)
+        if known is not None and _is_another(known, described):
+            message = (
+                f"{instance_id} is the engine at {known.spec.url}, which answers, so the one at"
+                f" {described.url} is not used: give it a router.instance_id of its own, or leave"
+                " that out"
+            )
+            return error_response(409, "conflict", message)
         if known is None and sum(i.spec.source == SOURCE for i in self._registry) >= MAX_INSTANCES:
             message = f"{MAX_INSTANCES} instances have registered already"
             after = {"Retry-After": f"{registration.TTL_S:.0f}"}  # when one has been silent
@@ -246,6 +254,12 @@ class RegisteredDiscovery:
             return None
         message = "only from loopback, unless the router has --registration-token-file"
         return error_response(403, "forbidden", message)
+
+
+def _is_another(known: Instance, described: Registration) -> bool:
+    """Whether an engine elsewhere has the id, and answers; one that moved is not to be reached
+    where it was, also before it was silent for long enough."""
+    return known.spec.url != described.url and known.breaker.state is not BreakerState.OPEN
 
 
 def _not_on_loopback(described: Registration) -> str | None:

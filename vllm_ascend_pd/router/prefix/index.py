@@ -75,7 +75,15 @@ class EventBatch(msgspec.Struct, array_like=True):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
+class _Stamp(msgspec.Struct, array_like=True):
+    """The first field of an ``EventBatch``."""
+
+    ts: float
+
+
 _decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
+_stamp_decoder: msgspec.msgpack.Decoder[_Stamp] = msgspec.msgpack.Decoder(_Stamp)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def chain(token_ids: Sequence[int], block_size: int, start: bytes = ROOT) -> Iterator[bytes]:
@@ -172,6 +180,8 @@ class PrefixIndex:
         self._num_more: dict[bytes, int] = {}
         """An engine may hold one prefix in several blocks: how many beside the first."""
         self._next_seq: int | None = None
+        self._last_ts = 0.0
+        """When the engine made the last message."""
         self.state = IndexState.FALLBACK
         self.block_size: int | None = None
         self._group = 0
@@ -193,23 +203,33 @@ class PrefixIndex:
         self.holders.free_slot(self.slot)
 
     def receive(self, seq: int, payload: bytes) -> None:
-        """The next message. After a gap, what was removed meanwhile is not known: start anew."""
+        """The next message. After a gap, what was removed meanwhile is not known: start anew. So
+        when the engine has started again and begun to count from 0.
+        """
         if self.is_closed:
             return
         if self._next_seq is not None and seq != self._next_seq and seq > 0:
-            if seq < self._next_seq:  # a replay of what came already
-                return
+            if seq < self._next_seq and not self._is_newer(payload):
+                return  # a replay of what came already
             self.forget(IndexState.DEGRADED)
         elif self._next_seq is None or seq == 0:
             self.forget(IndexState.EXACT if seq == 0 else IndexState.DEGRADED)
         self._next_seq = seq + 1
         try:
             batch = _decoder.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except _UNREADABLE:
             self.forget(IndexState.DEGRADED)
             return
+        self._last_ts = batch.ts
         for event in batch.events:
             self._apply(event)
+
+    def _is_newer(self, payload: bytes) -> bool:
+        """Whether the engine has made it after all that came before."""
+        try:
+            return _stamp_decoder.decode(payload).ts > self._last_ts
+        except _UNREADABLE:
+            return False
 
     def _apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
         if isinstance(event, AllBlocksCleared):

@@ -23,6 +23,10 @@ _REPLAY_TIMEOUT_S = 2.0
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_IN_ALL_S = 30.0
 _HIGH_WATER = 100_000
+_HEARTBEAT_MS = 10_000
+_HEARTBEATS = 3
+"""So many without an answer, and a connection is made anew: its other end may be gone without a
+word, with its host."""
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_FRAMES = 16
 """Of one message; an event has 3, and a replayed one 4."""
@@ -67,6 +71,9 @@ class Subscriber:
         try:
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEATS * _HEARTBEAT_MS)
+            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             socket.setsockopt_string(zmq.SUBSCRIBE, events.topic)
             socket.connect(events.endpoint)
             if events.replay_endpoint is not None:
