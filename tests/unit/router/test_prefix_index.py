@@ -73,6 +73,22 @@ def test_prefix_held_twice_is_gone_when_both_are() -> None:
     assert len(index) == 0
 
 
+def test_block_held_twice_is_gone_when_both_are() -> None:
+    """Requests that came together have computed it each; vLLM tells of each block."""
+    index = PrefixIndex(Holders())
+    twice = stored([b"a"], None, TOKENS[:4])
+    index.receive(0, batch(twice, stored([b"b"], b"a", TOKENS[4:8]), twice, twice))
+    for seq in (1, 2):
+        index.receive(seq, batch(removed(b"a")))
+        assert hits(index, TOKENS) == 8
+    index.receive(3, batch(removed(b"a")))
+    assert hits(index, TOKENS) == 0
+    index.receive(4, batch(twice, twice))
+    index.receive(5, batch(CLEARED, twice))
+    index.receive(6, batch(removed(b"a")))
+    assert hits(index, TOKENS) == 0
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -177,8 +177,11 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._own: dict[bytes | int, bytes] = {}
         """By the engine's hash."""
+        self._num_twins: Counter[bytes | int] = Counter()
+        """Beside the first: blocks of one hash, as of requests that came together. Each of them is
+        stored and removed by an event of its own."""
         self._num_more: dict[bytes, int] = {}
-        """An engine may hold one prefix in several blocks: how many beside the first."""
+        """An engine may have several hashes of one prefix: how many beside the first."""
         self._next_seq: int | None = None
         self._last_ts = 0.0
         """When the engine made the last message."""
@@ -270,6 +273,7 @@ class PrefixIndex:
             event.block_hashes, chain(event.token_ids, event.block_size, start), strict=False
         ):
             if block_hash in self._own:
+                self._num_twins[block_hash] += 1
                 continue
             if len(self._own) >= self._max_blocks:
                 self.state = IndexState.DEGRADED
@@ -279,6 +283,10 @@ class PrefixIndex:
                 self._num_more[own] = self._num_more.get(own, 0) + 1
 
     def _remove(self, block_hash: bytes | int) -> None:
+        if num_twins := self._num_twins.pop(block_hash, 0):
+            if num_twins > 1:
+                self._num_twins[block_hash] = num_twins - 1
+            return
         own = self._own.pop(block_hash, None)
         if own is None:
             return
@@ -297,6 +305,7 @@ class PrefixIndex:
         for own in self._own.values():
             self.holders.remove(own, self.slot)
         self._own.clear()
+        self._num_twins.clear()
         self._num_more.clear()
 
     def _set_block_size(self, block_size: int | None) -> None:
