@@ -205,6 +205,13 @@ class PrefixIndex:
         self._set_block_size(None)
         self.holders.free_slot(self.slot)
 
+    def first_missing(self, seq: int, payload: bytes) -> int | None:
+        """The number of the first message that should have come before this one, if any has not."""
+        expected = self._next_seq or 0
+        if seq > expected:
+            return expected
+        return 0 if 0 < seq < expected and self._is_newer(payload) else None
+
     def receive(self, seq: int, payload: bytes) -> None:
         """The next message. After a gap, what was removed meanwhile is not known: start anew. So
         when the engine has started again and begun to count from 0.
