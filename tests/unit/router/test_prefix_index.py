@@ -149,6 +149,20 @@ def test_blocks_that_say_only_which_weights_they_are_of_are_hit() -> None:
     assert hits(index, TOKENS) == 8
 
 
+def test_blocks_of_the_weights_before_are_not_hit() -> None:
+    index = PrefixIndex(Holders())
+    index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8])))
+    index.receive(1, batch(stored([b"salted"], None, [0] * 4, extra_keys=[["salt"]])))
+    assert hits(index, TOKENS) == 8
+    for seq in (2, 3):
+        keys = [[GENERATION_SALT + str(seq)], None]
+        index.receive(seq, batch(stored([seq, -seq], None, [seq] * 8, extra_keys=keys)))
+        assert hits(index, [seq] * 8) == 8
+        assert len(index) == 2
+    index.receive(4, batch(stored([b"c"], -3, TOKENS[:4])))
+    assert len(index) == 3
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_parts_of_blocks_are_left_out(first: bool) -> None:
     index = PrefixIndex(Holders())

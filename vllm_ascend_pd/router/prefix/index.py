@@ -187,6 +187,8 @@ class PrefixIndex:
         """When the engine made the last message."""
         self.state = IndexState.FALLBACK
         self.block_size: int | None = None
+        self._generation: list[Any] = []
+        """Of the weights that the blocks are of, as the first block of a prompt says."""
         self._group = 0
         self._keeps_all = False
         """Whether ``_group`` does; until one is known that does, it is the first."""
@@ -276,6 +278,8 @@ class PrefixIndex:
             self._set_block_size(event.block_size)
             if parent is not None:
                 return
+        if parent is None:
+            self._change_generation(event.extra_keys)
         for block_hash, own in zip(
             event.block_hashes, chain(event.token_ids, event.block_size, start), strict=False
         ):
@@ -288,6 +292,13 @@ class PrefixIndex:
             self._own[block_hash] = own
             if not self.holders.add(own, self.slot):
                 self._num_more[own] = self._num_more.get(own, 0) + 1
+
+    def _change_generation(self, extra_keys: list[Any] | None) -> None:
+        """Blocks that are of other weights are not hit any more."""
+        generation = list((extra_keys or [None])[0] or ())
+        if generation != self._generation:
+            self._clear()
+            self._generation = generation
 
     def _remove(self, block_hash: bytes | int) -> None:
         if num_twins := self._num_twins.pop(block_hash, 0):
