@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.test_pool_scheduler import World
+from tests.engine.test_pool_scheduler import World, keys
 from vllm_ascend_pd.config import LoadMode, TransferConfig
 from vllm_ascend_pd.engine.scheduler import pool_side
 from vllm_ascend_pd.engine.scheduler.parts import StepDraft
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
+from vllm_ascend_pd.engine.scheduler.sources import SourceEvent
 from vllm_ascend_pd.engine.scheduler.supply import Supply
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
@@ -264,6 +265,28 @@ def found(engine: Engine, request: Any) -> PoolPrompt:
     prompt = engine.side.source.find(request)
     assert prompt is not None
     return prompt
+
+
+@pytest.mark.parametrize("what", ["used blocks", "second look"])
+def test_what_is_found_of_a_request_that_was_hashed_anew_is_not_taken_for_stored(
+    engine: Engine, what: str
+) -> None:
+    request = engine.request()
+    if what == "used blocks":
+        engine.run_step(engine.request(name="before"), 70)
+        engine.arrived.clear()
+        engine.side.source.add(request)
+    else:
+        found(engine, request).advance(SourceEvent.PLACE)
+        prompt = engine.side.source.find(request)
+        assert prompt is not None
+        prompt.asked_at -= 10
+        assert engine.side.source.look_again(request)
+    (lookup,) = engine.arrived
+    engine.side.forsake(request)
+    request.block_hashes = engine.request(salt="other weights").block_hashes
+    engine.side.source.on_found(Found(lookup.lookup_id, bytes([1] * 4), True, 0.1), 0.0)
+    assert not any(key in engine.side.known for key in keys(request, 0, 1, 2, 3))
 
 
 HANGS = pytest.mark.parametrize(

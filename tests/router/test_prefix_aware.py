@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -45,11 +46,12 @@ class Publisher:
     def events(self) -> KVEvents:
         return KVEvents(endpoint=self.endpoint, replay_endpoint=self.replay_endpoint)
 
-    async def publish(self, *events: dict[str, Any]) -> None:
-        payload = batch(*events)
+    async def publish(self, *events: dict[str, Any], is_lost: bool = False) -> None:
+        payload = batch(*events, ts=time.time())
         seq = len(self.sent).to_bytes(8, "big")
         self.sent.append(payload)
-        await self._pub.send_multipart([b"", seq, payload])
+        if not is_lost:
+            await self._pub.send_multipart([b"", seq, payload])
 
     async def publish_frames(self, num_frames: int) -> None:
         await self._pub.send_multipart([b""] * num_frames)
@@ -275,6 +277,28 @@ def test_index_is_not_believed_when_something_fails_on_the_way(
             await publisher.publish(stored([b"a"], None, TOKENS[:BLOCK]))
             await until(lambda: len(index) == 1, "index")
             assert index.state is IndexState.DEGRADED
+
+    run(test)
+
+
+@pytest.mark.parametrize("starts_again", [False, True])
+def test_messages_that_were_lost_are_replayed(starts_again: bool) -> None:
+    async def test() -> None:
+        async with listening() as (publisher, subscriber, one):
+            subscriber.watch(one)
+            await publisher.wait_subscriber()
+            index = one.prefix_index
+            assert index is not None
+            for seq in range(9):
+                await publisher.publish(stored([seq], None, [seq] * BLOCK))
+            await until(lambda: len(index) == 9, "index")
+            if starts_again:
+                publisher.sent.clear()
+            await publisher.publish(stored([b"a"], None, TOKENS[:BLOCK]), is_lost=True)
+            await publisher.publish(stored([b"b"], b"a", TOKENS[BLOCK : 2 * BLOCK]))
+            await until(lambda: hits(index, TOKENS) == 2 * BLOCK, "index")
+            assert index.state is IndexState.EXACT
+            assert len(index) == (2 if starts_again else 11)
 
     run(test)
 

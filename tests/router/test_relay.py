@@ -115,8 +115,9 @@ def test_order_can_be_forced_to_prefill_first() -> None:
     [
         {"kv_transfer_params": {"remote_host": "evil", "do_remote_prefill": True}},
         {"vllm_xargs": {"kv_transfer_params": {"remote_host": "evil"}, "other": 1}},
+        {"vllm_xargs": {"kv_cache_report_mode": "evil"}},
     ],
-    ids=["field", "vllm_xargs"],
+    ids=["field", "vllm_xargs", "report_mode"],
 )
 @pytest.mark.parametrize("skip", ["never", "always"])
 def test_client_chooses_no_peer(smuggled: dict[str, Any], skip: Any) -> None:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.registration import KVEndpoint
 
 KV_PARAMS = "kv_transfer_params"
-PEER_PARAMS = (KV_PARAMS, "ec_transfer_params")
-"""They name a peer of the engine, so no client chooses them."""
+ENGINE_PARAMS = (KV_PARAMS, "ec_transfer_params", "kv_cache_report_mode")
+"""No client chooses them: they name a peer of the engine, or have it publish blocks that it has as
+if it had stored more of them."""
 XARGS = "vllm_xargs"  # vLLM reads kv_transfer_params there too
 
 Fields = dict[str, msgspec.Raw]
@@ -48,7 +49,7 @@ class BadRequest(Exception):
 
 @dataclass(slots=True)
 class Body:
-    """A parsed request of one of ``APIS``. ``fields`` holds none of ``PEER_PARAMS``."""
+    """A parsed request of one of ``APIS``. ``fields`` holds none of ``ENGINE_PARAMS``."""
 
     path: str
     raw: bytes
@@ -110,7 +111,7 @@ class Body:
 def parse(path: str, raw: bytes) -> Body:
     """``BadRequest`` for what no engine can read."""
     fields = _decode_fields(raw)
-    changed = [fields.pop(name, None) for name in PEER_PARAMS] != [None] * len(PEER_PARAMS)
+    changed = [fields.pop(name, None) for name in ENGINE_PARAMS] != [None] * len(ENGINE_PARAMS)
     if XARGS in fields:
         changed |= _drop_from_xargs(fields)
     api = APIS[path]
@@ -186,7 +187,7 @@ def _drop_from_xargs(fields: Fields) -> bool:
 def _drop_names(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    names = [name for name in PEER_PARAMS if name in value]
+    names = [name for name in ENGINE_PARAMS if name in value]
     for name in names:
         del value[name]
     return bool(names)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from email.message import Message
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.router.bodies import PEER_PARAMS, XARGS, BadRequest
+from vllm_ascend_pd.router.bodies import ENGINE_PARAMS, XARGS, BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,8 +35,8 @@ def model_of_form(raw: bytes, content_type: str) -> str | None:
     for name, value in _fields(raw, boundary.encode()):
         if name == "model":
             model = value.decode(errors="replace") or None
-        elif name == XARGS and any(param.encode() in value for param in (*PEER_PARAMS, "\\u")):
-            raise BadRequest(f"'{XARGS}' must not hold {' or '.join(PEER_PARAMS)}", XARGS)
+        elif name == XARGS and any(param.encode() in value for param in (*ENGINE_PARAMS, "\\u")):
+            raise BadRequest(f"'{XARGS}' must not hold {' or '.join(ENGINE_PARAMS)}", XARGS)
     return model
 
 

@@ -73,6 +73,22 @@ def test_prefix_held_twice_is_gone_when_both_are() -> None:
     assert len(index) == 0
 
 
+def test_block_held_twice_is_gone_when_both_are() -> None:
+    """Requests that came together have computed it each; vLLM tells of each block."""
+    index = PrefixIndex(Holders())
+    twice = stored([b"a"], None, TOKENS[:4])
+    index.receive(0, batch(twice, stored([b"b"], b"a", TOKENS[4:8]), twice, twice))
+    for seq in (1, 2):
+        index.receive(seq, batch(removed(b"a")))
+        assert hits(index, TOKENS) == 8
+    index.receive(3, batch(removed(b"a")))
+    assert hits(index, TOKENS) == 0
+    index.receive(4, batch(twice, twice))
+    index.receive(5, batch(CLEARED, twice))
+    index.receive(6, batch(removed(b"a")))
+    assert hits(index, TOKENS) == 0
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -131,6 +147,20 @@ def test_blocks_that_say_only_which_weights_they_are_of_are_hit() -> None:
     keys = [[GENERATION_SALT + "files-1"], None]
     index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8], extra_keys=keys)))
     assert hits(index, TOKENS) == 8
+
+
+def test_blocks_of_the_weights_before_are_not_hit() -> None:
+    index = PrefixIndex(Holders())
+    index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8])))
+    index.receive(1, batch(stored([b"salted"], None, [0] * 4, extra_keys=[["salt"]])))
+    assert hits(index, TOKENS) == 8
+    for seq in (2, 3):
+        keys = [[GENERATION_SALT + str(seq)], None]
+        index.receive(seq, batch(stored([seq, -seq], None, [seq] * 8, extra_keys=keys)))
+        assert hits(index, [seq] * 8) == 8
+        assert len(index) == 2
+    index.receive(4, batch(stored([b"c"], -3, TOKENS[:4])))
+    assert len(index) == 3
 
 
 @pytest.mark.parametrize("first", [True, False])

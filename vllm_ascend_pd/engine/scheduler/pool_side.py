@@ -242,8 +242,7 @@ class PoolSide(Part):
         ending.provenance = ending.provenance or origin
 
     def forsake(self, request: Request) -> None:
-        if (prompt := self.source.find(request)) is not None:
-            prompt.forsake()
+        self.source.forsake(request)
         if request.num_computed_tokens:
             # Nobody else has a use for what it computes from now on.
             self.saves.skip(request, self._scheduler.max_model_len)

@@ -379,6 +379,12 @@ class PoolSource:
         self._events.all_gone()
         self.names.forget()
 
+    def forsake(self, request: Request) -> None:
+        """It is about to be hashed anew: what is found of it by the hashes before says nothing."""
+        self._pending = {i: p for i, p in self._pending.items() if p.request is not request}
+        if (prompt := self.find(request)) is not None:
+            prompt.forsake()
+
     def take_queued(self) -> list[PoolPrompt]:
         """Prompts with something to load that no pass of the scheduler has come to yet."""
         self.queued = [p for p in self.queued if p.state is SourceState.READY]

@@ -177,13 +177,18 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._own: dict[bytes | int, bytes] = {}
         """By the engine's hash."""
+        self._num_twins: Counter[bytes | int] = Counter()
+        """Beside the first: blocks of one hash, as of requests that came together. Each of them is
+        stored and removed by an event of its own."""
         self._num_more: dict[bytes, int] = {}
-        """An engine may hold one prefix in several blocks: how many beside the first."""
+        """An engine may have several hashes of one prefix: how many beside the first."""
         self._next_seq: int | None = None
         self._last_ts = 0.0
         """When the engine made the last message."""
         self.state = IndexState.FALLBACK
         self.block_size: int | None = None
+        self._generation: list[Any] = []
+        """Of the weights that the blocks are of, as the first block of a prompt says."""
         self._group = 0
         self._keeps_all = False
         """Whether ``_group`` does; until one is known that does, it is the first."""
@@ -201,6 +206,13 @@ class PrefixIndex:
         self.forget(IndexState.FALLBACK)
         self._set_block_size(None)
         self.holders.free_slot(self.slot)
+
+    def first_missing(self, seq: int, payload: bytes) -> int | None:
+        """The number of the first message that should have come before this one, if any has not."""
+        expected = self._next_seq or 0
+        if seq > expected:
+            return expected
+        return 0 if 0 < seq < expected and self._is_newer(payload) else None
 
     def receive(self, seq: int, payload: bytes) -> None:
         """The next message. After a gap, what was removed meanwhile is not known: start anew. So
@@ -266,10 +278,13 @@ class PrefixIndex:
             self._set_block_size(event.block_size)
             if parent is not None:
                 return
+        if parent is None:
+            self._change_generation(event.extra_keys)
         for block_hash, own in zip(
             event.block_hashes, chain(event.token_ids, event.block_size, start), strict=False
         ):
             if block_hash in self._own:
+                self._num_twins[block_hash] += 1
                 continue
             if len(self._own) >= self._max_blocks:
                 self.state = IndexState.DEGRADED
@@ -278,7 +293,18 @@ class PrefixIndex:
             if not self.holders.add(own, self.slot):
                 self._num_more[own] = self._num_more.get(own, 0) + 1
 
+    def _change_generation(self, extra_keys: list[Any] | None) -> None:
+        """Blocks that are of other weights are not hit any more."""
+        generation = list((extra_keys or [None])[0] or ())
+        if generation != self._generation:
+            self._clear()
+            self._generation = generation
+
     def _remove(self, block_hash: bytes | int) -> None:
+        if num_twins := self._num_twins.pop(block_hash, 0):
+            if num_twins > 1:
+                self._num_twins[block_hash] = num_twins - 1
+            return
         own = self._own.pop(block_hash, None)
         if own is None:
             return
@@ -297,6 +323,7 @@ class PrefixIndex:
         for own in self._own.values():
             self.holders.remove(own, self.slot)
         self._own.clear()
+        self._num_twins.clear()
         self._num_more.clear()
 
     def _set_block_size(self, block_size: int | None) -> None:

@@ -77,32 +77,40 @@ class Subscriber:
             socket.setsockopt_string(zmq.SUBSCRIBE, events.topic)
             socket.connect(events.endpoint)
             if events.replay_endpoint is not None:
-                await self._replay_in_time(instance, events.replay_endpoint, index)
-            if index.is_closed:  # a wait that ends while it is cancelled goes on
-                return
+                await self._replay_in_time(instance, events.replay_endpoint, index, 0)
             logger.info("%s: listening to %s", instance.instance_id, events.endpoint)
-            while True:
+            while not index.is_closed:  # a wait that ends while it is cancelled goes on
                 frames = await _message(socket)
-                if len(frames) == 3 and len(frames[1]) == 8:
-                    _receive(instance, index, frames[1], frames[2])
+                if len(frames) != 3 or len(frames[1]) != 8:
+                    continue
+                missing = index.first_missing(int.from_bytes(frames[1], "big"), frames[2])
+                if missing is not None and events.replay_endpoint is not None:
+                    await self._replay_in_time(instance, events.replay_endpoint, index, missing)
+                _receive(instance, index, frames[1], frames[2])
         except zmq.ZMQError as e:
             logger.warning("%s: no KV events: %s", instance.instance_id, e)
             index.forget(IndexState.FALLBACK)
         finally:
             socket.close(linger=0)
 
-    async def _replay_in_time(self, instance: Instance, endpoint: str, index: PrefixIndex) -> None:
+    async def _replay_in_time(
+        self, instance: Instance, endpoint: str, index: PrefixIndex, first: int
+    ) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._replay(instance, endpoint, index), _REPLAY_IN_ALL_S)
+            await asyncio.wait_for(self._replay(instance, endpoint, index, first), _REPLAY_IN_ALL_S)
 
-    async def _replay(self, instance: Instance, endpoint: str, index: PrefixIndex) -> None:
-        """What was published before we came, as far as the engine still has it."""
+    async def _replay(
+        self, instance: Instance, endpoint: str, index: PrefixIndex, first: int
+    ) -> None:
+        """What was published from the message ``first`` on and has not come, as far as the engine
+        still has it.
+        """
         assert self._context is not None
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
             socket.connect(endpoint)
-            await socket.send_multipart([b"", (0).to_bytes(8, "big")])
+            await socket.send_multipart([b"", first.to_bytes(8, "big")])
             while await socket.poll(int(_REPLAY_TIMEOUT_S * 1000)):
                 frames = await _message(socket)
                 if len(frames) != 4 or len(frames[2]) != 8 or frames[2] == _END_OF_REPLAY:
