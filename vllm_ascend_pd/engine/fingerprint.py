@@ -15,7 +15,7 @@ from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
 from vllm_ascend_pd.engine.model_identity import model_identity
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.vllm_api.config import cpu_page_isa
-from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
+from vllm_ascend_pd.engine.vllm_api.groups import kv_groups, page_slots
 from vllm_ascend_pd.engine.vllm_api.process import vllm_version
 from vllm_ascend_pd.transfer.shares import num_shares
 from vllm_ascend_pd.wire import WIRE_VERSION
@@ -52,6 +52,8 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     }
     if not all(group.keeps_all for group in groups):
         parts["reach"] = _each(_reach(group) for group in groups)
+    if any(slots := page_slots(kv_cache_config)):
+        parts["slots"] = _each(one or "heads" for one in slots)
     if vllm_config.kv_transfer_config is not None:
         transfer = PDConfig.from_kv_transfer_config(vllm_config.kv_transfer_config).transfer
         if transfer.protocol is not WireProtocol.TCP:

@@ -132,6 +132,26 @@ def _state(spec: Any) -> str:
     return "-".join([spec.mamba_type.name.lower(), *parts])
 
 
+def page_slots(config: KVCacheConfig) -> tuple[str, ...]:
+    """How pages are divided in each group where its attention backend packs K and V otherwise than
+    a slot for each KV head; empty for a group where it does not. Such pages may be as large as
+    those of another backend.
+
+    Touches:
+        vllm/v1/kv_cache_interface.py:AttentionSpec.num_head_slots
+        vllm/v1/kv_cache_interface.py:AttentionSpec.state_content_size_bytes
+        vllm/v1/kv_cache_interface.py:UniformTypeKVCacheSpecs.kv_cache_specs
+    """
+    slots: list[str] = []
+    for group in config.kv_cache_groups:
+        spec: Any = group.kv_cache_spec
+        # As the scheduler has it: that of the first layer.
+        spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+        count = getattr(spec, "num_head_slots", None)
+        slots.append("" if count is None else f"{count}x{spec.state_content_size_bytes}")
+    return tuple(slots)
+
+
 def _attribute(spec: object, kind: str, name: str) -> int:
     """Of a specification of that kind; full attention has some of them, too, for its kernels.
 
