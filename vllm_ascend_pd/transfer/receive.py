@@ -234,15 +234,24 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         return max(flight.sent_at, heard_at) + self.answer_timeout_s
 
     def _send_fetches(self) -> None:
-        for load in self._active:
-            num_held = sum(flight.load.spec is load.spec for flight in self._in_flight.values())
-            while load.pieces and load.ended is None and num_held < self._slots_per_load:
+        """A step waits for its loads, so those are first. All parked ones together leave slots for
+        them, and one of several pieces leaves one for another.
+        """
+        flights = self._in_flight.values()
+        num_parked = sum(not flight.load.spec.in_step for flight in flights)
+        for load in sorted(self._active, key=lambda load: not load.spec.in_step):
+            num_held = sum(flight.load.spec is load.spec for flight in flights)
+            while load.pieces and load.ended is None:
+                num_counted = num_held if load.spec.in_step else num_parked + (num_held > 0)
+                if num_counted >= self._slots_per_load:
+                    break
                 slot = self._staging.acquire()
                 if slot is None:
                     return
                 ask = partial(self._send_fetch, load, load.pieces.popleft(), slot)
                 self.attempt(ask, partial(self._fail, load))
                 num_held += 1
+                num_parked += not load.spec.in_step
 
     def _send_fetch(self, load: PeerLoad, piece: Piece, slot: Slot) -> None:
         """Ask for a piece: from then on it is in flight, and its slot with it."""

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
@@ -493,16 +494,64 @@ def test_peer_that_is_not_there_is_noticed_at_once(make_pair: Callable[..., Pair
     assert pair.run(pair.spec((0,), (0,))).cause == ""
 
 
+@pytest.mark.parametrize("in_step", [True, False], ids=["step", "parked"])
 def test_silent_peer_leaves_slots_for_another(
-    make_pair: Callable[..., Pair], silent: Endpoint
+    make_pair: Callable[..., Pair], silent: Endpoint, in_step: bool
 ) -> None:
     pair = make_pair()
     pair.grant(*range(8))
     stuck = pair.spec(tuple(range(8)), tuple(range(8)), peer=silent, timeout_s=60.0, in_step=False)
     pair.loader.start_load(stuck)
     wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
-    result = pair.run(pair.spec(tuple(range(8)), tuple(range(8, 16)), timeout_s=10.0))
-    assert result.cause == ""
+    other = pair.spec(tuple(range(8)), tuple(range(8, 16)), timeout_s=10.0, in_step=in_step)
+    pair.loader.start_load(other)
+    pair.loader.wait_all()
+    results: list[LoadResult] = []
+    wait_until(lambda: bool(results.extend(pair.loader.take_results()) or results))
+    assert [(r.load_id, r.cause) for r in results] == [(other.load_id, "")]
+    pair.loader.cancel(stuck.load_id)
+    assert len(pair.loader.take_results()) == 1
+
+
+def test_step_does_not_wait_for_slots_of_parked_loads(
+    make_pair: Callable[..., Pair], silent: Endpoint
+) -> None:
+    pair = make_pair()
+    pair.grant(*range(8))
+    blocks = tuple(range(8))
+    stuck = [
+        pair.spec(blocks, blocks, peer=silent, timeout_s=60.0, in_step=False) for _ in range(3)
+    ]
+    for spec in stuck:
+        pair.loader.start_load(spec)
+    pair.pass_time(0.0)  # the loader has looked
+    assert pair.receive_pool.num_free
+    assert pair.run(pair.spec(blocks, tuple(range(8, 16)))).cause == ""
+    for spec in stuck:
+        pair.loader.cancel(spec.load_id)
+    assert len(pair.loader.take_results()) == 3
+
+
+def test_slot_that_becomes_free_is_first_a_steps(
+    make_pair: Callable[..., Pair], silent: Endpoint
+) -> None:
+    pair = make_pair()
+    pair.grant(*range(8))
+    blocks = tuple(range(8))
+    stuck = pair.spec(blocks, blocks, peer=silent, timeout_s=60.0, in_step=False)
+    spec = pair.spec(blocks, tuple(range(8, 16)))
+    with ExitStack() as held:
+        first, *others = [pair.receive_pool.acquire() for _ in range(NUM_SLOTS)]
+        assert first is not None
+        for slot in others:
+            assert slot is not None
+            held.enter_context(slot)
+        with first:
+            pair.loader.start_load(stuck)
+            pair.loader.start_load(spec)
+        pair.pass_time(0.0)  # the loader has looked
+        pair.loader.wait_all()
+        assert [(r.load_id, r.cause) for r in pair.loader.take_results()] == [(spec.load_id, "")]
     pair.loader.cancel(stuck.load_id)
     assert len(pair.loader.take_results()) == 1
 
