@@ -215,11 +215,14 @@ class DataServer(Reactor):
         return 0.001 if self._queue else None
 
     def _next_ready(self) -> int | None:
-        """Place in the queue of the first fetch whose peer has not too many writes under way."""
+        """Place in the queue of the first fetch whose peer has not too many writes under way. The
+        last slot is for a peer that has none: others may be gone, and theirs take long to fail.
+        """
         busy = Counter(write.identity for write in self._writes)
         busy.update(self._rings.identities())
+        most = _MAX_WRITES_PER_PEER if self._staging.num_free > 1 else 1
         for place, (identity, _, _) in enumerate(self._queue):
-            if busy[identity] < _MAX_WRITES_PER_PEER:
+            if busy[identity] < most:
                 return place
         return None
 

@@ -112,7 +112,10 @@ class Sharding:
             num_workers = len(list(workers))
             theirs = stage or Layers(0, layers.stop)
             first, stop = max(theirs.first, layers.first), min(theirs.stop, layers.stop)
-            if first == known < stop:
+            if first < stop:
+                if first != known:
+                    known = -1
+                    break
                 known = stop
                 ours = Layers(first - layers.first, stop - layers.first)
                 found += (

@@ -677,6 +677,26 @@ def test_garbage_is_dropped_and_the_next_fetch_served(make_pair: Callable[..., P
     assert answer.cause == ""
 
 
+def test_last_slot_is_for_a_peer_without_a_write(make_pair: Callable[..., Pair]) -> None:
+    """Writes to a peer that is gone take long to fail."""
+    gone_at: list[int] = []
+
+    def choose(write: WriteRequest) -> Fault:
+        return NEVER if write.dst_addr in gone_at else Fault(FaultKind.OK)
+
+    pair = make_pair(FaultScript(choose=choose), write_timeout_s=60.0)
+    pair.grant(0, 1)
+    fetch = make_fetch(pair)
+    gone_at.append(fetch.address)
+    with connected(pair.server.page_server.endpoint) as gone:
+        for fetch_id in range(2, 2 + NUM_SLOTS):
+            gone.send(encode(msgspec.structs.replace(fetch, fetch_id=fetch_id)))
+        wait_until(lambda: pair.send_pool.num_free == 1)
+        there = pair.receive_pool.region.base + SLOT_BYTES
+        answer = ask(pair, encode(msgspec.structs.replace(fetch, address=there)))
+        assert (answer.fetch_id, answer.cause) == (1, "")
+
+
 def test_unregistered_address_fails_the_write_only(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     pair.grant(0)

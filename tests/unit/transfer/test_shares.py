@@ -108,9 +108,10 @@ def test_each_layer_comes_from_the_stage_that_has_it(
         [Layers(1, 6)],
         [Layers(0, 3), Layers(4, 6)],
         [Layers(0, 4), Layers(3, 6)],
+        [Layers(0, 2), Layers(1, 3), Layers(2, 6)],
         [Layers(3, 6), Layers(0, 3)],
     ],
-    ids=["none", "fewer", "not the first", "a gap", "twice", "not in order"],
+    ids=["none", "fewer", "not the first", "a gap", "twice", "twice within", "not in order"],
 )
 def test_stages_that_have_not_each_layer_once_are_an_error(peers: list[Layers | None]) -> None:
     with pytest.raises(TransferError, match="pipeline stages"):
