@@ -254,6 +254,11 @@ def test_attention_to_compressed_kv_is_refused(moe: str) -> None:
         configure(moe, '--hf-overrides={"compress_ratios": [4]}')
 
 
+def test_diffusion_is_refused(model: str) -> None:
+    with pytest.raises(ValueError, match="diffusion models"):
+        configure(model, '--hf-overrides={"canvas_length": 32}')
+
+
 def test_kv_in_host_memory_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(model)
     if not hasattr(config.attention_config, "hisparse_config"):

@@ -9,6 +9,7 @@ from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
     compresses_kv,
+    decodes_by_diffusion,
     drafter_may_have_two_groups,
     hash_whole_prompts,
     is_pooling_model,
@@ -91,6 +92,10 @@ def check_config(config: VllmConfig) -> None:
             "data parallel ranks with pipeline parallel sizes above 1",
         ),
         (is_pooling_model(config), "pooling models, which decode nothing"),
+        (
+            decodes_by_diffusion(config),
+            "diffusion models, which denoise many tokens at once instead of sampling the next one",
+        ),
         (
             compresses_kv(config),
             "attention to compressed KV, which is kept in blocks of other sizes (DeepSeek V4)",

@@ -137,6 +137,16 @@ def compresses_kv(config: VllmConfig) -> bool:
     return model is not None and hasattr(model.hf_text_config, "compress_ratios")
 
 
+def decodes_by_diffusion(config: VllmConfig) -> bool:
+    """Whether its steps denoise many tokens at once instead of sampling the next one.
+
+    Touches:
+        vllm/config/model.py:ModelConfig.is_diffusion
+    """
+    model: Any = config.model_config
+    return model is not None and model.is_diffusion
+
+
 def keeps_kv_in_host_memory(config: VllmConfig) -> bool:
     """Whether KV is in the host's memory, and what an indexer chooses of it on the device.
 
