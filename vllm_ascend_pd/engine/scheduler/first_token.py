@@ -99,7 +99,7 @@ def sampling_key(
         params.all_stop_token_ids if params.min_tokens else None,
         logits_processors,
     ]
-    if watermark and params.watermarking:
+    if watermark and params.watermarking is not False:
         shape.append(watermark)
     encoded = msgspec.json.encode(shape, order="deterministic")
     return hashlib.blake2b(encoded, digest_size=16).digest()

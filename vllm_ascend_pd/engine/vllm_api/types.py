@@ -84,7 +84,7 @@ class SamplingParams(Protocol):
 
     logit_bias: dict[int, float] | None
     min_tokens: int
-    watermarking: bool
+    watermarking: bool | None
     logprobs: int | None
     extra_args: dict[str, Any] | None
 
