@@ -49,7 +49,7 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.supported import check_config
 from vllm_ascend_pd.engine.vllm_api.guests import encode_request, make_guest, read_request
 from vllm_ascend_pd.errors import ConfigError, TransferError
-from vllm_ascend_pd.wire import Go, Opened, TokenLogprobs
+from vllm_ascend_pd.wire import Go, Opened, TokenLogprobs, Told
 
 ALL_KINDS = [*KINDS, "take", "more", "told"]
 
@@ -369,6 +369,11 @@ def test_target_does_not_end_before_it_has_told_all(engines: Engines, tmp_path: 
     pair.expect_whole()
 
 
+def say_instead(monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], Any]) -> None:
+    """Of what the target tells."""
+    monkeypatch.setattr(forwards_in, "Told", lambda *fields: change(Told(*fields)))
+
+
 @pytest.mark.parametrize(
     "said", [{"start": 10**6}, {"token_ids": (10**6,)}, {"token_ids": (-1,)}], ids=str
 )
@@ -379,12 +384,7 @@ def test_what_is_no_token_is_not_delivered(
     said: dict[str, Any],
 ) -> None:
     pair = Pair(engines, tmp_path)
-    told = forwards_in.Told
-    monkeypatch.setattr(
-        forwards_in,
-        "Told",
-        lambda *fields: replace(told(*fields), **said) if fields[2] else told(*fields),
-    )
+    say_instead(monkeypatch, lambda told: replace(told, **said) if told.token_ids else told)
     pair.begin()
     assert pair.run() == {"back_incompatible": 1}
     pair.expect_whole()
@@ -404,12 +404,7 @@ def test_answer_of_another_kind_gives_the_request_back(
     is_away: bool,
 ) -> None:
     pair = Pair(engines, tmp_path)
-    told = forwards_in.Told
-    monkeypatch.setattr(
-        forwards_in,
-        "Told",
-        lambda *fields: other if bool(fields[2]) is is_away else told(*fields),
-    )
+    say_instead(monkeypatch, lambda told: other if bool(told.token_ids) is is_away else told)
     pair.begin()
     assert pair.run() == {"back_bad_params" if is_away else "bad_params": 1}
     pair.expect_whole()
@@ -420,17 +415,16 @@ def test_logprobs_are_those_of_the_last_tokens_that_are_told(
 ) -> None:
     """The target has none of what the source has sampled since it asked for tokens."""
     pair = Pair(engines, tmp_path)
-    told = forwards_in.Told
 
-    def tell(*fields: Any) -> Any:
-        start, new = fields[1:3]
+    def from_before(told: Told) -> Told:
+        start, new = told.start, told.token_ids
         if not new:
-            return told(*fields)
+            return told
         tokens = tuple(right_token(len(PROMPT) + i) for i in range(start - 2, start + len(new)))
         logprobs = tuple(TokenLogprobs((token,), (-0.5,), 1) for token in new)
-        return replace(told(*fields), start=start - 2, token_ids=tokens, logprobs=logprobs)
+        return replace(told, start=start - 2, token_ids=tokens, logprobs=logprobs)
 
-    monkeypatch.setattr(forwards_in, "Told", tell)
+    say_instead(monkeypatch, from_before)
     pair.begin(logprobs=0)
     assert pair.run() == {"ended": 1}
     pair.expect_whole()
