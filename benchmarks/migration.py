@@ -77,6 +77,7 @@ def make_engine(options: argparse.Namespace, extra: dict[str, Any], port: int) -
         max_num_batched_tokens=8192,
         kv_cache_memory_bytes=1 << 30,
         shutdown_timeout=60,
+        worker_cls="waiting_worker.WaitingWorker" if options.waiting else "auto",
         kv_transfer_config=KVTransferConfig(
             kv_connector="InEngine",
             kv_role="kv_both",
@@ -561,6 +562,11 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, default="stop")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--waiting",
+        action="store_true",
+        help="steps take as long as if accelerators computed them, and leave the cores alone",
+    )
     options = parser.parse_args()
     from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 

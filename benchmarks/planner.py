@@ -61,7 +61,7 @@ ONE_EACH = Split(1, 1)
 def cluster(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     """A P, a D and a router that leaves no P out; its URL."""
     port = free_port()
-    topology = {
+    topology: dict[str, Any] = {
         "model": str(options.model),
         "served_model_name": "model",
         "router": {"port": port, "args": {"skip-prefill": "never", "access-log": "off"}},
@@ -75,6 +75,9 @@ def cluster(options: argparse.Namespace, folder: Path) -> Iterator[str]:
         },
         "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"},
     }
+    if options.waiting:
+        topology["args"]["worker-cls"] = "waiting_worker.WaitingWorker"
+        topology["env"]["PYTHONPATH"] = str(Path(__file__).parent)
     path = folder / "topology.yaml"
     path.write_text(json.dumps(topology))
     command = [VLLM_PD, "up", "--config", str(path), "--log-dir", str(folder / "logs")]
@@ -124,7 +127,7 @@ async def replay(url: str, requests: Sequence[TraceRequest]) -> Outcome:
         await asyncio.gather(*(one(i, request) for i, request in enumerate(requests)))
     steps = np.array(gaps)
     ones = np.ones(len(steps))
-    return Outcome(ONE_EACH, ttft, itl, float(ends.max()), steps, ones, 0.0, 0.0, 0.0)
+    return Outcome(ONE_EACH, ttft, itl, float(ends.max()), steps, ones, 0.0, 0.0, 0.0, 0)
 
 
 def fit(options: argparse.Namespace) -> None:
@@ -133,7 +136,7 @@ def fit(options: argparse.Namespace) -> None:
     objective = Objective(options.slo_ttft, options.slo_itl)
     with cluster(options, folder) as url:
         command = [VLLM_PD, "profile", url, "--out", str(folder / "profile.json")]
-        command += ["--tokens", "128,512,1024", "--batches", "1,2,4,8"]
+        command += ["--tokens", "128,512,1024", "--batches", "1,4,16,32"]
         command += ["--contexts", "128,1024", "--rounds", str(options.rounds)]
         command += ["--max-num-batched-tokens", "2048", "--max-num-seqs", "128"]
         command += ["--both-busy"] if options.both_busy else []
@@ -373,6 +376,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of each replay")
     parser.add_argument("--rounds", type=int, default=3, help="of the profile")
     parser.add_argument("--both-busy", action="store_true", help="as of vllm-pd profile")
+    parser.add_argument(
+        "--waiting",
+        action="store_true",
+        help="steps take as long as if accelerators computed them, and leave the cores alone",
+    )
     parser.add_argument("--requests", type=int, default=1_000_000, help="for --part speed")
     parser.add_argument("--instances", type=int, default=1000, help="for --part speed")
     parser.add_argument("--heartbeats", type=int, default=3000, help="for --part costs")

@@ -31,6 +31,8 @@ WINDOW_GAIN = STATE_GAIN = 0.05
 _VOCAB, _HIDDEN, _HEADS, _HEAD_DIM = 2048, 128, 4, 32
 PAGE_BYTES = 2 * BLOCK_SIZE * _HEADS * _HEAD_DIM * 4
 """Of a block in one layer, but for MLA and ``gdn``."""
+_LATENT_RANK, _ROPE_DIM = 512, 64
+"""Of MLA: what vLLM's kernel for CPUs takes."""
 _BIASED = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _COMMON = {
     "vocab_size": _VOCAB,
@@ -66,10 +68,10 @@ _DEEPSEEK = {
     "model_type": "deepseek_v3",
     "num_nextn_predict_layers": 1,
     "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
+    "kv_lora_rank": _LATENT_RANK,
+    "qk_rope_head_dim": _ROPE_DIM,
+    "qk_nope_head_dim": _HEAD_DIM,
+    "v_head_dim": _HEAD_DIM,
     "first_k_dense_replace": 9,
     "n_routed_experts": 2,
     "n_shared_experts": 1,
@@ -150,13 +152,12 @@ class _Maker:
         }
 
     def latent_attention(self) -> Weights:
-        rank, rope, head = 512, 64, 128
         return {
-            "q_proj": self.blind(_HEADS * (head + rope), _HIDDEN, gain=1.7),
-            "kv_a_proj_with_mqa": self.blind(rank + rope, _HIDDEN),
-            "kv_a_layernorm": torch.ones(rank),
-            "kv_b_proj": self.matrix(_HEADS * 2 * head, rank),
-            "o_proj": self.matrix(_HIDDEN, _HEADS * head, gain=2.0),
+            "q_proj": self.blind(_HEADS * (_HEAD_DIM + _ROPE_DIM), _HIDDEN, gain=1.7),
+            "kv_a_proj_with_mqa": self.blind(_LATENT_RANK + _ROPE_DIM, _HIDDEN),
+            "kv_a_layernorm": torch.ones(_LATENT_RANK),
+            "kv_b_proj": self.matrix(_HEADS * 2 * _HEAD_DIM, _LATENT_RANK),
+            "o_proj": self.matrix(_HIDDEN, _HEADS * _HEAD_DIM, gain=2.0),
         }
 
 

@@ -91,6 +91,8 @@ def plan(
         typer.echo(report.to_json(found))
     else:
         typer.echo(report.table(found, objective, gpus_per_instance))
+        if beyond := report.beyond(asked, speeds, found.best):
+            typer.echo(beyond)
         typer.echo(report.needs(router_needs(asked, found.best)))
     if picture is not None:
         report.draw(found, objective, picture)

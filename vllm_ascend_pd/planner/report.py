@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.planner.search import SLOWER
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.planner.limits import Need
     from vllm_ascend_pd.planner.search import Objective, Row, Splits
+    from vllm_ascend_pd.planner.speeds import Speeds
+    from vllm_ascend_pd.planner.trace_file import RequestTrace
 
 _HEAD = (
     *("split", "goodput", "in time", f"{100 * (SLOWER - 1):.0f} % slower"),
@@ -42,6 +45,25 @@ def table(found: Splits, objective: Objective, num_per_instance: int) -> str:
         num_devices = sum(found.least.split) * num_per_instance
         lines.append(f"least: {found.least.split} ({num_devices} devices) get {goal}")
     return "\n".join(lines)
+
+
+def beyond(trace: RequestTrace, speeds: Speeds, row: Row) -> str:
+    """What the prediction rests on that the profile has not measured; empty if all was."""
+    num_tokens = int(np.percentile(trace.num_prompt_tokens, 99))
+    measured_tokens = int(speeds.prefill_s.x[-1])
+    found, fixes = [], []
+    if num_tokens > measured_tokens:
+        found.append(f"prompts of {num_tokens:,} tokens (measured up to {measured_tokens:,})")
+        fixes.append(f"--tokens …,{num_tokens}")
+    if row.decode_batch > speeds.measured_batch:
+        found.append(f"{row.decode_batch} requests at once in a D (up to {speeds.measured_batch})")
+        fixes.append(f"--batches …,{row.decode_batch}")
+    if not found:
+        return ""
+    return (
+        f"\nworked out, not measured: {' and '.join(found)};"
+        f" take a profile with {' '.join(fixes)} before you rely on it"
+    )
 
 
 def needs(found: Sequence[Need]) -> str:

@@ -65,6 +65,7 @@ class Row:
     prefill_use: float
     decode_use: float
     hit_rate: float
+    decode_batch: int
     is_overloaded: bool
     """The queue grows as long as requests come, so all the rest depends on how long that is."""
 
@@ -84,6 +85,7 @@ class Row:
             prefill_use=outcome.prefill_use,
             decode_use=outcome.decode_use,
             hit_rate=outcome.hit_rate,
+            decode_batch=outcome.decode_batch,
             is_overloaded=_grows(outcome.ttft_s, objective.ttft_s),
         )
 

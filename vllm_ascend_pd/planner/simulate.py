@@ -65,6 +65,8 @@ class Outcome:
     decode_use: float
     hit_rate: float
     """Share of all prompt tokens that P engines had in their prefix cache."""
+    decode_batch: int
+    """Requests of a D's step; of a hundred tokens one came of a larger one."""
 
     def itl_percentile(self, percent: float) -> float:
         """Of all tokens but each request's first."""
@@ -184,6 +186,8 @@ class _Simulation:
         self._first_s = [math.nan] * len(trace)
         self._end_s = [math.nan] * len(trace)
         self._step_s, self._step_tokens = array("d"), array("d")
+        self._batch_tokens = [0] * (speeds.max_num_seqs + 1)
+        """That came in steps of so many requests."""
         self._num_hit_tokens = 0
         self._prefilled_s = 0.0
         """When P's last step ended."""
@@ -340,6 +344,7 @@ class _Simulation:
             return
         batch = len(decode.running)
         num_tokens = decode.steps * batch
+        self._batch_tokens[batch] += num_tokens
         seconds = now - decode.began_s
         self._step_s.append(decode.delay_s + decode.step_s)
         self._step_tokens.append(batch - decode.num_firsts)
@@ -406,6 +411,7 @@ class _Simulation:
         duration = float(end.max())
         gaps = np.maximum(1, trace.num_output_tokens - 1)
         whole_s = max(duration, self._prefilled_s)
+        tokens = np.cumsum(self._batch_tokens)
 
         def use(engines: Sequence[_Prefill | _Decode]) -> float:
             return sum(e.busy_s for e in engines) / (len(engines) * whole_s) if whole_s else 0.0
@@ -420,6 +426,7 @@ class _Simulation:
             prefill_use=use(self._prefills),
             decode_use=use(self._decodes),
             hit_rate=self._num_hit_tokens / int(trace.num_prompt_tokens.sum()),
+            decode_batch=int(np.searchsorted(tokens, tokens[-1] * 0.99)),
         )
 
 

@@ -80,6 +80,8 @@ class Speeds:
     """Of P's steps, by the tokens a second that there are of D for each P."""
     decode_alone: float
     """Of a step of D, what it takes while no P computes."""
+    measured_batch: int
+    """The largest one of D in the profile."""
     block_size: int
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -103,6 +105,7 @@ class Speeds:
                 [(p.tokens_per_second, p.slowdown) for p in profile.prefill_beside] or [(0.0, 1.0)]
             ),
             profile.decode_alone,
+            max(p.batch for p in profile.decode),
             profile.block_size,
             profile.max_num_batched_tokens,
             profile.max_num_seqs,

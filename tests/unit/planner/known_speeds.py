@@ -22,6 +22,7 @@ SPEEDS = Speeds(
     sending_s_per_token=0.0,
     prefill_slowdown=Line.through([(0, 1.0)]),
     decode_alone=1.0,
+    measured_batch=MAX_SEQS,
     block_size=1,
     max_num_batched_tokens=100,
     max_num_seqs=MAX_SEQS,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ class World:
         in_time = np.arange(self._num_requests) < good * self._num_requests
         nothing = np.zeros(0)
         times = np.where(in_time, 0.5, 3.0)
-        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0)
+        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0, 1)
 
 
 OBJECTIVE = Objective(ttft_s=2.0, itl_s=0.1)
@@ -62,7 +63,7 @@ def test_the_least_is_looked_for_upwards_where_p_and_d_fail_different_requests()
         times[: max(0, 8 - 2 * split.num_prefill)] = 3
         times[len(times) - max(0, 8 - 2 * split.num_decode) :] = 3
         nothing = np.zeros(0)
-        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0)
+        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0, 1)
 
     # 1 P alone loses 6 of the 10 that may be lost, and so does 1 D: 12 together.
     found = Search(fails, OBJECTIVE).find(8)
@@ -114,7 +115,7 @@ def test_what_is_in_time_by_a_little_is_not_if_all_is_slower() -> None:
         """By 10 % of the objective, but for a quarter of the requests."""
         times = np.where(np.arange(100) < 25, 0.5, 1.8)
         nothing = np.zeros(0)
-        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0)
+        return Outcome(split, times, times / 100, 10.0, nothing, nothing, 0.5, 0.5, 0.0, 1)
 
     found = Search(just, OBJECTIVE).find(2)
     assert (found.best.attained, found.best.attained_if_slower) == (1.0, 0.25)
@@ -137,6 +138,26 @@ def test_what_is_overloaded_has_no_figures_and_is_not_the_best(tmp_path: Path) -
     assert json.loads(report.to_json(found))["rows"][0]["is_overloaded"]
     report.draw(found, objective, tmp_path / "plan.svg")
     assert "<!-- overloaded -->" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("measured_batch", "prompt", "said"),
+    [
+        (4, 1000, ""),
+        (2, 1000, "4 requests at once in a D (up to 2); take a profile with --batches …,4 be"),
+        (4, 1200, "prompts of 1,200 tokens (measured up to 1,000); take a profile with --tok"),
+        (3, 1200, "take a profile with --tokens …,1200 --batches …,4 before you rely on it"),
+    ],
+)
+def test_what_the_profile_has_not_measured_is_said(
+    measured_batch: int, prompt: int, said: str
+) -> None:
+    speeds = replace(SPEEDS, measured_batch=measured_batch)
+    asked = trace(*[(0.0, prompt, 200)] * 50)
+    row = Search(lambda split: simulate(asked, speeds, split), OBJECTIVE).row(Split(1, 1))
+    shown = report.beyond(asked, speeds, row)
+    assert said in shown
+    assert bool(shown) == bool(said)
 
 
 def test_table_picture_and_json_show_what_was_found(tmp_path: Path) -> None:

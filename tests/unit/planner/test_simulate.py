@@ -89,6 +89,21 @@ def test_a_request_joins_the_batch_when_the_step_under_way_ends() -> None:
     assert outcome.itl_s == pytest.approx([0.02, 0.02])
 
 
+@pytest.mark.parametrize(
+    ("requests", "batch"),
+    [
+        ([(0, 50, 1)], 0),
+        ([(0, 50, 21)], 1),
+        ([(0, 50, 21), (0.105, 50, 3)], 2),
+        ([(0, 50, 1000), (0.105, 50, 3)], 1),
+    ],
+)
+def test_the_batch_of_a_d_is_that_of_nearly_all_tokens(
+    requests: list[tuple[float, int, int]], batch: int
+) -> None:
+    assert simulate(trace(*requests), SPEEDS, ONE_EACH).decode_batch == batch
+
+
 def test_a_request_that_comes_with_the_end_of_a_step_joins_the_next_one() -> None:
     outcome = simulate(trace((0, 50, 21), (0.1, 50, 3)), SPEEDS, ONE_EACH)
     assert outcome.ttft_s == pytest.approx([0.06, 0.06])
