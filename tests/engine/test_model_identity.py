@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import MultiModalConfig, VllmConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.checkpoints import copy_with_other_tensors
@@ -222,15 +224,31 @@ def test_how_a_checkpoint_is_read_does_not_count(config: VllmConfig) -> None:
     assert model_identity(config) == before
 
 
-def test_what_a_model_writes_over_its_configuration_does_not_count(config: VllmConfig) -> None:
-    """DeepSeek's does where it is built, which is here or in a worker's process."""
-    hf_config = config.model_config.hf_config
-    found = []
-    for kind in ("yarn", "deepseek_yarn", "linear"):
-        hf_config.rope_parameters = {"rope_type": kind, "factor": 2.0}
-        found.append(model_identity(config))
-    assert found[0] == found[1]
-    assert differences(*found[1:]) == {"config"}
+def test_what_models_write_over_their_configurations_does_not_count(tiny: Path) -> None:
+    """Where they are built, which is here or in a worker's process."""
+    args = EngineArgs(
+        model=str(tiny),
+        dtype="float32",
+        max_model_len=256,
+        speculative_config={
+            "method": "draft_model",
+            "model": str(tiny),
+            "num_speculative_tokens": 2,
+        },
+        kv_transfer_config=KVTransferConfig(kv_connector="InEngine", kv_role="kv_both"),
+    )
+    config = args.create_engine_config()
+    before = model_identity(config)
+    assert config.speculative_config is not None
+    for model in (config.model_config, config.speculative_config.draft_model_config):
+        model.hf_config.rope_parameters = {"rope_type": "deepseek_yarn", "factor": 2.0}
+        model.hf_config.target_layer_count = 4
+    told = pickle.loads(pickle.dumps(config))  # to a process of its own
+    again = replace(config, model_config=config.speculative_config.draft_model_config)
+    assert model_identity(config) == model_identity(told) == before
+    assert differences(model_identity(again), before) == set()
+    del config.kv_transfer_config.pd_contents
+    assert differences(model_identity(config), before) == {"config", "draft"}
 
 
 @pytest.mark.parametrize(

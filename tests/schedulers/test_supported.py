@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -60,8 +61,8 @@ class _Speculative:
 
     @property
     def draft_model_config(self) -> Any:
-        layers = SimpleNamespace(num_hidden_layers=self.num_layers)
-        return SimpleNamespace(hf_text_config=layers)
+        layers = PretrainedConfig(num_hidden_layers=self.num_layers)
+        return SimpleNamespace(hf_config=layers, hf_text_config=layers)
 
     def use_multi_module_mtp(self) -> bool:
         return self.num_modules > 1

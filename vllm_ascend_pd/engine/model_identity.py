@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.config import PDConfig, WeightReading
 from vllm_ascend_pd.engine.digest import digest
-from vllm_ascend_pd.engine.vllm_api.config import has_drafter, media_options, uses_modelscope
+from vllm_ascend_pd.engine.vllm_api.config import (
+    has_drafter,
+    kept_contents,
+    media_options,
+    uses_modelscope,
+)
 from vllm_ascend_pd.engine.weight_files import content_digest
 
 if TYPE_CHECKING:
@@ -37,12 +42,6 @@ _PROCESSOR_FILES = (
 )
 _NOT_CONTENT = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "max_model_len"))
 """Of a configuration: where it lies, and who read it."""
-_ROPE_TYPES = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
-"""What DeepSeek's models write over their configuration's ``rope_type`` where they are built: in
-the scheduler's process, if its worker has none of its own.
-
-    vllm/model_executor/models/deepseek_v2.py:DeepseekV2MLAAttention
-"""
 _LLAMA4_TUNING_LENGTH = 32768
 
 
@@ -51,7 +50,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     ``window``, ``media``, ``code``, ``draft``.
     """
     model = vllm_config.model_config
-    config = _content(model.hf_config.to_dict())
+    config = _content(kept_contents(vllm_config)["model"])
     parts = {
         "config": digest(config),
         "arch": model.architecture,
@@ -100,7 +99,7 @@ def _drafter(vllm_config: VllmConfig) -> str:
     load = speculative.draft_load_config or vllm_config.load_config
     parts = (
         *(model.architecture, str(model.dtype), str(model.quantization)),
-        *(speculative.kv_cache_dtype, _content(model.hf_config.to_dict())),
+        *(speculative.kv_cache_dtype, _content(kept_contents(vllm_config)["drafter"])),
         _weights(vllm_config, load, model),
     )
     return f"{speculative.method}-{digest(parts)}"
@@ -108,14 +107,10 @@ def _drafter(vllm_config: VllmConfig) -> str:
 
 def _content(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _content(value) if isinstance(value, Mapping) else _as_it_was(key, value)
+        key: _content(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key not in _NOT_CONTENT
     }
-
-
-def _as_it_was(key: str, value: Any) -> Any:
-    return _ROPE_TYPES.get(value, value) if key == "rope_type" else value
 
 
 def _weights(vllm_config: VllmConfig, load: LoadConfig, model: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
     drafter_may_have_two_groups,
     hash_whole_prompts,
     is_pooling_model,
+    keep_contents,
     keeps_kv_in_host_memory,
     keeps_states,
     returns_routed_experts,
@@ -45,6 +46,7 @@ def check_config(config: VllmConfig) -> None:
     vLLM gives each data parallel rank of a dense model a configuration of one rank, so an engine
     can no longer see what was asked for.
     """
+    keep_contents(config)
     _refuse(
         (
             config.cache_config.kv_offloading_size is not None,

@@ -17,9 +17,41 @@ DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of speculative decoding that run a model with KV of its own behind the engine's."""
 
 
+_CONTENTS = "pd_contents"
+
+
 def has_drafter(config: VllmConfig) -> bool:
     speculative = config.speculative_config
     return speculative is not None and speculative.method in DRAFTERS
+
+
+def keep_contents(config: VllmConfig) -> None:
+    """What the configurations of model and drafter say before these are built. DeepSeek, EAGLE 3,
+    models of Transformers' own and others write over theirs: in the scheduler's process, if its
+    worker has none of its own, so that it would read another configuration than other schedulers.
+
+    It goes where the transfer's configuration goes, also that of a drafter by itself.
+
+    Touches:
+        vllm/config/model.py:ModelConfig.hf_config
+        vllm/config/vllm.py:VllmConfig.kv_transfer_config
+    """
+    transfer = config.kv_transfer_config
+    if not hasattr(transfer, _CONTENTS):
+        setattr(transfer, _CONTENTS, _contents(config))
+
+
+def kept_contents(config: VllmConfig) -> dict[str, dict[str, Any]]:
+    """By ``model`` and ``drafter``; what they say now if nothing was kept."""
+    kept: dict[str, dict[str, Any]] | None = getattr(config.kv_transfer_config, _CONTENTS, None)
+    return kept or _contents(config)
+
+
+def _contents(config: VllmConfig) -> dict[str, dict[str, Any]]:
+    models = {"model": config.model_config}
+    if config.speculative_config is not None and has_drafter(config):
+        models["drafter"] = config.speculative_config.draft_model_config
+    return {name: model.hf_config.to_dict() for name, model in models.items()}
 
 
 def drafter_may_have_two_groups(config: VllmConfig) -> bool:
