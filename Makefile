@@ -11,6 +11,8 @@ BENCH_MODEL := .cache/models/60m
 BOOTSTRAP := $(PYTHON) tools/bootstrap.py --vllm $(VLLM)
 PATCHES := $(PYTHON) tools/apply_patches.py
 
+# Images of containers often set it: each of many processes would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Nothing here is fetched from a model hub.
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
@@ -77,8 +79,8 @@ bench: venv ## measure on a machine that does nothing else; see docs/benchmarks.
 	$(BIN)/python benchmarks/handover.py --model $(BENCH_MODEL)
 	$(BIN)/python benchmarks/pool.py --model $(BENCH_MODEL)
 	$(BIN)/python benchmarks/trace.py --model $(BENCH_MODEL)
-	$(BIN)/python benchmarks/planner.py --model $(BENCH_MODEL) --both-busy --folder .cache/planner
 	@$(BIN)/python -m vllm_ascend_pd.testing.tiny_model --out $(MODEL)
+	$(BIN)/python benchmarks/planner.py --waiting --model $(MODEL) --dtype float32 --folder .cache/planner
 	$(BIN)/python benchmarks/soak.py --model $(MODEL)
 
 lint: venv ## run every check of .pre-commit-config.yaml on all files
