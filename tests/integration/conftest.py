@@ -128,12 +128,15 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
 
 @pytest.fixture(scope="session")
 def single(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
-    return SingleEngine(fleet.keep(fleet.engine(replace(base_config, executor="uni"))))
+    return SingleEngine(fleet.keep(fleet.engine(base_config)))
 
 
 @pytest.fixture
-def engines(fleet: Fleet, base_config: EngineConfig) -> Iterator[Engines]:
-    engines = Engines(fleet, base_config)
+def engines(
+    request: pytest.FixtureRequest, fleet: Fleet, base_config: EngineConfig
+) -> Iterator[Engines]:
+    has_worker_process = request.node.get_closest_marker("worker_process") is not None
+    engines = Engines(fleet, replace(base_config, executor="mp" if has_worker_process else ""))
     yield engines
     try:
         engines.close()

@@ -73,8 +73,10 @@ class EngineConfig:
     dtype: str = "float32"
     llm: str = "{}"
     """JSON of further options of ``LLM``."""
-    executor: str = "mp"
-    """``mp``: the worker is a process of its own, as in a deployment; or ``uni``."""
+    executor: str = ""
+    """``uni``: the worker is in the engine's process. ``mp``: it is one of its own. Empty: as vLLM
+    has it on a device of its own, ``uni`` for one worker, ``mp`` for several.
+    """
     without: str = ""
     """A package that cannot be imported there."""
     runs_ahead: bool = False
@@ -85,6 +87,8 @@ class EngineConfig:
         return replace(self, transfer=json.dumps(merged, sort_keys=True))
 
     def llm_options(self) -> dict[str, Any]:
+        llm = json.loads(self.llm)
+        sizes = (llm.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -95,14 +99,15 @@ class EngineConfig:
             "block_size": self.block_size,
             "kv_cache_memory_bytes": 64 << 20,
             "num_gpu_blocks_override": self.num_blocks,
-            "distributed_executor_backend": self.executor,
-            **json.loads(self.llm),
+            "distributed_executor_backend": self.executor or ("mp" if max(sizes) > 1 else "uni"),
+            **llm,
         }
 
     def transfer_options(self) -> dict[str, Any] | None:
         if self.role is None:
             return None
-        transfer = {"check_integrity": True, **json.loads(self.transfer)}
+        small = {"staging_slot_bytes": 2 << 20}  # all of it is written to when an engine starts
+        transfer = {"check_integrity": True, **small, **json.loads(self.transfer)}
         extra: dict[str, Any] = {"transfer": transfer}
         security: dict[str, Any] = {}
         if self.secret_file is not None:

@@ -16,7 +16,7 @@ from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf, assert_no_le
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 NUM_TOKENS = 4 * BLOCK_SIZE + 9
 SHORT_LEASE = {"lease_s": 2.0}

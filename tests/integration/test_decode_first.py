@@ -14,7 +14,7 @@ from tests.integration.pairs import CHUNKED, EVERY_LAYER, Pair
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def drafting(
     request: pytest.FixtureRequest, fleet: Fleet, base_config: EngineConfig, folder: Path
 ) -> Iterator[Drafting]:
     options = make_options(request.param, folder, base_config)
-    engine = fleet.keep(fleet.engine(replace(base_config, executor="uni", **options)))
+    engine = fleet.keep(fleet.engine(replace(base_config, **options)))
     yield Drafting(request.param, options, SingleEngine(engine), engine)
     fleet.discard(engine)
 
@@ -637,7 +637,7 @@ def test_drafter_with_pages_of_another_size_is_like_one_engine(
     model, drafter = (base_config.model, more) if is_larger else (more, base_config.model)
     drafts = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 2}
     options = {"model": model, "llm": json.dumps({"speculative_config": drafts})}
-    engine = fleet.engine(replace(base_config, executor="uni", **options))
+    engine = fleet.engine(replace(base_config, **options))
     drafting = Drafting("draft_model", options, SingleEngine(engine), engine)
     producer = engines.shared("kv_producer", faults="ok*", **options)
     producer.set_faults("ok*")

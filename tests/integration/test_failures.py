@@ -15,7 +15,7 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 NUM_TOKENS = 4 * BLOCK_SIZE + 9
 SMALL_PIECES = {"staging_slot_bytes": 64 * 1024, "staging_slots": 256}

@@ -15,7 +15,7 @@ from tests.integration.pairs import EVERY_LAYER, Pair
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 NUM_REQUESTS = 50
 NUM_OUTPUT = 4

@@ -71,7 +71,7 @@ def pooled(engines: Engines) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def scaled(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
     """What one ordinary engine answers with the weights that ``scale_norms(3)`` makes."""
-    engine = fleet.engine(replace(base_config, executor="uni", num_blocks=255))
+    engine = fleet.engine(replace(base_config, num_blocks=255))
     engine.scale_norms(3)
     return SingleEngine(engine)
 
@@ -130,7 +130,7 @@ def test_engines_that_reload_the_same_files_agree_again(
     other_model: str,
 ) -> None:
     producer, consumer = pair
-    other = SingleEngine(fleet.engine(replace(base_config, executor="uni", model=other_model)))
+    other = SingleEngine(fleet.engine(replace(base_config, model=other_model)))
     prompt = prompt_of(NUM_TOKENS)
     producer.call_workers("reload_weights", weights_path=other_model)
     answer = consumer.ask(prompt, 16, producer.prefill(prompt))

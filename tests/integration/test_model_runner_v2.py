@@ -8,7 +8,6 @@ runner, and compare tokens with one engine's; here the two runners are compared.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ def first_runner(
 ) -> Iterator[SingleEngine]:
     """One ordinary engine with Model Runner V1, of a fleet that has no Triton."""
     with Fleet(tmp_path_factory.mktemp("first-runner")) as fleet:
-        yield SingleEngine(fleet.engine(replace(base_config, executor="uni")))
+        yield SingleEngine(fleet.engine(base_config))
 
 
 @pytest.mark.parametrize("kind", sorted(SAME_IN_BOTH))

@@ -67,7 +67,7 @@ def three(fleet: Fleet, base_config: EngineConfig, prompt_of: PromptOf) -> Calla
     def make(
         llm: dict[str, Any] | None = None, transfer: dict[str, Any] | None = None, **options: Any
     ) -> Three:
-        config = replace(base_config, executor="uni", llm=json.dumps(llm or {}), **options)
+        config = replace(base_config, llm=json.dumps(llm or {}), **options)
         return Three(fleet, config, prompt_of(5, "where"), transfer or {})
 
     return make
@@ -152,7 +152,7 @@ def test_pages_of_every_kind_by_mooncake(
 def test_prefix_caching_off_is_refused_by_name(fleet: Fleet, base_config: EngineConfig) -> None:
     llm = json.dumps({"enable_prefix_caching": False})
     with pytest.raises(EngineError, match="prefix caching is off"):
-        fleet.start(replace(base_config, executor="uni", role="kv_both", llm=llm))
+        fleet.start(replace(base_config, role="kv_both", llm=llm))
 
 
 @pytest.mark.parametrize(
@@ -212,14 +212,13 @@ def test_two_producers_and_two_consumers(
     fleet: Fleet, base_config: EngineConfig, prompt_of: PromptOf
 ) -> None:
     """Every pair of them, at the same time."""
-    base = replace(base_config, executor="uni")
+    producer, consumer = (
+        replace(base_config, role=f"kv_{role}") for role in ("producer", "consumer")
+    )
     single, *others = fleet.engines(
-        base,
-        *(replace(base, role="kv_producer").with_transfer(lease_s=lease) for lease in (28.0, 27.0)),
-        *(
-            replace(base, role="kv_consumer").with_transfer(**EVERY_LAYER, lease_s=lease)
-            for lease in (28.0, 27.0)
-        ),
+        base_config,
+        *(producer.with_transfer(lease_s=lease) for lease in (28.0, 27.0)),
+        *(consumer.with_transfer(**EVERY_LAYER, lease_s=lease) for lease in (28.0, 27.0)),
     )
     producers, consumers = others[:2], others[2:]
     pairs = [

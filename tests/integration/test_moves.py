@@ -232,7 +232,7 @@ def expect_the_same(
 def test_drafts_go_on_from_the_known_tokens(
     fleet: Fleet, engines: Engines, base_config: EngineConfig, prompt_of: PromptOf
 ) -> None:
-    single = SingleEngine(fleet.engine(replace(base_config, executor="uni", llm=DRAFTS)))
+    single = SingleEngine(fleet.engine(replace(base_config, llm=DRAFTS)))
     source, target = two(engines, llm=DRAFTS)
     prompt = (prompt_of(7) * 30)[:70]
     before = target.metrics()

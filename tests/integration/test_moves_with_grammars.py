@@ -74,7 +74,7 @@ def pair(request: pytest.FixtureRequest, engines: Engines, llm: str) -> tuple[En
 
 @pytest.fixture(scope="module")
 def one(fleet: Fleet, base_config: EngineConfig, llm: str) -> SingleEngine:
-    return SingleEngine(fleet.engine(replace(base_config, executor="uni", llm=llm)))
+    return SingleEngine(fleet.engine(replace(base_config, llm=llm)))
 
 
 @pytest.mark.parametrize(

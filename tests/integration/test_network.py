@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 PRODUCER_IP = "10.213.0.1"
 CONSUMER_IP = "10.213.0.2"

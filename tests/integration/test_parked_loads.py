@@ -12,7 +12,7 @@ from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 NUM_TOKENS = 4 * BLOCK_SIZE + 9
 PARK = {"load_mode": "park", "peer_timeout_s": 20}

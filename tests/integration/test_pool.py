@@ -23,7 +23,7 @@ from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 NUM_BLOCKS = 6
 FULL = NUM_BLOCKS * BLOCK_SIZE
@@ -312,7 +312,7 @@ def test_kv_of_another_lora_or_tenant_never_hits(
 ) -> None:
     """The same prompt under each adapter, under none, and for another tenant."""
     llm = json.dumps(LORA)
-    reference = fleet.engine(replace(base_config, executor="uni", llm=llm))
+    reference = fleet.engine(replace(base_config, llm=llm))
     engine = engines.shared("kv_both", pool=POOL, llm=llm)
     prompt = prompt_of(NUM_TOKENS)
     kinds: list[dict[str, Any]] = [
@@ -338,7 +338,7 @@ def test_prompt_embeddings(
 ) -> None:
     """Their token ids are all equal: blocks are stored, and found, by what they embed."""
     llm = json.dumps({"enable_prompt_embeds": True})
-    reference = fleet.engine(replace(base_config, executor="uni", llm=llm))
+    reference = fleet.engine(replace(base_config, llm=llm))
     engine = engines.shared("kv_both", pool=POOL, llm=llm)
     *embeds, other = np.random.default_rng(7).normal(size=(NUM_TOKENS + 1, 128)).tolist()
     similar = [*embeds[: 2 * BLOCK_SIZE], other, *embeds[2 * BLOCK_SIZE + 1 :]]
@@ -366,7 +366,7 @@ def test_mla(
     models: Callable[[str], str],
     prompt_of: PromptOf,
 ) -> None:
-    reference = fleet.engine(replace(base_config, executor="uni", model=models("mla")))
+    reference = fleet.engine(replace(base_config, model=models("mla")))
     engine = engines.shared("kv_both", pool=POOL, model=models("mla"))
     prompt = prompt_of(NUM_TOKENS)
     store(engine, prompt, 24)

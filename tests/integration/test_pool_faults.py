@@ -27,7 +27,7 @@ from vllm_ascend_pd.backends.mooncake_master import (
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 FULL = 6 * BLOCK_SIZE
 NUM_TOKENS = FULL + 9

@@ -50,7 +50,7 @@ class PooledStates(Pooled):
 def pooled(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[PooledStates]:
-    config = replace(base_config, executor="uni", model=models("gdn"), dtype="bfloat16")
+    config = replace(base_config, model=models("gdn"), dtype="bfloat16")
     pooled = PooledStates.of(fleet, config)
     before = pooled.engine.counts()
     yield pooled
@@ -220,7 +220,7 @@ def test_states_of_mamba2_on_two_workers(
 ) -> None:
     config = replace(pooled.config, model=models("mamba2"))
     mamba2 = PooledStates(pooled.fleet, config, pooled.fleet.engine(config), pooled.engine)
-    engine = mamba2.other(executor="mp", llm=json.dumps({"tensor_parallel_size": 2}))
+    engine = mamba2.other(llm=json.dumps({"tensor_parallel_size": 2}))
     prompt = prompt_of(LONG)
     store(engine, prompt)
     answer = engine.ask(prompt, 24, ASK)

@@ -343,7 +343,7 @@ def test_workers_with_the_same_kv_head_share_a_master_of_their_own(
 ) -> None:
     """What both hold is stored once, and found again when their master has ended and is back."""
     base = replace(base_config, model=models("mqa"))
-    reference = fleet.engine(replace(base, executor="uni"))
+    reference = fleet.engine(base)
     pool = {**POOL, "probe_interval_s": 0.2, "lookup_timeout_ms": 500}
     engine = engines.own("kv_both", llm=TWO, pool=pool, model=base.model)
 

@@ -74,7 +74,7 @@ def test_mla_pages_come_from_memory(
 ) -> None:
     """Of two workers each has all of a block, for MLA has one head of KV."""
     model = models("mla")
-    single = SingleEngine(fleet.engine(replace(base_config, executor="uni", model=model)))
+    single = SingleEngine(fleet.engine(replace(base_config, model=model)))
     llm = json.dumps({"tensor_parallel_size": num_workers})
     pool = {**POOL, "tiers": ["dram"]}
     engine = engines.own("kv_both", **WITHOUT_MOONCAKE, model=model, llm=llm, pool=pool)

@@ -46,7 +46,7 @@ def pooled(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[Pooled]:
     """With windows."""
-    pooled = Pooled.of(fleet, replace(base_config, executor="uni", model=models("windows")))
+    pooled = Pooled.of(fleet, replace(base_config, model=models("windows")))
     before = pooled.engine.counts()
     yield pooled
     settle(pooled.engine)
@@ -83,7 +83,7 @@ def test_chunked_local_attention(
     prompt_of: PromptOf,
     load_mode: str,
 ) -> None:
-    pooled = Pooled.of(fleet, replace(base_config, executor="uni", model=models("chunks")))
+    pooled = Pooled.of(fleet, replace(base_config, model=models("chunks")))
     engine = pooled.other(transfer={"load_mode": load_mode})
     for num_tokens in (SHORT, 2 * BLOCK_SIZE + 5, 3 * BLOCK_SIZE + 5, 12 * BLOCK_SIZE, 300, 600):
         prompt = prompt_of(num_tokens)

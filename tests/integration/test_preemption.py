@@ -13,7 +13,7 @@ from tests.integration.engines import BLOCK_SIZE, Answer, Engine, PromptOf
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 SMALL = {"num_blocks": 17, "max_model_len": 384}
 """16 blocks: three requests of four blocks, each of which grows by two."""

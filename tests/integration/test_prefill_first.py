@@ -12,7 +12,7 @@ from tests.integration.engines import BLOCK_SIZE, Engine, PromptOf
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.worker_process]
 
 BLOCK_BYTES = 64 * 1024
 """Of all layers of the test model."""

@@ -208,7 +208,7 @@ def test_preempted_right_after(engines: Engines, single: SingleEngine, prompt_of
 def test_drafts_from_the_known_tokens(
     fleet: Fleet, engines: Engines, base_config: EngineConfig, prompt_of: PromptOf
 ) -> None:
-    single = fleet.engine(replace(base_config, executor="uni", llm=DRAFTS))
+    single = fleet.engine(replace(base_config, llm=DRAFTS))
     engine = engines.shared("kv_both", llm=DRAFTS)
     prompt = (prompt_of(7) * 30)[:70]
     expected = single.ask(prompt, 40)

@@ -22,7 +22,7 @@ NUM_TOKENS = 600
 
 @pytest.fixture
 def unchunked(fleet: Fleet, base_config: EngineConfig) -> Engine:
-    config = replace(base_config, executor="uni", max_num_batched_tokens=2048)
+    config = replace(base_config, max_num_batched_tokens=2048)
     return fleet.engine(config)
 
 
@@ -57,7 +57,7 @@ def test_a_seed_and_drafts(fleet: Fleet, base_config: EngineConfig, prompt_of: P
     drafts = '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}'
     chunked, unchunked = fleet.engines(
         *(
-            replace(base_config, executor="uni", llm=drafts, max_num_batched_tokens=num_tokens)
+            replace(base_config, llm=drafts, max_num_batched_tokens=num_tokens)
             for num_tokens in (256, 2048)
         )
     )

@@ -36,7 +36,7 @@ FAULTY = {"staging_slot_bytes": 64 * 1024, "staging_slots": 64}
 
 @pytest.fixture
 def config(base_config: EngineConfig, models: Callable[[str], str]) -> EngineConfig:
-    return replace(base_config, executor="uni", model=models("sparse"))
+    return replace(base_config, model=models("sparse"))
 
 
 def test_a_prompt_is_computed_alike_in_pieces_and_beside_others(

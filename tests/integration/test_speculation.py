@@ -36,7 +36,7 @@ Prompt = list[int]
 
 @pytest.fixture(scope="module")
 def speculating_single(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
-    return SingleEngine(fleet.engine(replace(base_config, executor="uni", llm=LLM)))
+    return SingleEngine(fleet.engine(replace(base_config, llm=LLM)))
 
 
 @pytest.fixture

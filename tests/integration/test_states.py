@@ -74,7 +74,7 @@ def assert_likeliest(single: Engine, prompt: list[int], token_ids: list[int]) ->
 def states(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[States]:
-    config = replace(base_config, executor="uni", model=models("gdn"), dtype="bfloat16")
+    config = replace(base_config, model=models("gdn"), dtype="bfloat16")
     yield from States.of(fleet, config, FAULTY)
 
 
@@ -222,7 +222,7 @@ def test_states_of_mamba2(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str], prompt_of: PromptOf
 ) -> None:
     """An engine hands itself what it has not cached: the state behind the prompt."""
-    config = replace(base_config, executor="uni", model=models("mamba2"), dtype="bfloat16")
+    config = replace(base_config, model=models("mamba2"), dtype="bfloat16")
     single, both = fleet.engines(config, replace(config, role="kv_both"))
     prompt = prompt_of(LONG)
     answer = both.ask(prompt, 40, both.prefill(prompt))
@@ -235,7 +235,7 @@ def test_states_of_mamba2_between_layers_that_keep_nothing(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str], prompt_of: PromptOf
 ) -> None:
     """Nemotron-H."""
-    config = replace(base_config, executor="uni", model=models("nemotron"), dtype="bfloat16")
+    config = replace(base_config, model=models("nemotron"), dtype="bfloat16")
     single, producer, consumer = fleet.engines(
         config,
         replace(config, role="kv_producer", faults="ok*"),

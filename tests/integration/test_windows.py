@@ -50,7 +50,7 @@ def num_bytes(num_tokens: int) -> int:
 def windows(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[Three]:
-    config = replace(base_config, executor="uni", model=models("windows"))
+    config = replace(base_config, model=models("windows"))
     yield from Three.of(fleet, config, FAULTY)
 
 
@@ -268,7 +268,7 @@ def test_attention_sinks(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str], prompt_of: PromptOf
 ) -> None:
     """gpt-oss, which vLLM runs in bfloat16 only."""
-    config = replace(base_config, executor="uni", model=models("sinks"), dtype="bfloat16")
+    config = replace(base_config, model=models("sinks"), dtype="bfloat16")
     single, producer, consumer = fleet.engines(
         config,
         replace(config, role="kv_producer", faults="ok*"),

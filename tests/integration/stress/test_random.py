@@ -26,7 +26,11 @@ from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(0)]  # each wait has a deadline of its own
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.worker_process,
+    pytest.mark.timeout(0),  # each wait has a deadline of its own
+]
 
 NUM_SPECS = 48
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
@@ -56,7 +60,7 @@ def adapters(base_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def single_with_adapters(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
-    config = replace(base_config, executor="uni", llm=json.dumps(LORA))
+    config = replace(base_config, llm=json.dumps(LORA))
     return SingleEngine(fleet.engine(config))
 
 
