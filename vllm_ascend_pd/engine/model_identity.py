@@ -14,7 +14,7 @@ from vllm_ascend_pd.config import PDConfig, WeightReading
 from vllm_ascend_pd.engine.digest import digest
 from vllm_ascend_pd.engine.vllm_api.config import (
     has_drafter,
-    kept_contents,
+    kept_content,
     media_options,
     uses_modelscope,
 )
@@ -50,7 +50,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     ``window``, ``media``, ``code``, ``draft``.
     """
     model = vllm_config.model_config
-    config = _content(kept_contents(vllm_config)["model"])
+    config = _content(kept_content(model))
     parts = {
         "config": digest(config),
         "arch": model.architecture,
@@ -99,7 +99,7 @@ def _drafter(vllm_config: VllmConfig) -> str:
     load = speculative.draft_load_config or vllm_config.load_config
     parts = (
         *(model.architecture, str(model.dtype), str(model.quantization)),
-        *(speculative.kv_cache_dtype, _content(kept_contents(vllm_config)["drafter"])),
+        *(speculative.kv_cache_dtype, _content(kept_content(model))),
         _weights(vllm_config, load, model),
     )
     return f"{speculative.method}-{digest(parts)}"

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.engine.digest import digest
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.engine.vllm_api.config_types import LoRAConfig, VllmConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import LoRAConfig, ModelConfig, VllmConfig
 
 
 DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of speculative decoding that run a model with KV of its own behind the engine's."""
 
 
-_CONTENTS = "pd_contents"
+_CONTENT = "pd_content"
+"""Of a ``ModelConfig``, which brings it along into other processes."""
 
 
 def has_drafter(config: VllmConfig) -> bool:
@@ -30,28 +31,22 @@ def keep_contents(config: VllmConfig) -> None:
     models of Transformers' own and others write over theirs: in the scheduler's process, if its
     worker has none of its own, so that it would read another configuration than other schedulers.
 
-    It goes where the transfer's configuration goes, also that of a drafter by itself.
-
     Touches:
         vllm/config/model.py:ModelConfig.hf_config
-        vllm/config/vllm.py:VllmConfig.kv_transfer_config
+        vllm/config/vllm.py:VllmConfig.model_config
     """
-    transfer = config.kv_transfer_config
-    if not hasattr(transfer, _CONTENTS):
-        setattr(transfer, _CONTENTS, _contents(config))
-
-
-def kept_contents(config: VllmConfig) -> dict[str, dict[str, Any]]:
-    """By ``model`` and ``drafter``; what they say now if nothing was kept."""
-    kept: dict[str, dict[str, Any]] | None = getattr(config.kv_transfer_config, _CONTENTS, None)
-    return kept or _contents(config)
-
-
-def _contents(config: VllmConfig) -> dict[str, dict[str, Any]]:
-    models = {"model": config.model_config}
+    models = [config.model_config]
     if config.speculative_config is not None and has_drafter(config):
-        models["drafter"] = config.speculative_config.draft_model_config
-    return {name: model.hf_config.to_dict() for name, model in models.items()}
+        models.append(config.speculative_config.draft_model_config)
+    for model in models:
+        if not hasattr(model, _CONTENT):
+            setattr(model, _CONTENT, model.hf_config.to_dict())
+
+
+def kept_content(model: ModelConfig) -> dict[str, Any]:
+    """What it says now if nothing was kept."""
+    kept: dict[str, Any] = getattr(model, _CONTENT, None) or model.hf_config.to_dict()
+    return kept
 
 
 def drafter_may_have_two_groups(config: VllmConfig) -> bool:
