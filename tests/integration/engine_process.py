@@ -40,7 +40,11 @@ def _worker_counts(worker: object) -> dict[str, int]:
     from vllm_ascend_pd import hooks
 
     side: Any = hooks.worker
-    return side.counts() if side is not None else {}
+    if side is None:
+        return {}
+    loaders = side._loader._all if side._loader is not None else ()
+    loads = [load for loader in loaders for parts in loader._loads.values() for load in parts]
+    return {**side.counts(), "loads_under_way": sum(load.ended is None for load in loads)}
 
 
 def _set_worker_faults(worker: object, script: str, rank: int | None) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,20 @@ class Three:
         assert answer.token_ids == expected.token_ids
 
 
+def run_in_need_of_memory(consumer: Engine, names: Iterable[str]) -> dict[str, Answer]:
+    """The consumer's requests ``names``, of which some are preempted: each has the blocks of its
+    prompt before another decodes, however slowly these come.
+    """
+    before = consumer.metrics()["preemptions"]
+    for name in names:
+        consumer.wait_for(name, "session", "READY")
+    assert consumer.drive(2) == {}  # they join the queue, and their loads start
+    consumer.wait_count("worker_loads_under_way", 0)
+    answers = consumer.run()
+    assert consumer.metrics()["preemptions"] > before
+    return answers
+
+
 def expect_recovery_and_preemptions(
     producer: Engine,
     consumer: Engine,
@@ -136,11 +150,9 @@ def expect_recovery_and_preemptions(
     assert_right(answer, prompt)
     assert (answer.outcome, answer.sources) == ("transfer_failed", (0, 0, 190))
     prompts = {name: prompt_of(190, name) for name in "abcd"}
-    before = consumer.metrics()["preemptions"]
     for name, prompt in prompts.items():
         consumer.add(name, prompt, 100, producer.prefill(prompt))
-    answers = consumer.run()
-    assert consumer.metrics()["preemptions"] > before
+    answers = run_in_need_of_memory(consumer, prompts)
     for name, prompt in prompts.items():
         assert_right(answers[name], prompt)
 

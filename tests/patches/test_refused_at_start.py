@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from transformers import PretrainedConfig
 from vllm.config import KVTransferConfig
 from vllm.config.cache import MambaCacheMode
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
@@ -233,10 +234,10 @@ def test_a_drafter_of_several_layers_beside_states_is_refused(
 ) -> None:
     """One of one layer is not, nor with a pool. The command line would ask for a model."""
     config = configure(states)
-    text_config = SimpleNamespace(num_hidden_layers=2)
+    text_config = PretrainedConfig(num_hidden_layers=2)
     config.speculative_config = SimpleNamespace(
         method="eagle",
-        draft_model_config=SimpleNamespace(hf_text_config=text_config),
+        draft_model_config=SimpleNamespace(hf_config=text_config, hf_text_config=text_config),
         parallel_drafting=False,
         use_multi_module_mtp=lambda: False,
     )
