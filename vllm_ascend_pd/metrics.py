@@ -49,8 +49,15 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "1: what this engine is. Fingerprints say which engines fit together",
         ("engine_id", "role", "epoch", "kv_endpoint", "fingerprint", "pool_master"),
     ),
+    "tokens_made_by": (
+        "1: what decides here beside a request which tokens it gets, as requests that move compare",
+        ("part", "adapter", "value"),
+    ),
 }
 """Exposed as ``vllm:pd_<name>``."""
+
+INFOS = frozenset({"engine_info", "tokens_made_by"})
+"""Gauges that say what is so in their labels: a series that is 0 is over."""
 
 _SEPARATOR = "\x1f"
 
@@ -79,7 +86,8 @@ class Stats:
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """``labels`` are the values of the gauge's labels, in their order."""
-        self.values["/".join((name, _SEPARATOR.join(labels))) if labels else name] = value
+        told = _SEPARATOR.join(label.replace(_SEPARATOR, "?") for label in labels)
+        self.values[f"{name}/{told}" if labels else name] = value
 
     def take(self) -> dict[str, float]:
         """``{name or name/label: increment, or value of a gauge}``, and start again."""

@@ -145,7 +145,7 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
-def made_by(fingerprint: str, **others: str) -> str:
+def made_by(fingerprint: str, /, **others: str) -> str:
     """What decides beside a request which answer an engine gives: parts of one line. Of the
     ``others`` those are left out that are empty, for there is none, or nobody knows it:
 

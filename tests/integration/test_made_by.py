@@ -47,6 +47,18 @@ class Known:
         adapter, grammars = told["adapters"].get(model, ""), told["grammars"]
         return made_by(told["fingerprint"], adapter=adapter, grammars=grammars, **told["sampling"])
 
+    def assert_told_by_metrics(self) -> None:
+        """What it registers, but for the fingerprint."""
+        told = self.told()
+        parts = [(part, "", value) for part, value in told["sampling"].items()]
+        parts += [("grammars", "", told["grammars"])] if told["grammars"] else []
+        parts += [("adapter", name, digest) for name, digest in told["adapters"].items()]
+        series = {f"tokens_made_by/{'/'.join(labels)}" for labels in parts}
+        told_now = self.engine.metrics().items()
+        assert {
+            name for name, value in told_now if value and name.startswith("tokens_made_by")
+        } == series
+
     def go_on(self, begun_by: Known, prompt: Prompt, known: list[int], **more: Any) -> Answer:
         """With what the other one has given."""
         model = Path(more.get("lora") or "").name
@@ -100,6 +112,7 @@ def test_adapter_of_the_same_name_and_other_contents_does_not_go_on(
     plain = first.engine.ask(prompt, NUM_OUTPUT).token_ids
     expected = first.engine.ask(prompt, NUM_OUTPUT, lora=old).token_ids
     until(lambda: list(first.told()["adapters"]) == ["adapter"])
+    first.assert_told_by_metrics()
     other.assert_refuses(first, "adapter", prompt, expected[:5], lora=new)
     assert other.go_on(first, prompt, plain[:5]).token_ids == plain
     assert other.engine.ask(prompt, NUM_OUTPUT, lora=old).token_ids == expected
@@ -116,6 +129,7 @@ def test_structured_output_of_another_backend_does_not_go_on(
     plain = first.engine.ask(prompt, NUM_OUTPUT).token_ids
     expected = first.engine.ask(prompt, NUM_OUTPUT, **REGEX).token_ids
     until(lambda: "GuidanceBackend" in first.told()["grammars"])
+    first.assert_told_by_metrics()
     other.assert_refuses(first, "grammars", prompt, expected[:5], **REGEX)
     assert other.go_on(first, prompt, plain[:5]).token_ids == plain
     assert like.go_on(first, prompt, expected[:5], **REGEX).token_ids == expected

@@ -46,6 +46,9 @@ from vllm_ascend_pd import hooks
 from vllm_ascend_pd.engine.carrier import InEngineCarrier, PDStats
 from vllm_ascend_pd.engine.scheduler.gauges import EngineInfo
 from vllm_ascend_pd.metrics import COUNTERS, Stats
+from vllm_ascend_pd.registration import MAX_ADAPTERS
+from vllm_ascend_pd.router.health import parse_makers
+from vllm_ascend_pd.router.instances import TokensMadeBy
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 BLOCK_SIZE = 16
@@ -215,11 +218,14 @@ def test_series_of_former_weights_go(config: VllmConfig) -> None:
     prom = KVConnectorProm(config, ["model_name", "engine"], {0: ["tiny", "0"]})
     common: Any = SimpleNamespace(stats=Stats(), scheduler=SimpleNamespace(log_stats=True))
     trust: Any = None  # no step ends here
-    info = EngineInfo(common, trust, ("p0", "kv_producer", "e1", "", "weights=0", ""))
+    labels = ("p0", "kv_producer", "e1", "", "weights=0", "")
+    info = EngineInfo(common, trust, labels, {"processors": "none"})
     try:
         for generation in range(1, 4):
             prom.observe(common.stats.take())
             info.identify(f"weights={generation}")
+            for number in range(MAX_ADAPTERS + 1):
+                info.note_adapter(f"of {number}", f"{generation}")
         prom.observe(common.stats.take())
         page = generate_latest(REGISTRY).decode()
     finally:
@@ -227,6 +233,10 @@ def test_series_of_former_weights_go(config: VllmConfig) -> None:
     [series] = re.findall(r"^vllm:pd_engine_info\{.*", page, re.MULTILINE)
     assert 'fingerprint="weights=3"' in series
     assert series.endswith(" 1.0")
+    assert parse_makers(page.encode()) == TokensMadeBy(
+        sampling={"processors": "none"},
+        adapters={f"of {number}": "3" for number in range(1, MAX_ADAPTERS + 1)},
+    )
 
 
 def test_gauges_are_not_in_the_log_line() -> None:

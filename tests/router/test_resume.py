@@ -26,6 +26,8 @@ from tests.router.scripted_answers import token_id
 from tests.router.scripted_engine import Received
 from vllm_ascend_pd.resume import Resume, ResumeKey
 from vllm_ascend_pd.router.config import Queueing, Retries
+from vllm_ascend_pd.router.health import parse_makers
+from vllm_ascend_pd.router.instances import TokensMadeBy
 
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
@@ -250,23 +252,63 @@ def test_stream_ends_if_all_others_compute_something_else() -> None:
     run(test)
 
 
-def test_adapter_and_grammars_are_told_with_the_tokens() -> None:
+def made_by_series(part: str, value: str, adapter: str = "", engine: int = 0) -> str:
+    labels = f'adapter="{adapter}",engine="{engine}",part="{part}",value="{value}"'
+    return f"vllm:pd_tokens_made_by{{{labels}}} 1.0\n"
+
+
+@pytest.mark.parametrize("way", ["registered", "in_metrics"])
+def test_all_that_makes_tokens_is_told_with_them(way: str) -> None:
     async def test() -> None:
         async with deployed(0, 2, PATIENT) as d:
-            for instance in tuple(d.router.registry):
-                spec = msgspec.structs.replace(
-                    instance.spec,
-                    fingerprint="weights=a",
-                    grammars="GuidanceBackend,x=1",
-                    adapters={"tiny": "d1", "other": "d2"},
-                )
-                d.router.registry.put(spec)
+            await getattr(Fingerprints(d, "weights=a", "weights=a"), way)()
+            told = TokensMadeBy(
+                {"processors": "none"}, "GuidanceBackend,x=1", {"tiny": "d1", "other": "d2"}
+            )
+            for engine in d.decodes:
+                (instance,) = (i for i in d.router.registry if i.spec.url == engine.url)
+                if way == "registered":
+                    fields = {name: getattr(told, name) for name in told.__struct_fields__}
+                    d.router.registry.put(msgspec.structs.replace(instance.spec, **fields))
+                else:
+                    engine.metrics += made_by_series("processors", "none")
+                    engine.metrics += made_by_series("grammars", told.grammars)
+                    for name, digest in told.adapters.items():
+                        engine.metrics += made_by_series("adapter", digest, name)
+                    await until(lambda i=instance: i.tokens_made_by == told)
             await broken(d, "break(2)")
             (resumed,) = resumes(d)
-            expected = "weights=a adapter=d1 grammars=GuidanceBackend,x=1"
+            expected = "weights=a processors=none adapter=d1 grammars=GuidanceBackend,x=1"
             assert resumed.params["resume"]["made_by"] == expected
 
     run(test)
+
+
+def test_engine_that_samples_otherwise_by_its_metrics_is_not_asked() -> None:
+    async def test() -> None:
+        async with deployed(0, 3, PATIENT) as d:
+            for engine, value in zip(d.decodes, ("none", "d1", "none"), strict=True):
+                engine.metrics = made_by_series("processors", value)
+            await until(lambda: all(i.tokens_made_by.sampling for i in d.router.registry))
+            got = await broken(d, "break(2)")
+            assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
+            (resumed,) = resumes(d)
+            assert resumed in d.decodes[2].received
+
+    run(test)
+
+
+def test_of_several_engines_in_one_page_what_all_say_is_known() -> None:
+    series = [
+        made_by_series("processors", "none") + made_by_series("processors", "none", engine=1),
+        made_by_series("parsing", "a") + made_by_series("parsing", "b", engine=1),
+        made_by_series("adapter", "d1", "tiny", 1) + made_by_series("adapter", 'a\\"b', "odd"),
+        made_by_series("grammars", "former").replace(" 1.0", " 0.0"),
+    ]
+    page = "".join(series).encode()
+    assert parse_makers(page) == TokensMadeBy({"processors": "none"}, "", {"tiny": "d1"})
+    alone = {"processors": "none", "parsing": "a"}
+    assert parse_makers(page, 0) == TokensMadeBy(alone)
 
 
 @pytest.mark.parametrize("refusal", ["status(400)", "dead(0)"])

@@ -18,7 +18,7 @@ from vllm_ascend_pd.engine.vllm_api.connector import (
     SupportsHMA,
 )
 from vllm_ascend_pd.engine.vllm_api.outputs import attach_stats
-from vllm_ascend_pd.metrics import COUNTERS, GAUGES, split_key
+from vllm_ascend_pd.metrics import COUNTERS, GAUGES, INFOS, split_key
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
@@ -92,7 +92,7 @@ class PDPromMetrics(KVConnectorPromMetrics):
             name, labels = split_key(key)
             if name in self._gauges:
                 self._gauges[name].labels(*values, *labels).set(value)
-                if name == "engine_info" and not value:
+                if name in INFOS and not value:
                     _forget(self._gauges[name], (*values, *labels))
             else:
                 self._counters[name].labels(*values, *labels).inc(value)

@@ -92,6 +92,14 @@ class EngineLoad:
     read_at: float = 0
 
 
+class TokensMadeBy(msgspec.Struct, frozen=True):
+    """What decides which tokens an engine gives: as in its registration, if it registers."""
+
+    sampling: dict[str, str] = {}
+    grammars: str = ""
+    adapters: dict[str, str] = {}
+
+
 MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 8.0
 
@@ -117,6 +125,8 @@ class Instance:
         are copied from."""
         self.fingerprint: str | None = None
         """The same of what it is."""
+        self.tokens_made_by = TokensMadeBy()
+        """The same."""
         self.num_admitted = 0
         """Requests that have room here, whether a leg of theirs has begun or not."""
         self.num_active = 0
@@ -174,11 +184,13 @@ class Instance:
 
     def made_by(self, model: str | None) -> str:
         """What decides the tokens that it gives for this model, as far as it told."""
-        spec = self.spec
-        fingerprint = spec.fingerprint or self.fingerprint or ""
-        adapter = spec.adapters.get(model or "", "")
-        parts = {**spec.sampling, "adapter": adapter, "grammars": spec.grammars}
-        return made_by(fingerprint, **parts)
+        spec, told, name = self.spec, self.tokens_made_by, model or ""
+        parts = {
+            **(spec.sampling or told.sampling),
+            "adapter": spec.adapters.get(name) or told.adapters.get(name, ""),
+            "grammars": spec.grammars or told.grammars,
+        }
+        return made_by(spec.fingerprint or self.fingerprint or "", **parts)
 
     def failed(self, failure: Failure, what: str) -> None:
         """A leg or a probe failed."""

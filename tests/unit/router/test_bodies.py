@@ -214,6 +214,13 @@ vllm:num_requests_waiting_by_reason{reason="x"} 9.0
     assert (second.num_running, second.num_waiting, second.kv_usage) == (3, 0, 0.7)
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "many", "", '1.0 # {a="b"}'])
+def test_load_that_is_no_number_is_none(value: str) -> None:
+    text = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 2.0"
+    load = parse_load(text.encode())
+    assert (load.num_running, load.num_waiting) == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("data", "found"),
     [

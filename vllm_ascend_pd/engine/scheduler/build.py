@@ -140,9 +140,10 @@ class _Builder:
             parts.append(forwards)
         if config.pool is not None or config.transfer.load is LoadFromPeer.AUTO:
             parts.append(PrefillMeter(self._common.prefill))
-        labels = (config.engine_id, config.role.value, self._epoch, str(endpoint or ""))
         master = (config.pool.master or "its own") if config.pool is not None else ""
-        parts.append(EngineInfo(self._common, self._trust, (*labels, self._fingerprint, master)))
+        is_at = (self._epoch, str(endpoint or ""))
+        labels = (config.engine_id, config.role.value, *is_at, self._fingerprint, master)
+        parts.append(EngineInfo(self._common, self._trust, labels, self._maker.sampling))
         parts += [self._router_contact(url, endpoint) for url in config.router.urls]
         logger.debug("fingerprint: %s", self._fingerprint)
         parts += [resumes, QueueOrder(self._scheduler)]

@@ -13,9 +13,11 @@ from vllm_ascend_pd.registration import MAX_ADAPTERS, MAX_TEXT
 from vllm_ascend_pd.states import impossible
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm_ascend_pd.engine.metadata import StepReport
     from vllm_ascend_pd.engine.scheduler.parts import Common
-    from vllm_ascend_pd.engine.vllm_api.types import SchedulerOutput
+    from vllm_ascend_pd.engine.vllm_api.types import Scheduler, SchedulerOutput
     from vllm_ascend_pd.net.trust import Trust
 
 
@@ -25,16 +27,50 @@ _FINGERPRINT = 4
 """Its place among the labels of ``engine_info``."""
 
 
-class EngineInfo(Part):
-    """What it is, and what went wrong in its processes."""
+class _Grammars:
+    """What makes them here, from the first request on that has one."""
 
-    def __init__(self, common: Common, trust: Trust, labels: tuple[str, ...]) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._backend: object = None
+
+    def news(self) -> str | None:
+        """What it is, if it is another one than at the last call."""
+        backend = grammar_backend(self._scheduler)
+        if backend is self._backend:
+            return None
+        self._backend = backend
+        return grammars(self._scheduler)
+
+
+def _with_adapter(known: dict[str, str], name: str, digest: str) -> dict[str, str]:
+    """Digests by name, of which the oldest go."""
+    if len(name) > MAX_TEXT:
+        return known
+    others = {other: what for other, what in known.items() if other != name}
+    return dict([*others.items(), (name, digest)][-MAX_ADAPTERS:])
+
+
+class EngineInfo(Part):
+    """What it is, what makes its tokens, and what went wrong in its processes."""
+
+    def __init__(
+        self, common: Common, trust: Trust, labels: tuple[str, ...], sampling: Mapping[str, str]
+    ) -> None:
         self._trust = trust
+        self._grammars = _Grammars(common.scheduler)
+        self._told_grammars = ""
+        self._adapters: dict[str, str] = {}
         self._stats = stats = common.stats
         self._labels = labels
         self._is_told = common.scheduler.log_stats
         self._is_due = True
         stats.set("engine_info", 1, *labels)
+        for part, value in sampling.items():
+            self._tell(1, part, value)
+
+    def _tell(self, is_so: int, part: str, value: str, adapter: str = "") -> None:
+        self._stats.set("tokens_made_by", is_so, part, adapter, value)
 
     def settle(self) -> bool:
         """A step carries it out, also where nothing else goes on."""
@@ -50,6 +86,18 @@ class EngineInfo(Part):
     def end_step(self) -> None:
         self._stats.add_refused(self._trust.take_refused())
         self._stats.add_errors(impossible.take())
+        if (made := self._grammars.news()) is not None:
+            if self._told_grammars:
+                self._tell(0, "grammars", self._told_grammars)
+            self._told_grammars = made
+            self._tell(1, "grammars", made)
+
+    def note_adapter(self, name: str, digest: str) -> None:
+        before, self._adapters = self._adapters, _with_adapter(self._adapters, name, digest)
+        for other, what in before.items() - self._adapters.items():
+            self._tell(0, "adapter", what, other)
+        for other, what in self._adapters.items() - before.items():
+            self._tell(1, "adapter", what, other)
 
     def identify(self, fingerprint: str) -> None:
         logger.info("the weights have changed: %s", fingerprint)
@@ -68,9 +116,7 @@ class RouterContact(Part):
         self._stats = common.stats
         self._is_told = common.scheduler.log_stats
         self._told_state = RegistrarState.NEW
-        self._scheduler = common.scheduler
-        self._grammar_backend: object = None
-        """Of which it has been told."""
+        self._grammars = _Grammars(common.scheduler)
         self._adapters: dict[str, str] = {}
 
     def settle(self) -> bool:
@@ -81,19 +127,15 @@ class RouterContact(Part):
             self._told_state = self._registrar.state
             is_registered = int(self._told_state.registered)
             self._stats.set("router_registered", is_registered, self._registrar.router)
-        backend = grammar_backend(self._scheduler)
-        if backend is not self._grammar_backend:
-            self._grammar_backend = backend
-            self._registrar.tell(grammars=grammars(self._scheduler))
+        if (made := self._grammars.news()) is not None:
+            self._registrar.tell(grammars=made)
 
     def identify(self, fingerprint: str) -> None:
         self._registrar.tell(fingerprint=fingerprint)
 
     def note_adapter(self, name: str, digest: str) -> None:
-        if len(name) <= MAX_TEXT:
-            known = {other: what for other, what in self._adapters.items() if other != name}
-            self._adapters = dict([*known.items(), (name, digest)][-MAX_ADAPTERS:])
-            self._registrar.tell(adapters=self._adapters)
+        self._adapters = _with_adapter(self._adapters, name, digest)
+        self._registrar.tell(adapters=self._adapters)
 
     def stop(self) -> None:
         self._registrar.stop()
