@@ -10,8 +10,9 @@ stop    the time from the last token at the first engine to the first new one at
           blocking  it stops first, and then all of it is copied
           replay    it is aborted, and the second engine is told its tokens and computes all
 others  the time between two tokens of other requests at both engines, each of which computes with
-        one thread, while one moves, against the same requests' before it; and, as the limit, while
-        another process copies as many bytes, there and back, and nothing moves
+        one thread and has its front end in another process, while one moves, against the same
+        requests' before it; and, as the limit, while another process copies as many bytes, there
+        and back, and nothing moves
 idle    decode steps of an engine that can move requests and has none to move, against the same
         engine's without the parts that do it, in turns
 pool    the time to the next token of a request whose engine is lost, with its blocks in a pool of
@@ -26,6 +27,7 @@ forward a request that the first engine, which is about to end, has the second o
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import multiprocessing
@@ -56,43 +58,50 @@ NUM_OF_OTHERS = 6000
 TURN_STEPS = 25
 NUM_FORWARDED = 100
 """Tokens that count, on each side of a forward."""
-STEP, AWAY, PROCESSOR = "", "away", "processor"
+AWAY, PROCESSOR = "away", "processor"
 """Instead of a request's name."""
 
 
-def make_engine(options: argparse.Namespace, extra: dict[str, Any], port: int) -> Any:
-    """In this process."""
+def engine_options(options: argparse.Namespace, extra: dict[str, Any], port: int) -> dict[str, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
     from vllm.config import KVTransferConfig
 
     extra = {"transfer": {"max_freeze_s": 30, "peer_timeout_s": 30}, **extra}
-    llm = LLM(
-        model=options.model,
-        dtype=options.dtype,
-        enforce_eager=True,
-        max_model_len=8192,
-        max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=1 << 30,
-        shutdown_timeout=60,
-        worker_cls="waiting_worker.WaitingWorker" if options.waiting else "auto",
-        kv_transfer_config=KVTransferConfig(
+    return {
+        "model": options.model,
+        "dtype": options.dtype,
+        "enforce_eager": True,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": 1 << 30,
+        "shutdown_timeout": 60,
+        "worker_cls": "waiting_worker.WaitingWorker" if options.waiting else "auto",
+        "kv_transfer_config": KVTransferConfig(
             kv_connector="InEngine",
             kv_role="kv_both",
             kv_port=port,
             kv_connector_extra_config=extra,
         ),
+    }
+
+
+def sampling_of(kv: dict[str, Any] | None, num_output: int) -> Any:
+    from vllm import SamplingParams
+
+    extra_args = {"kv_transfer_params": kv} if kv else None
+    return SamplingParams(
+        temperature=0, max_tokens=num_output, ignore_eos=True, extra_args=extra_args
     )
-    return llm.llm_engine
 
 
 def serve(pipe: Connection, options: argparse.Namespace, extra: dict[str, Any], port: int) -> None:
-    """It says of each output when it came."""
-    engine = make_engine(options, extra, port)
-    from vllm import SamplingParams
+    """All in this process; it says of each output when it came."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    chosen = engine_options(options, extra, port)
+    from vllm import LLM
 
+    engine = LLM(**chosen).llm_engine
     from vllm_ascend_pd.engine.scheduler import moves_in
     from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
     from vllm_ascend_pd.engine.scheduler.producer import Producer
@@ -131,24 +140,69 @@ def serve(pipe: Connection, options: argparse.Namespace, extra: dict[str, Any], 
             else:
                 request_id, prompt, kv, num_output, is_blocking = arguments
                 moves_in._MAX_MISSING = 1 << 30 if is_blocking else limit
-                sampling = SamplingParams(
-                    temperature=0,
-                    max_tokens=num_output,
-                    ignore_eos=True,
-                    extra_args={"kv_transfer_params": kv} if kv else None,
-                )
+                sampling = sampling_of(kv, num_output)
                 engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
-        began = time.thread_time()
         outputs = engine.step()
-        if outputs:
-            pipe.send((STEP, time.monotonic(), time.thread_time() - began, None))
-        elif not scheduler.running:  # as vLLM's engine process does when it has computed nothing
-            time.sleep(0.001)
+        if not outputs and not scheduler.running:
+            time.sleep(0.001)  # as vLLM's engine process does when it has computed nothing
         for output in outputs:
             sample = output.outputs[0]
             said = list(sample.token_ids), sample.finish_reason
             pipe.send((output.request_id, time.monotonic(), *said))
     engine.engine_core.shutdown()
+
+
+def serve_apart(
+    pipe: Connection, options: argparse.Namespace, extra: dict[str, Any], port: int
+) -> None:
+    """As ``vllm serve`` has it: a front end in this process, and the engine's core in its own."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker apart from the core, as on GPUs
+    asyncio.run(_serve_apart(pipe, options, extra, port))
+    os._exit(0)  # vLLM's front end, which is down, complains while the interpreter ends
+
+
+async def _serve_apart(
+    pipe: Connection, options: argparse.Namespace, extra: dict[str, Any], port: int
+) -> None:
+    chosen = engine_options(options, extra, port)
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm_ascend_pd.engine.vllm_api.answers import ElsewhereError
+    from vllm_ascend_pd.resume import HAS_MOVED
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**chosen, distributed_executor_backend="uni")
+    )
+
+    def generate(name: str, prompt: list[int], kv: dict[str, Any] | None, num_output: int) -> Any:
+        sampling = sampling_of(kv, num_output)
+        return engine.generate({"prompt_token_ids": prompt}, sampling, request_id=name)
+
+    async def tell(name: str, *asked: Any) -> None:
+        tokens: list[int] = []
+        try:
+            async for output in generate(name, *asked):
+                sample = output.outputs[0]
+                tokens = list(sample.token_ids)
+                pipe.send((name, time.monotonic(), tokens, sample.finish_reason))
+        except ElsewhereError as error:  # as a client is told it, with status 409
+            reason = "abort" if HAS_MOVED in str(error) else str(error)
+            pipe.send((name, time.monotonic(), tokens, reason))
+
+    async for output in generate("first", new_prompt(64), {"do_remote_decode": True}, 1):
+        known = output.kv_transfer_params
+    pipe.send({name: known[f"remote_{name}"] for name in ("host", "port", "key", "epoch")})
+    cache = engine.vllm_config.cache_config
+    pipe.send(cache.kv_cache_memory_bytes / cache.num_gpu_blocks / cache.block_size)
+    running = set()
+    while (job := await asyncio.to_thread(pipe.recv)) is not None:
+        what, *arguments = job
+        if what == "abort":
+            await engine.abort(arguments)
+        else:
+            running.add(asyncio.create_task(tell(*arguments[:4])))
+    engine.shutdown()
 
 
 def tell_when_away(forwards: Any, pipe: Connection) -> None:
@@ -167,12 +221,11 @@ class Engine:
     def __init__(self, options: argparse.Namespace, extra: dict[str, Any], port: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=serve, args=(child, options, extra, port))
+        target = serve_apart if options.part == "others" else serve
+        self._process = context.Process(target=target, args=(child, options, extra, port))
         self._process.start()
         self.times: dict[str, list[float]] = {}
         """When each token came."""
-        self.steps: list[tuple[float, float]] = []
-        """When each ended, and the processor time that its thread took."""
         self.away: list[float] = []
         """When each request that it forwards had been stopped."""
         self.processor_s = 0.0
@@ -213,15 +266,13 @@ class Engine:
             if said is None:
                 raise SystemExit("error: an engine has ended; its own words are above")
             of, came_at, tokens, reason = said
-            if of == STEP:
-                self.steps.append((came_at, tokens))
-            elif of == AWAY:
+            if of == AWAY:
                 self.away.append(came_at)
             elif of == PROCESSOR:
                 self.processor_s = tokens
                 if name == PROCESSOR:
                     return came_at, [], None
-            if of in (STEP, AWAY, PROCESSOR):
+            if of in (AWAY, PROCESSOR):
                 continue
             self.times.setdefault(of, []).append(came_at)
             if name in (None, of):
@@ -281,7 +332,8 @@ def move(
         assert reason == "abort", f"it did not move: {reason}"
     num_there = len(tokens)
     while len(tokens) <= num_there:
-        came_at, tokens, _ = target.next(name)
+        came_at, tokens, reason = target.next(name)
+        assert reason is None, f"it does not go on: {reason}"
     target.tell("abort", name)
     return times, came_at
 
@@ -328,10 +380,7 @@ class Window:
 def measure_others(source: Engine, target: Engine, options: argparse.Namespace) -> None:
     """Each engine has others that decode all the time; each round moves a request, and copies."""
     print("between two tokens of others, against before (p50, p99), while a request moves;")
-    print(
-        "and while another process copies as many bytes, there and back; the same of the processor"
-    )
-    print("time of the engines' steps")
+    print("and while another process copies as many bytes, there and back")
     engines = {"source": source, "target": target}
     for num_tokens in options.tokens:
         others = [f"other-{num_tokens}-{i}" for i in range(NUM_OTHERS)]
@@ -372,13 +421,11 @@ def copy_for_as_long(copy: Callable[[], None], moved: Window) -> Window:
 
 def against_before(engine: Engine, others: list[str], windows: Sequence[Window]) -> str:
     waits: tuple[list[float], list[float]] = [], []
-    steps: tuple[list[float], list[float]] = [], []
     for window in windows:
         parts = (window.before, window.begin), (window.begin, window.end)
         for part, (begin, end) in enumerate(parts):
             waits[part].extend(gaps_between(engine, others, begin, end))
-            steps[part].extend(took for at, took in engine.steps if begin < at <= end)
-    return f"{ratios(*waits)} of {len(waits[1])} tokens; of the processor {ratios(*steps)}"
+    return f"{ratios(*waits)} of {len(waits[1])} tokens"
 
 
 def ratios(usual: list[float], meanwhile: list[float]) -> str:
