@@ -189,7 +189,7 @@ class Rounds:
             },
             "first_token": draw.choice(["auto", "compute"]),
             "load_mode": draw.choice(["auto", "step", "park"]),
-            "arrival_timeout_s": 0.5,  # nobody brings some transfer ids
+            "arrival_timeout_s": 0.1,  # nobody brings some transfer ids
             "max_freeze_s": POLL_LIMIT_S,
             "peer_timeout_s": POLL_LIMIT_S,
         }

@@ -198,12 +198,12 @@ class ControlServer(Reactor):
         num_expired, next_expiry = self._book.expire()
         if num_expired:
             self._wake_scheduler()
-        if self._waiting:
-            now = self._clock()
-            if any(waits_until <= now for _, _, waits_until in self._waiting):
-                self._answer_waiting()
+        now = self._clock()
+        if any(waits_until <= now for _, _, waits_until in self._waiting):
+            self._answer_waiting()
         # A lease granted meanwhile has a whole term to run, so a turn a second is soon enough.
-        return 1.0 if next_expiry is None else min(1.0, next_expiry)
+        turns = [1.0, *(waits_until - now for _, _, waits_until in self._waiting)]
+        return min(turns) if next_expiry is None else min(*turns, next_expiry)
 
 
 def _listen(host: str, port: int) -> socket.socket:
