@@ -62,6 +62,9 @@ WRONG_TOKEN = 7
 POLL_LIMIT_S = 60.0
 TURN_S = 0.0002
 """Left to the control threads where there is nothing to compute."""
+LONG_TURN_S = 0.001
+"""The same after ``MANY_TURNS`` of them: time itself is waited for."""
+MANY_TURNS = 60
 PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 1), TicketKey())
 
 init_none_hash(sha256)
@@ -385,6 +388,7 @@ class Engine:
         self.worker = SimulatedWorker(scheduler.pd.common.groups, scheduler.num_spec_tokens)
         self.runs_ahead = runs_ahead
         self.in_flight: deque[Step] = deque()
+        self._num_idle_turns = 0
         self.tokens: dict[str, list[int]] = {}
         self.params: dict[str, dict[str, Any] | None] = {}
         self.requests: dict[str, Request] = {}
@@ -451,8 +455,11 @@ class Engine:
         step = self.schedule()
         while self.in_flight and (len(self.in_flight) > self.runs_ahead or not step.samples):
             self.finish_step()
-        if not step.output.num_scheduled_tokens:
-            time.sleep(TURN_S)
+        self._num_idle_turns += 1
+        if step.output.num_scheduled_tokens:
+            self._num_idle_turns = 0
+        else:
+            time.sleep(LONG_TURN_S if self._num_idle_turns > MANY_TURNS else TURN_S)
         return step
 
     def run(self, until: Callable[[], bool]) -> list[Step]:

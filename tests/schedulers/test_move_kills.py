@@ -20,6 +20,8 @@ import pytest
 
 from tests.schedulers.harness import (
     BLOCK_SIZE,
+    LONG_TURN_S,
+    MANY_TURNS,
     POLL_LIMIT_S,
     Engine,
     Engines,
@@ -40,7 +42,7 @@ from vllm_ascend_pd.resume import ResumeKey
 from vllm_ascend_pd.types import Cause
 
 NUM_REQUESTS = 20
-QUICKER = {name: value / 2 for name, value in QUICK.items()}
+QUICKER = {name: value / 4 for name, value in QUICK.items()}
 NUM_OUTPUT = 120
 NUM_PROMPT = 3 * BLOCK_SIZE + 5
 PROMPTS = [prompt_of(NUM_PROMPT, 1000 + 100 * i) for i in range(NUM_REQUESTS)]
@@ -79,7 +81,7 @@ class Crowd:
         self.source, self.target, self.third = make(), make(), make()
         self.alive = [self.source, self.target]
         self.stopped: Engine | None = None
-        self._num_turns = 0
+        self._num_turns = self._num_idle_turns = 0
 
     def begin(self, num_moving: int) -> None:
         for i, prompt in enumerate(PROMPTS):
@@ -103,6 +105,7 @@ class Crowd:
     def step(self) -> None:
         """One of each engine that is alive; no step of both computes a request."""
         self._num_turns += 1
+        self._num_idle_turns += 1
         for engine in self.alive:
             if engine is self.stopped:
                 continue
@@ -113,12 +116,15 @@ class Crowd:
                 computed = engine.step().output.num_scheduled_tokens
                 here = {f"r{i}" for i in range(NUM_REQUESTS) if self.target.tokens.get(f"t{i}")}
                 assert engine is not self.source or not here & computed.keys()
+                self._num_idle_turns *= not computed
         for load_id, load in list(self.target.worker.parked.items()):
             grant = self.target.worker.grant_of(load)
             if grant is None:
                 self.target.worker.end_parked(load_id, Cause.LEASE_EXPIRED.value)
             elif grant.num_ready >= (load.num_awaited or 0):
                 self.target.worker.end_parked(load_id)
+        if self._num_idle_turns > MANY_TURNS:
+            time.sleep(LONG_TURN_S)
 
     def run(self, line: Line, what: str, stop_s: float) -> None:
         """Until all have ended; this happens once the message is on its way."""

@@ -519,6 +519,28 @@ def test_lease_promises_its_token_to_so_many_only(producer: Producer) -> None:
     assert follows == [True] * _MAX_ASKERS + [False]
 
 
+def test_open_whose_prompt_nobody_brings_is_refused_when_its_time_is_over(
+    make_client: Callable[..., ControlClient],
+) -> None:
+    """And not at the server's next turn, which may be a second later."""
+    clock = Clock()
+    book = LeaseBook(Epoch("epoch"), "same", LEASE_S, clock)
+    server = ControlServer(book, lambda: None, Trust(), arrival_timeout_s=0.25, clock=clock)
+    endpoint = server.listen("127.0.0.1", 0)
+    server.start()
+    try:
+        client = make_client()
+        client.open("r", endpoint, msgspec.structs.replace(make_open(), epoch=""))
+        wait_until(lambda: server.num_waiting == 1)
+        assert server.on_tick() == 0.25
+        clock.now += 0.25
+        answer = outcome_of(client).answer
+        assert isinstance(answer, Refused)
+        assert answer.cause == Cause.NOT_ARRIVED.value
+    finally:
+        server.stop()
+
+
 def test_idle_client_asks_for_no_turn() -> None:
     client = ControlClient(peer_timeout_s=1.0, heartbeat_s=1.0, trust=Trust())
     assert client.on_tick() is None
