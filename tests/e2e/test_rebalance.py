@@ -24,13 +24,13 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 pytestmark = pytest.mark.engine
 
 OPTIONS = {**GREEDY, **USAGE, "return_token_ids": True}
-FIRST = {"first": {**OPTIONS, "prompt": "Tell me a long story.", "max_tokens": 3900}}
+FIRST = {"first": {**OPTIONS, "prompt": "Tell me a long story.", "max_tokens": 1950}}
 SECOND = {
-    "second": {**OPTIONS, "prompt": [100 + i % 1000 for i in range(3000)], "max_tokens": 1000}
+    "second": {**OPTIONS, "prompt": [100 + i % 1000 for i in range(1500)], "max_tokens": 500}
 }
-"""It is preempted when both have some 600 tokens, and goes on when the first has ended."""
+"""It is preempted when both have some 300 tokens, and goes on when the first has ended."""
 POOL_LOADS = 'pd_pool_loads_total{engine="0",model_name="tiny",outcome="ok"}'
-MEMORY = ["--block-size", "32", "--num-gpu-blocks-override", "130"]
+MEMORY = ["--block-size", "32", "--num-gpu-blocks-override", "66", "--max-model-len", "2048"]
 """Of each engine: for little more than one of these requests at its end."""
 
 

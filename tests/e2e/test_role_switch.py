@@ -29,7 +29,7 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
-LONG = {"max_tokens": 1_500}
+LONG = {"max_tokens": 700}
 ENDED_BY = {"structured_outputs", "tools"}
 VLLM_PD = str(Path(sys.executable).with_name("vllm-pd"))
 MOVED = 'pd_router_moves_total{{cause="",outcome="moved",reason="{}"}}'
