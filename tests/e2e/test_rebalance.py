@@ -25,9 +25,7 @@ pytestmark = pytest.mark.engine
 
 OPTIONS = {**GREEDY, **USAGE, "return_token_ids": True}
 FIRST = {"first": {**OPTIONS, "prompt": "Tell me a long story.", "max_tokens": 1950}}
-SECOND = {
-    "second": {**OPTIONS, "prompt": [100 + i % 1000 for i in range(1500)], "max_tokens": 500}
-}
+SECOND = {"second": {**OPTIONS, "prompt": [100 + i % 1000 for i in range(1500)], "max_tokens": 500}}
 """It is preempted when both have some 300 tokens, and goes on when the first has ended."""
 POOL_LOADS = 'pd_pool_loads_total{engine="0",model_name="tiny",outcome="ok"}'
 MEMORY = ["--block-size", "32", "--num-gpu-blocks-override", "66", "--max-model-len", "2048"]
