@@ -147,8 +147,12 @@ def marking_tokenizer(folder: Path) -> Any:
 class Server:
     """vLLM's, as far as it makes chunks of tokens."""
 
-    def __init__(self, tokenizer: Any, parser: str, text: str, reasoning: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, parser: str, text: str, reasoning: str = "", **template: Any
+    ) -> None:
+        """``template``: options of a chat template."""
         self._tokenizer = tokenizer
+        self._template = template
         self.token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         self._texts = [self._decoded(n) for n in range(len(self.token_ids) + 1)]
         made = ParserManager.get_parser(parser or None, reasoning, enable_auto_tools=True)
@@ -166,7 +170,8 @@ class Server:
 
     def stream(self, sizes: list[int]) -> Iterator[bytes]:
         """``sizes``: tokens of each chunk."""
-        parser = self._parser(self._tokenizer, self._request.tools)
+        options = {"chat_template_kwargs": self._template} if self._template else {}
+        parser = self._parser(self._tokenizer, self._request.tools, **options)
         request = parser.adjust_request(self._request)
         prompt = [1, 2, 3]
         yield event(DeltaMessage(role="assistant", content=""), None, None, prompt)
@@ -301,6 +306,21 @@ def test_stream_that_would_lose_blanks_does_not_move_live(
     parser, text = REASONING[name]
     reasoning = name.partition(" ")[0]
     server = Server(marking_tokenizer, parser, text, reasoning)
+    expect_no_live_move_that_loses_blanks(marking_tokenizer, server, reasoning)
+
+
+@pytest.mark.parametrize("option", ["thinking", "enable_thinking"])
+def test_stream_that_reasons_by_its_chat_template_does_not_move_live_either(
+    marking_tokenizer: Any, option: str
+) -> None:
+    text = THOUGHT.removeprefix("<think>") + ANSWER
+    server = Server(marking_tokenizer, "", text, "deepseek_v3", **{option: True})
+    expect_no_live_move_that_loses_blanks(marking_tokenizer, server, "deepseek_v3")
+
+
+def expect_no_live_move_that_loses_blanks(
+    marking_tokenizer: Any, server: Server, reasoning: str
+) -> None:
     total = len(server.token_ids)
     expected = had(b"".join(server.stream([1] * total)))
     reasoner = ReasoningParserManager.get_reasoning_parser(reasoning)

@@ -28,6 +28,14 @@ MAKING_MASKS = (
 )
 """Fields of ``StructuredOutputsConfig`` that decide what a grammar allows, and from when on."""
 
+_REASONING = {
+    "thinking": True,
+    "enable_thinking": True,
+    "thinking_mode": "enabled",
+    "reasoning_effort": "high",
+}
+"""Options of a chat template by which vLLM's parsers look for reasoning where they would not."""
+
 
 def accept_tokens(scheduler: Scheduler, request: Request, token_ids: Sequence[int]) -> bool:
     """Advance its grammar, if it has one, which is compiled, by these tokens of its output.
@@ -132,7 +140,13 @@ def is_behind_reasoning(scheduler: Scheduler, request: Request) -> bool:
     if end == request.num_prompt_tokens:
         return False
     structured: Any = cast("Any", request).structured_output_request
-    options = structured.reasoning_parser_kwargs if structured is not None else None
-    reasoner = manager.reasoner_cls(tokenizer=manager.tokenizer, **(options or {}))
+    if structured is not None:
+        known = [structured.reasoning_parser_kwargs or {}]
+    else:  # only its front end knows them
+        known = [{}, {"chat_template_kwargs": _REASONING}]
     token_ids = list(request.all_token_ids[:end])
-    return reasoner.is_reasoning_end(token_ids) and not reasoner.is_reasoning_end(token_ids[:-1])
+    reasoners = (manager.reasoner_cls(tokenizer=manager.tokenizer, **it) for it in known)
+    return any(
+        it.is_reasoning_end(token_ids) and not it.is_reasoning_end(token_ids[:-1])
+        for it in reasoners
+    )
