@@ -114,8 +114,6 @@ def serve(pipe: Connection, options: argparse.Namespace, extra: dict[str, Any], 
     producer = side.part(Producer)
     at = producer.endpoint
     pipe.send({"host": at.host, "port": at.port, "key": at.key, "epoch": producer.epoch})
-    groups = side.common.groups
-    pipe.send(sum(group.bytes_per_block / group.block_size for group in groups))
     limit = moves_in._MAX_MISSING
     parts = list(side.parts), list(side._supply.parts)
     while True:
@@ -192,9 +190,10 @@ async def _serve_apart(
 
     async for output in generate("first", new_prompt(64), {"do_remote_decode": True}, 1):
         known = output.kv_transfer_params
-    pipe.send({name: known[f"remote_{name}"] for name in ("host", "port", "key", "epoch")})
     cache = engine.vllm_config.cache_config
-    pipe.send(cache.kv_cache_memory_bytes / cache.num_gpu_blocks / cache.block_size)
+    bytes_per_token = cache.kv_cache_memory_bytes / cache.num_gpu_blocks / cache.block_size
+    told = {name: known[f"remote_{name}"] for name in ("host", "port", "key", "epoch")}
+    pipe.send({**told, "bytes_per_token": bytes_per_token})
     running = set()
     while (job := await asyncio.to_thread(pipe.recv)) is not None:
         what, *arguments = job
@@ -235,8 +234,10 @@ class Engine:
     def wait_until_ready(self) -> None:
         from vllm_ascend_pd.resume import RunningAt
 
-        self.source = RunningAt(**self._pipe.recv())
-        self.bytes_per_token: float = self._pipe.recv()
+        told = self._pipe.recv()
+        self.bytes_per_token: float = told.pop("bytes_per_token", 0.0)
+        """Of KV; of an engine that is served apart."""
+        self.source = RunningAt(**told)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
