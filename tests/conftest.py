@@ -62,6 +62,24 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests mostly wait come between those whose tests mostly compute: processes that
+    take one file after another then do both, and keep the cores busy.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    tests = Path(__file__).parent
+    waiting = [path for path in files if path.is_relative_to(tests / "e2e")]
+    computing = [path for path in files if path.is_relative_to(tests / "integration")]
+    if not waiting or not computing:
+        return
+    order = [path for path in files if path not in waiting]
+    for number, path in enumerate(waiting):
+        order.insert(order.index(computing[number * len(computing) // len(waiting)]), path)
+    items[:] = [item for path in order for item in files[path]]
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"stress seed: {config.getoption('--stress-seed')}"
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 IMPORTS = (
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen3",
     "vllm.tokenizers.hf",
     "vllm.v1.core.sched.scheduler",

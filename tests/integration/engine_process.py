@@ -30,7 +30,10 @@ _VLLM_METRICS = {
 }
 """Counters of vLLM's own, and their names here."""
 
-_IDLE_STEP_S = 0.002
+_RESTS_S = (0.002, 0.002, 0.005, 0.01)
+"""Behind the first step that gives nothing, the second, and so on: each takes a millisecond and
+more of what other processes compute with.
+"""
 _INNER_PORTS = range(20000, 32000)
 _CLONE_NEWNET = 0x40000000  # of <sched.h>
 
@@ -221,36 +224,41 @@ class EngineServer:
 
     def run(self, timeout: float) -> dict[str, dict[str, Any]]:
         """Step as the engine's own loop does, until it would sleep; the answers since the last."""
-        deadline = time.monotonic() + timeout
+        deadline, num_idle = time.monotonic() + timeout, 0
         while self._has_work():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"requests did not end in {timeout} s: {self.requests()}")
-            if not self.step():
-                time.sleep(_IDLE_STEP_S)
+            num_idle = self._step_or_rest(num_idle)
         return self._take_answers()
 
     def drive(self, num_steps: int) -> dict[str, dict[str, Any]]:
         """Like ``run``, but not more steps than these."""
+        num_idle = 0
         for _ in range(num_steps):
             if not self._has_work():
                 break
-            if not self.step():
-                time.sleep(_IDLE_STEP_S)
+            num_idle = self._step_or_rest(num_idle)
         return self._take_answers()
 
     def step_until(
         self, request_id: str, key: str, values: list[Any], timeout: float
     ) -> dict[str, Any]:
         """Step until ``requests()[request_id][key]`` is one of ``values``."""
-        deadline = time.monotonic() + timeout
+        deadline, num_idle = time.monotonic() + timeout, 0
         while True:
             found = self.requests().get(request_id, {})
             if found.get(key) in values:
                 return found
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{key} of {request_id} not in {values}: {self.requests()}")
-            if not self.step():
-                time.sleep(_IDLE_STEP_S)
+            num_idle = self._step_or_rest(num_idle)
+
+    def _step_or_rest(self, num_idle: int) -> int:
+        """How many steps have given nothing now, if so many had before this one."""
+        if self.step():
+            return 0
+        time.sleep(_RESTS_S[min(num_idle, len(_RESTS_S) - 1)])
+        return num_idle + 1
 
     def _consumer(self) -> Any:
         from vllm_ascend_pd.engine.scheduler.consumer import Consumer

@@ -297,6 +297,22 @@ class Engine:
         self.add(request_id, prompt, max_tokens, kv, **more)
         return self.run()[request_id]
 
+    def assert_says(self, token_ids: list[int], prompt: list[int], about: object = "") -> None:
+        """It answers so, greedily."""
+        if not self.would_say(token_ids, prompt):
+            assert token_ids == self.ask(prompt, len(token_ids)).token_ids, about
+
+    def would_say(self, token_ids: list[int], prompt: list[int], tie: float = 0.0) -> bool:
+        """Whether each of them is the likeliest behind all before it, or so much in logprobs less
+        likely: what it decodes in many steps it computes in one as a prompt. No tells nothing where
+        kernels round one way in the one and another way in the other.
+        """
+        likely = self.ask(prompt + token_ids, 1, prompt_logprobs=1).prompt_logprobs[len(prompt) :]
+        return all(
+            len(place) == 1 or max(place.values()) - place[token_id] < tie
+            for token_id, place in zip(token_ids, likely, strict=True)
+        )
+
     def prefill(self, prompt: list[int], **more: Any) -> dict[str, Any]:
         """Compute a prompt for a consumer; what the client hands to it."""
         answer = self.ask(prompt, 1, {"do_remote_decode": True}, **more)

@@ -7,10 +7,9 @@ whether a drafter has read the KV of its prompt.
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,15 @@ import pytest
 from tests.checkpoints import copy_with_more_heads
 from tests.integration.conftest import SingleEngine
 from tests.integration.drafters import PAGE_BYTES, START, WINDOW, make_drafted
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet, PromptOf
+from tests.integration.engines import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineConfig,
+    Fleet,
+    PromptOf,
+    make_prompt,
+)
 from tests.integration.moving import coming
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, ORDERS, Pair, run_in_need_of_memory
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
@@ -53,6 +60,9 @@ class Drafting:
     single: SingleEngine
     engine: Engine
     """That one."""
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+    """Of each answer that was ``expected``: how many it accepted, of how many."""
+    _known: dict[str, tuple[Answer, tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -63,16 +73,43 @@ class Drafting:
     def block_size(self) -> int:
         return int(self.options.get("block_size", BLOCK_SIZE))
 
-    def rates(self, *engines: Engine) -> Rates:
+    def rates(self, *engines: Engine, least: float = 0.98) -> Rates:
+        """``least``: of that of the one engine."""
         # In bfloat16 answers part where two tokens are as likely, and other drafts follow.
-        return Rates([self.engine, *engines], 0.95 if self.is_bfloat16 else 0.98)
+        return Rates(self, engines, 0.95 if self.is_bfloat16 else least)
+
+    def expected(self, prompt: Prompt, num_tokens: int) -> Answer:
+        """Of the one engine, which is asked once, alone."""
+        key = repr((prompt, num_tokens))
+        if key not in self._known:
+            before = self.engine.metrics()
+            answer = self.single(prompt, num_tokens)
+            counts = self.engine.metrics()
+            names = ("accepted_tokens", "draft_tokens")
+            accepted, drafted = (int(delta(before, counts, name)) for name in names)
+            self._known[key] = answer, (accepted, drafted)
+        answer, drafts = self._known[key]
+        self.drafts.append(drafts)
+        return answer
 
     @property
     def is_bfloat16(self) -> bool:
         return self.options.get("dtype") == "bfloat16"
 
+    def assert_all_right(
+        self, answers: Mapping[str, Answer], prompts: Mapping[str, Prompt]
+    ) -> None:
+        """The one engine decodes them beside each other, too: other drafts are accepted then."""
+        lengths = {name: len(answers[name].token_ids) for name in prompts}
+        expected = self.single.beside((prompts[name], lengths[name], {}) for name in prompts)
+        for (name, prompt), one in zip(prompts.items(), expected, strict=True):
+            self._assert_same(answers[name], one, prompt, name)
+
     def assert_right(self, answer: Answer, prompt: Prompt, name: str = "") -> None:
-        expected = self.single(prompt, len(answer.token_ids)).token_ids
+        self._assert_same(answer, self.expected(prompt, len(answer.token_ids)), prompt, name)
+
+    def _assert_same(self, answer: Answer, one: Answer, prompt: Prompt, name: str) -> None:
+        expected = one.token_ids
         if answer.token_ids != expected and self.is_bfloat16:
             assert_likeliest(self.engine, prompt, answer.token_ids)
         else:
@@ -82,18 +119,21 @@ class Drafting:
 class Rates:
     """Acceptance rates from here on."""
 
-    def __init__(self, engines: list[Engine], least: float) -> None:
-        """``least``: of that of the first one."""
+    def __init__(self, drafting: Drafting, engines: tuple[Engine, ...], least: float) -> None:
+        self._drafting = drafting
+        self._num_before = len(drafting.drafts)
         self._engines = engines
         self._least = least
         self._before = [engine.metrics() for engine in engines]
 
     def assert_like_one_engine(self) -> None:
-        expected, *rates = (
+        rates = [
             delta(before, (after := engine.metrics()), "accepted_tokens")
             / delta(before, after, "draft_tokens")
             for engine, before in zip(self._engines, self._before, strict=True)
-        )
+        ]
+        drafts = self._drafting.drafts[self._num_before :]
+        expected = sum(accepted for accepted, _ in drafts) / sum(drafted for _, drafted in drafts)
         assert expected > 0.5, "a drafter that does not agree shows nothing"
         for rate in rates:
             assert rate >= self._least * expected, (rates, expected)
@@ -150,15 +190,24 @@ def started(prompt_of: PromptOf) -> PromptOf:
     return make
 
 
+def same(num_tokens: int, part: str = "") -> Prompt:
+    """One that several tests ask for, so that the one engine answers it once."""
+    return START + make_prompt(num_tokens - len(START), f"drafts {num_tokens} {part}")
+
+
+def forget(*engines: Engine) -> None:
+    for engine in engines:
+        assert engine.reset_prefix_cache()
+
+
 @each_kind
-def test_prefill_first_is_like_one_engine(
-    engines: Engines, drafting: Drafting, started: PromptOf
-) -> None:
+def test_prefill_first_is_like_one_engine(engines: Engines, drafting: Drafting) -> None:
     producer = engines.shared("kv_producer", **drafting.options)
     consumer = engines.shared("kv_consumer", transfer={"load_mode": "step"}, **drafting.options)
     rates = drafting.rates(consumer)
     for num_tokens in (3 * BLOCK_SIZE, CHUNKED):
-        prompt = started(num_tokens, str(num_tokens))
+        forget(producer, consumer)
+        prompt = same(num_tokens)
         answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
         drafting.assert_right(answer, prompt)
         assert answer.sources == (0, num_tokens, 0)
@@ -192,8 +241,9 @@ def test_engines_that_run_ahead_are_like_one_engine(
         started(2 * BLOCK_SIZE, "where"),
     )
     rates = drafting.rates(pair.consumer)
+    prompt = same(CHUNKED)
     for order in ORDERS:
-        prompt = started(CHUNKED, order)
+        forget(pair.producer, pair.consumer)
         answer = pair.ask_in(order, prompt, NUM_ANSWER)
         drafting.assert_right(answer, prompt, order)
         assert answer.outcome == "loaded"
@@ -215,8 +265,7 @@ def test_states_beside_requests_that_end_and_join_while_an_engine_runs_ahead(
     for (name, prompt), length in zip(prompts.items(), lengths, strict=True):
         engine.add(name, prompt, length)
     answers = engine.run()
-    for name, prompt in prompts.items():
-        drafting.assert_right(answers[name], prompt, name)
+    drafting.assert_all_right(answers, prompts)
 
 
 @each_kind
@@ -228,7 +277,8 @@ def test_decode_first_is_like_one_engine(
     pair = Pair(producer, consumer, started(5, "where"))
     rates = drafting.rates(consumer)
     for num_tokens in (3 * BLOCK_SIZE + 5, CHUNKED):
-        prompt = started(num_tokens, str(num_tokens))
+        forget(producer, consumer)
+        prompt = same(num_tokens)
         answer = pair.ask(prompt, max_tokens=NUM_ANSWER)
         drafting.assert_right(answer, prompt)
         assert answer.sources == (0, num_tokens, 0)
@@ -236,12 +286,10 @@ def test_decode_first_is_like_one_engine(
 
 
 @each_kind
-def test_pool_hit_is_like_one_engine(
-    engines: Engines, drafting: Drafting, started: PromptOf
-) -> None:
+def test_pool_hit_is_like_one_engine(engines: Engines, drafting: Drafting) -> None:
     options = {"pool": POOL, "transfer": {"load_mode": "park"}, **drafting.options}
     engine = engines.shared("kv_both", **options)
-    prompts = [started(num_tokens, str(num_tokens)) for num_tokens in (3 * BLOCK_SIZE + 5, 405)]
+    prompts = [same(3 * BLOCK_SIZE + 5), same(CHUNKED)]
     for prompt in prompts:
         store(engine, prompt)
     rates = drafting.rates(engine)
@@ -290,8 +338,7 @@ def test_decoded_states_and_failed_loads_beside_a_pool(
     after = engine.metrics()
     assert delta(before, after, "preemptions") > 0
     assert delta(before, after, "pool_loads/ok") > 0
-    for name, prompt in prompts.items():
-        drafting.assert_right(answers[name], prompt, name)
+    drafting.assert_all_right(answers, prompts)
     settle(engine)
 
 
@@ -305,7 +352,8 @@ def test_each_of_two_workers_has_its_heads_of_the_drafter(
     consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, **options)
     rates = drafting.rates(consumer)
     for num_tokens in (3 * BLOCK_SIZE + 5, CHUNKED):
-        prompt = started(num_tokens, str(num_tokens))
+        forget(producer, consumer)
+        prompt = same(num_tokens)
         answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
         drafting.assert_right(answer, prompt)
         assert answer.sources == (0, num_tokens, 0)
@@ -319,14 +367,16 @@ def test_prompt_whose_begin_is_cached_here(
     """All of it counts, also the last block, which vLLM would compute anew for a drafter."""
     producer = engines.shared("kv_producer", **drafting.options)
     consumer = engines.shared("kv_consumer", **drafting.options)
-    begin = started(4 * BLOCK_SIZE)
+    prompt = same(CHUNKED)
+    begin = prompt[: 4 * BLOCK_SIZE]
+    prompts = (prompt, begin + started(CHUNKED))
+    forget(producer, consumer)
     consumer.ask(begin + START, 1)
     rates = drafting.rates(consumer)
-    for n in range(2):
-        prompt = begin + started(CHUNKED, f"{n}")
+    for prompt in prompts:
         answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
         drafting.assert_right(answer, prompt)
-        assert answer.sources == (len(begin), CHUNKED, 0)
+        assert answer.sources == (len(begin), len(prompt) - len(begin), 0)
     rates.assert_like_one_engine()
 
 
@@ -341,7 +391,8 @@ def test_load_that_fails_is_computed(
     """By model and drafter; the drafts of another request are verified as ever."""
     producer = engines.shared("kv_producer", faults="ok*", **drafting.options)
     consumer = engines.shared("kv_consumer", transfer={"load_mode": load_mode}, **drafting.options)
-    prompts = {name: started(NUM_TOKENS, name) for name in ("first", "second")}
+    forget(producer, consumer)
+    prompts = {name: same(NUM_TOKENS, name) for name in ("first", "second")}
     rates = drafting.rates(consumer)
     consumer.add("first", prompts["first"], NUM_ANSWER, producer.prefill(prompts["first"]))
     consumer.step_until("first", "status", "RUNNING")
@@ -350,8 +401,8 @@ def test_load_that_fails_is_computed(
     producer.set_faults("corrupt,ok*")
     consumer.add("second", prompts["second"], NUM_ANSWER, producer.prefill(prompts["second"]))
     answers = consumer.run()
-    for name, prompt in prompts.items():
-        drafting.assert_right(answers[name], prompt, name)
+    for name in prompts:
+        drafting.assert_right(answers[name], prompts[name], name)
     assert answers["second"].sources == (0, 0, NUM_TOKENS)
     rates.assert_like_one_engine()
 
@@ -367,8 +418,7 @@ def test_preempted_requests_get_their_tokens(
     for name, prompt in prompts.items():
         consumer.add(name, prompt, NUM_OUTPUT, producer.prefill(prompt))
     answers = run_in_need_of_memory(consumer, prompts)
-    for name, prompt in prompts.items():
-        drafting.assert_right(answers[name], prompt, name)
+    drafting.assert_all_right(answers, prompts)
 
 
 @pytest.mark.parametrize("drafting", ["eagle", "windows"], indirect=True)
@@ -378,7 +428,7 @@ def test_running_request_moves_with_the_kv_of_its_drafter(
     source, target = two(engines, **drafting.options)
     prompt = started(CHUNKED)
     rates = drafting.rates(target)
-    expected = drafting.single(prompt, 2 * NUM_ANSWER)
+    expected = drafting.expected(prompt, 2 * NUM_ANSWER)
     source.add("r", prompt, 2 * NUM_ANSWER)
     for _ in range(10):
         source.step()
@@ -412,8 +462,9 @@ def test_kv_of_an_engine_without_the_drafter_is_refused_by_name(
     """The prompt is computed, by model and drafter."""
     producer = engines.shared("kv_producer", **drafting.plain)
     consumer = engines.shared("kv_consumer", transfer={"load_mode": "step"}, **drafting.options)
+    forget(producer, consumer)
     rates = drafting.rates(consumer)
-    prompt = started(NUM_TOKENS)
+    prompt = same(NUM_TOKENS, "first")
     answer = consumer.ask(prompt, NUM_ANSWER, producer.prefill(prompt))
     drafting.assert_right(answer, prompt)
     assert (answer.outcome, answer.sources) == ("incompatible", (0, 0, NUM_TOKENS))
@@ -454,13 +505,16 @@ def test_engine_without_a_drafter_takes_the_layers_of_the_model(
     producer = engines.shared("kv_producer", **drafting.options)
     consumer = engines.shared("kv_consumer", transfer=EVERY_LAYER, **drafting.plain)
     pair = Pair(producer, consumer, started(5, "where"))
-    for num_tokens, order in itertools.product(
-        (3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, CHUNKED), ORDERS
-    ):
-        prompt = started(num_tokens, f"{num_tokens} {order}")
-        answer = pair.ask_in(order, prompt, 20)
-        drafting.assert_right(answer, prompt, order)
-        assert answer.sources == (0, num_tokens, 0)
+    questions = {
+        (name := f"{order} {length}"): (order, started(length, name))
+        for length in (3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 5, CHUNKED)
+        for order in ORDERS
+    }
+    answers = pair.ask_beside(questions, 20)
+    prompts = {name: prompt for name, (_, prompt) in questions.items()}
+    drafting.assert_all_right(answers, prompts)
+    for name, answer in answers.items():
+        assert answer.sources == (0, len(prompts[name]), 0)
         assert (answer.outcome, answer.provenance["first_token"]) == ("loaded", "peer")
 
 
@@ -516,8 +570,7 @@ def test_load_from_an_engine_that_drafts_fails_and_is_computed(
     for name, prompt in prompts.items():
         consumer.add(name, prompt, NUM_OUTPUT, producer.prefill(prompt))
     answers = run_in_need_of_memory(consumer, prompts)
-    for name, prompt in prompts.items():
-        drafting.assert_right(answers[name], prompt, name)
+    drafting.assert_all_right(answers, prompts)
 
 
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
@@ -643,12 +696,12 @@ def test_drafter_with_pages_of_another_size_is_like_one_engine(
     pair = Pair(producer, consumer, started(5, "where"))
     rates = drafting.rates(consumer, pooled)
     for num_tokens in (3 * BLOCK_SIZE, CHUNKED):
+        prompt = same(num_tokens)
         for order in ORDERS:
-            prompt = started(num_tokens, f"{order} {num_tokens}")
+            forget(producer, consumer)
             answer = pair.ask_in(order, prompt, NUM_ANSWER)
             drafting.assert_right(answer, prompt)
             assert answer.sources == (0, num_tokens, 0)
-        prompt = started(num_tokens, f"pool {num_tokens}")
         store(pooled, prompt)
         answer = pooled.ask(prompt, NUM_ANSWER, {"return_provenance": True})
         drafting.assert_right(answer, prompt)

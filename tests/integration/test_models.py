@@ -39,7 +39,7 @@ class Three:
         self.pair = Pair(self.producer, self.consumer, prompt)
 
     def assert_right(self, answer: Answer, prompt: list[int]) -> None:
-        assert answer.token_ids == self.single.ask(prompt, len(answer.token_ids)).token_ids
+        self.single.assert_says(answer.token_ids, prompt)
 
     def assert_equal(
         self,

@@ -332,10 +332,10 @@ def test_beside_others_of_both_engines(
     right |= target.run()
     for name, prompt in prompts.items():
         assert left[name].finish_reason == "abort"
-        assert right[name].token_ids == single(prompt, NUM_OUTPUT).token_ids, name
+        single.assert_says(right[name], prompt, NUM_OUTPUT, name)
     for name, prompt in others.items():
-        assert left[name].token_ids == single(prompt, NUM_OUTPUT).token_ids, name
-    assert right["t"].token_ids == single(prompt_of(60, "t"), NUM_OUTPUT).token_ids
+        single.assert_says(left[name], prompt, NUM_OUTPUT, name)
+    single.assert_says(right["t"], prompt_of(60, "t"), NUM_OUTPUT)
 
 
 @pytest.mark.parametrize(
@@ -428,6 +428,7 @@ def test_source_that_dies_leaves_no_request_waiting(
         again = begun(prompt, known[name])
         target.add(f"{name} again", prompt, num_output, again, **SAMPLING[name])
     answers = target.run()
+    single.beside((prompt, num_output, options) for options in kinds.values())
     for name, options in kinds.items():
         answer = answers[f"{name} again"] if name in refused else right[name]
         assert answer.token_ids == single(prompt, num_output, **options).token_ids, name

@@ -13,7 +13,6 @@ from tests.integration.moving import Moving
 from tests.integration.test_drafts import (
     NUM_ANSWER,
     Drafting,
-    Rates,
     drafting,  # noqa: F401
     folder,  # noqa: F401
     started,  # noqa: F401
@@ -66,7 +65,7 @@ def test_drafts_are_accepted_as_often_where_it_goes_on(
     source, target = pair
     prompt = started(BLOCK_SIZE + 20)
     rates = drafting.rates(target)
-    expected = drafting.single(prompt, NUM_ANSWER)
+    expected = drafting.expected(prompt, NUM_ANSWER)
     moving = Moving(source, prompt, NUM_ANSWER, {})
     moving.decode(5)
     moving.move(target)
@@ -84,8 +83,8 @@ def test_it_goes_on_where_it_was_beside_others_and_moves_then(
     nothing of it is in flight, and so it moves at last. Each stop costs it the drafts of a step."""
     source, target = pair
     prompt, other = started(BLOCK_SIZE + 20), started(40, "other")
-    rates = Rates([drafting.engine, source], 0.95)
-    expected = drafting.single(prompt, NUM_ANSWER)
+    rates = drafting.rates(source, least=0.95)
+    expected = drafting.expected(prompt, NUM_ANSWER)
     beside = Moving(source, other, NUM_ANSWER, {})
     moving = Moving(source, prompt, NUM_ANSWER, {})
     for num_tokens in (5, 12, 20):
@@ -95,7 +94,7 @@ def test_it_goes_on_where_it_was_beside_others_and_moves_then(
     moving.move(target)
     assert moving.answer().token_ids == expected.token_ids
     others = moving.others | source.run()
-    assert others[beside.name].token_ids == drafting.single(other, NUM_ANSWER).token_ids
+    assert others[beside.name].token_ids == drafting.expected(other, NUM_ANSWER).token_ids
     rates.assert_like_one_engine()
 
 

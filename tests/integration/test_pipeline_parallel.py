@@ -141,7 +141,8 @@ def test_requests_preempted_on_the_consumer_get_their_tokens(
     num_output = 3 * BLOCK_SIZE
     prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
     answers = decode_all(producer, consumer, prompts, num_output)
-    assert answers == {name: single(p, num_output).token_ids for name, p in prompts.items()}
+    expected = single.beside((prompt, num_output, {}) for prompt in prompts.values())
+    assert [answers[name] for name in prompts] == [answer.token_ids for answer in expected]
 
 
 def test_a_load_is_aborted_in_every_stage(
@@ -191,5 +192,5 @@ def test_request_moves_while_it_runs(
     source.step_until("r", "num_output_tokens", 27)
     left, right = move(source, target, prompt)
     assert outcome_of(right) == {"outcome": "exact"}
-    assert right.token_ids == single(prompt, NUM_OUTPUT).token_ids
+    single.assert_says(right, prompt, NUM_OUTPUT)
     assert left.kv_transfer_params == {"moved": True}

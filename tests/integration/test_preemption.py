@@ -49,8 +49,8 @@ def test_requests_preempted_on_the_consumer_get_their_tokens(
     consumer = engines.shared("kv_consumer", transfer={"load_mode": load_mode}, **SMALL)
     prompts = {name: prompt_of(NUM_TOKENS, name) for name in NAMES}
     answers = decode_all(producer, consumer, prompts, NUM_OUTPUT, **sampling)
-    expected = {name: single(p, NUM_OUTPUT, **sampling) for name, p in prompts.items()}
-    assert answers == {name: answer.token_ids for name, answer in expected.items()}
+    expected = single.beside((prompt, NUM_OUTPUT, sampling) for prompt in prompts.values())
+    assert [answers[name] for name in prompts] == [answer.token_ids for answer in expected]
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
@@ -82,7 +82,7 @@ def test_the_least_urgent_request_gives_way(
         answers |= consumer.drive(1)
     assert list(answers)[-1] == "a", "it came first"
     for name, prompt in prompts.items():
-        assert answers[name].token_ids == single(prompt, NUM_OUTPUT).token_ids
+        single.assert_says(answers[name], prompt, NUM_OUTPUT)
         assert answers[name].kv_transfer_params["provenance"]["outcome"] == "loaded"
 
 
@@ -97,9 +97,10 @@ def test_failed_loads_and_preemptions_together(
         consumer.add(name, prompt, NUM_OUTPUT, producer.prefill(prompt))
     producer.set_faults("ok*3,corrupt,ok*5,fail,ok*")
     before = consumer.metrics()
-    answers = {name: answer.token_ids for name, answer in consumer.run(120).items()}
+    answers = consumer.run(120)
     now = consumer.metrics()
-    assert answers == {name: single(p, NUM_OUTPUT).token_ids for name, p in prompts.items()}
+    for name, prompt in prompts.items():
+        single.assert_says(answers[name], prompt, NUM_OUTPUT, name)
     assert now["recovered_requests"] > before.get("recovered_requests", 0)
 
 

@@ -171,7 +171,7 @@ def test_preempted_requests_get_their_tokens(
             consumer.add(name, prompt, NUM_OUTPUT, producer.prefill(prompt))
         answers = run_in_need_of_memory(consumer, prompts)
     for name, prompt in prompts.items():
-        assert answers[name].token_ids == single(prompt, NUM_OUTPUT).token_ids, name
+        single.assert_says(answers[name], prompt, NUM_OUTPUT, name)
 
 
 def test_load_that_fails_beside_drafts(
