@@ -29,11 +29,16 @@ class Three:
     """One engine, and a producer and a consumer like it."""
 
     def __init__(
-        self, fleet: Fleet, config: EngineConfig, prompt: list[int], transfer: dict[str, Any]
+        self,
+        fleet: Fleet,
+        config: EngineConfig,
+        prompt: list[int],
+        transfer: dict[str, Any],
+        small: dict[str, Any],
     ) -> None:
-        """``transfer`` are the producer's options."""
+        """``transfer`` are the producer's options, ``small`` the consumer's."""
         producer = replace(config, role="kv_producer").with_transfer(**transfer)
-        consumer = replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER)
+        consumer = replace(config, role="kv_consumer", **small).with_transfer(**EVERY_LAYER)
         configs = (config, producer, consumer)
         self.single, self.producer, self.consumer = fleet.engines(*configs)
         self.pair = Pair(self.producer, self.consumer, prompt)
@@ -65,10 +70,13 @@ class Three:
 @pytest.fixture
 def three(fleet: Fleet, base_config: EngineConfig, prompt_of: PromptOf) -> Callable[..., Three]:
     def make(
-        llm: dict[str, Any] | None = None, transfer: dict[str, Any] | None = None, **options: Any
+        llm: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        small: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Three:
         config = replace(base_config, llm=json.dumps(llm or {}), **options)
-        return Three(fleet, config, prompt_of(5, "where"), transfer or {})
+        return Three(fleet, config, prompt_of(5, "where"), transfer or {}, small or {})
 
     return make
 
@@ -90,7 +98,7 @@ def test_sliding_windows_beside_full_attention(
 ) -> None:
     """Each kind of layer in groups of its own, on all engines."""
     small = {"num_blocks": num_blocks, "max_model_len": 640}
-    engines = three(model=models(architecture), faults="ok*", **small)
+    engines = three(model=models(architecture), faults="ok*", small=small)
     answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
     assert answers[0].token_ids != answers[1].token_ids
     expect_recovery_and_preemptions(
