@@ -44,6 +44,7 @@ _SLOW_STEP_S = 0.03
 _SPIN_S = 0.001
 _LOOK_MS = 50
 ENVIRONMENT = {
+    "NUMBA_CACHE_DIR": str(Path(__file__).parents[1] / ".cache/numba"),
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",  # n-gram drafts have threads all the same
     "TORCHDYNAMO_DISABLE": "1",
@@ -98,6 +99,7 @@ def fork_processes() -> None:
         group.unique_name.startswith("pp")
     )
     _normalize_with_kernels()
+    _compile_n_gram_drafts_once()
     _share_gloo_threads()
     _let_tests_slow_engines_down()
 
@@ -127,6 +129,17 @@ def _normalize_with_kernels() -> None:
         return normal
 
     RMSNorm.forward_cpu = normalize
+
+
+def _compile_n_gram_drafts_once() -> None:
+    """And not in each engine that drafts so, which takes it longer than to start."""
+    from vllm.v1.spec_decode import ngram_proposer
+
+    for function in (
+        ngram_proposer.batch_propose_numba,
+        ngram_proposer._find_longest_matched_ngram_and_propose_tokens,
+    ):
+        function.enable_caching()
 
 
 def _let_tests_slow_engines_down() -> None:

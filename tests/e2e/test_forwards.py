@@ -27,7 +27,7 @@ from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
-LONG = {**GREEDY, "max_tokens": 900}
+LONG = {**GREEDY, "max_tokens": 600}
 STAYING = {
     "n": {**TEXT, **GREEDY, "temperature": 0.9, "seed": 3, "n": 2},
 }

@@ -39,7 +39,7 @@ pytestmark = [
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SECRET = "/etc/vllm-pd/secret"
 START_S = 400
-NUM_TOKENS = 2000
+NUM_TOKENS = 1000
 MOVED = 'vllm:pd_router_moves_total{cause="",outcome="moved",reason="drain"}'
 
 

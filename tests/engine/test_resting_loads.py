@@ -32,12 +32,12 @@ def end(loads: Loads, *results: LoadResult) -> None:
 
 def test_blocks_come_back_when_every_worker_has_rested(loads: Loads) -> None:
     end(loads, failed(1), failed(1))
-    assert (loads.take_rested(), loads.num_resting, len(loads)) == ([], 1, 1)
+    assert (loads.take_rested(), loads.need_steps, len(loads)) == ([], True, 1)
     loads.note_rested([ID])
     assert loads.take_rested() == []
     loads.note_rested([ID])
     assert loads.take_rested() == BLOCKS
-    assert (loads.num_resting, len(loads)) == (0, 0)
+    assert (loads.need_steps, len(loads)) == (False, 0)
 
 
 def test_worker_that_wrote_nothing_is_not_waited_for(loads: Loads) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 Prompt = list[int]
-NUM_OUTPUT = 300
+NUM_OUTPUT = 120
 NUM_SHORT = 14
 NUM_LOOKS = 6
 """Of the source, for each of its steps."""
@@ -54,12 +54,22 @@ def move(
     """A request that runs at ``source`` as ``r`` moves; the two ends of its answer."""
     target.add("r", prompt, num_output, coming(prompt, source), **more)
     left, right = dict[str, Answer](), dict[str, Answer]()
-    while "r" not in left:  # it decodes slowly, so that it does not end before it has moved
+    while "r" not in left:
         left |= source.drive(1)
-        right |= target.drive(5)
+        right |= look(source, target)
     while "r" not in right:
         right |= target.run()
     return left["r"], right["r"]
+
+
+def look(source: Engine, target: Engine) -> dict[str, Answer]:
+    """What has ended at the target meanwhile: the source decodes so slowly that nothing ends there
+    before it has moved."""
+    ended = dict[str, Answer]()
+    for _ in range(NUM_LOOKS):
+        source.counts()  # it answers, and computes nothing
+        ended |= target.drive(2)
+    return ended
 
 
 def two(engines: Engines, **options: Any) -> tuple[Engine, Engine]:
@@ -207,9 +217,7 @@ def move_at(
                 asked.add(name)
                 target.add(name, prompt, NUM_SHORT, coming(prompt, source, name), **kinds[name])
         while any(state["status"] == "WAITING_FOR_KV" for state in target.requests().values()):
-            for _ in range(NUM_LOOKS):
-                source.counts()  # it answers, and computes nothing
-                right |= target.drive(2)
+            right |= look(source, target)
             left |= source.drive(1)
         left |= source.drive(1)
     return left, right | target.run()
@@ -327,7 +335,7 @@ def test_beside_others_of_both_engines(
     left, right = dict[str, Answer](), dict[str, Answer]()
     while not prompts.keys() <= left.keys():
         left |= source.drive(1)
-        right |= target.drive(5)
+        right |= look(source, target)
     left |= source.run()
     right |= target.run()
     for name, prompt in prompts.items():

@@ -149,9 +149,11 @@ class Loads:
         return len(self.running) + len(self.new) + len(self._resting)
 
     @property
-    def num_resting(self) -> int:
-        """Ended loads whose blocks cannot be used yet."""
-        return len(self._resting)
+    def need_steps(self) -> bool:
+        """Whether steps go out although there may be nothing to compute: their reports tell of the
+        end of parked loads, and of ended ones whose blocks cannot be used yet.
+        """
+        return bool(self._resting) or self.num_parked > 0
 
     def rest(self, result: LoadResult, blocks: list[KVCacheBlock]) -> None:
         """Keep these blocks: a peer may still write into them."""

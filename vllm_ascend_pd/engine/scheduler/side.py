@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         SchedulerOutput,
     )
 
-
 P = TypeVar("P", bound=Part)
 
 
@@ -145,8 +144,7 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         has_news = [part.settle() for part in self.parts]
-        loads = self.common.loads
-        pending = loads.num_parked > 0 or loads.num_resting > 0 or any(has_news)
+        pending = self.common.loads.need_steps or any(has_news)
         if self._integrity is not None and not pending and not self.common.scheduler.requests:
             self._integrity.look(count(self.common, self.parts))
         return pending
@@ -177,7 +175,6 @@ class SchedulerSide:
             part.identify(fingerprint)
 
     def note_adapter(self, name: str, digest: str) -> None:
-        """See ``Part.note_adapter``."""
         for part in self.parts:
             part.note_adapter(name, digest)
 
