@@ -164,7 +164,7 @@ def expect_recovery_and_preemptions(
     assert (answer.outcome, answer.sources) == ("transfer_failed", (0, 0, 190))
     prompts = {name: prompt_of(190, name) for name in "abcd"}
     for name, prompt in prompts.items():
-        consumer.add(name, prompt, 100, producer.prefill(prompt))
+        consumer.add(name, prompt, 200, producer.prefill(prompt))
     answers = run_in_need_of_memory(consumer, prompts)
     for name, prompt in prompts.items():
         assert_right(answers[name], prompt)

@@ -181,7 +181,7 @@ def test_preemption(windows: Three, prompt_of: PromptOf, load_mode: str) -> None
     prompts = {name: prompt_of(190, name) for name in "abcd"}
     before = consumer.counts()
     for name, prompt in prompts.items():
-        consumer.add(name, prompt, 100, windows.producer.prefill(prompt))
+        consumer.add(name, prompt, 200, windows.producer.prefill(prompt))
     answers = run_in_need_of_memory(consumer, prompts)
     for name, prompt in prompts.items():
         windows.assert_right(answers[name], prompt)
