@@ -9,6 +9,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -132,14 +133,13 @@ def _normalize_with_kernels() -> None:
 
 
 def _compile_n_gram_drafts_once() -> None:
-    """And not in each engine that drafts so, which takes it longer than to start."""
-    from vllm.v1.spec_decode import ngram_proposer
-
-    for function in (
-        ngram_proposer.batch_propose_numba,
-        ngram_proposer._find_longest_matched_ngram_and_propose_tokens,
-    ):
-        function.enable_caching()
+    """And not in each engine that drafts so, which takes it longer than to start. Where vLLM imports
+    them late, as 0.32.0 does, its search for kernels fails in what they import.
+    """
+    drafts = sys.modules.get("vllm.v1.spec_decode.ngram_proposer")
+    if drafts is not None:
+        drafts.batch_propose_numba.enable_caching()
+        drafts._find_longest_matched_ngram_and_propose_tokens.enable_caching()
 
 
 def _let_tests_slow_engines_down() -> None:
