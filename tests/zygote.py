@@ -65,6 +65,7 @@ def prepare_to_fork(*more_imports: str) -> None:
     of_platform = ON_CPU if current_platform.is_cpu() else ON_GPU
     for name in (*IMPORTS, *of_platform, *more_imports):
         importlib.import_module(name)
+    _compile_n_gram_drafts_once()
     fork_processes()
     gc.collect()
     gc.freeze()  # or each engine's first collection would copy all of it
@@ -100,7 +101,6 @@ def fork_processes() -> None:
         group.unique_name.startswith("pp")
     )
     _normalize_with_kernels()
-    _compile_n_gram_drafts_once()
     _share_gloo_threads()
     _let_tests_slow_engines_down()
 
@@ -133,13 +133,21 @@ def _normalize_with_kernels() -> None:
 
 
 def _compile_n_gram_drafts_once() -> None:
-    """And not in each engine that drafts so, which takes it longer than to start. Where vLLM imports
-    them late, as 0.32.0 does, its search for kernels fails in what they import.
+    """And not in each engine that drafts so, which takes it longer than to start. vLLM imports them
+    late: its search for kernels, in 0.32.0, fails in what they import.
     """
-    drafts = sys.modules.get("vllm.v1.spec_decode.ngram_proposer")
-    if drafts is not None:
-        drafts.batch_propose_numba.enable_caching()
-        drafts._find_longest_matched_ngram_and_propose_tokens.enable_caching()
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    make = GPUModelRunner.__init__
+
+    def make_and_keep(runner: GPUModelRunner, *args: Any, **options: Any) -> None:
+        make(runner, *args, **options)
+        drafts = sys.modules.get("vllm.v1.spec_decode.ngram_proposer")
+        if drafts is not None:
+            drafts.batch_propose_numba.enable_caching()
+            drafts._find_longest_matched_ngram_and_propose_tokens.enable_caching()
+
+    GPUModelRunner.__init__ = make_and_keep
 
 
 def _let_tests_slow_engines_down() -> None:
