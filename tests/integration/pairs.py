@@ -63,10 +63,15 @@ class Pair:
 
     def ask(self, prompt: list[int], prefill: dict[str, Any] | None = None, **more: Any) -> Answer:
         """``prefill`` are options of the producer's request, ``more`` of the consumer's."""
-        transfer_id = self.new_id()
-        self.add_decode("both", prompt, transfer_id, **more)
-        self.add_prefill("both", prompt, transfer_id, **(prefill or {}))
+        self._add_both("both", prompt, prefill, **more)
         return self.run()["both"]
+
+    def _add_both(
+        self, name: str, prompt: list[int], prefill: dict[str, Any] | None = None, **more: Any
+    ) -> None:
+        transfer_id = self.new_id()
+        self.add_decode(name, prompt, transfer_id, **more)
+        self.add_prefill(name, prompt, transfer_id, **(prefill or {}))
 
     def ask_beside(
         self, questions: Mapping[str, tuple[str, list[int]]], max_tokens: int = 16
@@ -77,9 +82,7 @@ class Pair:
                 self.consumer.add(name, prompt, max_tokens, self.producer.prefill(prompt))
         for name, (order, prompt) in questions.items():
             if order == "decode first":
-                transfer_id = self.new_id()
-                self.add_decode(name, prompt, transfer_id, max_tokens)
-                self.add_prefill(name, prompt, transfer_id)
+                self._add_both(name, prompt, max_tokens=max_tokens)
         return self.run()
 
     def ask_in(

@@ -83,7 +83,7 @@ class Drafting:
         key = repr((prompt, num_tokens))
         if key not in self._known:
             before = self.engine.metrics()
-            answer = self.single(prompt, num_tokens)
+            answer = self.engine.ask(prompt, num_tokens)
             counts = self.engine.metrics()
             names = ("accepted_tokens", "draft_tokens")
             accepted, drafted = (int(delta(before, counts, name)) for name in names)
@@ -401,8 +401,8 @@ def test_load_that_fails_is_computed(
     producer.set_faults("corrupt,ok*")
     consumer.add("second", prompts["second"], NUM_ANSWER, producer.prefill(prompts["second"]))
     answers = consumer.run()
-    for name in prompts:
-        drafting.assert_right(answers[name], prompts[name], name)
+    for name, prompt in prompts.items():
+        drafting.assert_right(answers[name], prompt, name)
     assert answers["second"].sources == (0, 0, NUM_TOKENS)
     rates.assert_like_one_engine()
 

@@ -436,7 +436,7 @@ def test_source_that_dies_leaves_no_request_waiting(
         again = begun(prompt, known[name])
         target.add(f"{name} again", prompt, num_output, again, **SAMPLING[name])
     answers = target.run()
-    single.beside((prompt, num_output, options) for options in kinds.values())
-    for name, options in kinds.items():
+    expected = single.beside((prompt, num_output, options) for options in kinds.values())
+    for name, one in zip(kinds, expected, strict=True):
         answer = answers[f"{name} again"] if name in refused else right[name]
-        assert answer.token_ids == single(prompt, num_output, **options).token_ids, name
+        assert answer.token_ids == one.token_ids, name
