@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -185,17 +186,21 @@ def slowable(log: Path) -> dict[str, str]:
 
 def _share_gloo_threads() -> None:
     """The groups of a process have one thread that looks after their sockets. An engine has a dozen
-    groups, and each thread would wake up a hundred times a second, whatever the engine does.
+    groups, and each thread would wake up a hundred times a second, whatever the engine does. Those
+    of one member have no sockets: their thread stays behind in the process that forks.
     """
     from torch.distributed import distributed_c10d
 
     gloo = distributed_c10d.ProcessGroupGloo
     device_of = functools.cache(lambda process_id: gloo.create_default_device())
+    of_one = device_of(os.getpid())
+    # Never freed: a fork would wait for the end of a thread that it has not got.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(of_one))
 
     class OneThread(gloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
-            options._devices = [device_of(os.getpid())]
+            options._devices = [of_one if size == 1 else device_of(os.getpid())]
             options._timeout = timeout
             super().__init__(store, rank, size, options)
 

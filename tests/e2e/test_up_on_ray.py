@@ -130,7 +130,7 @@ class Asking:
         self._thread = threading.Thread(target=self._ask)
 
     def _ask(self) -> None:
-        while not self._done.wait(0.1):  # an engine that starts needs the cores, too
+        while not self._done.wait(0.4):  # an engine that starts needs the cores, too
             try:
                 self.answers.append(complete(self.url, LONG))
             except (AssertionError, requests.RequestException) as e:
