@@ -38,8 +38,8 @@ demo: venv ## prefill in one engine, decode in another, and compare the tokens w
 	$(BIN)/python examples/offline_inference/disaggregated_prefill.py --model $(MODEL) --verify
 
 # Processes, each of which takes the next file; WORKERS=0 runs all in one. Tests wait for engines and
-# for deadlines: two of them leave a third of two cores idle. Each needs up to 6 GB.
-WORKERS ?= $(shell awk '/MemTotal/ { n = int($$2 / 6e6); print (n < 3 ? n : 3) }' /proc/meminfo)
+# for deadlines: two of them leave a third of two cores idle, three a tenth. Each needs up to 6 GB.
+WORKERS ?= $(shell awk '/MemTotal/ { n = int($$2 / 6e6); print (n < 4 ? n : 4) }' /proc/meminfo)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 TESTS ?= tests

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -60,6 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before anybody imports torch: tests run beside each other, and threads of a parallel region
     # spin for cores that others compute on.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Native modules say what is left when the process ends, and would say that of all that is
+    # frozen. Not sooner: pytest looks for garbage five times when its session ends.
+    atexit.register(gc.unfreeze)
     config.option.stress_seed = config.option.stress_seed or random.SystemRandom().randrange(
         1 << 32
     )
@@ -110,15 +114,8 @@ def descriptors_are_closed() -> Iterator[None]:
     assert kinds.total() < 512, kinds.most_common(5)
 
 
-@pytest.fixture(scope="session")
-def thawed_in_the_end() -> Iterator[None]:
-    """Native modules say what is left when the process ends, and would say that of all."""
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def frozen_heap(thawed_in_the_end: None) -> None:
+def frozen_heap() -> None:
     """What vLLM and torch have brought along is not collected again and again.
 
     A full collection of it stops all threads for half a second and more, which is longer than some

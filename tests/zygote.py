@@ -70,6 +70,16 @@ def prepare_to_fork(*more_imports: str) -> None:
     fork_processes()
     gc.collect()
     gc.freeze()  # or each engine's first collection would copy all of it
+    # vLLM thaws the heap when an engine ends, for a process that goes on. These end, too.
+    gc.unfreeze = lambda: None  # type: ignore[assignment]
+    _leave_threads_behind()
+
+
+def _leave_threads_behind() -> None:
+    """The caller goes on in a fork, which has no other thread; what it was waits for that."""
+    if os.fork():
+        wait = "import os, sys; sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) != 0)"
+        os.execv(sys.executable, [sys.executable, "-S", "-c", wait])
 
 
 def fork_processes() -> None:

@@ -321,7 +321,7 @@ def test_all_engines_are_restarted_and_no_request_fails(up: Up) -> None:
         for number in itertools.count():
             prompt = f"While it restarts, {client} and {number}. {LONG[:600]}"
             answers[prompt] = complete(up.url, prompt)
-            if done.wait(0.5):
+            if done.wait(1):
                 return
 
     with ThreadPoolExecutor(3) as clients, begun(up.url, bodies) as ended:

@@ -10,7 +10,6 @@ obey one command at a time; every answer is ``("ok", value)`` or ``("error", tra
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import sys
@@ -555,9 +554,6 @@ def main() -> None:
     if triton_interpreter.VARIABLE in os.environ:
         triton_interpreter.let_vllm_take_it()
     prepare_to_fork("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
-    # vLLM thaws the heap when an engine ends, for a process that goes on. These end, too, and a
-    # collection of all that the zygote has imported would first copy all of it.
-    gc.unfreeze = lambda: None  # type: ignore[assignment]
     connection.send(("ok", len(os.listdir("/proc/self/task"))))
     zygote = Zygote()
     try:

@@ -29,9 +29,9 @@ from tests.zygote import ENVIRONMENT
 BLOCK_SIZE = 32
 START_TIMEOUT_S = 400.0
 CALL_TIMEOUT_S = 120.0
-MAX_SHARED = 10
-"""Engines that a process of tests keeps for later ones; each takes half a gigabyte. No test uses so
-many.
+MAX_SHARED = 6
+"""Engines that a process of tests keeps for later ones; each takes 0.2 GB of its own. Hardly any
+test uses so many.
 """
 MAX_ENDING = 4
 """That are on their way out while tests go on."""
