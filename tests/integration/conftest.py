@@ -142,9 +142,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
         yield fleet
 
 
+@pytest.fixture(autouse=True)
+def begun(request: pytest.FixtureRequest) -> None:
+    if "fleet" in request.fixturenames:
+        request.getfixturevalue("fleet").begin_test()
+
+
 @pytest.fixture(scope="session")
-def single(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
-    return SingleEngine(fleet.keep(fleet.engine(base_config)))
+def single(fleet: Fleet, base_config: EngineConfig) -> Iterator[SingleEngine]:
+    with fleet.kept(base_config) as engine:
+        yield SingleEngine(engine)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection, Listener
@@ -30,9 +31,7 @@ BLOCK_SIZE = 32
 START_TIMEOUT_S = 400.0
 CALL_TIMEOUT_S = 120.0
 MAX_SHARED = 6
-"""Engines that a process of tests keeps for later ones; each takes 0.2 GB of its own. Hardly any
-test uses so many.
-"""
+"""Engines that a process of tests keeps for later ones; each takes 0.2 GB of its own."""
 MAX_ENDING = 4
 """That are on their way out while tests go on."""
 
@@ -485,7 +484,9 @@ class Fleet:
     gpu_graphs: str | None = None
     """Of engines on a GPU, which all are then: one of ``on_gpu.GRAPHS``."""
     _shared: dict[EngineConfig, Engine] = field(default_factory=dict)
-    _kept: set[EngineConfig] = field(default_factory=set)
+    _kept: list[EngineConfig] = field(default_factory=list)
+    _lent: set[EngineConfig] = field(default_factory=set)
+    """To the test that runs."""
     _engines: list[Engine] = field(default_factory=list)
     _ending: list[Engine] = field(default_factory=list)
 
@@ -541,10 +542,16 @@ class Fleet:
         """A shared engine of this configuration; tests must leave it as they found it."""
         return self.engines(config)[0]
 
-    def keep(self, engine: Engine) -> Engine:
-        """Never end it to make room for others."""
-        self._kept.add(engine.config)
-        return engine
+    @contextlib.contextmanager
+    def kept(self, config: EngineConfig) -> Iterator[Engine]:
+        """A shared engine for several tests: it does not end meanwhile to make room for others."""
+        self._kept.append(config)
+        yield self.engine(config)
+        self._kept.remove(config)
+
+    def begin_test(self) -> None:
+        """What was lent to tests before may be ended to make room for others."""
+        self._lent.clear()
 
     def discard(self, engine: Engine) -> None:
         """A test has left it spoiled: the next one gets another."""
@@ -557,8 +564,9 @@ class Fleet:
         for config in configs:
             if config in self._shared:  # the one used last is the last one
                 self._shared[config] = self._shared.pop(config)
+        self._lent.update(configs)
         missing = [config for config in dict.fromkeys(configs) if config not in self._shared]
-        self._make_room(len(missing), self._kept.union(configs))
+        self._make_room(len(missing), self._lent.union(self._kept))
         started = [self.launch(config) for config in missing]
         for engine in started:
             engine.wait_ready()

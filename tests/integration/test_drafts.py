@@ -166,9 +166,8 @@ def drafting(
     request: pytest.FixtureRequest, fleet: Fleet, base_config: EngineConfig, folder: Path
 ) -> Iterator[Drafting]:
     options = make_options(request.param, folder, base_config)
-    engine = fleet.keep(fleet.engine(replace(base_config, **options)))
-    yield Drafting(request.param, options, SingleEngine(engine), engine)
-    fleet.discard(engine)
+    with fleet.kept(replace(base_config, **options)) as engine:
+        yield Drafting(request.param, options, SingleEngine(engine), engine)
 
 
 each_kind = pytest.mark.parametrize("drafting", KINDS, indirect=True)

@@ -69,11 +69,12 @@ def pooled(engines: Engines) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def scaled(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
+def scaled(fleet: Fleet, base_config: EngineConfig) -> Iterator[SingleEngine]:
     """What one ordinary engine answers with the weights that ``scale_norms(3)`` makes."""
-    engine = fleet.engine(replace(base_config, num_blocks=255))
+    engine = fleet.start(base_config)
     engine.scale_norms(3)
-    return SingleEngine(engine)
+    yield SingleEngine(engine)
+    fleet.retire(engine)
 
 
 def test_kv_of_the_weights_before_is_neither_hit_nor_handed_over(

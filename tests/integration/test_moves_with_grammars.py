@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,9 @@ def pair(request: pytest.FixtureRequest, engines: Engines, llm: str) -> tuple[En
 
 
 @pytest.fixture(scope="module")
-def one(fleet: Fleet, base_config: EngineConfig, llm: str) -> SingleEngine:
-    return SingleEngine(fleet.engine(replace(base_config, llm=llm)))
+def one(fleet: Fleet, base_config: EngineConfig, llm: str) -> Iterator[SingleEngine]:
+    with fleet.kept(replace(base_config, llm=llm)) as engine:
+        yield SingleEngine(engine)
 
 
 @pytest.mark.parametrize(

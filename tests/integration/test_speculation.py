@@ -35,8 +35,9 @@ Prompt = list[int]
 
 
 @pytest.fixture(scope="module")
-def speculating_single(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
-    return SingleEngine(fleet.engine(replace(base_config, llm=LLM)))
+def speculating_single(fleet: Fleet, base_config: EngineConfig) -> Iterator[SingleEngine]:
+    with fleet.kept(replace(base_config, llm=LLM)) as engine:
+        yield SingleEngine(engine)
 
 
 @pytest.fixture

@@ -59,9 +59,9 @@ def adapters(base_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def single_with_adapters(fleet: Fleet, base_config: EngineConfig) -> SingleEngine:
-    config = replace(base_config, llm=json.dumps(LORA))
-    return SingleEngine(fleet.engine(config))
+def single_with_adapters(fleet: Fleet, base_config: EngineConfig) -> Iterator[SingleEngine]:
+    with fleet.kept(replace(base_config, llm=json.dumps(LORA))) as engine:
+        yield SingleEngine(engine)
 
 
 def _asking(single: SingleEngine) -> Callable[[Spec], Answer]:
