@@ -17,7 +17,7 @@ import pytest
 from vllm_ascend_pd import envs
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Iterator
 
 WAITING = ("contract", "e2e", "router", "schedulers")
 """Folders whose tests mostly wait."""
@@ -67,16 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.stress_seed = config.option.stress_seed or random.SystemRandom().randrange(
         1 << 32
     )
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Imports make hardly any garbage, and to look for it takes a fifth of their time."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -78,8 +78,7 @@ def prepare_to_fork(*more_imports: str) -> None:
 def _leave_threads_behind() -> None:
     """The caller goes on in a fork, which has no other thread; what it was waits for that."""
     if os.fork():
-        wait = "import os, sys; sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) != 0)"
-        os.execv(sys.executable, [sys.executable, "-S", "-c", wait])
+        os.execv(sys.executable, [sys.executable, "-S", "-c", "import os; os.wait()"])
 
 
 def fork_processes() -> None:

@@ -143,7 +143,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
 
 
 @pytest.fixture(autouse=True)
-def begun(request: pytest.FixtureRequest) -> None:
+def no_engine_is_lent(request: pytest.FixtureRequest) -> None:
+    """To this test, as yet."""
     if "fleet" in request.fixturenames:
         request.getfixturevalue("fleet").begin_test()
 

@@ -534,7 +534,7 @@ class Fleet:
         try:
             self._zygote.wait(60)
         except subprocess.TimeoutExpired:
-            self._zygote.kill()
+            os.killpg(self._zygote.pid, signal.SIGKILL)  # engines lead groups of their own
             self._zygote.wait(60)
         self._sockets.cleanup()
 
@@ -546,8 +546,10 @@ class Fleet:
     def kept(self, config: EngineConfig) -> Iterator[Engine]:
         """A shared engine for several tests: it does not end meanwhile to make room for others."""
         self._kept.append(config)
-        yield self.engine(config)
-        self._kept.remove(config)
+        try:
+            yield self.engine(config)
+        finally:
+            self._kept.remove(config)
 
     def begin_test(self) -> None:
         """What was lent to tests before may be ended to make room for others."""
