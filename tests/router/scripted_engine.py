@@ -219,6 +219,8 @@ class ScriptedEngine:
         elif path == "/v1/hangs":
             await reader.read()
             return False
+        elif path == "/v1/busy":
+            writer.write(error(503, "scripted"))
         elif path == "/v1/audio/transcriptions":
             self.received.append(request)
             writer.write(whole_answer(200, b'data: {"text": "a"}\n\n', b"text/event-stream"))

@@ -27,7 +27,7 @@ BEFORE_THE_FIRST_BYTE = (
     "huge_head",
     "truncate",
 )
-CAUSES = ("disconnect", "status", "protocol", "truncated", "no_kv_transfer_params")
+CAUSES = ("busy", "disconnect", "status", "protocol", "truncated", "no_kv_transfer_params")
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
@@ -94,6 +94,37 @@ def test_client_error_goes_to_the_client_and_counts_against_nobody(leg: str, exp
             assert len(d.decodes[0].received) == 5 * expected
             assert d.count("requests_total", outcome="client_error") == 5
             assert all(i.breaker.state.value == "closed" for i in d.router.registry)
+
+    run(test)
+
+
+@STREAMED
+def test_engine_that_takes_no_more_is_passed_by_and_stays_in(stream: bool) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.decodes[0].script(", ".join(["status(503)"] * 8))
+            for _ in range(16):
+                status, _, _ = await d.post(stream=stream)
+                assert status == 200
+            assert d.count("retries_total", cause="busy") > d.router.config.probes.failure_threshold
+            assert all(i.breaker.state.value == "closed" for i in d.router.registry)
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/busy"])
+def test_client_is_told_to_come_again_where_no_engine_takes_more(path: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            for engine in d.decodes:
+                engine.script("status(503)")
+            for engine in d.prefills:
+                engine.script("ok, status(503)")
+            status, headers, body = await d.post(path)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert error(body)["type"] == "busy"
+            assert "scripted" in error(body)["message"]
+            assert d.count("requests_total", outcome="unavailable") == 1
 
     run(test)
 

@@ -42,6 +42,12 @@ HOP_BY_HOP = frozenset(
     }
 )
 _NOT_ANSWERED = HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
+_ANSWERED = {FailureKind.TIMEOUT: (504, "timeout"), FailureKind.BUSY: (503, "unavailable")}
+"""Status and outcome; those of other failures are 502 and ``failed``."""
+_INWARD = (
+    *(FailureKind.CONNECT, FailureKind.CONNECT_TIMEOUT),
+    *(FailureKind.DISCONNECT, FailureKind.TRUNCATED, FailureKind.ROUTER),
+)
 _encoder = msgspec.json.Encoder()
 
 
@@ -80,6 +86,18 @@ def not_admitted(trace: Trace, why: Unavailable | TooMany) -> web.Response:
     trace.status, trace.outcome, trace.error = why.status, why.outcome, why.message
     headers = {"Retry-After": str(why.retry_after_s), "x-request-id": trace.request_id}
     return error_response(why.status, why.kind, why.message, headers=headers)
+
+
+def engine_failed(trace: Trace, failure: Failure, who: str) -> web.Response:
+    """For a request that no engine answers, by how the last of them, ``who``, failed."""
+    kind = failure.kind
+    trace.status, trace.outcome = _ANSWERED.get(kind, (502, "failed"))
+    headers = {"x-request-id": trace.request_id}
+    if kind is FailureKind.BUSY:
+        headers["Retry-After"] = "1"
+    # What the system said of addresses is in the log alone.
+    told = kind.value if kind in _INWARD else str(failure)
+    return error_response(trace.status, kind.value, f"{who} failed: {told}", headers=headers)
 
 
 def answer_headers(

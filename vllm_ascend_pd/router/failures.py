@@ -26,6 +26,9 @@ class FailureKind(str, Enum):
     TIMEOUT = "timeout"
     STATUS = "status"
     """The engine answered 5xx."""
+    BUSY = "busy"
+    """The engine answered 503: it takes no more now (``--max-num-queued-reqs``), or is away for a
+    cause that passes."""
     NO_PARAMS = "no_kv_transfer_params"
     """The prefill engine answered without telling where the KV is."""
     REFUSED = "refused"
@@ -38,7 +41,7 @@ class FailureKind(str, Enum):
     """The engine stopped to answer probes while we waited for it."""
 
 
-BLAMELESS = (FailureKind.CONNECT_TIMEOUT, FailureKind.ROUTER)
+BLAMELESS = (FailureKind.CONNECT_TIMEOUT, FailureKind.ROUTER, FailureKind.BUSY)
 """They say nothing of the engine: as many requests at once may bring them about. Its probes do."""
 
 WITHIN_STREAM = (FailureKind.STATUS, FailureKind.DIFFERS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.apis import has_token
@@ -164,8 +165,9 @@ class Legs:
             return leg.failed(data)
         if response.status >= 500:
             text = data[:MAX_DETAIL_BYTES].decode("utf-8", "replace")
-            failure = Failure(FailureKind.STATUS, f"status {response.status}: {text}")
-            return leg.failed(failure)
+            is_busy = response.status == HTTPStatus.SERVICE_UNAVAILABLE
+            kind = FailureKind.BUSY if is_busy else FailureKind.STATUS
+            return leg.failed(Failure(kind, f"status {response.status}: {text}"))
         leg.succeeded(response.status)
         return Answer(response.status, response.headers, data)
 

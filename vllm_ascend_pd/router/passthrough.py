@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.answers import (
     EventStream,
+    engine_failed,
     error_response,
     not_admitted,
     whole_answer,
 )
 from vllm_ascend_pd.router.bodies import parse_other
-from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.failures import Failure
 from vllm_ascend_pd.router.front import TARGET
 from vllm_ascend_pd.router.incoming import read_body, session_of
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs
 from vllm_ascend_pd.router.models import check_model, model_of_form
 from vllm_ascend_pd.router.policies.base import Routed
-from vllm_ascend_pd.router.relay import told_to_client
 from vllm_ascend_pd.router.selection import Unavailable
 from vllm_ascend_pd.router.stored import response_of
 
@@ -133,10 +133,5 @@ class Passthrough:
             return answered
 
     def _failed(self, trace: Trace, failed: LegFailed) -> web.Response:
-        kind = failed.failure.kind
-        late = kind is FailureKind.TIMEOUT
-        trace.status, trace.outcome = (504, "timeout") if late else (502, "failed")
         trace.error = str(failed.failure)
-        message = f"the engine failed: {told_to_client(failed.failure)}"
-        headers = {"x-request-id": trace.request_id}
-        return error_response(trace.status, kind.value, message, headers=headers)
+        return engine_failed(trace, failed.failure, "the engine")

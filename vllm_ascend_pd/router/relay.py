@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.answers import (
     EventStream,
-    error_response,
+    engine_failed,
     not_admitted,
     whole_answer,
 )
 from vllm_ascend_pd.router.bodies import Body, concurrent_params
-from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
+from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.moves import Move
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
@@ -349,13 +349,7 @@ class Relay:
 
     def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
         """No further attempt; the last failure says why."""
-        kind = failed.failure.kind
-        timeout = kind is FailureKind.TIMEOUT
-        job.trace.status = 504 if timeout else 502
-        job.trace.outcome = "timeout" if timeout else "failed"
-        message = f"a {failed.instance.spec.role} engine failed: {told_to_client(failed.failure)}"
-        headers = {"x-request-id": job.trace.request_id}
-        return error_response(job.trace.status, kind.value, message, headers=headers)
+        return engine_failed(job.trace, failed.failure, f"a {failed.instance.spec.role} engine")
 
 
 async def _unless_lost(
@@ -398,9 +392,3 @@ async def _cancel(leg: asyncio.Task[Any]) -> None:
     await asyncio.wait({leg})
     if not leg.cancelled() and leg.exception() is None and isinstance(leg.result(), Stream):
         leg.result().response.close()
-
-
-def told_to_client(failure: Failure) -> str:
-    """Without what the system said of addresses; that is in the log."""
-    inward = (*BLAMELESS, FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.TRUNCATED)
-    return failure.kind.value if failure.kind in inward else str(failure)
