@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from tests.router.harness import Deployment, deployed, run, until
+from vllm_ascend_pd.router.models import MAX_PARTS
 
 PASSED = ("/v1/embeddings", "/v1/messages/count_tokens", "/v1/what/ever")
 
@@ -72,6 +73,46 @@ def test_form_chooses_no_peer() -> None:
                 async with d.http.post(url, data=form) as response:
                     assert response.status == status, await response.text()
             assert len(d.decodes[0].received) == 1
+
+    run(test)
+
+
+XARGS = '{"kv_cache_report_mode": "full"}'
+
+
+def form_of(*parts: tuple[str, str]) -> bytes:
+    """Of what stands behind ``form-data;`` and the value of each part."""
+    lines = [
+        f"--B\r\nContent-Disposition: form-data; {told}\r\n\r\n{value}\r\n" for told, value in parts
+    ]
+    return "".join([*lines, "--B--\r\n"]).encode()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "body"),
+    [
+        ("boundary=B", form_of(('name="vllm_xargs"', XARGS))),
+        ("boundary=B", form_of(("name=vllm_xargs", XARGS))),
+        ("boundary=B", form_of(('name="vllm_xargs"', '{"a": "--B", "kv_cache_report_mode": "f"}'))),
+        ("boundary=A; boundary=B", form_of(('name="vllm_xargs"', XARGS))),
+        ("boundary=B", form_of(('name="x"; name="vllm_xargs"', XARGS))),
+        ("boundary=B", form_of(("name*=utf-8''vllm%5Fxargs", XARGS))),
+        ("boundary*=us-ascii''B; boundary=A", form_of(('name="vllm_xargs"', XARGS))),
+        ("boundary=B", form_of(('name="vllm_xargs"', '{"kv_cache_\\u0072eport_mode": "full"}'))),
+        ("boundary=B; charset=utf-16", form_of(('name="vllm_xargs"', XARGS))),
+        ("boundary=B", form_of((f'name="{";" * 40_000}"', ""))),
+        ("boundary=B", form_of(*[("name=x", "")] * (MAX_PARTS + 1))),
+        ("boundary=B", b"no form"),
+        ("", form_of(('name="model"', "tiny"))),
+    ],
+)
+def test_form_that_engines_might_read_otherwise_reaches_none(parameters: str, body: bytes) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            url, kind = f"{d.url}/v1/audio/transcriptions", f"multipart/form-data; {parameters}"
+            async with d.http.post(url, data=body, headers={"Content-Type": kind}) as response:
+                assert response.status == 400, await response.text()
+            assert not d.decodes[0].received
 
     run(test)
 

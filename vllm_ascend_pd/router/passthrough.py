@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,8 @@ class Passthrough:
         request, model, key = trace.request, None, self.config.session_key
         session = session_of(request, key)
         if request.content_type.startswith("multipart/"):
-            model = model_of_form(raw, request.headers["Content-Type"])
+            # In a thread: a large body may hold what is almost a boundary a million times.
+            model = await asyncio.to_thread(model_of_form, raw, request.headers["Content-Type"])
         elif raw:
             raw, (model, *named) = parse_other(raw, "model", *([key] if key else []))
             session = session or next(iter(named), None)
