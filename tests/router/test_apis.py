@@ -12,6 +12,7 @@ import pytest
 from tests.router.harness import FAST, deployed, run
 from tests.router.scripted_answers import Answer
 from tests.router.scripted_engine import Received, ScriptedEngine
+from vllm_ascend_pd.router.config import Limits
 
 CHAT = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -253,6 +254,34 @@ def test_chat_that_fails_fails_its_batch() -> None:
                 assert response.status == 502
             assert d.count("requests_total", outcome="client_error") == 1
             assert d.count("requests_total", outcome="failed") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("num_chats", "num_common_bytes", "status"),
+    [(10, 30_000, 200), (10, 110_000, 413), (100, 10_000, 200), (100, 17_000, 413), (4097, 0, 413)],
+)
+def test_batch_takes_no_more_memory_than_a_body(
+    num_chats: int, num_common_bytes: int, status: int
+) -> None:
+    async def test() -> None:
+        async with deployed(config=replace(FAST, limits=Limits(body_bytes=1 << 20))) as d:
+            body = batch(*["One"] * num_chats, user="x" * num_common_bytes)
+            async with d.http.post(f"{d.url}/v1/chat/completions/batch", json=body) as response:
+                assert response.status == status, await response.text()
+            assert len(d.decodes[0].received) == (num_chats if status == 200 else 0)
+
+    run(test)
+
+
+def test_what_is_wrong_with_all_chats_is_told_before_one_is_sent() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            body = batch("One", "Two") | {"model": 7}
+            async with d.http.post(f"{d.url}/v1/chat/completions/batch", json=body) as response:
+                assert response.status == 400
+            assert not d.prefills[0].received
 
     run(test)
 

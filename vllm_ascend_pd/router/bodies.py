@@ -34,7 +34,11 @@ _encoder = msgspec.json.Encoder()
 _FALSE = msgspec.Raw(b"false")
 _ONE = msgspec.Raw(b"1")
 _DO_REMOTE_DECODE = msgspec.Raw(b'{"do_remote_decode":true,"do_remote_prefill":false}')
-_FALSY = (b"false", b"null", b"0", b'"false"')
+_FALSY = (
+    *(b"null", b"false", b"0", b"0.0"),
+    *(b'"0"', b'"false"', b'"f"', b'"no"', b'"n"', b'"off"'),
+)
+"""What pydantic reads as ``False``, or engines as nothing, in any case."""
 _PROMPTS = re.compile(rb'\[\s*["\[]')
 """How a list of strings, or of lists of token ids, begins."""
 
@@ -133,9 +137,25 @@ def parse(path: str, raw: bytes) -> Body:
     )
 
 
-def split_batch(raw: bytes) -> list[bytes] | str:
-    """The bodies of a batch of chats, one of each; or the field that asks for what only an engine
-    can answer or refuse."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Of chats that have all but their messages in common."""
+
+    fields: Fields
+    """Of each, but for its messages."""
+    chats: list[msgspec.Raw]
+
+    @property
+    def num_common_bytes(self) -> int:
+        """That each chat's body has besides its messages."""
+        return sum(len(name) + len(bytes(value)) for name, value in self.fields.items())
+
+    def body(self, index: int) -> bytes:
+        return _encoder.encode({**self.fields, "messages": self.chats[index]})
+
+
+def split_batch(raw: bytes) -> Batch | str:
+    """Or the field that asks for what only an engine can answer or refuse."""
     fields = _decode_fields(raw)
     for name in ("stream", "tools", "use_beam_search"):
         if _is_true(fields, name):
@@ -146,7 +166,7 @@ def split_batch(raw: bytes) -> list[bytes] | str:
         chats = _items_decoder.decode(fields.pop("messages", b""))
     except msgspec.MsgspecError:
         return "messages"
-    return [_encoder.encode({**fields, "messages": chat}) for chat in chats] or "messages"
+    return Batch(fields, chats) if chats else "messages"
 
 
 def parse_other(raw: bytes, *names: str) -> tuple[bytes, list[str | None]]:
@@ -216,7 +236,7 @@ def _string(fields: Fields, name: str) -> str | None:
 
 
 def _is_true(fields: Fields, name: str) -> bool:
-    return bytes(fields.get(name, b"false")) not in _FALSY
+    return bytes(fields.get(name, b"false")).lower() not in _FALSY
 
 
 def _decode_only(path: str, fields: Fields, prompt: bytes) -> str | None:

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from vllm_ascend_pd.router.answers import error_response, not_admitted
 from vllm_ascend_pd.router.apis import BATCH, CHAT
-from vllm_ascend_pd.router.bodies import BadRequest, Body, parse, split_batch
-from vllm_ascend_pd.router.incoming import REQUEST_ID, read_body, session_of
+from vllm_ascend_pd.router.bodies import BadRequest, Batch, Body, parse, split_batch
+from vllm_ascend_pd.router.incoming import REQUEST_ID, BodyError, read_body, session_of
 from vllm_ascend_pd.router.models import check_model
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 BATCH_AT_ONCE = 64
 """Chats of one batch that are in progress at a time."""
+MAX_CHATS = 4096
+"""Of a batch."""
 _OF_ONE_CHAT = ("kv_transfer_params", "prompt_logprobs", "prompt_text", "prompt_token_ids")
 
 
@@ -54,13 +56,26 @@ class Generation:
         trace.headers.append((b"content-type", b"application/json"))
         if trace.request.path != BATCH:
             return await self._one(trace, parse(trace.request.path, raw))
-        chats = split_batch(raw)
-        if isinstance(chats, str):
+        batch = split_batch(raw)
+        if isinstance(batch, str):
             if trace.tenant is not None:  # nobody would charge or salt it
-                message = f"'{chats}': a tenant's batch cannot be passed whole to one engine"
-                raise BadRequest(message, chats)
+                message = f"'{batch}': a tenant's batch cannot be passed whole to one engine"
+                raise BadRequest(message, batch)
             return await self.passthrough.send(trace, raw)
-        return await self._batch(trace, [parse(CHAT, chat) for chat in chats])
+        self._check_size(batch)
+        return await self._batch(trace, batch)
+
+    def _check_size(self, batch: Batch) -> None:
+        """Chats in progress hold no more than one body may."""
+        num, most = len(batch.chats), self.config.limits.body_bytes
+        if num > MAX_CHATS:
+            raise BodyError(413, f"a batch of {num} chats; at most {MAX_CHATS} are accepted")
+        if min(num, BATCH_AT_ONCE) * batch.num_common_bytes > most:
+            message = (
+                f"each of {num} chats has the batch's other fields, {batch.num_common_bytes} bytes"
+            )
+            raise BodyError(413, f"{message}: more than this router accepts")
+        parse(CHAT, batch.body(0))  # what is wrong with those fields is told before any is sent
 
     async def _one(self, trace: Trace, body: Body) -> web.StreamResponse:
         check_model(body.model, self.selector.decodes)
@@ -103,7 +118,7 @@ class Generation:
             if routed.token_ids is not None:
                 routed.num_prompt_tokens = len(routed.token_ids)
 
-    async def _batch(self, trace: Trace, chats: list[Body]) -> web.StreamResponse:
+    async def _batch(self, trace: Trace, batch: Batch) -> web.StreamResponse:
         """Each chat goes its own way; the first that fails is the answer to all."""
         turns = asyncio.Semaphore(BATCH_AT_ONCE)
         others = [(name, value) for name, value in trace.headers if name != REQUEST_ID]
@@ -114,17 +129,17 @@ class Generation:
                 tenant=trace.tenant,
                 counts_tokens=trace.counts_tokens,
             )
-            for i in range(len(chats))
+            for i in range(len(batch.chats))
         ]
 
-        async def answer(body: Body, own: Trace) -> web.Response:
+        async def answer(index: int, own: Trace) -> web.Response:
             async with turns:
                 own.headers = [*others, (REQUEST_ID, own.request_id.encode())]
-                response = await self._one(own, body)
+                response = await self._one(own, parse(CHAT, batch.body(index)))
                 assert isinstance(response, web.Response)
                 return response
 
-        tasks = [asyncio.ensure_future(answer(*one)) for one in zip(chats, traces, strict=True)]
+        tasks = [asyncio.ensure_future(answer(*one)) for one in enumerate(traces)]
         try:
             for answered in asyncio.as_completed(tasks):
                 response = await answered

@@ -8,8 +8,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from vllm_ascend_pd.registration import KVEndpoint
 from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, RESPONSES, has_token
@@ -61,6 +62,18 @@ def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
             assert parse(path, raw).prompt or b"prompt_embeds" in raw
     with contextlib.suppress(BadRequest):
         assert json.loads(parse_other(raw)[0]) == json.loads(raw)
+
+
+class _Flag(BaseModel):
+    stream: bool | None = None
+
+
+@given(st.none() | st.booleans() | st.sampled_from([0, 1, 0.0, 1.0, *"01fFnNtTyY", "OFF", "True"]))
+@example("False")
+@example("no")
+def test_stream_is_told_as_engines_read_it(value: Any) -> None:
+    body = parse(COMPLETIONS, json.dumps({"prompt": "x", "stream": value}).encode())
+    assert body.is_stream is bool(_Flag(stream=value).stream)
 
 
 @pytest.mark.parametrize(
