@@ -268,10 +268,20 @@ def _openai(is_chat: bool) -> Form:
             _check_messages(body)
         elif not _is_prompt(body.get("prompt")):
             raise ValueError("prompt")
+        _check_samples(body)
         _check_fields(body, limits)
 
     limits = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
     return Form("messages" if is_chat else "prompt", limits, check, whole, events)
+
+
+def _check_samples(body: dict[str, Any]) -> None:
+    options = {} if body.get("stream_options") is None else body["stream_options"]
+    if not isinstance(options, dict) or not isinstance(options.get("include_usage"), bool | None):
+        raise ValueError("stream_options")
+    if (body.get("n") or 1) > MAX_SAMPLES:
+        raise ValueError("n")
+    _check_fields(body, ("n",))
 
 
 # Responses.
@@ -380,12 +390,7 @@ def _check_fields(body: dict[str, Any], limits: tuple[str, ...]) -> None:
     for name, kind in (("model", str), ("stream", bool)):
         if not isinstance(body.get(name), kind | None):
             raise ValueError(name)
-    options = {} if body.get("stream_options") is None else body["stream_options"]
-    if not isinstance(options, dict) or not isinstance(options.get("include_usage"), bool | None):
-        raise ValueError("stream_options")
-    if (body.get("n") or 1) > MAX_SAMPLES:
-        raise ValueError("n")
-    for name in ("n", *limits):
+    for name in limits:
         number = body.get(name)
         if number is not None and (type(number) is not int or number < 1):
             raise ValueError(name)
