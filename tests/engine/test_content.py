@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from vllm.v1.request import Request
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.engine.scheduler.content import Content
+from vllm_ascend_pd.engine.scheduler.identity import Identity
 from vllm_ascend_pd.engine.vllm_api.config import lora_options
+from vllm_ascend_pd.registration import MAX_ADAPTERS
 from vllm_ascend_pd.types import GENERATION_SALT
 
 init_none_hash(sha256)
@@ -177,3 +180,27 @@ def test_an_adapter_that_nobody_here_can_read_is_like_no_other(tmp_path: Path) -
     one, again = (make(contents[0].hash_blocks, lora_request=lora) for _ in range(2))
     assert one.block_hashes == again.block_hashes
     assert make(contents[1].hash_blocks, lora_request=lora).block_hashes != one.block_hashes
+
+
+def test_router_is_told_of_the_adapters_that_were_used_last(
+    content: Content, tmp_path: Path
+) -> None:
+    told: list[dict[str, str]] = []
+    core: Any = SimpleNamespace(model_executor=Executor(1), request_block_hasher=HASH_BLOCKS)
+    folder = SimpleNamespace(model="no/such/folder", model_weights="elsewhere")
+    config = SimpleNamespace(lora_config=LoRAConfig(), load_config=None, model_config=folder)
+    scheduler: Any = SimpleNamespace(requests={}, vllm_config=config)
+    identity = Identity(
+        scheduler, core, False, lambda request: None, lambda generation: None, told.append
+    )
+
+    def use(name: str) -> None:
+        lora = adapter(tmp_path / name, name.encode())
+        lora.lora_name = name
+        identity.check(make(core.request_block_hasher, lora_request=lora))
+
+    for number in range(MAX_ADAPTERS + 10):
+        use("busy")
+        use(f"other {number}")
+    assert len(told) == MAX_ADAPTERS + 11  # and not once for each request
+    assert told[-1].keys() == {"busy", *(f"other {n}" for n in range(11, MAX_ADAPTERS + 10))}

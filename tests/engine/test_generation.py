@@ -109,7 +109,7 @@ def identified(executor: Executor, told: list[str]) -> Identity:
     )
     core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=None)
     return Identity(
-        scheduler, core, False, lambda request: None, told.append, lambda name, digest: None
+        scheduler, core, False, lambda request: None, told.append, lambda adapters: None
     )
 
 

@@ -336,6 +336,17 @@ def test_bypassed_loads_are_tried_one_at_a_time_beside_the_steps(
     assert all(found(engine, engine.request(name=name, start=700)).offers for name in "ab")
 
 
+def test_what_could_not_be_loaded_is_not_remembered_for_ever(engine: Engine) -> None:
+    source, now = engine.side.source, time.monotonic()
+    for step in range(5):
+        source._clock = lambda at=now + 20.0 * step: at
+        request = engine.request(name=str(step), start=100 * step)
+        source.failed_to_load(request, Wanted(0))
+        source.failed_to_load(request, Wanted(0))
+        source.failed_to_load(request, Wanted(1))
+    assert len(source._blacklist) == 2 * 2
+
+
 def test_bypassed_load_without_memory_to_be_parked_is_left_to_the_next_request(
     engine: Engine,
 ) -> None:

@@ -96,7 +96,7 @@ def test_worker_that_cannot_let_go_has_the_others_take_theirs_again() -> None:
     untouched: Any = None
     executor: Any = Executor()
     with pytest.raises(TransferError, match="still read"):
-        Suspension(Loads(1), [], untouched, executor).begin(1)
+        Suspension(Loads(1), untouched, [], untouched, executor).begin(1)
     assert asked == [suspend, resume]
 
 

@@ -152,6 +152,16 @@ class Pair:
         while self.target.scheduler.requests or self.guests.counts()["guests"]:
             self.step()
             assert time.monotonic() < deadline, (self.source.counts(), self.target.counts())
+        return self.outcomes()
+
+    def step_until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + POLL_LIMIT_S
+        while not is_so():
+            self.step()
+            assert time.monotonic() < deadline, (self.source.counts(), self.target.counts())
+
+    def outcomes(self) -> dict[str, float]:
+        """How many forwards ended how."""
         values = self.source.scheduler.pd.common.stats.values
         return {n.partition("/")[2]: v for n, v in values.items() if n.startswith("forwards/")}
 
@@ -163,6 +173,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards_out, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(forwards_out, "_AGAIN_S", 1000.0)
     monkeypatch.setattr(forwards_in, "ANSWER_S", 0.1)
 
 
@@ -461,6 +472,46 @@ def test_target_that_cannot_have_it_says_why(
     assert pair.run() == {cause.strip(): 1}
     pair.expect_whole()
     assert pair.states == ["ASKED"]
+
+
+def test_target_that_was_busy_is_asked_again(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards_out, "_AGAIN_S", 0.0)
+    pair = Pair(engines, tmp_path)
+    pair.guests.is_ending = lambda: True
+    pair.begin()
+    pair.step_until(lambda: pair.outcomes().get("busy", 0) >= 2)
+    pair.guests.is_ending = lambda: False
+    outcomes = pair.run()
+    assert outcomes["ended"] == 1
+    assert outcomes.keys() == {"busy", "ended"}
+    pair.expect_whole()
+
+
+def test_request_whose_kv_a_consumer_is_told_of_ends_where_it_is(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """Its blocks would be given back, and its lease stay."""
+    pair = Pair(engines, tmp_path)
+    params = {"do_remote_decode": True}
+    pair.source.add("r", PROMPT, params, max_tokens=NUM_OUTPUT, temperature=0.0)
+    pair.source.run(lambda: len(pair.source.tokens["r"]) >= 3)
+    pair.forwards.is_ending = lambda: True
+    assert pair.run() == {"do_remote_decode": 1}
+    pair.expect_whole()
+    given = {**pair.source.params["r"], "do_remote_prefill": True, "do_remote_decode": False}
+    consumer = engines.make("kv_consumer", secret_file=str(tmp_path / "secret"))
+    consumer.worker.peers.append(pair.source.worker)
+    consumer.add("d", PROMPT, given, max_tokens=4, temperature=0.0)
+    deadline = time.monotonic() + POLL_LIMIT_S
+    while consumer.scheduler.requests:
+        consumer.step()
+        pair.source.scheduler.pd.has_pending_work()
+        for load_id in list(consumer.worker.parked):
+            consumer.worker.end_parked(load_id)
+        assert time.monotonic() < deadline
+    consumer.expect_tokens("d", 4)
 
 
 def test_target_without_the_secret_gets_none(engines: Engines, tmp_path: Path) -> None:

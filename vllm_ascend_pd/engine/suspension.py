@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.engine.scheduler.identity import Identity
     from vllm_ascend_pd.engine.scheduler.loads import Loads
+    from vllm_ascend_pd.engine.scheduler.parking import Parking
     from vllm_ascend_pd.engine.scheduler.parts import Part
     from vllm_ascend_pd.engine.vllm_api.types import Executor
 
@@ -21,9 +22,15 @@ class Suspension:
     """Scheduler thread."""
 
     def __init__(
-        self, loads: Loads, parts: Sequence[Part], identity: Identity, executor: Executor
+        self,
+        loads: Loads,
+        parking: Parking,
+        parts: Sequence[Part],
+        identity: Identity,
+        executor: Executor,
     ) -> None:
         self._loads = loads
+        self._parking = parking
         self._parts = parts
         self._identity = identity
         self._executor = executor
@@ -36,18 +43,20 @@ class Suspension:
         """
         if len(self._loads) or any(part.is_storing for part in self._parts):
             raise TransferError("KV is still loaded or stored: no sleep; try again in a moment")
-        if level > 1:
-            self._identity.weights_changed()
         try:
             self._executor.collective_rpc(suspend)
         except Exception:  # of one worker; the others have let go, and nobody will wake them
             self._executor.collective_rpc(resume)
             raise
+        self._parking.is_suspended = True
+        if level > 1:
+            self._identity.weights_changed()
 
     def end(self, tags: list[str] | None) -> None:
         """See ``hooks.SchedulerHooks.after_wake_up``."""
         if tags is None or "kv_cache" in tags:
             self._executor.collective_rpc(resume)
+            self._parking.is_suspended = False
 
 
 def suspend(worker: object) -> None:

@@ -205,11 +205,15 @@ class _Builder:
             self._config.identity is WeightReading.FULL,
             side.forsake,
             lambda generation: side.identify(f"{self._fingerprint} generation={generation}"),
-            side.note_adapter,
+            side.note_adapters,
         )
         self._maker.adapter_of = side.identity.adapter_digest
         side.suspension = Suspension(
-            self._common.loads, side.parts, side.identity, engine_core.model_executor
+            self._common.loads,
+            self._common.parking,
+            side.parts,
+            side.identity,
+            engine_core.model_executor,
         )
         if (guests := side.part(ForwardsIn)) is not None:
             guests.adapter = side.identity.adapter

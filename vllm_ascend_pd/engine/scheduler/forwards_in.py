@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
+from vllm_ascend_pd.engine.vllm_api.engine import is_paused
 from vllm_ascend_pd.engine.vllm_api.grammars import why_other_masks
 from vllm_ascend_pd.engine.vllm_api.guests import add_guest, make_guest, read_request
 from vllm_ascend_pd.engine.vllm_api.logprobs import read_logprobs
@@ -80,7 +81,11 @@ class ForwardsIn(Part):
         self._note_logprobs()
         while not self._server.of_guests.empty():
             self._take(*self._server.of_guests.get_nowait())
+        paused = is_paused(self._common.scheduler)
         for guest in list(self._guests.values()):
+            if paused and not guest.request.is_finished():  # its source can go on with it
+                end_aborted(self._common.scheduler, guest.request)
+                guest.refusal = Cause.BUSY.value
             self._tell(guest)
             if self._clock() - guest.heard_at > self._common.config.transfer.lease_s:
                 logger.warning("request %s: its engine is silent", guest.request.request_id)
@@ -129,6 +134,8 @@ class ForwardsIn(Part):
         if self.is_ending():
             return _refused(message, Cause.BUSY, "this engine is about to end itself")
         scheduler = self._common.scheduler
+        if is_paused(scheduler):
+            return _refused(message, Cause.BUSY, "this engine is paused")
         if len(scheduler.running) + num_waiting(scheduler) >= limits.max_num_seqs:
             return _refused(message, Cause.BUSY, "max_num_seqs requests are here already")
         try:

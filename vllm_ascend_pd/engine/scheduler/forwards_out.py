@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import queue
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from vllm_ascend_pd.engine.vllm_api.logprobs import make_logprobs
 from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
 from vllm_ascend_pd.engine.vllm_api.requests import (
     append_output,
+    is_for_consumer,
     is_seeded,
     tell_error,
     tell_output,
@@ -56,6 +58,8 @@ _MAX_ASKED = 4
 """Requests whose KV is copied at the same time."""
 _MAX_BYTES = MAX_FRAME_BYTES - (1 << 10)
 """Of a request, in one message."""
+_AGAIN_S = 1.0
+"""After which a peer is asked again that was busy."""
 _IDLE_S = 0.005
 _PATIENCE_S = 5.0
 """For an answer of a target, whose step may be long, beside ``transfer.peer_timeout_s``. Its end is
@@ -86,7 +90,9 @@ class ForwardsOut(Part):
         key: ResumeKey,
         source: RunningAt,
         is_ending: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._common = common
         self._scheduler = common.scheduler
         self._client = client
@@ -102,6 +108,7 @@ class ForwardsOut(Part):
         """By request id: those that T has, or is to have."""
         self._tried: dict[str, set[Endpoint]] = {}
         """By request id: who cannot have it. All peers where nobody can."""
+        self._busy_until: dict[Endpoint, float] = {}
 
     def settle(self) -> bool:
         while (outcome := self._next_answer()) is not None:
@@ -138,9 +145,15 @@ class ForwardsOut(Part):
             tried = self._tried[request.request_id] = set()
             feature = self._resumes.what_stays(request, {}, is_forwarded=True)
             feature = feature or what_stays(self._scheduler, request)
+            if is_for_consumer(request):  # who has been told of blocks that it would give back
+                feature = "do_remote_decode"
             if feature:
                 return self._keep(request, feature, "it ends here")
-        left = [peer for peer in self._peers if peer not in tried]
+        left = [
+            peer
+            for peer in self._peers
+            if peer not in tried and self._busy_until.get(peer, 0.0) <= self._clock()
+        ]
         if not left:
             return False
         forward = _Forward(request, left[next(self._next_peer) % len(left)])
@@ -255,6 +268,9 @@ class ForwardsOut(Part):
         self._leave(forward)
         if was_away:
             queue_again(forward.request)
+        if cause == Cause.BUSY.value:
+            self._tried[forward.request.request_id].discard(forward.peer)
+            self._busy_until[forward.peer] = self._clock() + _AGAIN_S
         outcome = f"back_{cause}" if was_away else cause
         self._note(forward.request, outcome, f"{forward.peer}: {detail}")
 

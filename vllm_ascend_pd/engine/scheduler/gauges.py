@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.engine.registrar import Registrar, RegistrarState
 from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
 from vllm_ascend_pd.engine.vllm_api.grammars import grammar_backend, grammars
-from vllm_ascend_pd.registration import MAX_ADAPTERS, MAX_TEXT
 from vllm_ascend_pd.states import impossible
 
 if TYPE_CHECKING:
@@ -43,14 +42,6 @@ class _Grammars:
         return grammars(self._scheduler)
 
 
-def _with_adapter(known: dict[str, str], name: str, digest: str) -> dict[str, str]:
-    """Digests by name, of which the oldest go."""
-    if len(name) > MAX_TEXT:
-        return known
-    others = {other: what for other, what in known.items() if other != name}
-    return dict([*others.items(), (name, digest)][-MAX_ADAPTERS:])
-
-
 class EngineInfo(Part):
     """What it is, what makes its tokens, and what went wrong in its processes."""
 
@@ -60,7 +51,7 @@ class EngineInfo(Part):
         self._trust = trust
         self._grammars = _Grammars(common.scheduler)
         self._told_grammars = ""
-        self._adapters: dict[str, str] = {}
+        self._adapters: Mapping[str, str] = {}
         self._stats = stats = common.stats
         self._labels = labels
         self._is_told = common.scheduler.log_stats
@@ -92,12 +83,12 @@ class EngineInfo(Part):
             self._told_grammars = made
             self._tell(1, "grammars", made)
 
-    def note_adapter(self, name: str, digest: str) -> None:
-        before, self._adapters = self._adapters, _with_adapter(self._adapters, name, digest)
-        for other, what in before.items() - self._adapters.items():
-            self._tell(0, "adapter", what, other)
-        for other, what in self._adapters.items() - before.items():
-            self._tell(1, "adapter", what, other)
+    def note_adapters(self, adapters: Mapping[str, str]) -> None:
+        before, self._adapters = self._adapters, adapters
+        for name, digest in before.items() - adapters.items():
+            self._tell(0, "adapter", digest, name)
+        for name, digest in adapters.items() - before.items():
+            self._tell(1, "adapter", digest, name)
 
     def identify(self, fingerprint: str) -> None:
         logger.info("the weights have changed: %s", fingerprint)
@@ -117,7 +108,6 @@ class RouterContact(Part):
         self._is_told = common.scheduler.log_stats
         self._told_state = RegistrarState.NEW
         self._grammars = _Grammars(common.scheduler)
-        self._adapters: dict[str, str] = {}
 
     def settle(self) -> bool:
         return self._is_told and self._registrar.state is not self._told_state
@@ -133,9 +123,8 @@ class RouterContact(Part):
     def identify(self, fingerprint: str) -> None:
         self._registrar.tell(fingerprint=fingerprint)
 
-    def note_adapter(self, name: str, digest: str) -> None:
-        self._adapters = _with_adapter(self._adapters, name, digest)
-        self._registrar.tell(adapters=self._adapters)
+    def note_adapters(self, adapters: Mapping[str, str]) -> None:
+        self._registrar.tell(adapters=adapters)
 
     def stop(self) -> None:
         self._registrar.stop()

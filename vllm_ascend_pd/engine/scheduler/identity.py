@@ -24,6 +24,7 @@ from vllm_ascend_pd.engine.scheduler.weights import (
 )
 from vllm_ascend_pd.engine.vllm_api.config import lora_options
 from vllm_ascend_pd.engine.vllm_api.engine import hash_new_requests
+from vllm_ascend_pd.registration import MAX_ADAPTERS, MAX_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,12 +45,12 @@ class Identity:
         full: bool,
         forsake: Callable[[Request], None],
         on_generation: Callable[[str], None],
-        on_adapter: Callable[[str, str], None],
+        on_adapters: Callable[[Mapping[str, str]], None],
     ) -> None:
         """``full``: files of weights are read to the last byte. ``forsake`` gives up all that a
         request would take from elsewhere, and what is kept of it for others. ``on_generation`` is
-        told each new one, and gives up all leases. ``on_adapter`` is told the name of each adapter
-        that a request has used, and what it is, when that is new.
+        told each new one, and gives up all leases. ``on_adapters`` is told of the adapters that the
+        last requests have used what they are, by name, when that is new.
         """
         self._scheduler = scheduler
         self._executor = engine_core.model_executor
@@ -59,9 +60,9 @@ class Identity:
         self._full = full
         self._forsake = forsake
         self._on_generation = on_generation
-        self._on_adapter = on_adapter
+        self._on_adapters = on_adapters
         self._told_adapters: dict[str, str] = {}
-        """By name."""
+        """By name; the one that was used last at the end."""
         options = lora_options(scheduler.vllm_config.lora_config)
         self._content = Content(engine_core.request_block_hasher, options)
         hash_new_requests(engine_core, self._content.hash_blocks)
@@ -73,10 +74,18 @@ class Identity:
         if not self._content.is_current(request):
             self._content.renew(request)
         if (lora := request.lora_request) is not None:
-            digest = self._content.adapter_digest(lora)
-            if self._told_adapters.get(lora.lora_name) != digest:
-                self._told_adapters[lora.lora_name] = digest
-                self._on_adapter(lora.lora_name, digest)
+            self._tell_adapter(lora.lora_name, self._content.adapter_digest(lora))
+
+    def _tell_adapter(self, name: str, digest: str) -> None:
+        if len(name) > MAX_TEXT:
+            return
+        known = self._told_adapters
+        is_news = known.pop(name, None) != digest
+        known[name] = digest
+        if len(known) > MAX_ADAPTERS:
+            del known[next(iter(known))]
+        if is_news:
+            self._on_adapters(dict(known))
 
     def adapter_digest(self, request: Request) -> str:
         """Of what its adapter is, which was checked; empty without one."""

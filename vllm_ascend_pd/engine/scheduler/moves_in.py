@@ -26,6 +26,7 @@ from vllm_ascend_pd.engine.scheduler.remote_prompt import PeerSource
 from vllm_ascend_pd.engine.scheduler.resume import Refusal
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
+from vllm_ascend_pd.engine.vllm_api.engine import is_paused
 from vllm_ascend_pd.engine.vllm_api.grammars import is_behind_reasoning
 from vllm_ascend_pd.engine.vllm_api.requests import append_output, params_digest
 from vllm_ascend_pd.engine.vllm_api.status import queue_as, wait_for_kv
@@ -159,6 +160,9 @@ class MovesIn(Part):
     def _extended(self, move: _Move, answer: Extended) -> None:
         """More tokens of it are known, and more blocks can be read."""
         request = move.request
+        if is_paused(self.common.scheduler):
+            self._fail(move, Cause.BUSY.value, "this engine is paused")
+            return
         if not all(0 <= token_id < self._vocab_size for token_id in answer.token_ids):
             self._fail(move, Cause.INCOMPATIBLE.value, "it has tokens that are none here")
             return
@@ -248,7 +252,7 @@ class MovesIn(Part):
     def _fail(self, move: _Move, cause: str, detail: str) -> None:
         """It stays where it is, or has ended there."""
         self._advance(move, ComingEvent.FAIL)
-        if move.state is Coming.OVER and move.request.request_id in self._moves:
+        if move.state is Coming.OVER and self._moves.get(move.request.request_id) is move:
             self._leave_round(move)
             self._leave(move)
             self._resumes.refuse(move.request, Refusal(_label(cause), detail))

@@ -52,6 +52,8 @@ class Parking:
         self._size = groups[0]
         self._phantoms = phantoms
         self._loads = loads
+        self.is_suspended = False
+        """The KV caches are not there: the engine sleeps."""
         self.tails: dict[BlockSource, list[KVCacheBlock]] = {}
         """Tail blocks, by group, that parked loads have filled; the requests' own from admission
         on.
@@ -61,6 +63,8 @@ class Parking:
         """Load the missing blocks, and the tail if all others are there then, beside the steps, if
         memory allows.
         """
+        if self.is_suspended:
+            return False
         request = source.request
         num_full = self._size.tail_index(request.num_tokens)
         num_kept = missing[-1].block_index + 1 if missing else num_full

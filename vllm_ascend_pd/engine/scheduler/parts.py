@@ -166,8 +166,8 @@ class Part:
     def identify(self, fingerprint: str) -> None:
         """The engine computes with other weights from now on."""
 
-    def note_adapter(self, name: str, digest: str) -> None:
-        """A request uses an adapter that is new, or another one under its old name."""
+    def note_adapters(self, adapters: Mapping[str, str]) -> None:
+        """What those are that the last requests have used, by name, when that is new."""
 
     @property
     def is_storing(self) -> bool:

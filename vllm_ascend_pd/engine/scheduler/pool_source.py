@@ -507,7 +507,11 @@ class PoolSource:
     def failed_to_load(self, request: Request, wanted: Wanted) -> None:
         """It is not tried again for a while."""
         key = block_key(request.block_hashes[wanted.block_index], wanted.group)
-        self._blacklist[key] = self._clock() + _BLACKLIST_S
+        now = self._clock()
+        self._blacklist.pop(key, None)
+        self._blacklist[key] = now + _BLACKLIST_S
+        while self._blacklist[oldest := next(iter(self._blacklist))] <= now:
+            del self._blacklist[oldest]
         self._events.gone(key)
 
     def finish(self, request: Request) -> Provenance | None:

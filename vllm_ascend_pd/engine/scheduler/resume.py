@@ -216,6 +216,10 @@ class Resumes(Part):
         self._stats.add("resumes", label=refusal.cause)
         self._untold[request_id] = _Begun(request, [], refusal.cause, is_refused=True)
 
+    def settle(self) -> bool:
+        """A step tells clients, also of an engine that is paused."""
+        return bool(self._untold)
+
     def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
         if not self._grammars:
             return

@@ -14,7 +14,7 @@ from vllm_ascend_pd.engine.scheduler.supply import Supply
 from vllm_ascend_pd.engine.vllm_api.steps import complete_new_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from vllm_ascend_pd.engine.scheduler.arrivals import Arrivals
@@ -174,9 +174,9 @@ class SchedulerSide:
         for part in self.parts:
             part.identify(fingerprint)
 
-    def note_adapter(self, name: str, digest: str) -> None:
+    def note_adapters(self, adapters: Mapping[str, str]) -> None:
         for part in self.parts:
-            part.note_adapter(name, digest)
+            part.note_adapters(adapters)
 
     def forsake(self, request: Request) -> None:
         """It is about to be hashed anew, so nothing that was meant for it fits any more."""

@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_ascend_pd.engine.vllm_api.types import BlockHash, EngineCore, Request
+    from vllm_ascend_pd.engine.vllm_api.types import BlockHash, EngineCore, Request, Scheduler
     from vllm_ascend_pd.hooks import SchedulerHooks
 
 
@@ -40,6 +41,17 @@ def is_ending(core: EngineCore) -> bool:
         vllm/v1/engine/core.py:EngineCoreProc.is_running
     """
     return not getattr(core, "is_running", lambda: True)()
+
+
+def is_paused(scheduler: Scheduler) -> bool:
+    """Whether no request is begun at present, and perhaps none goes on.
+
+    Touches:
+        vllm/v1/core/sched/interface.py:PauseState.UNPAUSED
+        vllm/v1/core/sched/scheduler.py:Scheduler.pause_state
+    """
+    any_version: Any = scheduler
+    return bool(any_version.pause_state != PauseState.UNPAUSED)
 
 
 def join_wave(core: EngineCore) -> None:

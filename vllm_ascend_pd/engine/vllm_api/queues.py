@@ -63,7 +63,9 @@ def keep_order_of_arrival(scheduler: Scheduler) -> None:
     if (skipped := getattr(scheduler, "skipped_waiting", None)) and scheduler.waiting:
         waiting = scheduler.waiting
         if isinstance(waiting, FCFSRequestQueue) and isinstance(skipped, FCFSRequestQueue):
-            ordered = sorted((*skipped, *waiting), key=lambda request: request.arrival_time)
+            queued = {request.request_id for request in chain(skipped, waiting)}
+            # In the order in which they were added, which clocks do not change.
+            ordered = [scheduler.requests[one] for one in scheduler.requests if one in queued]
             waiting.clear()
             skipped.clear()
             skipped.extend(ordered)
