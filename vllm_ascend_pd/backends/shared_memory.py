@@ -181,6 +181,8 @@ class SharedMemoryTransferEngine(TransferEngine):
     region, has closed, or has died, makes it FAILED. A writer that is stopped within a copy
     finishes it when it goes on, however late, so what is copied out must be verified, as with a
     network.
+
+    What has ended is unmapped when another peer is met, so one thread writes to all of them.
     """
 
     def __init__(self, pinning: HostPinning = _NO_PINNING) -> None:
@@ -309,14 +311,14 @@ class SharedMemoryTransferEngine(TransferEngine):
             peer = self._peers.get(session)
         if peer is not None and peer.is_alive():
             return peer
-        if peer is not None:
-            self._drop(session)
         return self._peers.get(session) if self._contact(session) else None
 
     def _drop(self, session: str) -> None:
+        """This peer, and those that have ended: they do not come again by themselves."""
         with self._lock:
-            peer = self._peers.pop(session, None)
-        if peer is not None:
+            gone = [s for s, peer in self._peers.items() if s == session or not peer.is_alive()]
+            dropped = [self._peers.pop(s) for s in gone]
+        for peer in dropped:
             peer.close()
 
     def _contact(self, session: str) -> bool:

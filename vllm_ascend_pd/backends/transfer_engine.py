@@ -140,7 +140,8 @@ class SupportsWindow(Protocol):
 
     What is packed right into a window needs no staging memory and no write. The bytes are in the
     peer's memory when the packer returns; the caller asks for the window again to learn whether
-    the peer was there to the end.
+    the peer was there to the end, and before it packs more: what is asked of the engine meanwhile,
+    for whichever peer, may unmap that of one that has ended.
     """
 
     def window(self, session: str, addr: int, num_bytes: int) -> Region | None:

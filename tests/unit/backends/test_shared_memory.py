@@ -150,6 +150,22 @@ def test_memory_of_a_peer_is_pinned_from_the_first_window_to_its_end(owner):
     engine.close()
 
 
+def test_memory_of_peers_that_have_ended_goes_when_another_is_met(owner):
+    """Nobody asks for what they would be written any more."""
+    pins = Pins()
+    engine = SharedMemoryTransferEngine(pins)
+    assert engine.window(owner.session, owner.addr, 5) is not None
+    for _ in range(3):
+        ended = Owner()
+        assert engine.window(ended.session, ended.addr, 5) is not None
+        assert len(pins.live) == 2
+        ended.kill()
+        Path(ended.session.removeprefix("shm:")).unlink()
+    assert engine.window(owner.session, owner.addr, 5) is not None
+    assert pins.count == 4
+    engine.close()
+
+
 def test_memory_of_peers_is_not_pinned_any_more_once_the_engine_is_closed(owner):
     pins = Pins()
     engine = SharedMemoryTransferEngine(pins)
