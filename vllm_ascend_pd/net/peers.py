@@ -11,6 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.net.connection import Connection, make_room
 from vllm_ascend_pd.net.trust import WrongKeyError
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.net.reactor import Reactor
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.types import Cause, Endpoint
+
+logger = limited_logger(__name__)
 
 IDLE_CONNECTION_S = 300.0
 OPEN_WITHIN_S = 10.0
@@ -42,10 +45,10 @@ _OPTIONS = {
 class Peers:
     """One connection a peer, made on first use, closed when idle or lost. Reactor thread only.
 
-    ``on_frame(peer, payload)`` is called for what a peer sends. When its connection broke or was
-    refused, ``on_lost(peer, cause, text)`` is called, so that nobody waits for the answer of a dead
-    process; ``text`` says what happened, to follow the peer's name. Only the next ``send`` makes a
-    new one.
+    ``on_frame(peer, payload)`` is called for what a peer sends. When its connection broke, was
+    refused, or could not be tried, ``on_lost(peer, cause, text)`` is called, so that nobody waits
+    for the answer of a dead process; ``text`` says what happened, to follow the peer's name. Only
+    the next ``send`` makes a new one.
 
     Requests name peers, so their number is bounded: who is slow to open gives way to another, and
     so does who was silent longest.
@@ -73,7 +76,12 @@ class Peers:
         connection = self.connections.get(peer)
         if connection is None:
             make_room(self.connections.values(), _MAX_OPENING, _MAX_CONNECTIONS)
-            connection = self.connections[peer] = self._connect(peer)
+            try:
+                connection = self.connections[peer] = self._connect(peer)
+            except (OSError, TypeError) as e:  # no descriptor is left, or there is no such name
+                logger.warning("%s cannot be connected to: %s", peer, e)
+                self._reactor.submit(partial(self._on_lost, peer, *self._trust.explain(e)))
+                return True  # which is told on a later turn
         return connection.send(payload)
 
     def receive(self) -> None:
@@ -109,10 +117,14 @@ class Peers:
 
     def _connect(self, peer: Endpoint) -> Connection:
         family = socket.AF_INET6 if ":" in peer.host else socket.AF_INET
-        stream = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        set_options(stream)
         host = "127.0.0.1" if peer.host == "localhost" else peer.host
-        error = stream.connect_ex((host, peer.port))
+        stream = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            set_options(stream)
+            error = stream.connect_ex((host, peer.port))
+        except BaseException:
+            stream.close()
+            raise
         connection = Connection(
             self._reactor,
             stream,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import select
 import socket
@@ -189,6 +190,36 @@ def test_peer_that_is_gone_is_unreachable_at_once(
     assert answer.cause == Cause.PEER_UNREACHABLE.value
 
 
+@pytest.mark.parametrize("host", ["prefill..svc", "préfill..svc"])
+def test_peer_of_a_name_that_nobody_has_is_unreachable_at_once(
+    host: str, make_client: Callable[..., ControlClient]
+) -> None:
+    client = make_client(peer_timeout_s=1000.0)
+    client.open("r", Endpoint(host, 9), make_open())
+    answer = outcome_of(client).answer
+    assert isinstance(answer, Refused)
+    assert answer.cause == Cause.PEER_UNREACHABLE.value
+    assert client.num_errors == 0
+
+
+def test_peer_for_which_no_descriptor_is_left_is_unreachable_at_once(
+    producer: Producer, make_client: Callable[..., ControlClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def want(stream: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    client = make_client(peer_timeout_s=1000.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "set_options", want)
+        client.open("r", producer.endpoint, make_open())
+        answer = outcome_of(client).answer
+    assert isinstance(answer, Refused)
+    assert answer.cause == Cause.PEER_UNREACHABLE.value
+    producer.lease()
+    client.open("r", producer.endpoint, make_open())
+    assert isinstance(outcome_of(client).answer, Opened)
+
+
 def test_peer_that_does_not_answer_is_unreachable(
     silent: Endpoint, make_client: Callable[..., ControlClient]
 ) -> None:
@@ -331,6 +362,19 @@ def test_kept_lease_is_renewed(
         producer.clock.now += LEASE_S / 2
         wait_until(lambda: lease.expires_at == producer.clock.now + LEASE_S)
     assert len(producer.book) == 1
+
+
+def test_lease_is_renewed_beside_one_whose_producer_cannot_be_connected_to(
+    producer: Producer, make_client: Callable[..., ControlClient]
+) -> None:
+    lease = producer.lease()
+    assert isinstance(producer.book.open(make_open()), Opened)
+    client = make_client(heartbeat_s=0.05)
+    client.keep(Endpoint("prefill..svc", 9), "t", "epoch")
+    client.keep(producer.endpoint, "t", "epoch")
+    for _ in range(3):
+        producer.clock.now += LEASE_S / 2
+        wait_until(lambda: lease.expires_at == producer.clock.now + LEASE_S)
 
 
 def test_lease_without_a_heartbeat_expires_and_wakes_the_scheduler(producer: Producer) -> None:
