@@ -144,6 +144,10 @@ class ControlServer(Reactor):
             if len(self._waiting) < _MAX_WAITING and num_hashes <= _MAX_WAITING_HASHES:
                 until = self._clock() + self._arrival_timeout_s
                 self._waiting.append((identity, request, until))
+                # Its prompt may have been announced before it was seen to wait.
+                answer = self._ask_book(identity, request)
+                if not isinstance(answer, Waiting):
+                    self._waiting.pop()
             else:
                 answer = self._refuse(request, "too many others wait for theirs already")
         self._send(identity, request, answer)

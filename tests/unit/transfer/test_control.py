@@ -37,6 +37,7 @@ from vllm_ascend_pd.wire import (
     Open,
     Opened,
     Refused,
+    Waiting,
     decode_control,
     encode,
 )
@@ -56,12 +57,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
 class Producer:
     """A lease book behind a control server."""
 
-    def __init__(self, trust: Trust | None = None, port: int = 0) -> None:
+    def __init__(
+        self, trust: Trust | None = None, port: int = 0, arrival_timeout_s: float = 5.0
+    ) -> None:
         self.clock = Clock()
         self.book = LeaseBook(Epoch("epoch"), "same", LEASE_S, self.clock)
         self.book.page_servers = (PAGE_SERVER,)
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.server = ControlServer(self.book, self.wake, trust or Trust())
+        self.server = ControlServer(self.book, self.wake, trust or Trust(), arrival_timeout_s)
         self.endpoint = self.server.listen("127.0.0.1", port)
         self.server.start()
 
@@ -583,6 +586,32 @@ def test_open_whose_prompt_nobody_brings_is_refused_when_its_time_is_over(
         assert answer.cause == Cause.NOT_ARRIVED.value
     finally:
         server.stop()
+
+
+def test_open_that_comes_just_as_its_prompt_is_announced_is_answered_once(
+    make_client: Callable[..., ControlClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control thread loses its turn between its look at the book and its note of who waits."""
+    producer = Producer(arrival_timeout_s=1000.0)
+    ask, asked = LeaseBook.open, []
+
+    def announce_meanwhile(book: LeaseBook, request: Open, identity: bytes) -> object:
+        answer = ask(book, request, identity)
+        asked.append(answer)
+        if len(asked) == 1:
+            announced(producer)
+            producer.server.answer_waiting()
+        return answer
+
+    monkeypatch.setattr(LeaseBook, "open", announce_meanwhile)
+    try:
+        client = make_client()
+        client.open("r", producer.endpoint, msgspec.structs.replace(ask_for_token(), epoch=""))
+        assert opened(client).first_token_follows
+        assert [type(answer) for answer in asked] == [Waiting, Opened]
+        assert producer.server.num_waiting == 0
+    finally:
+        producer.server.stop()
 
 
 def test_idle_client_asks_for_no_turn() -> None:
