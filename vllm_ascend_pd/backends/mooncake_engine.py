@@ -121,6 +121,13 @@ class _Sender(threading.Thread):
         self._bind_thread = bind_thread
         self.batches: queue.Queue[_Batch | None] = queue.Queue()
 
+    def fail_all(self) -> None:
+        """Where it could not be started, once nothing is put into ``batches`` any more."""
+        while not self.batches.empty():
+            batch = self.batches.get()
+            if batch is not None:
+                batch.status = TransferStatus.FAILED
+
     def run(self) -> None:
         if self._bind_thread is not None:
             self._bind_thread()
@@ -288,9 +295,11 @@ class MooncakeTransferEngine(TransferEngine):
             self._start(engine, write)
         elif is_first:
             name = f"mooncake-contact-{session}"
-            threading.Thread(
+            contact = threading.Thread(
                 target=self._contact, args=(engine, session), name=name, daemon=True
-            ).start()
+            )
+            if not _start_thread(contact):
+                self._take_waiting(session, is_there=False)
         return handle
 
     def submit_batch(
@@ -315,8 +324,10 @@ class MooncakeTransferEngine(TransferEngine):
                 sender = _Sender(engine, session, self._bind_thread, self._retire)
                 self._senders[session] = sender
             sender.batches.put(batch)
-        if is_new:
-            sender.start()
+        if is_new and not _start_thread(sender):
+            with self._lock:
+                del self._senders[session]
+            sender.fail_all()
         return handle
 
     def _retire(self, session: str) -> bool:
@@ -415,3 +426,13 @@ class MooncakeTransferEngine(TransferEngine):
             if is_there:
                 self._known_sessions.add(session)
             return []
+
+
+def _start_thread(thread: threading.Thread) -> bool:
+    """Whether the host has one left."""
+    try:
+        thread.start()
+    except RuntimeError as e:
+        logger.warning("%s: %s", thread.name, e)
+        return False
+    return True

@@ -229,6 +229,33 @@ def test_exception_of_the_library_fails_the_batch(
     assert wait(direct, submit(direct)) is TransferStatus.DONE
 
 
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_batch_for_which_no_thread_is_left_fails_and_the_next_tries_again(
+    native: NativeEngine, direct: MooncakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        assert direct.poll(submit(direct)) is TransferStatus.FAILED
+    assert wait(direct, submit(direct)) is TransferStatus.DONE
+
+
+def test_write_for_which_no_thread_is_left_fails_and_the_next_tries_again(
+    native: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = MooncakeTransferEngine("10.0.0.1")
+    engine.register(PAGE, PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        handle = engine.submit_write("10.0.0.1:15001", PAGE, PAGE + 4096, 64)
+        assert engine.poll(handle) is TransferStatus.FAILED
+    handle = engine.submit_write("10.0.0.1:15001", PAGE, PAGE + 4096, 64)
+    assert wait(engine, handle) is TransferStatus.DONE
+    engine.close()
+
+
 def test_many_pieces_go_in_several_calls_and_stop_at_the_first_failure(
     native: NativeEngine, direct: MooncakeTransferEngine
 ) -> None:
