@@ -84,7 +84,9 @@ def test_pages_that_are_still_read_are_not_let_go(
     assert direct.transports.num_regions() == regions
 
 
-def test_worker_that_cannot_let_go_has_the_others_take_theirs_again() -> None:
+@pytest.mark.parametrize("level", [1, 2])
+def test_worker_that_cannot_let_go_has_the_others_take_theirs_again(level: int) -> None:
+    """And the weights are what they were."""
     asked = []
 
     class Executor:
@@ -96,7 +98,7 @@ def test_worker_that_cannot_let_go_has_the_others_take_theirs_again() -> None:
     untouched: Any = None
     executor: Any = Executor()
     with pytest.raises(TransferError, match="still read"):
-        Suspension(Loads(1), untouched, [], untouched, executor).begin(1)
+        Suspension(Loads(1), untouched, [], untouched, executor).begin(level)
     assert asked == [suspend, resume]
 
 

@@ -49,7 +49,7 @@ class Suspension:
             self._executor.collective_rpc(resume)
             raise
         self._parking.is_suspended = True
-        if level > 1:
+        if level > 1:  # the weights go, too
             self._identity.weights_changed()
 
     def end(self, tags: list[str] | None) -> None:
