@@ -24,15 +24,24 @@ def is_server(argv: Sequence[str]) -> bool:
     return "serve" in argv or any("api_server" in word for word in argv[:1])
 
 
+def options(argv: Sequence[str]) -> dict[str, str]:
+    """Values by name, as if every word were an option with one, the last of each. As vLLM does, it
+    takes underscores in names for dashes.
+    """
+    names = [word.partition("=")[0].replace("_", "-") for word in argv]
+    return {
+        name: word.partition("=")[2] if "=" in word else following
+        for word, name, following in zip(argv, names, [*argv[1:], ""], strict=True)
+    }
+
+
 def parsing(argv: Sequence[str]) -> str:
     """Of the options with which a server makes text, reasoning and tool calls of tokens: a digest,
     or ``none``. Empty where it is not known: without a server, or if a file may have others.
     """
-    names = [word.partition("=")[0].replace("_", "-") for word in argv]
-    if not is_server(argv) or "--config" in names or "--headless" in names:
+    given = options(argv)
+    if not is_server(argv) or "--config" in given or "--headless" in given:
         return ""
-    found = {name: "" for name in names if name in _FLAGS}
-    for word, name, following in zip(argv, names, [*argv[1:], ""], strict=True):
-        if name in _WITH_VALUES:
-            found[name] = word.partition("=")[2] if "=" in word else following
+    found = {name: "" for name in given if name in _FLAGS}
+    found |= {name: value for name, value in given.items() if name in _WITH_VALUES}
     return digest(found) if found else "none"

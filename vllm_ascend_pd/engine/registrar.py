@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import ssl
 import sys
 import threading
 import urllib.error
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from vllm_ascend_pd import registration
-from vllm_ascend_pd.engine.front_end import is_server
+from vllm_ascend_pd.engine.front_end import is_server, options
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.registration import Registered, Registration
@@ -79,18 +80,14 @@ def find_http_url(config: RouterLink, host: str, argv: list[str] | None = None) 
             "router.http_url is missing: this engine was not started with `vllm serve`, so the URL"
             " of its OpenAI server is not known"
         )
-    if any(word.partition("=")[0] in ("--config", "--uds") for word in words):
+    given = options(words)
+    if "--config" in given or "--uds" in given:
         raise ConfigError(
             "router.http_url is missing: with --config or --uds the port of the OpenAI server"
             " cannot be told from the command line"
         )
-    port = _DEFAULT_HTTP_PORT
-    for index, word in enumerate(words):
-        if word.startswith("--port="):
-            port = word.partition("=")[2]
-        elif word == "--port" and index + 1 < len(words):
-            port = words[index + 1]
-    scheme = "https" if any(word.startswith("--ssl-certfile") for word in words) else "http"
+    port = given.get("--port", _DEFAULT_HTTP_PORT)
+    scheme = "https" if "--ssl-certfile" in given else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
@@ -129,6 +126,9 @@ class Registrar(threading.Thread):
         self._detail = ""
         # Nothing between an engine and its router is looked up in the environment.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._probe = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_trusting())
+        )
 
     def run(self) -> None:
         beat_s = _RETRY_S
@@ -167,10 +167,10 @@ class Registrar(threading.Thread):
 
     def _front_end_answers(self) -> bool:
         try:
-            with self._opener.open(f"{self._description.url}/health", timeout=_REQUEST_TIMEOUT_S):
+            with self._probe.open(f"{self._description.url}/health", timeout=_REQUEST_TIMEOUT_S):
                 return True
-        except _UNREACHABLE:
-            return False
+        except _UNREACHABLE as e:
+            return urlsplit(self._description.url).scheme == "https" and _broke_off(e)
 
     def _put(self, state: registration.State) -> Registered | None:
         """Register or renew; the router's answer, or ``None`` when it did not accept."""
@@ -222,6 +222,22 @@ class Registrar(threading.Thread):
         )
         if not same_state:
             self._on_change()
+
+
+def _trusting() -> ssl.SSLContext:
+    """For an engine that asks itself, and says nothing secret: whoever signed its certificate, and
+    whatever name is in it, it is the router that has to trust it.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _broke_off(error: Exception) -> bool:
+    """Whether a server was there, as one that asks its clients for certificates is."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    return isinstance(cause, ssl.SSLError | ConnectionResetError)
 
 
 def _text_of(error: urllib.error.HTTPError) -> str:

@@ -23,6 +23,7 @@ from vllm_ascend_pd.config import RouterLink
 from vllm_ascend_pd.engine import registrar as registrar_module
 from vllm_ascend_pd.engine.registrar import Registrar, RegistrarState, find_http_url
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.registration import Registration, decode
 
 
@@ -174,6 +175,66 @@ def test_is_starting_until_its_front_end_answers(web: Web) -> None:
     assert web.states()[-2:] == ["ready", "DELETE"]
 
 
+class HttpsFrontEnd(http.server.ThreadingHTTPServer):
+    """Its certificate is its own making, for another name."""
+
+    def __init__(self, trust: Trust) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self._trust = trust
+        self.url = f"https://127.0.0.1:{self.server_port}"
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        stream, address = super().get_request()
+        return self._trust.serve(stream), address
+
+    def handle_error(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+@pytest.mark.parametrize(
+    "trust",
+    [
+        pytest.param(Trust(), id="a certificate of its own"),
+        pytest.param(Trust(Secret(bytes(32))), id="and asks its clients for one"),
+    ],
+)
+def test_https_front_end_answers_whoever_has_signed_its_certificate(web: Web, trust: Trust) -> None:
+    """Whether the router trusts it is the router's to say."""
+    front_end = HttpsFrontEnd(trust)
+    description = Registration(url=front_end.url, role="prefill", epoch="e1")
+    registrar = Registrar(RouterLink(url=web.url), description, lambda: False, lambda: None)
+    registrar.start()
+    try:
+        until(lambda: registrar.state is RegistrarState.READY)
+    finally:
+        registrar.stop()
+        front_end.close()
+
+
+def test_https_front_end_that_is_not_there_does_not_answer(web: Web) -> None:
+    description = Registration(url="https://127.0.0.1:9", role="prefill", epoch="e1")
+    registrar = Registrar(RouterLink(url=web.url), description, lambda: False, lambda: None)
+    registrar.start()
+    until(lambda: len(web.requests) >= 3)
+    assert registrar.state is RegistrarState.STARTING
+    registrar.stop()
+
+
 def test_tells_at_once_that_it_drains(web: Web, engine: Engine) -> None:
     web.answers = [(200, b'{"heartbeat_s": 60, "ttl_s": 240}')]
     until(lambda: engine.registrar.state is RegistrarState.READY)
@@ -292,6 +353,8 @@ def test_a_silent_router_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatc
         (["vllm", "serve", "m"], "http://10.0.0.1:8000"),
         (["vllm", "serve", "m", "--port", "81"], "http://10.0.0.1:81"),
         (["vllm", "serve", "m", "--port=82", "--ssl-certfile", "x"], "https://10.0.0.1:82"),
+        (["vllm", "serve", "m", "--ssl_certfile", "x"], "https://10.0.0.1:8000"),
+        (["vllm", "serve", "m", "--port", "81", "--port", "82"], "http://10.0.0.1:82"),
         (["/x/api_server.py", "--port", "83"], "http://10.0.0.1:83"),
     ],
 )
