@@ -271,8 +271,7 @@ class RouterLink(msgspec.Struct, frozen=True):
         if self.http_url is not None:
             named.append(("http_url", self.http_url))
         for name, value in named:
-            parts = urlsplit(value)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if not _is_url(value):
                 raise ConfigError(f"router.{name}: {value!r} is not http://HOST:PORT")
         named_anyway = (self.http_url, self.instance_id, self.token_file, self.labels, self.role)
         if not self.url and any(named_anyway):
@@ -466,6 +465,16 @@ def _host_and_port(address: str) -> tuple[str, str]:
 def _is_reachable(host: str, port: str) -> bool:
     """Whether both are there, and the port is one that a server can have."""
     return bool(host) and port.isdigit() and 0 < int(port) < 65536
+
+
+def _is_url(value: str) -> bool:
+    """Whether a server can have it."""
+    try:
+        parts = urlsplit(value)
+        host = (parts.hostname or "").encode("idna")  # as who looks it up does
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _check_forward(extra: _ExtraConfig, role: Role) -> None:

@@ -165,6 +165,13 @@ def test_config_is_frozen() -> None:
         ({"router": {"uri": "x"}}, r"router: unknown keys \['uri'\]; valid: .*'url'"),
         ({"router": {"url": "router:8000"}}, "router.url: 'router:8000' is not http://HOST:PORT"),
         ({"router": {"url": "http://a:1,"}}, "router.url: '' is not http://HOST:PORT"),
+        ({"router": {"url": "http://a:1,http://b..c:1"}}, r"router.url: 'http://b\.\.c:1' is not"),
+        ({"router": {"url": "http://a:65536"}}, "router.url: 'http://a:65536' is not"),
+        ({"router": {"url": "http://[::1:80"}}, r"router.url: 'http://\[::1:80' is not"),
+        (
+            {"router": {"url": "http://a:1", "http_url": "http://.:1"}},
+            r"router.http_url: 'http://\.:1' is not http://HOST:PORT",
+        ),
         ({"router": {"instance_id": "p0"}}, "router.url is missing"),
         ({"router": {"url": 7}}, "router.url must be a string, not 7"),
         ({"router": {"labels": {"a": 1}}}, "router.labels.a must be a string, not 1"),
