@@ -36,9 +36,9 @@ class TransferEngine(ABC):
     The caller guarantees that source bytes do not change, and that source and destination stay
     mapped, from `submit_write` until the write is terminal. It sets its own deadline, since a write
     that never ends is legal; after the deadline the source is still busy until `poll` is terminal.
-    After FAILED without `direct_placement` late bytes may still land in the destination: it must
-    rest for `LATE_WRITE_S` before it is reused, and what is copied out of it must be verified, as a
-    process that was stopped meanwhile can see bytes that come later still.
+    After FAILED without `direct_placement` late bytes may still land in the destination, mostly
+    within `LATE_WRITE_S`; of a process that was stopped meanwhile they come later still. So what is
+    copied out of it must be verified, and it had better rest before it is reused.
 
     The implementation guarantees that DONE is reported only when all bytes are visible in the
     memory of the peer, and that an outcome the network can cause (peer dead, unknown session,
@@ -48,7 +48,8 @@ class TransferEngine(ABC):
     """
 
     LATE_WRITE_S: ClassVar[float] = 10.0
-    """How long a destination rests after a write into it failed or timed out, seconds."""
+    """How long after a failure or a time-out bytes of a write may be under way, seconds. What no
+    checksum guards rests so long; for staging see `kv.load.QUARANTINE_S`."""
 
     @property
     @abstractmethod

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.types import LoadId
 
 QUARANTINE_S = 5.0
-"""A slot whose write may still land is not reused for so long. What lands even later spoils a
-checksum, never a page."""
+"""A slot whose write may still land is not reused for so long, and no longer: steps wait for slots.
+What lands even later spoils a checksum, never a page."""
 
 
 @dataclass(frozen=True, slots=True)
