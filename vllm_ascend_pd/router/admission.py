@@ -15,13 +15,17 @@ import time
 from bisect import bisect_left, insort
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from heapq import merge
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from vllm_ascend_pd.router import stored
 from vllm_ascend_pd.router.selection import Full, Unavailable
 from vllm_ascend_pd.router.turns import Turn, Turns
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm_ascend_pd.router.config import Queueing
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
@@ -78,14 +82,31 @@ _turn = attrgetter("turn")
 Outcome = Admitted | Unavailable | TooMany
 
 
+class _Wish(NamedTuple):
+    """Which engines a request in line waits for: none has room for another one with the same."""
+
+    excluded: frozenset[Instance] = frozenset()
+    target: Instance | None = None
+    owner: Instance | None = None
+    """Of the response that it goes on from."""
+
+
+_ANY = _Wish()
+
+
 @dataclass(eq=False, slots=True)
 class _Waiter:
     """A request in line."""
 
     request: Routed
     turn: Turn
+    wish: _Wish
     outcome: asyncio.Future[Outcome]
     since: float = field(default_factory=time.monotonic)
+
+
+_Line = dict[_Wish, list[_Waiter]]
+"""Who waits, by wish, and of one wish in order of their turns."""
 
 
 class Admission:
@@ -95,14 +116,14 @@ class Admission:
         self._selector = selector
         self._queueing = queueing
         self._metrics = metrics
-        self._lines: dict[tuple[str | None, bool], list[_Waiter]] = {}
-        """By what they wait for; each in order of their turns."""
+        self._lines: dict[tuple[str | None, bool], _Line] = {}
+        """By model, and whether one engine alone is to do it."""
         self._turns = Turns()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_queued(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(len(waiters) for line in self._lines.values() for waiters in line.values())
 
     async def admit(self, request: Routed, *, again: bool = False) -> Outcome:
         """Room on a pair, at once or after a wait. ``again``: it was admitted before, and goes to
@@ -125,12 +146,13 @@ class Admission:
         if self.num_queued >= self._queueing.max_queued and not again:
             return self._refused("full", f"{self.num_queued} requests wait already")
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        return await self._wait(_Waiter(request, turn, outcome), key)
+        return await self._wait(_Waiter(request, turn, self._wish(request), outcome), key)
 
     async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool]) -> Outcome:
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._queueing.timeout_s, self._expire, waiter)
-        insort(self._lines.setdefault(key, []), waiter, key=_turn)
+        line = self._lines.setdefault(key, {})
+        insort(line.setdefault(waiter.wish, []), waiter, key=_turn)
         try:
             self.look()
             self._look_later()
@@ -150,10 +172,9 @@ class Admission:
 
     def look(self) -> None:
         """Admit those for whom there is room now."""
-        for line in sorted(self._lines.values(), key=lambda line: line[0].since):
-            for waiter in line:
-                if waiter.outcome.done():
-                    continue
+        for line in sorted(self._lines.values(), key=lambda line: _first(line).since):
+            full: set[_Wish] = set()
+            for waiter in merge(*(_in_turn(*one, full) for one in line.items()), key=_turn):
                 try:
                     placed = self._place(waiter.request, waiter.turn)
                 except Exception as e:  # noqa: BLE001 - the waiter's own, and raised where it waits
@@ -161,8 +182,16 @@ class Admission:
                     continue
                 if not isinstance(placed, Full):
                     waiter.outcome.set_result(placed)
-                elif not waiter.request.excluded and waiter.request.previous_response is None:
+                elif waiter.wish == _ANY:
                     break  # those behind it can use no other engines
+                else:
+                    full.add(waiter.wish)
+
+    def _wish(self, request: Routed) -> _Wish:
+        response, owner = request.previous_response, None
+        if response is not None:
+            owner = stored.owner(response, self._selector.registry)
+        return _Wish(frozenset(request.excluded), request.target, owner)
 
     def _place(self, request: Routed, turn: Turn) -> Admitted | Unavailable | Full:
         found = self._selector.choose(request)
@@ -173,7 +202,10 @@ class Admission:
 
     def _leave(self, waiter: _Waiter, key: tuple[str | None, bool]) -> None:
         line = self._lines[key]
-        del line[bisect_left(line, waiter.turn, key=_turn)]
+        waiters = line[waiter.wish]
+        del waiters[bisect_left(waiters, waiter.turn, key=_turn)]
+        if not waiters:
+            del line[waiter.wish]
         if not line:
             del self._lines[key]
 
@@ -185,7 +217,7 @@ class Admission:
     def _refused(self, reason: str, message: str) -> TooMany:
         self._metrics.add("refused", reason)
         now = time.monotonic()
-        longest_s = max((now - line[0].since for line in self._lines.values()), default=0)
+        longest_s = max((now - _first(line).since for line in self._lines.values()), default=0)
         after_s = min(max(1, math.ceil(longest_s)), MAX_RETRY_AFTER_S)
         return TooMany(f"too many requests: {message}", after_s)
 
@@ -199,3 +231,17 @@ class Admission:
         if self._lines:
             self.look()
             self._look_later()
+
+
+def _first(line: _Line) -> _Waiter:
+    """Whose turn it is."""
+    return min((waiters[0] for waiters in line.values()), key=_turn)
+
+
+def _in_turn(wish: _Wish, waiters: list[_Waiter], full: set[_Wish]) -> Iterator[_Waiter]:
+    """Those that still wait, until their wish is among ``full``."""
+    for waiter in waiters:
+        if wish in full:
+            return
+        if not waiter.outcome.done():
+            yield waiter
