@@ -13,7 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.router import scripted_engine
 from tests.router.harness import FAST, Deployment, deployed, run, until
+from tests.router.scripted_answers import whole_answer
 
 PATIENT = replace(FAST, drain_s=20, timeouts=replace(FAST.timeouts, answer_s=20, idle_s=20))
 
@@ -82,6 +84,29 @@ def test_it_does_not_wait_for_clients_who_ask_nothing() -> None:
             await (await d.http.get(f"{d.url}/health")).read()
             _, writer = await asyncio.open_connection("127.0.0.1", d.port)
             await d.server.stop()
+            writer.close()
+
+    run(test)
+
+
+def test_whole_answer_that_its_client_reads_slowly_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = b"x" * (16 << 20)  # more than the kernel takes
+    monkeypatch.setattr(scripted_engine, "json_answer", lambda *_: whole_answer(200, body))
+    monkeypatch.setattr("vllm_ascend_pd.router.server.LINGER_S", 0.05)
+
+    async def test() -> None:
+        async with deployed(config=PATIENT, ready=False) as d:
+            reader, writer = await asyncio.open_connection("127.0.0.1", d.port)
+            head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+            writer.write(head + b"{}")
+            await reader.readuntil(b"\r\n\r\n")
+            stop = asyncio.ensure_future(d.server.stop())
+            await asyncio.wait({stop}, timeout=0.5)
+            assert not stop.done()  # then its process would end
+            assert await reader.readexactly(len(body)) == body
+            await stop
             writer.close()
 
     run(test)

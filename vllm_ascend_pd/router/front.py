@@ -106,6 +106,19 @@ class _Connection(web.RequestHandler):
         response.force_close()
         return response
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self.idle_since = self._loop.time()
+
+    @property
+    def is_sending(self) -> bool:
+        """What is written has not all left for the client."""
+        return self.transport is not None and self.transport.get_write_buffer_size() > 0
+
 
 class _Server(web.Server):
     refused: Refused
@@ -144,6 +157,8 @@ class Runner(web.AppRunner):
         def is_idle(connection: web.RequestHandler) -> bool:
             assert isinstance(connection, _Connection)
             since = connection.idle_since
+            if since is not None and connection.is_sending:
+                since = connection.idle_since = loop.time()
             return since is not None and loop.time() >= max(since, began) + idle_s
 
         while loop.time() < began + patience_s and not all(map(is_idle, self.server.connections)):
@@ -165,8 +180,6 @@ class Runner(web.AppRunner):
                 return await made.request_handler(request)
             except web.HTTPException as e:
                 return self._answer(request, e)
-            finally:
-                connection.idle_since = made._loop.time()
 
         server = _Server(
             handle,
