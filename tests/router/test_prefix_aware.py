@@ -57,7 +57,12 @@ class Publisher:
         await self._pub.send_multipart([b""] * num_frames)
 
     async def wait_subscriber(self) -> None:
-        assert await asyncio.wait_for(self._pub.recv(), 20) == b"\x01"
+        assert await self.next_subscription() == b"\x01"
+
+    async def next_subscription(self) -> bytes:
+        """Or its end."""
+        told: bytes = await asyncio.wait_for(self._pub.recv(), 20)
+        return told
 
     async def _answer(self) -> None:
         while True:
@@ -454,5 +459,30 @@ def test_of_equal_costs_each_engine_gets_its_turn(
             for _ in range(6):
                 assert (await d.post(prompt=prompt, **more))[0] == 200
             assert [len(e.received) for e in (*d.prefills, *d.decodes)] == [3, 3, 2, 2, 2]
+
+    run(test)
+
+
+def test_instance_whose_events_come_from_elsewhere_is_listened_to_there() -> None:
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        publishers = [Publisher(context) for _ in range(2)]
+        async with deployed(1, 1, replace(FAST, policy="prefix-aware")) as d:
+            (one,) = d.router.registry.decodes
+            name = one.instance_id
+            assert index(d, name).state is IndexState.FALLBACK
+            for number, publisher in enumerate(publishers):
+                told = msgspec.structs.replace(one.spec, kv_events=publisher.events)
+                d.router.registry.put(told)
+                await publisher.wait_subscriber()
+                await publish_prompt(d, name, publisher, number + 1)
+                assert index(d, name).state is IndexState.EXACT
+            assert await publishers[0].next_subscription() == b"\x00"
+            d.router.registry.put(msgspec.structs.replace(one.spec, kv_events=None))
+            assert await publishers[1].next_subscription() == b"\x00"
+            assert index(d, name).state is IndexState.FALLBACK
+        for publisher in publishers:
+            await publisher.close()
+        context.destroy(linger=0)
 
     run(test)

@@ -106,7 +106,9 @@ class Router:
         self._keys = (
             Secrets(config.api_keys_file, "--api-keys-file") if config.api_keys_file else None
         )
-        self.registry = Registry(self._make_instance, self._added, self._removed)
+        self.registry = Registry(
+            self._make_instance, self._added, self._removed, self._listen_elsewhere
+        )
         self.skipper = Skipper(config.skipping)
         self.policy = make_policy(config.policy)
         labels = Labels(frozenset(config.prefill_labels), frozenset(config.decode_labels))
@@ -382,6 +384,11 @@ class Router:
         self._retired = {old for old in self._retired if old.client.num_open}
         self._retired.add(instance)
         instance.client.retire()
+
+    def _listen_elsewhere(self, instance: Instance) -> None:
+        if isinstance(self.policy, WatchesInstances):
+            self.policy.forget(instance)
+            self.policy.watch(instance)
 
     async def refresh(self, now: float) -> None:
         """Called every second or so: files that changed, engines that are silent."""

@@ -217,6 +217,8 @@ class Registry:
     make: Callable[[InstanceSpec], Instance]
     on_added: Callable[[Instance], None] = lambda instance: None
     on_removed: Callable[[Instance], None] = lambda instance: None
+    on_events_moved: Callable[[Instance], None] = lambda instance: None
+    """Its KV events are published elsewhere now, or no more."""
     _instances: dict[str, Instance] = field(default_factory=dict)
     _told: dict[str, InstanceSpec] = field(default_factory=dict)
     """As discovery told it, before an operator's words."""
@@ -294,12 +296,15 @@ class Registry:
             self.put(spec)
 
     def _update(self, instance: Instance, spec: InstanceSpec) -> None:
-        if instance.spec.state != spec.state:
+        before, instance.spec = instance.spec, spec
+        if before.state != spec.state:
             logger.info("%s is %s", spec.instance_id, spec.state)
-        instance.spec = spec
         instance.models = spec.models or instance.models
-        instance.kv = spec.kv or instance.kv
+        if before.kv != spec.kv:
+            instance.kv = spec.kv
         self._index()
+        if before.kv_events != spec.kv_events:
+            self.on_events_moved(instance)
 
     def _index(self) -> None:
         instances = self._instances.values()
