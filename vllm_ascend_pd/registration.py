@@ -214,6 +214,10 @@ def check_url(url: str) -> str:
     extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or extra:
         raise ConfigError(f"url {url!r}: give http://HOST:PORT or https://HOST:PORT")
+    try:
+        parts.hostname.encode("idna")  # as whoever looks it up does
+    except UnicodeError as e:
+        raise ConfigError(f"url {url!r}: {parts.hostname!r} is no name of a host") from e
     return parts.hostname
 
 

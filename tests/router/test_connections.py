@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import pytest
 import uvloop
@@ -107,6 +108,17 @@ def test_no_connection_in_time_says_so_and_all_get_their_turn() -> None:
             client.close()
 
     run(test)
+
+
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+def test_host_that_can_have_no_name_cannot_be_reached(run_loop: Any) -> None:
+    async def test() -> int | Failure:
+        return await get(EngineClient("http://10.0.0..5:8000", connect_timeout_s=40))
+
+    failure = run_loop(test())
+    assert isinstance(failure, Failure)
+    assert failure.kind is FailureKind.CONNECT
+    assert "'10.0.0..5'" in failure.detail
 
 
 def test_those_in_line_hear_that_the_engine_is_gone() -> None:

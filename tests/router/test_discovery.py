@@ -335,6 +335,12 @@ def test_instance_given_twice_is_an_error() -> None:
         StaticDiscovery(config, None).read()  # type: ignore[arg-type]
 
 
+def test_instance_whose_host_has_no_name_is_an_error() -> None:
+    config = replace(FAST, prefills=("http://10.0.0..5:8000",))
+    with pytest.raises(ConfigError, match="no name of a host"):
+        StaticDiscovery(config, None)  # type: ignore[arg-type]
+
+
 def test_only_labelled_instances_serve() -> None:
     async def test() -> None:
         config = replace(FAST, decode_labels=("good",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -56,6 +57,8 @@ def test_unknown_fields_of_a_later_version_are_ignored() -> None:
         ({"url": "http://user@127.0.0.1:1"}, "url"),
         ({"url": "http://127.0.0.1:1/path"}, "url"),
         ({"url": "http://127.0.0.1:99999"}, "url"),
+        ({"url": "http://10.0.0..5:8000"}, "'10.0.0..5' is no name of a host"),
+        ({"url": f"http://{'x' * 64}:8000"}, "is no name of a host"),
         ({"role": "king"}, "role"),
         ({"epoch": ""}, "epoch"),
         ({"state": "lost"}, "state"),
@@ -65,7 +68,7 @@ def test_unknown_fields_of_a_later_version_are_ignored() -> None:
     ],
 )
 def test_wrong_field_is_named(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(named)):
         decode(body(**changes))
 
 

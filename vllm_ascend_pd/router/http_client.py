@@ -206,6 +206,8 @@ class EngineClient:
         error = opening.exception()
         if isinstance(error, OSError):  # of TLS, too
             return Failure(kind_of(error), str(error))
+        if isinstance(error, ValueError):  # no name that can be looked up
+            return Failure(FailureKind.CONNECT, f"{self._host!r}: {error}")
         _, connection = opening.result()
         self._open.add(connection)
         if connection.closed:
