@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from tests.router.harness import FAST, STRICT, deployed, events, run, until
+from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.router.config import Probes, Retries, Timeouts
 
 BEFORE_THE_FIRST_BYTE = (
@@ -363,6 +364,30 @@ def test_instance_that_fails_requests_gets_one_at_a_time_until_one_succeeds() ->
             await until(lambda: instance.breaker.state.value != "open")
             assert (await d.post())[0] == 200
             assert instance.breaker.state.value == "closed"
+
+    run(test)
+
+
+@pytest.mark.parametrize("order", ["prefill-first", "concurrent"])
+def test_instance_that_is_tried_waits_for_the_request_that_tries_it(order: str) -> None:
+    """Also while its prompt is computed elsewhere, and one that finds it busy tells nothing."""
+
+    async def test() -> None:
+        async with deployed(1, 2, replace(FAST, order=order), supports_concurrent=True) as d:
+            failing = d.decodes[0]
+            instance = d.router.registry.decodes[0]
+            failing.script("status(500), status(500), status(500), status(503)")
+            while len(failing.received) < 3:
+                assert (await d.post())[0] == 200
+            await until(lambda: instance.breaker.state is BreakerState.HALF_OPEN)
+            d.prefills[0].script(", ".join(["delay(0.1)"] * 12))
+            answers = await asyncio.gather(*(d.post() for _ in range(12)))
+            assert [status for status, *_ in answers] == [200] * 12
+            assert len(failing.received) == 4
+            assert instance.breaker.state is BreakerState.HALF_OPEN
+            while instance.breaker.state is BreakerState.HALF_OPEN:
+                assert (await d.post())[0] == 200
+            assert (len(failing.received), instance.breaker.closed) == (5, True)
 
     run(test)
 

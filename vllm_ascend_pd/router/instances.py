@@ -163,7 +163,13 @@ class Instance:
     @property
     def is_available(self) -> bool:
         """May get one more request."""
-        return self.spec.state == "ready" and self.breaker.allows(self.num_active)
+        return self.spec.state == "ready" and self.may_be_asked
+
+    @property
+    def may_be_asked(self) -> bool:
+        """By one more, as far as it has failed: one that is tried waits for the request that tries
+        it, whether its leg has begun or not."""
+        return self.breaker.allows(self.num_admitted or self.num_active)
 
     @property
     def is_leaving(self) -> bool:

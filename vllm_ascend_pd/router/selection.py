@@ -155,7 +155,7 @@ class Selector:
         owner = stored.owner(request.previous_response, self.registry)
         if owner is None:
             return None
-        usable = owner.breaker.allows(owner.num_active) and owner not in request.excluded
+        usable = owner.may_be_asked and owner not in request.excluded
         return owner if usable else self._unavailable(owner.spec.role, (owner,), request.model)
 
     def known(self, model: str | None) -> str | None:
