@@ -174,6 +174,14 @@ def test_parts_of_blocks_are_left_out(first: bool) -> None:
     assert len(index) == 2
 
 
+def test_an_engine_that_starts_anew_may_have_smaller_blocks() -> None:
+    index = PrefixIndex(Holders())
+    index.receive(0, batch(stored([b"a", b"b"], None, TOKENS[:8])))
+    small = {**stored([1, 2, 3], None, TOKENS[:6]), "block_size": 2}
+    index.receive(0, batch(small, ts=2.0))
+    assert (index.state, index.block_size, hits(index, TOKENS)) == (IndexState.EXACT, 2, 6)
+
+
 def test_who_comes_late_knows_less_until_the_cache_is_cleared() -> None:
     index = PrefixIndex(Holders())
     index.receive(7, batch(stored([b"b"], b"before us", TOKENS[4:8])))

@@ -204,7 +204,6 @@ class PrefixIndex:
             return
         self.is_closed = True
         self.forget(IndexState.FALLBACK)
-        self._set_block_size(None)
         self.holders.free_slot(self.slot)
 
     def first_missing(self, seq: int, payload: bytes) -> int | None:
@@ -260,7 +259,6 @@ class PrefixIndex:
     def _follow(self, group: int) -> None:
         if group != self._group:
             self.forget(self.state)
-            self._set_block_size(None)
         self._group, self._keeps_all = group, True
 
     def _store(self, event: BlockStored) -> None:
@@ -316,6 +314,7 @@ class PrefixIndex:
 
     def forget(self, state: IndexState) -> None:
         self._clear()
+        self._set_block_size(None)
         self._group, self._keeps_all = 0, False
         self.state = state
 
