@@ -228,7 +228,7 @@ def test_file_is_read_again_when_it_changes(
             assert (await d.post())[0] == 200
             path.write_text('{"instances": [')
             os.utime(path, (1, 1))
-            await until(lambda: "kept the instances read before" in caplog.text)
+            await until(lambda: "kept what was read before" in caplog.text)
             assert d.router.registry.get("extra") is not None
             path.write_text(json.dumps({"instances": [entry | {"state": "draining"}]}))
             await until(lambda: d.router.registry.get("extra").spec.state == "draining")

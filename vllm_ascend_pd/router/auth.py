@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_private
+from vllm_ascend_pd.router.watched_file import WatchedFile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,35 +39,23 @@ class Secrets:
         self._path = path
         self._option = option
         self._digests: tuple[bytes, ...] = ()
-        self._stamp: tuple[int, int] | None = None
-        self._read()
+        self._file = WatchedFile(
+            option, path, lambda: read_private(option, str(path), _MAX_BYTES), self._take
+        )
+        self._file.read()
 
     def accepts(self, secret: str | None) -> bool:
-        digest = _digest(secret or "")
+        digest = digest_of(secret or "")
         found = False
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)
         return found and secret is not None
 
     def refresh(self) -> None:
-        """Read the file again if it changed; a file that is broken now changes nothing."""
-        try:
-            if self._stat() != self._stamp:
-                self._read()
-                logger.info("%s: read %d keys again", self._option, len(self._digests))
-        except (OSError, ConfigError) as e:
-            logger.warning("%s: kept the keys read before: %s", self._option, e)
+        if self._file.refresh():
+            logger.info("%s: read %d keys again", self._option, len(self._digests))
 
-    def _stat(self) -> tuple[int, int]:
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_size
-
-    def _read(self) -> None:
-        try:
-            stamp = self._stat()
-        except OSError as e:
-            raise ConfigError(f"{self._option}: {e}") from e
-        content = read_private(self._option, str(self._path), _MAX_BYTES)
+    def _take(self, content: bytes) -> None:
         try:
             lines = [line.strip() for line in content.decode().splitlines()]
         except UnicodeDecodeError as e:
@@ -74,9 +63,8 @@ class Secrets:
         secrets = [line for line in lines if line and not line.startswith("#")]
         if not secrets:
             raise ConfigError(f"{self._option}: {self._path} holds no key")
-        self._digests = tuple(_digest(secret) for secret in secrets)
-        self._stamp = stamp
+        self._digests = tuple(digest_of(secret) for secret in secrets)
 
 
-def _digest(secret: str) -> bytes:
+def digest_of(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

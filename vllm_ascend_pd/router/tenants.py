@@ -25,7 +25,8 @@ from vllm_ascend_pd import parsing, registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_private
 from vllm_ascend_pd.router.admission import TooMany
-from vllm_ascend_pd.router.auth import bearer_token
+from vllm_ascend_pd.router.auth import bearer_token, digest_of
+from vllm_ascend_pd.router.watched_file import WatchedFile
 from vllm_ascend_pd.types import TENANT_END
 
 if TYPE_CHECKING:
@@ -151,19 +152,14 @@ class Tenants:
         self._path, self._metrics, self._share, self._clock = path, metrics, share, clock
         self._by_name: dict[str, Tenant] = {}
         self._by_key: dict[bytes, Tenant] = {}
-        self._stamp = self._stat()
-        self._read()
+        self._watched = WatchedFile(
+            OPTION, path, lambda: read_private(OPTION, str(path), _MAX_BYTES), self._take
+        )
+        self._watched.read()
 
     def refresh(self) -> None:
-        """A file that is broken now changes nothing."""
-        try:
-            stamp = self._stat()
-            if stamp != self._stamp:
-                self._stamp = stamp
-                self._read()
-                logger.info("%s: read %d tenants again", OPTION, len(self._by_name) - 1)
-        except ConfigError as e:
-            logger.warning("kept the tenants read before: %s", e)
+        if self._watched.refresh():
+            logger.info("%s: read %d tenants again", OPTION, len(self._by_name) - 1)
 
     def get(self, name: str) -> Tenant | None:
         """One of the file, or all others."""
@@ -176,7 +172,7 @@ class Tenants:
             if found is not None:
                 return found
         key = bearer_token(request.headers.get("Authorization"))
-        return self._by_key.get(_digest(key or ""), self._by_name[OTHERS])
+        return self._by_key.get(digest_of(key or ""), self._by_name[OTHERS])
 
     def add_salt(self, body: Body, tenant: Tenant) -> None:
         """Of the tenant's prefixes, if the file says so; ``BadRequest`` if the client's own is no
@@ -184,7 +180,7 @@ class Tenants:
         if self._file.cache_salts:
             own, begin = body.string("cache_salt") or "", tenant.name + TENANT_END
             if len(begin + own) > MAX_SALT:
-                own = _digest(own).hex()
+                own = digest_of(own).hex()
             salt = begin + own
             body.add("cache_salt", msgspec.Raw(msgspec.json.encode(salt)))
 
@@ -212,15 +208,7 @@ class Tenants:
         self._metrics.add("tenant_tokens", tenant.name, "prompt", by=routed.num_prompt_tokens)
         self._metrics.add("tenant_tokens", tenant.name, "answer", by=num_answer_tokens)
 
-    def _stat(self) -> tuple[int, int]:
-        try:
-            stat = self._path.stat()
-        except OSError as e:
-            raise ConfigError(f"{OPTION}: {e}") from e
-        return stat.st_mtime_ns, stat.st_size
-
-    def _read(self) -> None:
-        content = read_private(OPTION, str(self._path), _MAX_BYTES)
+    def _take(self, content: bytes) -> None:
         try:
             file = parsing.parse(msgspec.json.decode(content), TenantsFile, top="the file")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
@@ -237,7 +225,7 @@ class Tenants:
         by_key: dict[bytes, str] = {}
         for name, quota in quotas.items():
             for index, key in enumerate(quota.keys):
-                other = by_key.setdefault(_digest(key), name)
+                other = by_key.setdefault(digest_of(key), name)
                 if other != name:
                     raise ConfigError(f"{OPTION}: tenants.{name}.keys[{index}] is {other}'s, too")
         self._file = file
@@ -266,7 +254,3 @@ def in_progress(tenant: Tenant | None) -> Iterator[TooMany | None]:
             yield None
         finally:
             tenant.num_requests -= 1
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

@@ -18,16 +18,16 @@ from vllm_ascend_pd.registration import (
     name_of_rank,
 )
 from vllm_ascend_pd.router.instances import InstanceSpec
+from vllm_ascend_pd.router.watched_file import WatchedFile
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm_ascend_pd.router.config import Backend, RouterConfig
     from vllm_ascend_pd.router.instances import Registry
 
 logger = logging.getLogger(__name__)
 
 SOURCE = "static"
+OPTION = "--instances"
 LocalZmqAddress = Annotated[str, msgspec.Meta(pattern="^(tcp|ipc)://")]
 
 
@@ -63,49 +63,42 @@ def default_id(url: str) -> str:
 
 
 class StaticDiscovery:
-    """Event loop thread; ``read`` raises what ``refresh`` only logs."""
+    """Event loop thread."""
 
     def __init__(self, config: RouterConfig, registry: Registry) -> None:
         self._registry = registry
-        self._path: Path | None = config.instances_file
         self._flags = [
             *(FileInstance(url=url, role="prefill").spec() for url in config.prefills),
             *(FileInstance(url=url, role="decode").spec() for url in config.decodes),
             *(_backend(backend, config).spec() for backend in config.backends),
         ]
-        self._stamp: tuple[int, int] | None = None
+        self._file: WatchedFile | None = None
+        if (path := config.instances_file) is not None:
+            name = str(path)
+            self._file = WatchedFile(
+                OPTION, path, path.read_bytes, lambda raw: self._put(decode_instances(raw, name))
+            )
 
     def read(self) -> None:
         """``ConfigError`` if the file is wrong."""
-        specs = [*self._flags, *(self._read_file(self._path) if self._path else ())]
+        if self._file is None:
+            self._put([])
+        else:
+            self._file.read()
+
+    def refresh(self) -> None:
+        if self._file is not None:
+            self._file.refresh()
+
+    def _put(self, instances: list[FileInstance]) -> None:
+        """These are all that the file has."""
+        specs = [*self._flags, *(instance.spec() for instance in instances)]
         seen: set[str] = set()
         for spec in specs:
             if spec.instance_id in seen:
                 raise ConfigError(f"instance {spec.instance_id!r} is given twice")
             seen.add(spec.instance_id)
         self._registry.replace(SOURCE, specs)
-
-    def refresh(self) -> None:
-        """Read the file again if it changed; a wrong file changes nothing."""
-        if self._path is None:
-            return
-        try:
-            if self._stat(self._path) != self._stamp:
-                self.read()
-        except (ConfigError, OSError) as e:
-            logger.warning("kept the instances read before: %s", e)
-
-    def _stat(self, path: Path) -> tuple[int, int]:
-        stat = path.stat()
-        return stat.st_mtime_ns, stat.st_size
-
-    def _read_file(self, path: Path) -> list[InstanceSpec]:
-        try:
-            self._stamp = self._stat(path)
-            raw = path.read_bytes()
-        except OSError as e:
-            raise ConfigError(f"--instances: {e}") from e
-        return [instance.spec() for instance in decode_instances(raw, str(path))]
 
 
 def _backend(backend: Backend, config: RouterConfig) -> FileInstance:
@@ -126,6 +119,6 @@ def decode_instances(raw: bytes, name: str) -> list[FileInstance]:
     try:
         decoded: Any = msgspec.json.decode(raw, type=InstancesFile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--instances: {name}: {e}") from e
+        raise ConfigError(f"{OPTION}: {name}: {e}") from e
     instances: list[FileInstance] = decoded.instances
     return instances
