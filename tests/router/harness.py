@@ -10,10 +10,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import aiohttp
+import pytest
 
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.router.config import Probes, Retries, RouterConfig, Timeouts
@@ -38,6 +40,11 @@ FAST = RouterConfig(
 )
 STRICT = replace(FAST, require_prefill=True)
 PATIENCE_S = 20.0
+LOOPBACK_6 = Path("/proc/net/if_inet6")
+needs_ipv6 = pytest.mark.skipif(
+    not LOOPBACK_6.exists() or f"{1:032x}" not in LOOPBACK_6.read_text(),
+    reason="this host has no ::1",
+)
 REFRESH_S = 0.1
 """Instead of a second: files that changed, roles, loads."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.harness import FAST, STRICT, Deployment, deployed, run, until
+from tests.router.harness import FAST, STRICT, Deployment, deployed, needs_ipv6, run, until
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
@@ -143,6 +143,18 @@ def test_number_of_registrations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
             async with d.http.delete(f"{d.url}{registration.PATH}/a") as response:
                 assert response.status == 204
             assert (await register(d, "c", described(engine)))[0] == 200
+
+    run(test)
+
+
+@needs_ipv6
+def test_engine_on_loopback_registers_by_either_protocol() -> None:
+    async def test() -> None:
+        async with deployed(1, 0, replace(FAST, host="::")) as d:
+            for host in ("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"):
+                url = f"http://{host}:{d.port}{registration.PATH}/late"
+                async with d.http.put(url, json=described(d.prefills[0])) as response:
+                    assert response.status == 200
 
     run(test)
 

@@ -85,5 +85,9 @@ def test_bad_instance_id_is_refused(name: str) -> None:
 
 
 def test_loopback() -> None:
-    assert [is_loopback(h) for h in ("localhost", "127.8.0.1", "::1")] == [True] * 3
-    assert [is_loopback(h) for h in ("10.0.0.1", "localhost.example.org", "")] == [False] * 3
+    ours = ("localhost", "127.8.0.1", "::1", "::ffff:127.0.0.1", "::ffff:7f08:1")
+    assert [is_loopback(h) for h in ours] == [True] * 5
+    others = ("10.0.0.1", "localhost.example.org", "", "::", "::ffff:10.0.0.1", "::ffff:0:0")
+    assert [is_loopback(h) for h in others] == [False] * 6
+    embedded = ("::127.0.0.1", "64:ff9b::127.0.0.1", "2002:7f00:1::", "::ffff:0:127.0.0.1")
+    assert [is_loopback(h) for h in embedded] == [False] * 4  # in ways that lead elsewhere

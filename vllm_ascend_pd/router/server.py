@@ -39,16 +39,19 @@ on a connection, when the router stops.
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A listening socket; ``ConfigError`` says why there is none. One that is ``shared`` does not
-    listen yet, and others of this user can be bound to its port."""
+    listen yet, and others of this user can be bound to its port. ``::`` is IPv4, too."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        if not shared:
-            return socket.create_server((host, port), family=family, backlog=BACKLOG)
         sock = socket.socket(family)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            if shared:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             sock.bind((host, port))
+            if not shared:
+                sock.listen(BACKLOG)
         except OSError:
             sock.close()
             raise
