@@ -291,6 +291,28 @@ def test_each_chat_of_a_batch_is_its_tenants(tmp_path: Path, n: float | None) ->
     run(test)
 
 
+def test_chats_of_a_batch_count_as_requests_in_progress(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {"max_requests": 3}})
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            first = await busy(d, **of("a"))
+            d.decodes[0].script("hang, hang")
+            body = {"messages": [[{"role": "user", "content": "One"}]] * 8, "prompt": None}
+            path = "/v1/chat/completions/batch"
+            posting = asyncio.ensure_future(d.post(path, **of("a"), **body))
+            await until(lambda: d.decodes[0].num_in_progress == 3)
+            assert (await d.post(**of("a")))[0] == 429
+            await end(first)
+            assert (await d.post(**of("a")))[0] == 200
+            await end(posting)
+            assert (await d.post(path, **of("a"), **body))[0] == 200
+            assert d.decodes[0].most_in_progress == 3
+            await until(lambda: d.router.tenants.get("a").num_requests == 0)
+
+    run(test)
+
+
 def test_salts_that_are_long_have_room(tmp_path: Path) -> None:
     name = "a" * 63
     config = sharing(tmp_path, tenants={name: {}}, cache_salts=True)

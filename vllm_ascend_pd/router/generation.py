@@ -19,6 +19,7 @@ from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
 from vllm_ascend_pd.router.relay import Job
 from vllm_ascend_pd.router.selection import Unavailable
+from vllm_ascend_pd.router.tenants import more_in_progress
 from vllm_ascend_pd.router.trace import Trace
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ class Generation:
                 raise BadRequest(message, batch)
             return await self.passthrough.send(trace, raw)
         self._check_size(batch)
-        return await self._batch(trace, batch)
+        most = min(len(batch.chats), BATCH_AT_ONCE)
+        with more_in_progress(trace.tenant, most - 1) as num_more:
+            return await self._batch(trace, batch, 1 + num_more)
 
     def _check_size(self, batch: Batch) -> None:
         """Chats in progress hold no more than one body may."""
@@ -118,9 +121,9 @@ class Generation:
             if routed.token_ids is not None:
                 routed.num_prompt_tokens = len(routed.token_ids)
 
-    async def _batch(self, trace: Trace, batch: Batch) -> web.StreamResponse:
+    async def _batch(self, trace: Trace, batch: Batch, num_at_once: int) -> web.StreamResponse:
         """Each chat goes its own way; the first that fails is the answer to all."""
-        turns = asyncio.Semaphore(BATCH_AT_ONCE)
+        turns = asyncio.Semaphore(num_at_once)
         others = [(name, value) for name, value in trace.headers if name != REQUEST_ID]
         traces = [
             Trace(

@@ -110,10 +110,12 @@ class Tenant:
             self._filled_at = self._clock()
 
     @property
-    def is_busy(self) -> bool:
-        """It has as many requests in progress as it may."""
+    def num_left(self) -> float:
+        """Requests that it may have in progress beside those that it has."""
         most = self.quota.max_requests
-        return most is not None and self.num_requests >= math.ceil(most / self._share)
+        if most is None:
+            return math.inf
+        return max(0, math.ceil(most / self._share) - self.num_requests)
 
     def take(self, num_tokens: int) -> TooMany | None:
         """Tokens of one request. One of more than a minute's waits for a full minute."""
@@ -245,7 +247,7 @@ def in_progress(tenant: Tenant | None) -> Iterator[TooMany | None]:
     """A request of a tenant, if it is one's; or why it may not be now."""
     if tenant is None:
         yield None
-    elif tenant.is_busy:
+    elif not tenant.num_left:
         message = f"tenant {tenant.name} has {tenant.num_requests} requests in progress"
         yield TooMany(message, BUSY_RETRY_AFTER_S)
     else:
@@ -254,3 +256,17 @@ def in_progress(tenant: Tenant | None) -> Iterator[TooMany | None]:
             yield None
         finally:
             tenant.num_requests -= 1
+
+
+@contextmanager
+def more_in_progress(tenant: Tenant | None, num: int) -> Iterator[int]:
+    """Parts of a request beside the first: so many, or as many as its tenant has left; how many."""
+    if tenant is None:
+        yield num
+        return
+    num = int(min(num, tenant.num_left))
+    tenant.num_requests += num
+    try:
+        yield num
+    finally:
+        tenant.num_requests -= num
