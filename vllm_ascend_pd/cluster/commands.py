@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ascend_pd.backends.mooncake_master import master_command
 from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, http_url, num_ranks, option
-from vllm_ascend_pd.cluster.topology import Topology, render_args, render_router_args
+from vllm_ascend_pd.cluster.topology import (
+    Topology,
+    option_name,
+    render_args,
+    render_router_args,
+)
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.envs import VISIBLE_DEVICES
 from vllm_ascend_pd.errors import ConfigError
@@ -227,7 +232,7 @@ def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEng
 
 
 def _dashed(args: dict[str, Any]) -> dict[str, Any]:
-    return {key.replace("_", "-").lstrip("-"): value for key, value in args.items()}
+    return {option_name(key): value for key, value in args.items()}
 
 
 def _engine_command(

@@ -39,6 +39,9 @@ RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name",
 
 _TLS = frozenset({"tls-certificate", "tls-key"})
 _JSON = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
+"""Options, of router and engines, whose lists are one word."""
+_REPEATED = frozenset({"middleware"})
+"""Options of engines that are said once for each item of a list."""
 _FLAGS = frozenset({"require-prefill", "allow-credentials"})
 
 Port = Annotated[int, Meta(ge=1, le=65535, description="must be within 1..65535")]
@@ -204,28 +207,29 @@ def _check_host(path: str, name: str, topology: Topology) -> None:
 
 def _check_args(path: str, args: Mapping[str, Any], reserved: frozenset[str] = RESERVED) -> None:
     for key in args:
-        if _option_name(key) in reserved:
+        if option_name(key) in reserved:
             raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
 
 
 def _check_no_tls(args: Mapping[str, Any]) -> None:
     """Who starts a router, and the engines that register, ask it over http."""
     for key, value in args.items():
-        if _option_name(key) in _TLS and value is not None:
+        if option_name(key) in _TLS and value is not None:
             raise ConfigError(
                 f"router.args.{key}: a deployment's own processes ask its router over http; put"
                 " what ends TLS in front of it, or start `vllm-pd router` by hand"
             )
 
 
-def _option_name(said: str) -> str:
+def option_name(said: str) -> str:
+    """With dashes, as `vllm serve` and `vllm-pd router` write it."""
     return said.replace("_", "-").lstrip("-")
 
 
 def _check_words(path: str, words: Sequence[str]) -> None:
     for word in words:
         option = word.partition("=")[0]
-        if option.startswith("--") and _option_name(option) in RESERVED:
+        if option.startswith("--") and option_name(option) in RESERVED:
             raise ConfigError(f"{path}: {option} is set by vllm-pd itself; leave it out")
 
 
@@ -256,18 +260,23 @@ def render_args(args: Mapping[str, Any]) -> list[str]:
     """``{max-model-len: 4096, enforce_eager: true}`` as words of a command line."""
     words: list[str] = []
     for key, value in args.items():
-        option = key.replace("_", "-").lstrip("-")
+        option = option_name(key)
         if value is None:
             continue
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, Mapping):
-            words += [f"--{option}", msgspec.json.encode(value).decode()]
-        elif isinstance(value, list | tuple):
-            words += [f"--{option}", *map(str, value)]
+        elif isinstance(value, list | tuple) and option in _REPEATED:
+            words += [word for item in value for word in (f"--{option}", _word(item))]
+        elif isinstance(value, list | tuple) and option not in _JSON:
+            words += [f"--{option}", *map(_word, value)]
         else:
-            words += [f"--{option}", str(value)]
+            words += [f"--{option}", _word(value)]
     return words
+
+
+def _word(value: Any) -> str:
+    is_json = isinstance(value, Mapping | list | tuple)
+    return msgspec.json.encode(value).decode() if is_json else str(value)
 
 
 def render_router_args(args: Mapping[str, Any]) -> list[str]:
@@ -276,11 +285,11 @@ def render_router_args(args: Mapping[str, Any]) -> list[str]:
     """
     words: list[str] = []
     for key, value in args.items():
-        option = _option_name(key)
+        option = option_name(key)
         if value is False:
             values = [] if option in _FLAGS else ["off"]
-        elif isinstance(value, list | tuple):
-            values = [msgspec.json.encode(value).decode()] if option in _JSON else list(value)
+        elif isinstance(value, list | tuple) and option not in _JSON:
+            values = list(value)
         else:
             values = [value]
         words += [word for one in values for word in render_args({option: one})]

@@ -162,11 +162,17 @@ def test_args_become_words() -> None:
         "enable-prefix-caching": False,
         "compilation-config": {"level": 3},
         "middleware": ["a", "b"],
+        "ignore-patterns": ["c", "d"],
+        "lora-modules": [{"name": "sql", "path": "/x"}, "e=/y"],
+        "allowed-origins": ["https://f", "https://g"],
         "dtype": None,
     }
     assert render_args(args) == [
         *("--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"),
-        *("--compilation-config", '{"level":3}', "--middleware", "a", "b"),
+        *("--compilation-config", '{"level":3}', "--middleware", "a", "--middleware", "b"),
+        *("--ignore-patterns", "c", "d"),
+        *("--lora-modules", '{"name":"sql","path":"/x"}', "e=/y"),
+        *("--allowed-origins", '["https://f","https://g"]'),
     ]
 
 
