@@ -154,6 +154,14 @@ def test_observing_brings_the_monitor_the_rules_and_the_dashboard() -> None:
     )
 
 
+def test_a_pool_without_mooncake_needs_no_master() -> None:
+    pool = {"tiers": ["dram"], "dram_size": "1GiB"}
+    prefill = of(render(extraConfig={"pool": pool}), "Deployment")["vllm-pd-prefill"]
+    words = as_started(prefill, "10.0.0.1")
+    extra = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert extra["pool"] == pool
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -162,6 +170,7 @@ def test_observing_brings_the_monitor_the_rules_and_the_dashboard() -> None:
         ({"decode": {"surge": -1}}, "/decode/surge"),
         ({"router": {"surge": 1}}, "'surge' not allowed"),
         ({"extraConfig": {"pool": {"dram_size": "1GiB"}}}, "extraConfig.pool: name a master"),
+        ({"extraConfig": {"pool": {"tiers": ["fs"], "ssd": {"path": "/a"}}}}, "and no ssd"),
     ],
 )
 def test_what_does_not_fit_is_named(values: Object, message: str) -> None:

@@ -283,6 +283,12 @@ def test_what_a_pod_answers_can_be_copied_to_another_one() -> None:
     assert json.loads(config)["kv_role"] == "kv_both"
 
 
+def test_a_pool_without_mooncake_brings_no_master() -> None:
+    pool = {"tiers": ["fs"], "ssd": {"path": "/ssd", "size": "1GiB"}}
+    planned = topology.parse({**PLANNED, "extra_config": {"pool": pool}})
+    assert not [one for one in manifests(planned, "image") if "master" in one["metadata"]["name"]]
+
+
 def test_own_networks_and_the_pools_own_master_are_kept() -> None:
     extra = {"security": {"allowed_peers": ["10.1.0.0/16"]}, "pool": {"master": "10.1.0.5:1"}}
     deployments = made(extra_config=extra)

@@ -19,7 +19,7 @@ from vllm_ascend_pd.cluster.topology import (
     render_args,
     render_router_args,
 )
-from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.config import PDConfig, PoolConfig
 from vllm_ascend_pd.envs import VISIBLE_DEVICES
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import name_of_rank
@@ -184,10 +184,18 @@ def _registers(topology: Topology) -> bool:
     return loopback or "token_file" in topology.extra_config.get("router", {})
 
 
-def wants_master(topology: Topology) -> bool:
-    """Whether engines have a pool and no master of the user's own."""
+def has_mooncake(topology: Topology) -> bool:
+    """Whether engines have a pool with the tier that needs a master."""
     pool = topology.extra_config.get("pool")
-    return isinstance(pool, dict) and "master" not in pool
+    if not isinstance(pool, dict):
+        return False
+    tiers = pool.get("tiers", PoolConfig().tiers)
+    return isinstance(tiers, list | tuple) and "mooncake" in tiers
+
+
+def wants_master(topology: Topology) -> bool:
+    """Whether engines need one, and the user has none of his own."""
+    return has_mooncake(topology) and "master" not in topology.extra_config["pool"]
 
 
 def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEngine]:

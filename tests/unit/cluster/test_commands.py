@@ -282,6 +282,17 @@ def test_a_master_of_the_users_own() -> None:
     assert transfer_config(made.commands[0])["kv_connector_extra_config"]["pool"] == pool
 
 
+@pytest.mark.parametrize("more", [{}, {"hosts": HOSTS, "device": "cpu"}], ids=["one", "two"])
+def test_a_pool_without_mooncake_has_no_master(more: dict[str, Any]) -> None:
+    pool = {"tiers": ["dram", "fs"], "dram_size": "1GiB", "ssd": {"path": "/kv", "size": "1GiB"}}
+    local = "a" if more else LOCAL
+    made = deployment(local=local, extra_config={"pool": pool}, **more)
+    assert [c.name for c in made.commands] == ["prefill-0", "decode-0", "router"]
+    for engine in made.commands[:2]:
+        section = transfer_config(engine)["kv_connector_extra_config"]["pool"]
+        assert section == {**pool, "ssd": {"path": f"/kv/{engine.name}", "size": "1GiB"}}
+
+
 def test_ports_of_the_master_on_several_hosts_are_fixed() -> None:
     made = deployment(local="b", hosts=HOSTS, extra_config={"pool": {"dram_size": "1GiB"}})
     assert made.commands[0].host == "a"
@@ -295,6 +306,7 @@ def test_ports_of_the_master_on_several_hosts_are_fixed() -> None:
     [
         (CPU, {"extra_config": {"transfer": {"lease": 1}}}, "extra_config, as prefill-0 gets it: "),
         (CPU, {"extra_config": {"pool": None}}, "as prefill-0 gets it: pool must be a mapping"),
+        (CPU, {"extra_config": {"pool": {"tiers": 5}}}, "gets it: pool.tiers must be a list"),
         (GPU, {"prefill": [{"count": 4}]}, "hosts.localhost: its 5 engines need 5 devices, and it"),
         (GPU, {"args": {"tensor-parallel-size": "x"}}, "prefill-0: --tensor-parallel-size must"),
         (CPU, {"prefill": [{"port": 8000}]}, "port 8000 of host localhost is given both to the r"),

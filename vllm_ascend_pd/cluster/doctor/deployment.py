@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.cluster.commands import MASTER_PORTS, place, wants_master
+from vllm_ascend_pd.cluster.commands import MASTER_PORTS, has_mooncake, place, wants_master
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 from vllm_ascend_pd.cluster.placement import http_url
 from vllm_ascend_pd.config import ETCD
@@ -104,9 +104,9 @@ class Master:
         self._known = [engine for engine in known if not engine.error]
 
     async def run(self) -> Sequence[Finding]:
-        pool = self._topology.extra_config.get("pool")
-        if not isinstance(pool, dict):
-            return [skipped(self.name, "the topology has no pool")]
+        if not has_mooncake(self._topology):
+            return [skipped(self.name, "the topology has no pool with the tier mooncake")]
+        pool = self._topology.extra_config["pool"]
         used = {str(e): e.info.get("pool_master", "") for e in self._known if e.info}
         wanted = self._given(pool) or next(iter(sorted(filter(None, used.values()))), None)
         if wanted is None:

@@ -92,8 +92,10 @@ def master(plan: Topology, *engines: ScriptedEngine) -> Sequence[Finding]:
     return with_engines([("both", engine) for engine in engines], use)
 
 
-def test_no_pool_no_master() -> None:
-    assert verdicts(master(topology(), ScriptedEngine())) == [Verdict.SKIPPED]
+@pytest.mark.parametrize("extra", [{}, {"pool": {"tiers": ["dram"], "dram_size": "64MiB"}}])
+def test_no_pool_of_mooncake_no_master(extra: dict[str, Any]) -> None:
+    found = master(topology(extra_config=extra), ScriptedEngine())
+    assert verdicts(found) == [Verdict.SKIPPED]
 
 
 def test_master_that_all_engines_use() -> None:

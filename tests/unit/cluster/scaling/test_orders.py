@@ -141,6 +141,20 @@ def test_beside_the_router_runs_a_driver_that_knows_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_a_pool_without_mooncake_has_no_master_there(tmp_path: Path) -> None:
+    pool = {"tiers": ["dram"], "dram_size": "64MiB"}
+    here = on_ray.at_router(parse({"model": "m", "extra_config": {"pool": pool}}), ASKED)
+    topology, _ = with_secrets(here, tmp_path)
+    manner, numbers = Manner(tmp_path, token_file=tmp_path / ".token"), count(9000)
+    deployment, _ = on_ray.deployment_on_ray(
+        topology, ASKED, manner, Programs(), lambda _: next(numbers)
+    )
+    assert [command.name for command in deployment.commands] == ["router", "ray"]
+    spec = msgspec.json.decode((tmp_path / "ray.json").read_bytes(), type=DriverSpec)
+    assert spec.shared.master is None
+
+
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
