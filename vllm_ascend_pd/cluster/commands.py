@@ -146,6 +146,9 @@ def make_deployment(
         registers=not discovery and _registers(topology),
         discovery=tuple(discovery),
     )
+    for engine in engines:
+        if _kv_role(engine, topology, shared) == "kv_consumer":
+            engine.kv_port = 0  # nobody asks it for anything
     commands: list[Command] = []
     if wants_master(topology):
         rpc_port, http_port = (chooser(address), chooser(address)) if chooser else MASTER_PORTS
@@ -208,6 +211,8 @@ def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEng
             host = topology.host_name(group.host)
             words = render_args({**_dashed(topology.args), **_dashed(group.args)})
             words += topology.more_args
+            # Of decode engines peers learn it from the router: on one host any will do.
+            has_kv_port = bool(group.kv_port) or role != "decode" or choose_port is None
             for offset in range(group.count):
                 name = f"{role}-{number}"
                 ranks = num_ranks(name, words)
@@ -227,7 +232,9 @@ def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEng
                         host=host,
                         address=topology.hosts[host].address,
                         port=port(group.port, FIRST_PORT + len(engines), 1, host, offset),
-                        kv_port=port(group.kv_port, next_kv_port, ranks, host, offset),
+                        kv_port=port(group.kv_port, next_kv_port, ranks, host, offset)
+                        if has_kv_port
+                        else 0,
                         words=list(words),
                         env={**topology.env, **group.env},
                         # Ranks would all look there first, at the same time.
@@ -253,7 +260,7 @@ def _engine_command(
     words += engine.words
     if option(engine.words, "--shutdown-timeout") is None:
         words += ["--shutdown-timeout", str(DRAIN_S)]
-    if not {_CACHED, _CACHED.replace("--", "--no-", 1)} & set(engine.words):
+    if option(engine.words, _CACHED, _CACHED.replace("--", "--no-", 1)) is None:
         words.append(_CACHED)
     if engine.memory_bytes is not None:
         words += ["--kv-cache-memory-bytes", str(engine.memory_bytes)]
@@ -291,7 +298,7 @@ def _router_command(
         words += ["--registration-token-file", token_file]
     if secret_file := topology.extra_config.get("security", {}).get("secret_file"):
         words += ["--secret-file", secret_file]
-    parsers = {_tool_call_parser(engine) for engine in engines}
+    parsers = {option(engine.words, _TOOL_CALL_PARSER) or "" for engine in engines}
     if len(parsers) == 1 and "" not in parsers:
         words += [_TOOL_CALL_PARSER, *parsers]
     args = _dashed(router.args)
@@ -306,15 +313,16 @@ def _router_command(
     return Command("router", "router", host, argv, dict(router.env), shared.router_url)
 
 
-def _tool_call_parser(engine: PlacedEngine) -> str:
-    words = [word for option in engine.words for word in option.split("=", 1)]
-    last = max((i for i, w in enumerate(words) if w == _TOOL_CALL_PARSER), default=len(words))
-    return "".join(words[last + 1 : last + 2])
+def _kv_role(engine: PlacedEngine, topology: Topology, shared: _Shared) -> str:
+    is_known = shared.registers or "secret_file" in topology.extra_config.get("security", {})
+    if engine.role == "decode" and is_known:
+        return "kv_both"  # its running requests can be copied
+    return _KV_ROLES[engine.role]
 
 
 def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) -> dict[str, Any]:
     extra = dict(topology.extra_config)
-    address, kv_role = engine.address, _KV_ROLES[engine.role]
+    address = engine.address
     if not ipaddress.ip_address(address).is_loopback:
         peers = sorted({host.address for host in topology.hosts.values()})
         security = dict(extra.get("security", {}))
@@ -322,9 +330,6 @@ def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) 
             security.setdefault("allow_non_loopback", True)
         security.setdefault("allowed_peers", peers)
         extra["security"] = security
-    is_known = shared.registers or "secret_file" in extra.get("security", {})
-    if engine.role == "decode" and is_known:
-        kv_role = "kv_both"  # its running requests can be copied
     if shared.registers:
         others = extra.get("router", {}).get("url")
         urls = f"{shared.router_url},{others}" if others else shared.router_url
@@ -336,10 +341,10 @@ def _transfer_config(engine: PlacedEngine, topology: Topology, shared: _Shared) 
         extra["pool"] = _pool(extra["pool"], engine, shared)
     config = {
         "kv_connector": "InEngine",
-        "kv_role": kv_role,
+        "kv_role": _kv_role(engine, topology, shared),
         "engine_id": engine.name,
         "kv_ip": address,
-        "kv_port": engine.kv_port if engine.role != "decode" else 0,
+        "kv_port": engine.kv_port,
         "kv_connector_extra_config": extra,
     }
     try:
@@ -378,7 +383,7 @@ def _refuse_shared_ports(topology: Topology, engines: list[PlacedEngine]) -> Non
     users[topology.hosts[router].address, topology.router.port] = "the router"
     for engine in engines:
         ports = [engine.port]
-        if engine.role != "decode" and engine.kv_port:
+        if engine.kv_port:
             ports += range(engine.kv_port, engine.kv_port + len(engine.ranks))
         for port in ports:
             where = (topology.hosts[engine.host].address, port)

@@ -188,7 +188,7 @@ def _container(one: _Workload, topology: Topology, image: str) -> Object:
     ports = [{"name": "http", "containerPort": MASTER_PORTS[1] if role == "master" else PORT}]
     if role == "router":
         ports = [{"name": "http", "containerPort": topology.router.port}]
-    if role == "prefill":
+    if one.command.is_engine:
         ports.append({"name": "kv", "containerPort": KV_PORT})
     if role == "master":
         ports.append({"name": "rpc", "containerPort": MASTER_PORTS[0]})

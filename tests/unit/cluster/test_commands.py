@@ -103,7 +103,7 @@ def test_names_count_across_groups_and_shell_lines_can_be_run() -> None:
     words = shlex.split(last.shell_line)
     assert words[:4] == [
         *("VLLM_HOST_IP=127.0.0.1", "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=30"),
-        *("VLLM_PORT=9011", "A=b c"),
+        *("VLLM_PORT=9008", "A=b c"),
     ]
     assert tuple(words[4:]) == last.argv
 
@@ -155,6 +155,25 @@ def test_ports_for_peers_are_counted_by_ranks() -> None:
         deployment(
             GPU, "a", hosts=HOSTS, prefill=[chosen | {"port": 7001, "count": 1}], decode=[{}]
         )
+
+
+def test_peers_ask_a_decode_engine_at_the_port_that_the_user_chose() -> None:
+    made = deployment(decode=[{"count": 2, "kv_port": 7000}, {}])
+    ports = [transfer_config(c)["kv_port"] for c in made.commands if c.role == "decode"]
+    assert ports == [7000, 7001, 0]
+    with pytest.raises(ConfigError, match=r"port 7000 .* both to prefill-0 and to decode-0"):
+        deployment(prefill=[{"port": 7000}], decode=[{"kv_port": 7000}])
+
+
+def test_ports_for_peers_of_decode_engines_are_counted_on_several_hosts() -> None:
+    groups = {"prefill": [{"host": "a"}], "decode": [{"host": "b"}]}
+
+    def config(**fields: Any) -> tuple[str, int]:
+        made = deployment(CPU, "a", device="cpu", hosts=HOSTS, **groups, **fields).commands[1]
+        return transfer_config(made)["kv_role"], transfer_config(made)["kv_port"]
+
+    assert config(extra_config={"security": {"secret_file": "/etc/s"}}) == ("kv_both", 14601)
+    assert config() == ("kv_consumer", 0)  # nobody asks it for anything
 
 
 def test_ranks_behind_a_router_that_is_told_urls_are_balanced_by_vllm() -> None:
@@ -336,8 +355,24 @@ def test_what_does_not_fit_is_named(machine: Machine, fields: dict[str, Any], me
         deployment(machine, local, **fields)
 
 
-@pytest.mark.parametrize("args", [{"tool-call-parser": "hermes"}, {"tool_call_parser": "hermes"}])
-def test_router_knows_the_tool_parser_that_all_engines_have(args: dict[str, Any]) -> None:
-    assert option(deployment(args=args).commands[-1], "--tool-call-parser") == "hermes"
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"args": {"tool-call-parser": "hermes"}},
+        {"args": {"tool_call_parser": "hermes"}},
+        {"more_args": ["--tool_call_parser", "hermes"]},
+        {"more_args": ["--tool-call-parser=hermes"]},
+    ],
+    ids=str,
+)
+def test_router_knows_the_tool_parser_that_all_engines_have(said: dict[str, Any]) -> None:
+    assert option(deployment(**said).commands[-1], "--tool-call-parser") == "hermes"
+    args = {"tool_call_parser": "hermes"}
     differing = deployment(args=args, decode=[{"args": {"tool-call-parser": "xlam"}}])
     assert "--tool-call-parser" not in differing.commands[-1].argv
+
+
+def test_what_an_engine_says_of_cached_tokens_is_the_users_to_choose() -> None:
+    off = "--no_enable_prompt_tokens_details"
+    engine = deployment(more_args=[off]).commands[0]
+    assert [word for word in engine.argv if "tokens" in word] == [off]

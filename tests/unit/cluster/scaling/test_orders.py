@@ -129,7 +129,7 @@ def test_beside_the_router_runs_a_driver_that_knows_all(tmp_path: Path) -> None:
     spec_file = tmp_path / "ray.json"
     assert spec_file.stat().st_mode & 0o777 == 0o600
     spec = msgspec.json.decode(spec_file.read_bytes(), type=DriverSpec)
-    assert (spec.shared.device, spec.shared.master) == ("cuda", "10.0.0.1:9006")
+    assert (spec.shared.device, spec.shared.master) == ("cuda", "10.0.0.1:9005")
     assert spec.secret_files == {
         "security.secret_file": str(tmp_path / ".secret"),
         "router.token_file": str(tmp_path / ".token"),
