@@ -225,14 +225,15 @@ def test_operator_hears_what_is_wrong() -> None:
             async with RouterOperator(d.url) as operator:
                 with pytest.raises(ConfigError, match="404: d9 has not registered"):
                     await anext(drain(operator, "d9"))
-                client = Client(d, n=2)
+                client = Client(d, n=2, max_tokens=1000)
                 await until(lambda: d.decodes[0].num_in_progress == 1)
                 lines = drain(operator, name(d.decodes[0]))
                 await anext(lines)
                 await operator.undo_drain(name(d.decodes[0]))
                 with pytest.raises(ConfigError, match="drained no more"):
                     await asyncio.wait_for(anext(lines), 20)
-                await client.task
+                assert d.decodes[0].num_in_progress == 1
+                await client.rest()
             async with RouterOperator("http://127.0.0.1:1") as nobody:
                 with pytest.raises(ConfigError, match="give it with --router"):
                     await nobody.requests()

@@ -58,6 +58,7 @@ def drain(
     async def ask() -> None:
         token = operator_token(router, token_file)
         async with RouterOperator(router, token) as operator:
+            await operator.refuse_unknown(instances)
             await asyncio.wait_for(
                 asyncio.gather(*(one(operator, name) for name in instances)), wait or None
             )

@@ -22,6 +22,7 @@ TokenFile = Annotated[
     ),
 ]
 ROUTER_URL = "http://127.0.0.1:8000"
+_COMPLETE = "its answer was complete before"
 
 
 @app.command(
@@ -76,27 +77,44 @@ def move(
             if listing:
                 typer.echo(_table(await operator.requests()))
                 return 0
-            ids = requests or [
-                one.request_id for one in await operator.requests() if one.instance == source
-            ]
-            return await _move_all(operator, ids, to)
+            if to is not None:
+                await operator.refuse_unknown([to])
+            if source is None:
+                return await _move_all(operator, requests or [], to, were_listed=False)
+            running = [one for one in await operator.requests() if one.instance == source]
+            if not running:
+                await operator.refuse_unknown([source])
+                typer.echo(f"nothing runs on {source}")
+            ids = [one.request_id for one in running]
+            return await _move_all(operator, ids, to, were_listed=True)
 
     raise typer.Exit(asyncio.run(ask()))
 
 
-async def _move_all(operator: RouterOperator, ids: list[str], to: str | None) -> int:
-    """All at once, told as they end; the exit code."""
+async def _move_all(
+    operator: RouterOperator, ids: list[str], to: str | None, *, were_listed: bool
+) -> int:
+    """All at once, told as they end; the exit code. Those that ``were_listed`` may have ended."""
     import asyncio
 
+    from vllm_ascend_pd.cluster.operator import NotFound
+    from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.operating import MoveOrder
 
-    code = 0
-    moving = [operator.move(request_id, MoveOrder(to=to)) for request_id in dict.fromkeys(ids)]
-    for ended in asyncio.as_completed(moving):
-        for report in await ended:
+    async def move_one(request_id: str) -> int:
+        try:
+            reports = await operator.move(request_id, MoveOrder(to=to))
+        except ConfigError as e:
+            if were_listed and isinstance(e, NotFound):
+                typer.echo(f"{request_id}  {_COMPLETE}")
+                return 0
+            typer.echo(f"{request_id}  {e}", err=True)
+            return 1
+        for report in reports:
             typer.echo(_line(report))
-            code = code if report.outcome in ("moved", "not_needed") else 1
-    return code
+        return int(any(one.outcome not in ("moved", "not_needed") for one in reports))
+
+    return max(await asyncio.gather(*map(move_one, dict.fromkeys(ids))), default=0)
 
 
 def _line(report: MoveReport) -> str:
@@ -104,7 +122,7 @@ def _line(report: MoveReport) -> str:
     told = {
         "moved": f"{report.source} -> {report.target}, {seconds:.2f} s",
         "stayed": f"stays on {report.source}: {report.cause}",
-        "not_needed": "its answer was complete before",
+        "not_needed": _COMPLETE,
         "broken": f"{report.source} has failed; it goes on as a broken stream does",
     }
     return f"{name}  {told[report.outcome]}"

@@ -25,9 +25,13 @@ async def drain(operator: RouterOperator, instance_id: str) -> AsyncIterator[str
     or end. ``ConfigError`` if the router does not know it.
     """
     await operator.drain(instance_id, DrainOrder(seconds=None))
-    async for status, line in _emptied(operator, instance_id, lambda status: status.num_active):
+
+    def num_left(status: InstanceStatus) -> int:
         if status.state != "draining":
             raise ConfigError(f"{instance_id} is drained no more: somebody has undone it")
+        return status.num_active
+
+    async for line in _emptied(operator, instance_id, num_left):
         yield line or f"{instance_id} is empty: it may be stopped"
 
 
@@ -38,19 +42,19 @@ async def switch(operator: RouterOperator, instance_id: str, role: Role) -> Asyn
     await operator.use_for(instance_id, role)
 
     def num_left(status: InstanceStatus) -> int:
-        return status.num_decoding if role == "prefill" else 0
-
-    async for status, line in _emptied(operator, instance_id, num_left):
         if status.used_for != role:
             raise ConfigError(f"{instance_id} is used for {status.used_for}: somebody has said so")
+        return status.num_decoding if role == "prefill" else 0
+
+    async for line in _emptied(operator, instance_id, num_left):
         yield line or f"{instance_id} is used for {role}"
 
 
 async def _emptied(
     operator: RouterOperator, instance_id: str, num_left: Callable[[InstanceStatus], int]
-) -> AsyncIterator[tuple[InstanceStatus, str]]:
-    """What the router says of it, and of the requests that are left, whenever that changes; at last
-    nothing of them.
+) -> AsyncIterator[str]:
+    """What the router says of the requests that are left, whenever that changes; at last nothing.
+    ``num_left`` looks at each answer, and raises where nobody needs to wait any more.
     """
     told: str | None = None
     while True:
@@ -61,7 +65,7 @@ async def _emptied(
         count = num_left(found[0])
         line = f"{instance_id} {_left(count, running)}" if count else ""
         if line != told:
-            yield found[0], line
+            yield line
             told = line
         if not count:
             return

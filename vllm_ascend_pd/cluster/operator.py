@@ -16,6 +16,7 @@ from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestSta
 from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role, RoleOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
 T = TypeVar("T")
@@ -24,6 +25,10 @@ CONNECT_TIMEOUT_S = 10.0
 
 class RouterAway(ConfigError):
     """It does not answer."""
+
+
+class NotFound(ConfigError):
+    """It does not know what was named."""
 
 
 @dataclass(slots=True)
@@ -64,6 +69,12 @@ class RouterOperator:
         """All that the router knows."""
         return await self._ask("GET", registration.PATH, list[InstanceStatus])
 
+    async def refuse_unknown(self, names: Iterable[str]) -> None:
+        """``ConfigError`` says which of these the router does not know, and whom it does."""
+        known = sorted(one.instance_id for one in await self.instances())
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(f"{self.url} knows no engine {', '.join(unknown)}; there are {known}")
+
     async def drain(self, instance_id: str, order: DrainOrder) -> None:
         """No new requests, and those in progress move; as long as the order says."""
         await self._ask("PUT", f"{registration.PATH}/{instance_id}/drain", type(None), order)
@@ -88,8 +99,12 @@ class RouterOperator:
             raise RouterAway(message) from e
         if response.status >= 400:
             hint = " (--token-file)" if response.status == 403 else ""
-            raise ConfigError(f"{method} {url}: {response.status}: {_message(body)}{hint}")
-        return msgspec.json.decode(body or b"null", type=kind)
+            refused = NotFound if response.status == 404 else ConfigError
+            raise refused(f"{method} {url}: {response.status}: {_message(body)}{hint}")
+        try:
+            return msgspec.json.decode(body or b"null", type=kind)
+        except msgspec.MsgspecError as e:
+            raise ConfigError(f"{method} {url}: this is no vllm-pd router's answer: {e}") from e
 
 
 def _message(body: bytes) -> str:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pd move``, ``drain`` and ``restart`` as a user types them, beside a real router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.router.broken_streams import PATIENT
+from tests.router.harness import Deployment, deployed, until
+from tests.router.moving import SLOW, Client, name
+from vllm_ascend_pd.cli import main
+from vllm_ascend_pd.cluster.operator import RouterOperator
+from vllm_ascend_pd.operating import RequestStatus
+
+Typed = Callable[..., Awaitable[Result]]
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main.app, list(words), env={"COLUMNS": "200"})
+
+
+def beside_a_router(test: Callable[[Deployment, Typed], Awaitable[None]]) -> None:
+    """``test`` gets one P, two D, and how to run a command about them."""
+
+    async def all_of_it() -> None:
+        async with deployed(1, 2, replace(PATIENT, policy="least-loaded"), **SLOW) as d:
+
+            async def typed(*words: str) -> Result:
+                return await asyncio.to_thread(run, *words, "--router", d.url)
+
+            await test(d, typed)
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+
+def test_a_slip_in_one_name_drains_nobody() -> None:
+    async def test(d: Deployment, typed: Typed) -> None:
+        first = name(d.decodes[0])
+        for undo in ((), ("--undo",)):
+            result = await typed("drain", first, "decode-O", *undo)
+            assert result.exit_code == 2
+            assert "knows no engine decode-O; there are [" in result.output
+            assert first in result.output
+        assert d.router.registry.get(first).spec.state == "ready"
+        assert (await typed("drain", first, "--wait", "0")).exit_code == 0
+        assert d.router.registry.get(first).spec.state == "draining"
+
+    beside_a_router(test)
+
+
+def test_an_engine_without_requests_and_one_that_there_is_not_are_told_apart() -> None:
+    async def test(d: Deployment, typed: Typed) -> None:
+        idle = name(d.decodes[0])
+        result = await typed("move", "--from", idle)
+        assert (result.exit_code, result.output) == (0, f"nothing runs on {idle}\n")
+        for option in (("--from", "decode-O"), ("--from", idle, "--to", "decode-O")):
+            result = await typed("move", *option)
+            assert result.exit_code == 2
+            assert "knows no engine decode-O; there are [" in result.output
+
+    beside_a_router(test)
+
+
+def test_a_request_that_has_ended_keeps_no_other_from_moving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Typed, it may be a slip; after ``--from`` it was there a moment ago."""
+    ask = RouterOperator.requests
+
+    async def and_one_that_ends(operator: RouterOperator) -> list[RequestStatus]:
+        found = await ask(operator)
+        return [msgspec.structs.replace(found[0], request_id="ended"), *found]
+
+    async def test(d: Deployment, typed: Typed) -> None:
+        client = Client(d, "one", max_tokens=400)
+        await client.has(2)
+        source, target = sorted(d.decodes, key=lambda engine: -engine.num_in_progress)
+        result = await typed("move", "ended", "one", "--to", name(target))
+        assert result.exit_code == 1
+        assert "404: no request 'ended' is answered" in result.stderr
+        assert result.stdout.startswith(f"one  {name(source)} -> {name(target)}, ")
+
+        await until(lambda: source.num_in_progress == 0)
+        monkeypatch.setattr(RouterOperator, "requests", and_one_that_ends)
+        result = await typed("move", "--from", name(target))
+        assert result.exit_code == 0, result.output
+        assert sorted(line.partition("  ")[0] for line in result.stdout.splitlines()) == [
+            "ended",
+            "one",
+        ]
+        assert "ended  its answer was complete before\n" in result.stdout
+        await client.rest()
+
+    beside_a_router(test)

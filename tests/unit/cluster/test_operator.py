@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator's command makes of answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from vllm_ascend_pd.cluster.operator import RouterOperator
+from vllm_ascend_pd.errors import ConfigError
+
+
+@pytest.mark.parametrize("body", ["<html>", "{}", '[{"instance_id": 5}]'])
+def test_who_is_no_router_is_told_so(body: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=body)
+
+    async def test() -> None:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with RouterOperator(url) as operator:
+            with pytest.raises(ConfigError, match="is no vllm-pd router's answer"):
+                await operator.instances()
+        await runner.cleanup()
+
+    asyncio.run(test())
