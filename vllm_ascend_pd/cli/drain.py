@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_ascend_pd.cli.finite import finite
 from vllm_ascend_pd.cli.move import ROUTER_URL, Router, TokenFile
 
 app = typer.Typer(add_completion=False)
@@ -32,7 +33,10 @@ def drain(
     instances: Annotated[list[str], typer.Argument(metavar="INSTANCE...", help="Engines.")],
     undo: Annotated[bool, typer.Option("--undo", help="They get requests as before.")] = False,
     wait: Annotated[
-        float, typer.Option(min=0, help="Seconds until they must be empty; 0: do not wait.")
+        float,
+        typer.Option(
+            min=0, callback=finite, help="Seconds until they must be empty; 0: do not wait."
+        ),
     ] = 600,
     router: Router = ROUTER_URL,
     token_file: TokenFile = None,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_ascend_pd.cli.finite import finite
+
 app = typer.Typer(add_completion=False)
 
 
@@ -34,7 +36,11 @@ def restart(
     ] = 8000,
     drain_timeout: Annotated[
         float,
-        typer.Option(min=0, help="Seconds for the requests of one engine to end. 0: end them."),
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Seconds for the requests of one engine to end. 0: end them.",
+        ),
     ] = 600,
 ) -> None:
     import asyncio

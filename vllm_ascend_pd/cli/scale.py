@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_ascend_pd.cli.finite import finite
+
 app = typer.Typer(add_completion=False)
 
 
@@ -31,7 +33,10 @@ def scale(
         int, typer.Option(min=1, max=65535, help="Port of the router, which says which `up`.")
     ] = 8000,
     wait: Annotated[
-        float, typer.Option(min=0, help="Seconds until all must be done; 0: do not wait.")
+        float,
+        typer.Option(
+            min=0, callback=finite, help="Seconds until all must be done; 0: do not wait."
+        ),
     ] = 1800,
 ) -> None:
     import asyncio

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_ascend_pd.cli.finite import finite
+
 if TYPE_CHECKING:
     from vllm_ascend_pd.cluster.commands import Deployment
     from vllm_ascend_pd.cluster.launch import Manner
@@ -81,7 +83,7 @@ def up(
         typer.Option(help="Folder for the logs.", show_default="vllm-pd-logs/TIME"),
     ] = None,
     startup_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds until a process must be up.")
+        float, typer.Option(min=1, callback=finite, help="Seconds until a process must be up.")
     ] = 1800,
     log_max_size: Annotated[
         str, typer.Option(metavar="SIZE", help="A log that is larger is rotated.")

@@ -98,3 +98,20 @@ def test_a_request_that_has_ended_keeps_no_other_from_moving(
         await client.rest()
 
     beside_a_router(test)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("restart", "--rolling", "--drain-timeout"),
+        ("drain", "d", "--wait"),
+        ("scale", "--wait"),
+        ("up", "m", "--startup-timeout"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1"])
+def test_seconds_that_are_no_time_are_named(words: tuple[str, ...], seconds: str) -> None:
+    result = run(*words, seconds)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{words[-1]}'" in result.output
