@@ -32,7 +32,7 @@ from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner, responds
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.cluster.restart import RollingRestart
-from vllm_ascend_pd.cluster.up_socket import Scaling, UpSocket, socket_path
+from vllm_ascend_pd.cluster.up_socket import Scaling, UpSocket, refuse_second_up, socket_path
 from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.private_file import read_token, write_private
 from vllm_ascend_pd.processes.child import ChildSpec, Patience, StartError
@@ -144,6 +144,15 @@ def refuse_busy_ports(commands: Sequence[Command]) -> None:
             )
 
 
+def refuse_second_launch(deployment: Deployment) -> None:
+    """``ConfigError`` if commands could not tell it from another one of this user."""
+    refuse_second_up(_socket_path(deployment))
+
+
+def _socket_path(deployment: Deployment) -> Path:
+    return socket_path(urlsplit(deployment.router_url).port or 80)
+
+
 async def refuse_unpatched_engine() -> None:
     """``ConfigError`` with the command that mends it, before a model is loaded for nothing."""
     for finding in await Patches().run():
@@ -177,7 +186,7 @@ async def launch(
         for one in commands
     ]
     log_dir = manner.log_dir
-    socket = socket_path(urlsplit(deployment.router_url).port or 80)
+    socket = _socket_path(deployment)
     started = time.monotonic()
     urls = {command.name: command.url for command in commands}
     all_up = asyncio.Event()
@@ -236,7 +245,7 @@ async def _obey(path: Path, deployment: Deployment, supervisor: Supervisor, mann
         try:
             await up_socket.start()
             await asyncio.Event().wait()
-        except OSError as e:
+        except (ConfigError, OSError) as e:
             logger.warning("vllm-pd restart cannot reach this one: %s", e)
         finally:
             await up_socket.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -102,9 +103,25 @@ def socket_path(router_port: int) -> Path:
     return folder / f"up-{router_port}.sock"
 
 
-def token_path(socket: Path) -> Path:
-    """The link beside it."""
-    return socket.with_suffix(".token")
+def refuse_second_up(path: Path) -> None:
+    """``ConfigError`` if a ``vllm-pd up`` listens there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            pass  # so many ask that one more would have to wait
+        except OSError:
+            return
+    raise ConfigError(
+        f"another `vllm-pd up` of this user listens at {path}: its router has the same port. Wait"
+        " until it has ended, or give this router another port"
+    )
+
+
+def token_path(path: Path) -> Path:
+    """The link beside a socket."""
+    return path.with_suffix(".token")
 
 
 def find_token_file(router_url: str) -> Path | None:
@@ -145,20 +162,27 @@ class UpSocket:
         app.router.add_post("/restart", self._on_restart)
         app.router.add_post("/scale", self._on_scale)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+        self._inode: int | None = None
+        """Of the socket, once there is one."""
 
     async def start(self) -> None:
+        """``ConfigError`` if another one listens there."""
+        refuse_second_up(self._path)
         await self._runner.setup()
         token = token_path(self._path)
         for path in (self._path, token):
             path.unlink(missing_ok=True)  # of one that was killed
+        await web.UnixSite(self._runner, str(self._path)).start()
+        self._inode = self._path.stat().st_ino
         if self._token_file is not None:
             token.symlink_to(self._token_file.absolute())
-        await web.UnixSite(self._runner, str(self._path)).start()
 
     async def close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:
+                for path in (self._path, token_path(self._path)):
+                    path.unlink(missing_ok=True)
         await self._runner.cleanup()
-        for path in (self._path, token_path(self._path)):
-            path.unlink(missing_ok=True)
 
     async def _on_restart(self, request: web.Request) -> web.StreamResponse:
         order = msgspec.json.decode(await request.read(), type=RestartOrder)
@@ -190,6 +214,9 @@ class UpSocket:
             return
         if self._busy.locked():
             yield RestartProgress("a restart is in progress: wait until it has ended", True)
+            return
+        if not self._engines:
+            yield RestartProgress("this `vllm-pd up` runs no engines: ask that of their host", True)
             return
         async with self._busy:
             engines = [self._engines[name] for name in order.names or self._engines]

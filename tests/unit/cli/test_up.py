@@ -17,6 +17,7 @@ from vllm_ascend_pd.cluster.doctor import host
 from vllm_ascend_pd.cluster.doctor.findings import fail
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import FreePorts
+from vllm_ascend_pd.cluster.up_socket import socket_path
 
 TOPOLOGY = """
 model: m
@@ -132,6 +133,21 @@ def test_a_router_port_that_is_taken_is_named_with_its_owner(
     assert f"port {port} of 127.0.0.1, for router, is used by" in result.output
     assert "with --port" in result.output
     assert list(tmp_path.iterdir()) == []  # no folder for its logs
+
+
+def test_a_router_port_of_another_up_on_another_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    port = FreePorts()("127.0.0.1")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(socket_path(port)))
+        other.listen()
+        result = run("m", "--port", str(port))
+    assert result.exit_code == 2
+    assert "another `vllm-pd up` of this user listens at" in result.output
+    assert not Path("vllm-pd-logs").exists()
 
 
 def test_two_that_start_in_the_same_second_have_logs_and_tokens_of_their_own(

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from vllm_ascend_pd.cluster.restart import RollingRestart
-from vllm_ascend_pd.cluster.up_socket import UpSocket, find_token_file, socket_path
+from vllm_ascend_pd.cluster.up_socket import UpSocket, find_token_file, socket_path, token_path
 
 NO_RESTART = cast("RollingRestart", None)
 ROUTER = "http://127.0.0.1:8123"
@@ -22,17 +23,20 @@ def test_token_is_found_while_it_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     token_file.write_text("x")
 
     async def test() -> None:
-        sockets = [UpSocket(socket_path(8123), {}, NO_RESTART, token_file) for _ in range(2)]
-        for socket in sockets:  # the second one finds what one that was killed has left
-            await socket.start()
+        path = socket_path(8123)
+        with socket.socket(socket.AF_UNIX) as killed:  # leaves both behind
+            killed.bind(str(path))
+            killed.listen()
+        token_path(path).symlink_to(tmp_path / "of-another-time")
+        up = UpSocket(path, {}, NO_RESTART, token_file)
+        await up.start()
         found = find_token_file(ROUTER)
         assert found is not None
         assert found.resolve() == token_file
         assert find_token_file("http://localhost:8123/") == found
         for other in ("http://127.0.0.1:8124", "http://127.0.0.1", "http://10.0.0.1:8123"):
             assert find_token_file(other) is None
-        for socket in sockets:
-            await socket.close()
+        await up.close()
         assert find_token_file(ROUTER) is None
 
     asyncio.run(test())
@@ -44,9 +48,9 @@ def test_token_of_a_router_that_has_gone_is_not_read(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     async def test() -> None:
-        socket = UpSocket(socket_path(8123), {}, NO_RESTART, tmp_path / "gone")
-        await socket.start()
+        up = UpSocket(socket_path(8123), {}, NO_RESTART, tmp_path / "gone")
+        await up.start()
         assert find_token_file(ROUTER) is None
-        await socket.close()
+        await up.close()
 
     asyncio.run(test())
