@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import re
@@ -83,7 +84,7 @@ class FreePorts:
         self._left = iter(random.sample(self._ports, len(self._ports)))
 
     def __call__(self, address: str) -> int:
-        """``ConfigError`` when none is left."""
+        """``ConfigError`` when none is left, or the address is another machine's."""
         for port in self._left:
             if can_listen(address, port):
                 return port
@@ -91,13 +92,19 @@ class FreePorts:
 
 
 def can_listen(address: str, port: int) -> bool:
-    """Whether a server could be started on this port now."""
+    """Whether a server could be started on this port now.
+
+    Raises:
+        ConfigError: the address is not one of this machine.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
-        except OSError:
+        except OSError as e:
+            if e.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"{address} is not an address of this machine") from e
             return False
         return True
 

@@ -24,6 +24,7 @@ from vllm_ascend_pd.cluster.machine import (
     port_owner,
     responds,
 )
+from vllm_ascend_pd.errors import ConfigError
 
 
 def test_this_machine() -> None:
@@ -89,6 +90,12 @@ def test_who_listens() -> None:
         assert not can_listen("127.0.0.1", port)
         assert port_owner(port).endswith(f"(pid {os.getpid()})")
     assert port_owner(port) == ""
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    for ask in (lambda: can_listen("203.0.113.1", 8000), lambda: FreePorts()("203.0.113.1")):
+        with pytest.raises(ConfigError, match=r"203.0.113.1 is not an address of this machine"):
+            ask()
 
 
 def test_who_cannot_serve_now_responds_all_the_same() -> None:
