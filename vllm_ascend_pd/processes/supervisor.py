@@ -34,7 +34,7 @@ from vllm_ascend_pd.processes.child import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class Supervisor:
         self._guard = _Guard(self._patience.orphan_s, tuple(self._secrets))
         self._announced = False
         self._failed: Child | None = None
+        self._unasked: set[str] = set()
+        """Children whose probes have raised, which is told once."""
 
     def stop(self) -> None:
         """End everything; a second call does not wait for anybody. Loop thread."""
@@ -193,8 +195,18 @@ class Supervisor:
                 start_new_session=True,
             )
 
+    async def _says_yes(self, child: Child, answer: Awaitable[bool]) -> bool:
+        """A probe that raises has got no answer."""
+        try:
+            return await answer
+        except Exception as e:  # noqa: BLE001 - else the child would be taken for up
+            if child.spec.name not in self._unasked:
+                logger.warning("%s cannot be asked whether it is up: %r", child.spec.name, e)
+                self._unasked.add(child.spec.name)
+            return False
+
     async def _wait_healthy(self, child: Child, group: int) -> None:
-        while not await child.spec.is_up(group):
+        while not await self._says_yes(child, child.spec.is_up(group)):
             await asyncio.sleep(self._patience.probe_s)
 
     async def _wait_silent(self, child: Child, healthy: asyncio.Task[None]) -> None:
@@ -208,7 +220,7 @@ class Supervisor:
         while num_misses < 2 or time.monotonic() - answered < self._patience.silent_s:
             await asyncio.sleep(self._patience.watch_s)
             num_misses += 1
-            if await is_alive():
+            if await self._says_yes(child, is_alive()):
                 answered, num_misses = time.monotonic(), 0
 
     def _ready(self, child: Child) -> None:

@@ -356,6 +356,37 @@ def test_a_child_that_is_up_and_no_longer_answers_is_started_again(tmp_path: Pat
     asyncio.run(scenario())
 
 
+def test_a_probe_that_raises_says_no_and_that_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        num_raised = 0
+
+        async def raises(group: int = 0) -> bool:
+            nonlocal num_raised
+            num_raised += 1
+            if num_raised <= 3:
+                raise RuntimeError("not sure how to interpret line")
+            return True
+
+        async def is_silent() -> bool:
+            raise RuntimeError("not sure how to interpret line")
+
+        spec = ChildSpec("a", (sys.executable, "-c", SLEEP), {}, raises, is_silent)
+        watched = Watched([spec], tmp_path, replace(QUICK, watch_s=0.05, silent_s=0.2))
+        child = watched.child("a")
+        await watched.until_ready()
+        assert num_raised == 4
+        await watched.until(lambda: child.num_crashes == 1)
+        assert child.note.startswith("did not answer for 0.2 s; starts again in")
+        await watched.stop()
+
+    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "a cannot be asked whether it is up: RuntimeError('not sure how to interpret line')"
+    ]
+
+
 @supervised(Patience(startup_s=20, first_backoff_s=60, max_backoff_s=60, probe_s=0.05), a={})
 async def test_stop_during_backoff(watched: Watched) -> None:
     child = watched.child("a")
