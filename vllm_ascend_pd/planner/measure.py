@@ -358,6 +358,7 @@ class Measurement:
                     raise ConfigError(f"{url}: {response.status}: {(await response.text())[:300]}")
                 async for line in response.content:
                     if line.startswith(b"data:") and _DONE not in line:
+                        _refuse_error(url, line)
                         times.append(time.perf_counter())
                         self._num_tokens += 1
                         if len(times) == 1:
@@ -395,6 +396,19 @@ class Measurement:
                 labels = family.samples[0].labels
                 return int(labels["num_gpu_blocks"]), int(labels["block_size"])
         raise ConfigError(f"{url}/metrics has no vllm:cache_config_info; is it vLLM?")
+
+
+def _refuse_error(url: str, line: bytes) -> None:
+    """``ConfigError`` if the engine says so in its stream, which has begun with 200."""
+    if b'"error"' not in line:
+        return
+    try:
+        error = msgspec.json.decode(line.removeprefix(b"data:"))["error"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return
+    if error:
+        message = error.get("message", error) if isinstance(error, dict) else error
+        raise ConfigError(f"{url} failed: {message}")
 
 
 async def take_profile(

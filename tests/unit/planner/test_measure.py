@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.planner.measure import EngineLimits, Grid, Measurement
@@ -169,3 +171,31 @@ def test_requests_that_were_to_keep_an_engine_busy_and_failed_are_said(
     with pytest.raises(ConfigError, match="requests that were to keep D busy failed: D: 503"):
         measured(lambda: busy(none), monkeypatch)
     assert none.num_asked == 3
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_an_error_in_a_stream_is_no_token(num_tokens: int) -> None:
+    error = '{"error": {"message": "EngineCore has ended", "code": 500}}'
+    token = '{"choices": [{"text": "say \\"error\\""}], "error": null}'
+
+    async def answer(request: web.Request) -> web.Response:
+        events = [token] * num_tokens + [error] * (await request.json())["max_tokens"] + ["[DONE]"]
+        return web.Response(text="".join(f"data: {event}\n\n" for event in events))
+
+    async def test() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as http:
+            measurement = Measurement(http, url, GRID, lambda line: None)
+            if num_tokens:
+                assert len(await measurement._token_times(url, [1], 0)) == num_tokens
+            with pytest.raises(ConfigError, match="failed: EngineCore has ended"):
+                await measurement._token_times(url, [1], 1)
+        await runner.cleanup()
+
+    asyncio.run(test())
