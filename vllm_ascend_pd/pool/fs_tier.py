@@ -74,7 +74,11 @@ class FileTier(Tier):
         self._is_open = True
         self._read_failed_at = -math.inf
         self._write_failed_at = -math.inf
-        self._find_files()
+        try:
+            self._find_files()
+        except OSError as e:
+            os.close(self._lock_fd)
+            raise ConfigError(f"pool.ssd.path {folder} cannot be used: {e}") from e
 
     @classmethod
     def open(cls, opening: Opening) -> FileTier:

@@ -193,6 +193,16 @@ def test_damaged_copy_gives_way_to_a_good_one_below(files: FileTier, tmp_path: P
 # Files.
 
 
+def test_folder_that_cannot_be_looked_through_is_named_and_left(tmp_path: Path) -> None:
+    odd = tmp_path / ".pd-value-1" / "in it"
+    odd.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"pool.ssd.path .* cannot be used"):
+        FileTier(tmp_path, 8 * SIZE)
+    odd.rmdir()
+    odd.parent.rmdir()
+    FileTier(tmp_path, 8 * SIZE).close()
+
+
 def test_values_outlive_their_process(files: FileTier, tmp_path: Path) -> None:
     put(files, 1, 2)
     files.close()
