@@ -464,7 +464,7 @@ def _host_and_port(address: str) -> tuple[str, str]:
 
 def _is_reachable(host: str, port: str) -> bool:
     """Whether both are there, and the port is one that a server can have."""
-    return bool(host) and port.isdigit() and 0 < int(port) < 65536
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
 
 
 def _is_url(value: str) -> bool:

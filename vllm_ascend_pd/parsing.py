@@ -27,7 +27,7 @@ def parse_size(path: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str):
-        if value.isdigit():
+        if value.isdecimal():
             return int(value)
         if match := _SIZE.fullmatch(value.strip()):
             return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))

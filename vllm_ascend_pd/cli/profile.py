@@ -97,6 +97,6 @@ def profile(
 
 def _numbers(name: str, text: str, separator: str = ",") -> list[int]:
     parts = [part.strip() for part in text.split(separator)]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=name)
     return sorted(map(int, parts))

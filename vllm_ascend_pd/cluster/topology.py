@@ -250,9 +250,10 @@ def parse_cores(path: str, text: str) -> tuple[int, ...]:
     cores: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
+        numbers = [first, last] if dash else [first]
+        if not all(map(str.isdecimal, numbers)) or int(numbers[-1]) < int(first):
             raise ConfigError(f"{path}: {text!r} is not a list of cores such as 0-15,32")
-        cores.extend(range(int(first), int(last or first) + 1))
+        cores.extend(range(int(first), int(numbers[-1]) + 1))
     return tuple(dict.fromkeys(cores))
 
 

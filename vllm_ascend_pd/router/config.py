@@ -291,7 +291,7 @@ def skip_mode(text: str) -> SkipMode:
     """``--skip-prefill``."""
     if text in SKIP_MODES:
         return cast("SkipMode", text)
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
     raise ConfigError(f"--skip-prefill {text!r}: {', '.join(SKIP_MODES)}, or a number of tokens")
 

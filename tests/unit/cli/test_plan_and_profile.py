@@ -86,6 +86,7 @@ def test_wrong_options_are_named(words: list[str], more: tuple[str, ...], messag
         (("http://127.0.0.1:9",), "http://127.0.0.1:9/instances does not answer"),
         (("http://127.0.0.1:9", "--tokens", "1,x"), "--tokens"),
         (("http://127.0.0.1:9", "--token-ids", "9"), "--token-ids"),
+        (("http://127.0.0.1:9", "--tokens", "\u00b2"), "--tokens"),
     ],
 )
 def test_a_profile_that_cannot_be_taken_says_why(more: tuple[str, ...], message: str) -> None:

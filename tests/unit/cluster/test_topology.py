@@ -150,7 +150,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 def test_cores() -> None:
     assert parse_cores("x", "0-3,8, 10-11") == (0, 1, 2, 3, 8, 10, 11)
     assert parse_cores("x", "5,5") == (5,)
-    for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
+    for wrong in ("", "a", "3-1", "1-", "-1", "1,,2", "\u00b2", "1-\u00b2"):
         with pytest.raises(ConfigError, match="x: "):
             parse_cores("x", wrong)
 

@@ -107,6 +107,8 @@ def test_every_option_is_read() -> None:
         ({"master": "etcd://a:1;b"}, "pool.master must be host:port, or etcd://"),
         ({"master": "redis://127.0.0.1:1"}, "pool.master must be host:port, or etcd://"),
         ({"master": "etcd://127.0.0.1:1;192.0.2.1:5"}, "nor in security.allowed_peers"),
+        ({"master": "h:\u00b2"}, "pool.master must be host:port"),
+        ({"dram_size": "\u00b2"}, "pool.dram_size must be bytes or a text"),
         ({"master": 5}, "pool.master must be a string, not 5"),
         ({"dram_size": "much"}, "pool.dram_size must be bytes or a text"),
         ({"dram_size": 1}, "pool.dram_size must be 0 or at least 16 MiB"),
