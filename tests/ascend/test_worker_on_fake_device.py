@@ -7,6 +7,7 @@ pages and a peer shows as wrong bytes.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -127,6 +128,22 @@ def test_loaded_blocks_are_not_overwritten_by_the_step_before(
     device.finish()
     for name in steps.NAMES:
         np.testing.assert_array_equal(side.pages(name)[1:3], source[name])
+
+
+def test_announced_blocks_are_packed_as_the_step_computes_them(
+    pooled: Any, device: FakeDevice
+) -> None:
+    """Not as they were when a message named them before."""
+    run_step(pooled, steps.GRANT, device, value=7)
+    device.finish()
+    run_step(pooled, StepMeta(ahead=(steps.AheadSpec(5, (1, 2)),)), device, value=9)
+    with pooled.pool.ahead.take(5) as packing:
+        wait_politely(lambda: packing.is_whole)
+        region = packing._slot.region
+        num_bytes = sum(pooled.pages(name)[1:3].nbytes for name in steps.NAMES)
+        packed = np.ctypeslib.as_array((ctypes.c_uint8 * region.size).from_address(region.base))
+        assert np.count_nonzero(packed == 9) >= num_bytes
+        assert not np.count_nonzero(packed == 7)
 
 
 def test_fenced_step_is_current_only_inside(side: Any) -> None:

@@ -64,6 +64,7 @@ class DeviceWorkerSide(WorkerSide):
             blocks += [
                 block for grant in meta.grants for group in grant.block_ids for block in group
             ]
+            blocks += [block for spec in meta.ahead for block in spec.block_ids]
             self._fence = self._copier.fence(blocks)
         super().begin_step(scheduler_output)
 
