@@ -136,6 +136,7 @@ def make_deployment(
     device = topology.device or machine.device
     chooser = choose_port if len(topology.hosts) == 1 else None
     engines = place(topology, chooser)
+    _refuse_shared_ports(topology, engines)
     for name, host in topology.hosts.items():
         here = [engine for engine in engines if engine.host == name]
         divide(name, host, here, device, machine if name == local_host else None)
@@ -160,7 +161,6 @@ def make_deployment(
         commands.append(Command("master", "master", router_host, argv, {}, url))
     commands += [_engine_command(e, topology, device, shared, programs) for e in engines]
     commands.append(_router_command(router_host, topology, engines, shared, programs))
-    _refuse_shared_ports(topology, engines)
     return Deployment(tuple(commands), shared.router_url)
 
 

@@ -38,8 +38,7 @@ _RETRY_S = 1.0
 _START_PROBE_S = 0.5
 _TURN_S = 0.25
 _DEFAULT_HTTP_PORT = "8000"
-_UNREACHABLE = (OSError, http.client.HTTPException, ValueError)
-"""The last where a URL names no host."""
+_UNREACHABLE = (OSError, http.client.HTTPException)
 
 
 class RegistrarState(Enum):

@@ -235,16 +235,6 @@ def test_https_front_end_that_is_not_there_does_not_answer(web: Web) -> None:
     registrar.stop()
 
 
-def test_front_end_of_a_name_that_nobody_has_does_not_answer(web: Web) -> None:
-    description = Registration(url="http://p0..svc:8000", role="prefill", epoch="e1")
-    link = RouterLink(url=web.url, instance_id="p0")
-    registrar = Registrar(link, description, lambda: False, lambda: None)
-    registrar.start()
-    until(lambda: len(web.requests) >= 3)
-    assert registrar.state is RegistrarState.STARTING
-    registrar.stop()
-
-
 def test_tells_at_once_that_it_drains(web: Web, engine: Engine) -> None:
     web.answers = [(200, b'{"heartbeat_s": 60, "ttl_s": 240}')]
     until(lambda: engine.registrar.state is RegistrarState.READY)
