@@ -136,6 +136,9 @@ class Answer:
             if running is not None:
                 running.num_tokens += 1
         body = self.form.whole(self, fault == "stopped")
+        if fault == "abort":
+            for choice in body["choices"]:
+                choice["finish_reason"] = "abort"
         if fault not in ("no_params", "stopped"):
             body["kv_transfer_params"] = self.params
         message = json_answer(200, body)

@@ -113,6 +113,60 @@ def test_engine_that_takes_no_more_is_passed_by_and_stays_in(stream: bool) -> No
     run(test)
 
 
+@pytest.mark.parametrize("fault", ["dead(0)", "abort(0)"])
+@pytest.mark.parametrize("fields", [{"temperature": 1}, {"temperature": 0, "n": 2}], ids=str)
+def test_stream_that_begins_with_its_end_is_another_engines(
+    fault: str, fields: dict[str, Any]
+) -> None:
+    """Of one that could not go on elsewhere once it has begun."""
+
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.decodes[0].script(fault)
+            for _ in range(2):
+                status, headers, body = await d.post(stream=True, **fields)
+                assert (status, headers["x-resumes"][:4]) == (200, "none")
+                assert events(body)[-1] == "[DONE]"
+                assert b"error" not in body
+                assert b"abort" not in body
+            assert d.count("requests_total", outcome="ok") == 2
+            assert d.count("retries_total", cause="status") == 1
+            await until(lambda: not any(engine.kept for engine in d.prefills))
+
+    run(test)
+
+
+@pytest.mark.parametrize("fault", ["dead(2)", "abort(2)"])
+def test_stream_within_which_its_engine_ends_is_broken(fault: str) -> None:
+    async def test() -> None:
+        async with deployed(token_s=0.02) as d:
+            d.decodes[0].script(fault)
+            _, _, body = await d.post(stream=True, temperature=1)
+            *begun, end = events(body)
+            assert len(begun) == 2
+            assert end["error"]["type"] == "broken_stream"
+            assert d.count("requests_total", outcome="broken_stream") == 1
+            assert d.count("requests_total", outcome="ok") == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_whole_answer_that_its_engine_gave_up_is_another_engines(temperature: int) -> None:
+    """As one that stops gives them up."""
+
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            d.decodes[0].script("abort(0)")
+            for _ in range(2):
+                status, _, body = await d.post(temperature=temperature)
+                assert status == 200
+                assert json.loads(body)["choices"][0]["finish_reason"] == "length"
+            assert d.count("retries_total", cause="status") == 1
+
+    run(test)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/busy"])
 def test_client_is_told_to_come_again_where_no_engine_takes_more(path: str) -> None:
     async def test() -> None:

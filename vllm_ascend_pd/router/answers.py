@@ -13,6 +13,7 @@ from multidict import CIMultiDict
 
 from vllm_ascend_pd.router.apis import MESSAGES
 from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.transcript import until_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -205,10 +206,13 @@ class EventStream:
             if events := self._whole_events(piece):
                 if record is not None:
                     events = record.take(events)
+                    failure = record.failure
+                else:
+                    events, failure = until_failure(events)
                 if events:
                     await self.write(events)
-                if record is not None and record.failure is not None:
-                    return record.failure
+                if failure is not None:
+                    return failure
             response.set_deadline(self.idle_s, "the next token")
             piece = await response.next()
             now = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from http import HTTPStatus
 
 
 class FailureKind(str, Enum):
@@ -57,3 +58,10 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.kind.value}: {self.detail}"
+
+
+def failed_with(status: int, message: str) -> Failure:
+    """What the engine answered, 5xx or as good as that."""
+    is_busy = status == HTTPStatus.SERVICE_UNAVAILABLE
+    kind = FailureKind.BUSY if is_busy else FailureKind.STATUS
+    return Failure(kind, f"status {status}: {message}")

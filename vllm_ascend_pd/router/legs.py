@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.apis import has_token
-from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.failures import Failure, failed_with
 from vllm_ascend_pd.router.prefilled import Prefilled, parse_prefill_answer
+from vllm_ascend_pd.router.transcript import why_incomplete
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.bodies import Body
@@ -165,9 +165,9 @@ class Legs:
             return leg.failed(data)
         if response.status >= 500:
             text = data[:MAX_DETAIL_BYTES].decode("utf-8", "replace")
-            is_busy = response.status == HTTPStatus.SERVICE_UNAVAILABLE
-            kind = FailureKind.BUSY if is_busy else FailureKind.STATUS
-            return leg.failed(Failure(kind, f"status {response.status}: {text}"))
+            return leg.failed(failed_with(response.status, text))
+        if (given_up := why_incomplete(data)) is not None:
+            return leg.failed(given_up)
         leg.succeeded(response.status)
         return Answer(response.status, response.headers, data)
 

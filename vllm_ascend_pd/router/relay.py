@@ -32,7 +32,7 @@ from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
 from vllm_ascend_pd.router.resumable import NOTHING, Promise, ask_for_token_ids, promise
 from vllm_ascend_pd.router.resumption import Broken, Resumption
 from vllm_ascend_pd.router.selection import Selector, Unavailable
-from vllm_ascend_pd.router.transcript import Transcript
+from vllm_ascend_pd.router.transcript import Transcript, until_failure
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -285,6 +285,8 @@ class Relay:
             asking = self.legs.decode(leg, job.body, headers, sent)
             answer = await (asking if awaited is None else _unless_lost(asking, awaited))
             result = answering.follow(answer, leg)
+            if isinstance(result, Stream) and job.promise.kind == "none":
+                result = _unless_failed(result, leg)
             if isinstance(result, (LegFailed, Move)):
                 return result
             if job.kept is not None and (isinstance(result, Stream) or result.status < 400):
@@ -368,6 +370,16 @@ async def _unless_lost(
         raise
     await _cancel(decode)
     return lost
+
+
+def _unless_failed(stream: Stream, leg: Leg) -> Stream | LegFailed:
+    """A stream may begin with the error that ends it. Nothing of it has been sent, so all of it can
+    be another engine's."""
+    failure = until_failure(stream.first)[1]
+    if failure is None:
+        return stream
+    stream.response.close()
+    return leg.failed(failure)
 
 
 def _lost(awaited: _KV) -> LegFailed | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.failures import Failure, FailureKind, failed_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +75,8 @@ _ERROR = b'data: {"error"'
 _ABORT = b'"finish_reason":"abort"'
 _ABORTED_CALL = b'"finish_reason":"tool_calls","stop_reason":null,"token_ids":[]'
 """An abort within a tool call, as chats of vLLM before 0.32 tell of it: no token has ended it."""
+_given_up = re.compile(rb'"finish_reason":\s*"abort"').search
+_GIVEN_UP = Failure(FailureKind.STATUS, "the engine gave the request up")
 
 
 class Transcript:
@@ -105,8 +107,7 @@ class Transcript:
 
     def take(self, events: bytes) -> bytes:
         """Whole events of the engine, about to be sent; what the client gets of them."""
-        if _ERROR in events or _ABORT in events or _ABORTED_CALL in events:
-            events, self.failure = until_failure(events)
+        events, self.failure = until_failure(events)
         self._raw.append(events)
         self._num_raw_bytes += len(events)
         if self._num_raw_bytes > PACKED_AT_BYTES:
@@ -247,20 +248,25 @@ def hide_token_ids(events: bytes) -> bytes:
 def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
     """What an engine's server sent before it said, within the stream, that its engine has failed,
     or another one has the request; and what it said."""
+    if not (_ERROR in events or _ABORT in events or _ABORTED_CALL in events):
+        return events, None
     at = events.find(_ERROR)
     aborts = [found for it in (_ABORT, _ABORTED_CALL) if (found := events.find(it)) >= 0]
     if aborts and (at < 0 or min(aborts) < at):
         before = events.rfind(b"\n\n", 0, min(aborts))
         at = 0 if before < 0 else before + 2
-        return events[:at], Failure(FailureKind.STATUS, "the engine gave the request up")
-    if at < 0:
-        return events, None
+        return events[:at], _GIVEN_UP
     told = events[at + len(DATA) : events.find(b"\n\n", at)]
     try:
         error = _decoder.decode(told)["error"]
         if error["code"] < 500 and error["code"] != HTTPStatus.CONFLICT:
             return events, None
-        failure = Failure(FailureKind.STATUS, f"status {error['code']}: {error['message']}")
+        failure = failed_with(error["code"], error["message"])
     except (msgspec.MsgspecError, LookupError, TypeError):
         failure = Failure(FailureKind.PROTOCOL, "an error that is not understood")
     return events[:at], failure
+
+
+def why_incomplete(body: bytes) -> Failure | None:
+    """Of a whole answer: that the engine has ended it before its time, as one does that stops."""
+    return _GIVEN_UP if b'"abort"' in body and _given_up(body) else None
