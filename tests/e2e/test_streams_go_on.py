@@ -210,7 +210,7 @@ def test_streams_of_an_engine_that_is_killed_go_on(
     until(lambda: not psutil.pid_exists(dying.pid))
     refused = got.pop("logprobs")
     assert "message" in refused.ends[0]
-    assert not_resumed == (victim == "engine")  # the core's death the API server tells itself
+    assert not_resumed == 1
     assert resumed >= len(got) - max(1, had_ended)
     assert_whole(got, expected)
     assert scraped(other.url, "pd_resumes_total") == taken_on + resumed
