@@ -336,6 +336,15 @@ def test_bypassed_loads_are_tried_one_at_a_time_beside_the_steps(
     assert all(found(engine, engine.request(name=name, start=700)).offers for name in "ab")
 
 
+@pytest.mark.parametrize(("load_mode", "num_queued"), [(LoadMode.STEP, 0), (LoadMode.AUTO, 1)])
+def test_only_what_may_be_loaded_before_its_step_is_kept_for_that(
+    engine: Engine, load_mode: LoadMode, num_queued: int
+) -> None:
+    engine.side.source.transfer = TransferConfig(load_mode=load_mode)
+    assert found(engine, engine.request()).offers
+    assert len(engine.side.source.queued) == num_queued
+
+
 def test_what_could_not_be_loaded_is_not_remembered_for_ever(engine: Engine) -> None:
     source, now = engine.side.source, time.monotonic()
     for step in range(5):

@@ -6,9 +6,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from tests.schedulers.harness import (
+    BLOCK_SIZE,
     CHOSEN,
     POLL_LIMIT_S,
     SPEC,
@@ -20,6 +21,8 @@ from tests.schedulers.harness import (
     tails_of,
 )
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceState
+from vllm_ascend_pd.kv.span import Wanted
 from vllm_ascend_pd.types import Cause
 
 
@@ -294,3 +297,44 @@ def test_reset_gives_the_tail_of_a_parked_load_back(producer: Engine, engines: E
     assert session not in tails_of(consumer)
     consumer.run_to_end()
     consumer.expect_tokens("c", 1)
+
+
+def test_prompts_that_find_no_memory_are_not_looked_at_whole_in_every_step(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are announced, and would be loaded as they are computed."""
+    producer = engines.make("kv_producer", lease_s=0.5)
+    patient = {"prefill_timeout_s": 60.0, "peer_timeout_s": 60.0, "arrival_timeout_s": 60.0}
+    consumer = engines.make("kv_consumer", **patient)
+    known = producer.prefill("known", prompt_of(3))
+    where = {key: value for key, value in known.items() if key.startswith("remote_")}
+    for i in range(12):
+        prompt = prompt_of(12 * BLOCK_SIZE, start=1000 * (i + 1))
+        producer.add(f"p{i}", prompt, {"do_remote_decode": True, "transfer_id": f"t{i}"})
+        wants = {**where, "do_remote_prefill": True, "transfer_id": f"t{i}"}
+        consumer.add(f"c{i}", prompt, wants)
+    consumer.add("runs", prompt_of(20, start=1), max_tokens=100)
+    part = consumer.scheduler.pd.part(Consumer)
+    consumer.run(
+        lambda: all(
+            source.state in (SourceState.READY, SourceState.PARKED) for source in part.open.values()
+        )
+    )
+    consumer.step()
+    waiting = sum(source.state is SourceState.READY for source in part.open.values())
+    looked: list[BlockSource] = []
+    phantoms = consumer.scheduler.pd.common.phantoms
+    find_missing = phantoms.find_missing
+
+    def count(request: Request, source: BlockSource, *more: bool) -> list[Wanted]:
+        looked.append(source)
+        return find_missing(request, source, *more)
+
+    monkeypatch.setattr(phantoms, "find_missing", count)
+    for _ in range(20):
+        consumer.step()
+    assert waiting > 5
+    assert len(looked) <= 3 * waiting, "once a second, on however slow a host, and not 20 times"
+    for engine in consumer, producer:
+        engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        engine.run_to_end()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from vllm.v1.request import RequestStatus
+
 from tests.schedulers.harness import Engines, prompt_of
 
 LATE_S, EARLY_S = 2e9, 1e9
@@ -29,3 +31,21 @@ def test_clock_that_was_put_back_has_nobody_overtaken(engines: Engines) -> None:
         scheduled += engine.step().output.num_scheduled_tokens
     order = list(dict.fromkeys(scheduled))
     assert order[:3] == ["running", "old", "new 0"]
+
+
+def test_one_that_waits_for_its_peer_leaves_the_others_in_want_of_room(engines: Engines) -> None:
+    """As the engine counts them, and by which it throttles prefills."""
+    params = engines.make("kv_producer", lease_s=0.5).prefill("p", prompt_of(64, start=3000))
+    patient = {"peer_timeout_s": 60.0, "arrival_timeout_s": 60.0}
+    fields = {"max_num_batched_tokens": 64}
+    engine = engines.make("kv_consumer", scheduler_fields=fields, **patient)
+    waits = {**params, "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "none"}
+    engine.add("waits", prompt_of(64, start=3000), waits)
+    for number in range(4):
+        engine.add(f"new {number}", prompt_of(60, start=100 * number), max_tokens=100)
+    engine.step()
+    engine.step()
+    scheduler = engine.scheduler
+    assert scheduler.prefill_capacity_bound
+    assert scheduler.make_stats().num_skipped_waiting_reqs == 0
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)

@@ -292,6 +292,18 @@ def test_prefill_stats_count_peer_tokens_as_external(producer: Engine, consumer:
     assert stats.num_computed_tokens == 1
 
 
+def test_what_a_peer_has_computed_is_no_hit_of_the_own_prefix_cache(
+    producer: Engine, consumer: Engine
+) -> None:
+    params = producer.prefill("p", prompt_of(100))
+    for name, num_hits in ("c", 0), ("again", 96):
+        consumer.add(name, prompt_of(100), params if name == "c" else None)
+        consumer.schedule_until_admitted(consumer.requests[name])
+        stats = consumer.scheduler.make_stats().prefix_cache_stats
+        consumer.run_to_end()
+        assert (stats.queries, stats.hits) == (100, num_hits)
+
+
 def test_request_without_a_transfer_is_counted_when_it_is_scheduled_first(
     producer: Engine,
 ) -> None:

@@ -145,6 +145,10 @@ class MovesIn(Part):
                 self._arrive(move)
             else:
                 self._fail(move, Cause.BAD_PARAMS.value, f"{type(answer).__name__} is no answer")
+        if self._moves and is_paused(self.common.scheduler):  # its loop may not turn for answers
+            for move in list(self._moves.values()):
+                if move.state is not Coming.READY:
+                    self._fail(move, Cause.BUSY.value, "this engine is paused")
         return False
 
     def _ask(self, move: _Move, message: Ask) -> None:
@@ -160,9 +164,6 @@ class MovesIn(Part):
     def _extended(self, move: _Move, answer: Extended) -> None:
         """More tokens of it are known, and more blocks can be read."""
         request = move.request
-        if is_paused(self.common.scheduler):
-            self._fail(move, Cause.BUSY.value, "this engine is paused")
-            return
         if not all(0 <= token_id < self._vocab_size for token_id in answer.token_ids):
             self._fail(move, Cause.INCOMPATIBLE.value, "it has tokens that are none here")
             return

@@ -10,6 +10,7 @@ park ──► held blocks, and one for the tail ──► end: cached blocks, a
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.loads import TailBlock
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_S = 1.0
+"""After which a source that has found no memory is looked at whole again: others may have brought
+in some of its blocks."""
 _FREE_SHARE = 10
 """One block in so many stays free: running requests grow into the free blocks, and a load that
 waits must not starve them."""
@@ -77,9 +81,11 @@ class Parking:
             if (block := cached_block(self._blocks, block_hash, group)) is not None
         ]
         self._blocks.touch(kept)
-        margin = self._blocks.num_gpu_blocks // _FREE_SHARE
         num_tails = len(self._groups) if source.has_tail(num_full) else 0
-        enough = self._blocks.get_num_free_blocks() - len(missing) - num_tails >= margin
+        num_blocks = len(missing) + num_tails
+        enough = self._has_room(num_blocks)
+        source.num_short = 0 if enough else num_blocks
+        source.look_again_at = time.monotonic() + _LOOK_AGAIN_S
         if enough:
             blocks = self._blocks.get_new_blocks(len(missing))
             tails = self._blocks.get_new_blocks(num_tails)
@@ -87,6 +93,18 @@ class Parking:
             source.advance(SourceEvent.PARK)
         self._blocks.free_blocks(reversed(kept))
         return enough
+
+    def is_short_for(self, source: BlockSource) -> bool:
+        """Whether what it found too little memory for has none still, as can be told at once."""
+        return (
+            source.num_short > 0
+            and not self._has_room(source.num_short)
+            and time.monotonic() < source.look_again_at
+        )
+
+    def _has_room(self, num_blocks: int) -> bool:
+        margin = self._blocks.num_gpu_blocks // _FREE_SHARE
+        return self._blocks.get_num_free_blocks() - num_blocks >= margin
 
     def end(self, record: LoadRecord, result: LoadResult) -> None:
         """Held blocks become cached ones, or go back unused."""
@@ -166,8 +184,7 @@ class Parking:
         """Where memory is short, or no request can be scheduled, what waits does not hold any: a
         tail is loaded again when its request is admitted.
         """
-        margin = self._blocks.num_gpu_blocks // _FREE_SHARE
-        if is_stuck or self._blocks.get_num_free_blocks() < margin:
+        if is_stuck or not self._has_room(0):
             self.drop_tails()
 
 

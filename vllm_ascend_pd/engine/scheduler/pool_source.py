@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.config import LoadFromPool
+from vllm_ascend_pd.config import LoadFromPool, LoadMode
 from vllm_ascend_pd.engine.scheduler.pool_prompt import Asked, PoolPrompt, num_asked
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.blocks import block_key
@@ -209,7 +209,7 @@ class PoolSource:
         self.closed.pop(request.request_id, None)
         self.open[request.request_id] = again
         if again.offers:
-            self.queued.append(again)
+            self._queue(again)
             wait_for_kv(request)
         else:
             self._close(again)
@@ -339,7 +339,7 @@ class PoolSource:
             prompt.give_up(Cause.NOT_NEEDED)
             self._stats.add("pool_decisions", label="none")
         if self._is_open(prompt):
-            self.queued.append(prompt)
+            self._queue(prompt)
 
     def _may_load(self, prompt: PoolPrompt) -> bool:
         """While loads are bypassed, one at a time is tried, which no step waits for."""
@@ -384,6 +384,10 @@ class PoolSource:
         self._pending = {i: p for i, p in self._pending.items() if p.request is not request}
         if (prompt := self.find(request)) is not None:
             prompt.forsake()
+
+    def _queue(self, prompt: PoolPrompt) -> None:
+        if self.transfer.load_mode is not LoadMode.STEP:
+            self.queued.append(prompt)
 
     def take_queued(self) -> list[PoolPrompt]:
         """Prompts with something to load that no pass of the scheduler has come to yet."""

@@ -126,6 +126,10 @@ class BlockSource(ABC):
     """Whether nothing of it may be loaded in a step, when a request holds the blocks already."""
     place_until = math.inf
     """When it is given up to find memory for what is not complete."""
+    num_short = 0
+    """Free blocks that a load beside the steps would have needed, where memory was too short."""
+    look_again_at = 0.0
+    """When it is looked at again even if no more are free."""
     max_blocks: float = math.inf
     """So many leading blocks count as hits at most, also of those that are cached here."""
 

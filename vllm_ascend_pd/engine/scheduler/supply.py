@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.config import LoadMode
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.groups import block_table
 from vllm_ascend_pd.engine.vllm_api.prefill_stats import count_external
@@ -117,6 +116,10 @@ class Supply:
 
     def _place(self, source: BlockSource) -> bool:
         """Decide how its blocks come; whether the request may be scheduled now."""
+        if source.always_parks and self._parking.is_short_for(source):
+            if time.monotonic() >= source.place_until:
+                source.give_up(Cause.DEADLINE)
+            return False
         missing = self._phantoms.find_missing(source.request, source)
         if self._loads.is_parked_load_of(source, missing):
             # Another request's load brings these blocks in; then they are ordinary hits.
@@ -193,17 +196,17 @@ class Supply:
 
     def _prefetch(self) -> None:
         """What requests wait for to which no pass has come: load it while they queue."""
-        if self._transfer.load_mode is LoadMode.STEP:
-            return
         for part in self.parts:
             for source in part.take_prefetchable():
+                if self._parking.is_short_for(source):
+                    break  # to look at all whenever memory is short would hold up the steps
                 missing = self._phantoms.find_missing(source.request, source)
                 if missing and not self._loads.is_parked_load_of(source, missing):
                     missing, _ = self._plan(source, missing)
-                    if missing:
-                        self._parking.park(source, missing)
-                    else:
+                    if not missing:
                         source.give_up(Cause.NOT_NEEDED)
+                    elif not self._parking.park(source, missing):
+                        break
 
     # Lookup and allocation.
 
@@ -271,7 +274,7 @@ class Supply:
             num_external += num_tail
             num_hit += num_tail
         if num_external:
-            count_external(request, num_hit, num_external)
+            count_external(self._manager, request, num_hit, num_external)
         return True
 
     def _note_computed(self) -> None:

@@ -68,7 +68,8 @@ def keep_order_of_arrival(scheduler: Scheduler) -> None:
             ordered = [scheduler.requests[one] for one in scheduler.requests if one in queued]
             waiting.clear()
             skipped.clear()
-            skipped.extend(ordered)
+            # Where the engine looks for those that wait for nothing but room.
+            waiting.extend(ordered)
 
 
 def take_out(scheduler: Scheduler, request: Request) -> int:
