@@ -174,7 +174,14 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...]
     num_active: int
     """Legs that the router has open to it."""
+    num_admitted: int = 0
+    """Requests that have room on it, those too whose leg to it has not begun."""
     last_error: str | None = None
+
+    @property
+    def num_left(self) -> int:
+        """What it does, or is to do yet: without any it is idle."""
+        return max(self.num_active, self.num_admitted)
 
 
 _decoder: msgspec.json.Decoder[Registration] = msgspec.json.Decoder(Registration)

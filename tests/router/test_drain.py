@@ -219,6 +219,24 @@ def test_engine_that_starts_anew_and_gets_a_role_is_not_drained() -> None:
     run(test)
 
 
+def test_engine_is_not_empty_while_another_computes_a_prompt_for_it() -> None:
+    async def test() -> None:
+        timeouts = replace(PATIENT.timeouts, prefill_s=20.0)
+        async with deployed(1, 1, replace(PATIENT, timeouts=timeouts)) as d:
+            d.prefills[0].script("delay(1)")
+            posting = asyncio.ensure_future(d.post())
+            await until(lambda: d.prefills[0].num_in_progress == 1)
+            leaving = name(d.decodes[0])
+            async with RouterOperator(d.url) as operator:
+                lines = [line async for line in drain(operator, leaving)]
+            assert posting.done()
+            assert "has 1 requests" in lines[0]
+            assert lines[-1] == f"{leaving} is empty: it may be stopped"
+            assert (await posting)[0] == 200
+
+    run(test)
+
+
 def test_operator_hears_what_is_wrong() -> None:
     async def test() -> None:
         async with deployed(1, 1, PATIENT, **SLOW) as d:

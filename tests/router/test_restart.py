@@ -12,17 +12,18 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from tests.router.broken_streams import text
-from tests.router.harness import FAST, Deployment, deployed, events, free_port, run
+from tests.router.harness import FAST, Deployment, deployed, events, free_port, run, until
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.cluster.machine import answers
 from vllm_ascend_pd.cluster.operator import RouterOperator
-from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.restart import RestartError, RollingRestart
 from vllm_ascend_pd.cluster.up_socket import (
     RestartOrder,
     RestartProgress,
@@ -188,6 +189,25 @@ def test_engine_whose_requests_do_not_end_is_not_restarted(tmp_path: Path) -> No
             assert "d0 is not idle after 0.5 s (1 requests are left)" in told[1].text
             assert [c.pid(name) for name in ("d0", "d1")] == pids
             assert {status for status, _, _ in await asyncio.gather(*posts)} == {200}
+
+    run(test)
+
+
+def test_engine_is_not_idle_while_another_computes_a_prompt_for_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        timeouts = replace(FAST.timeouts, prefill_s=20.0)
+        async with deployed(1, 1, replace(FAST, timeouts=timeouts)) as d:
+            d.prefills[0].script("delay(1)")
+            posting = asyncio.ensure_future(d.post())
+            await until(lambda: d.prefills[0].num_in_progress == 1)
+            name = next(i.instance_id for i in d.router.registry if i.spec.role == "decode")
+            async with RouterOperator(d.url) as router:
+                supervisor = Supervisor([], tmp_path, lambda child: None, lambda: None)
+                restart = RollingRestart(supervisor, router, {"d0": [name]})
+                with pytest.raises(RestartError, match=r"\(1 requests are left\)"):
+                    await restart._drain("d0", 0.3)
+                await restart._drain("d0", 20)
+            assert (await posting)[0] == 200
 
     run(test)
 

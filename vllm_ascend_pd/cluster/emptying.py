@@ -29,7 +29,7 @@ async def drain(operator: RouterOperator, instance_id: str) -> AsyncIterator[str
     def num_left(status: InstanceStatus) -> int:
         if status.state != "draining":
             raise ConfigError(f"{instance_id} is drained no more: somebody has undone it")
-        return status.num_active
+        return status.num_left
 
     async for line in _emptied(operator, instance_id, num_left):
         yield line or f"{instance_id} is empty: it may be stopped"
@@ -72,10 +72,10 @@ async def _emptied(
         await asyncio.sleep(POLL_S)
 
 
-def _left(num_active: int, running: Sequence[RequestStatus]) -> str:
-    """``num_active``: legs, those that have not begun too."""
+def _left(num_left: int, running: Sequence[RequestStatus]) -> str:
+    """``num_left``: those that have not begun too."""
     moving = sum(one.moves_to is not None or one.stays == "moving" for one in running)
     stay = Counter(one.stays for one in running if one.stays not in (None, "moving", "no_token"))
-    parts = [f"has {num_active} requests", f"{moving} move"]
+    parts = [f"has {num_left} requests", f"{moving} move"]
     parts += [f"{count} cannot move ({cause})" for cause, count in sorted(stay.items())]
     return ", ".join(parts)

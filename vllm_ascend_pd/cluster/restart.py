@@ -65,14 +65,14 @@ class RollingRestart:
         """Until no request is left on it."""
 
         def is_idle(status: InstanceStatus) -> bool:
-            return status.state == "draining" and not status.num_active
+            return status.state == "draining" and not status.num_left
 
         order = DrainOrder()  # the router forgets it when we do not ask again
         ranks = await self._poll(
             name, drain_s, is_idle, lambda name: self.router.drain(name, order)
         )
         if not ranks or not all(map(is_idle, ranks)):
-            num_left = sum(status.num_active for status in ranks)
+            num_left = sum(status.num_left for status in ranks)
             left = f"{num_left} requests are left" if ranks else "the router is silent"
             raise RestartError(
                 f"{name} is not idle after {drain_s:g} s ({left}) and was not restarted; wait"

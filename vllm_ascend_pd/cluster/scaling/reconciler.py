@@ -234,7 +234,7 @@ class Reconciler:
             await self._replace(min(old, key=lambda one: one.num_active), serving.values())
         for name, since in self._leaving.items():
             status = (view.known or {}).get(name)
-            is_empty = status is None or (status.state == "draining" and not status.num_active)
+            is_empty = status is None or (status.state == "draining" and not status.num_left)
             if is_empty or self.clock() - since >= self.target.drain_s:
                 await self._end(name)
             elif name in drained_before - self._ending and status and status.state == "ready":

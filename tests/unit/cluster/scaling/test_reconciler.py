@@ -28,6 +28,7 @@ class RouterOfFleet:
         self.roles: dict[str, Role] = {}
         self.draining: set[str] = set()
         self.num_active: dict[str, int] = {}
+        self.num_admitted: dict[str, int] = {}
         self.unhealthy: set[str] = set()
 
     def status(self, name: str) -> InstanceStatus:
@@ -44,6 +45,7 @@ class RouterOfFleet:
             source="registered",
             models=(),
             num_active=active,
+            num_admitted=self.num_admitted.get(name, 0),
         )
 
     async def instances(self) -> list[InstanceStatus]:
@@ -207,10 +209,11 @@ def test_a_new_ratio_is_reached_by_switches_alone() -> None:
     assert world.router.roles[busy] == "decode"
 
 
-def test_what_goes_is_drained_and_ends_when_it_is_empty() -> None:
+@pytest.mark.parametrize("counted", ["num_active", "num_admitted"])
+def test_what_goes_is_drained_and_ends_when_it_is_empty(counted: str) -> None:
     world = World("1:1", 4, a=4)
     world.until_settled()
-    world.router.num_active = {one.name: 1 for one in world.status.engines}
+    setattr(world.router, counted, {one.name: 1 for one in world.status.engines})
     world.aim("1:1", 2)
     world.step(20)
     leaving = [one.name for one in world.status.engines if one.state == "draining"]
@@ -218,7 +221,7 @@ def test_what_goes_is_drained_and_ends_when_it_is_empty() -> None:
     assert world.router.draining == set(leaving)
     assert len(world.fleet.members) == 4
     assert not world.status.is_settled
-    world.router.num_active = {}
+    setattr(world.router, counted, {})
     assert world.until_settled() == (1, 1)
     assert not set(leaving) & set(world.fleet.members)
 
