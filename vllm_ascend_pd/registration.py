@@ -2,7 +2,9 @@
 """How an engine tells a router that it is there: the HTTP messages of self-registration.
 
     PUT    /registry/instances/{instance_id}    body ``Registration``; 200 with ``Registered``
-    DELETE /registry/instances/{instance_id}    204: gone; new requests go elsewhere at once
+    DELETE /registry/instances/{instance_id}?epoch=...
+                                                204: gone; new requests go elsewhere at once; with
+                                                an epoch only if it is that one's
     PUT    /registry/instances/{instance_id}/drain
                                                 body ``DrainOrder`` or nothing; 204: no new requests
                                                 for so long, or until it registers with another

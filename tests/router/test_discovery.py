@@ -60,6 +60,25 @@ def test_engine_registers_drains_and_leaves() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(("query", "is_gone"), [("?epoch=one", False), ("?epoch=two", True)])
+def test_late_goodbye_does_not_remove_the_engine_that_has_its_id_now(
+    query: str, is_gone: bool
+) -> None:
+    async def test() -> None:
+        async with deployed(0, 0, ready=False) as d:
+            engine = ScriptedEngine("late")
+            await engine.start()
+            await register(d, "late", described(engine, epoch="one"))
+            await register(d, "late", described(engine, epoch="two"))
+            url = f"{d.url}{registration.PATH}/late"
+            async with d.http.delete(url + query) as response:
+                assert response.status == 204
+            assert (d.router.registry.get("late") is None) is is_gone
+            await engine.stop()
+
+    run(test)
+
+
 def test_request_in_progress_outlives_its_instances_registration() -> None:
     async def test() -> None:
         async with deployed(1, 0) as d:

@@ -169,8 +169,12 @@ def test_engines_that_register_are_known_to_every_worker(tmp_path: Path) -> None
             await c.restarted()
             assert await asyncio.gather(*(c.post() for _ in range(24))) == [200] * 24
             url = f"{c.url}{registration.PATH}/d0"
-            async with aiohttp.ClientSession() as http, http.delete(url) as response:
-                assert response.status == 204
+            async with aiohttp.ClientSession() as http:
+                async with http.delete(f"{url}?epoch=another") as response:
+                    assert response.status == 204
+                assert await c.post() == 200
+                async with http.delete(url) as response:
+                    assert response.status == 204
             for _ in range(24):
                 assert await c.post() == 503
 

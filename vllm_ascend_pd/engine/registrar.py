@@ -13,6 +13,7 @@ import ssl
 import sys
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -191,17 +192,19 @@ class Registrar(threading.Thread):
         return None
 
     def _say_goodbye(self) -> None:
+        query = urllib.parse.urlencode({"epoch": self._description.epoch})
         try:
-            self._request("DELETE", None)
+            self._request("DELETE", None, f"?{query}")
         except _UNREACHABLE as e:
             logger.info("router %s was not told that %s ends: %s", self.router, self.instance_id, e)
         self._change(RegistrarState.GONE, "")
 
-    def _request(self, method: str, body: bytes | None) -> bytes:
+    def _request(self, method: str, body: bytes | None, query: str = "") -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        request = urllib.request.Request(self._resource, body, headers, method=method)
+        url = self._resource + query
+        request = urllib.request.Request(url, body, headers, method=method)
         with self._opener.open(request, timeout=_REQUEST_TIMEOUT_S) as response:
             answer: bytes = response.read(registration.MAX_BODY_BYTES)
         return answer

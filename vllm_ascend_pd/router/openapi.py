@@ -146,6 +146,12 @@ def _registry() -> dict[str, Schema]:
     instances = {200: _answer("Every engine", _content(INSTANCES))}
     known = {200: _answer("Known; send it again after heartbeat_s", _content("Registered"))}
     one = registration.PATH + "/{instance_id}"
+    epoch: Schema = {
+        "name": "epoch",
+        "in": "query",
+        "schema": STRING,
+        "description": "Of the engine that leaves: another one of that id stays",
+    }
     gone = {204: _answer("It gets no new requests")}
     moved = _list({"$ref": "#/components/schemas/MoveReport"})
     running = _list({"$ref": "#/components/schemas/RequestStatus"})
@@ -160,6 +166,7 @@ def _registry() -> dict[str, Schema]:
     used = {204: _answer("It is used for this only")}
     role = _operation("role", "Prompts or answers", used, 400, 403, 404, 408, 409)
     undo = _operation("undo_drain", "Use it as before", back, 400, 403, 404)
+    leave = _operation("leave", "An engine takes its leave", gone, 400, 403)
     put = _operation(
         "register", "An engine registers, or renews", known, 400, 403, 408, 409, 413, 429
     )
@@ -184,7 +191,7 @@ def _registry() -> dict[str, Schema]:
         one: {
             "parameters": [ID_PARAMETER],
             "put": put | security | _takes("Registration"),
-            "delete": _operation("leave", "An engine takes its leave", gone, 400, 403) | security,
+            "delete": leave | security | {"parameters": [epoch]},
         },
     }
 

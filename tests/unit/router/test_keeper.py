@@ -88,7 +88,7 @@ def test_engine_leaves_or_is_heard_while_others_expire() -> None:
     async def hear(known: list[InstanceSpec], words: Words) -> None:
         told.append([spec.instance_id for spec in known])
         if told[-1] == ["leaving", "back"]:
-            await roster.leave("leaving")
+            await roster.leave("leaving", None)
             roster._last_heard["back"] += 2 * TTL_S
 
     roster = Roster(hear)

@@ -41,8 +41,8 @@ class Heartbeats(Protocol):
     async def beat(self, spec: InstanceSpec) -> None:
         """Registered, or still there."""
 
-    async def leave(self, instance_id: str) -> None:
-        """Gone; nothing if it was not known."""
+    async def leave(self, instance_id: str, epoch: str | None) -> None:
+        """Gone; nothing if it was not known, or only with another epoch."""
 
     async def say(self, instance_id: str, word: Word) -> None:
         """What an operator says of it, from now on."""
@@ -72,8 +72,9 @@ class Roster:
             self._words[instance_id] = word
             await self._changed()
 
-    async def leave(self, instance_id: str) -> None:
-        if instance_id in self._specs:
+    async def leave(self, instance_id: str, epoch: str | None) -> None:
+        known = self._specs.get(instance_id)
+        if known is not None and epoch in (None, known.epoch):
             await self._remove(instance_id, "it took its leave")
 
     async def expire(self, now: float) -> None:
@@ -174,7 +175,7 @@ class RegisteredDiscovery:
         instance_id = self._named(request)
         if isinstance(instance_id, web.Response):
             return instance_id
-        await self._heartbeats.leave(instance_id)
+        await self._heartbeats.leave(instance_id, request.query.get("epoch"))
         return web.Response(status=204)
 
     async def _drain(self, request: web.Request) -> web.Response:

@@ -199,7 +199,8 @@ class Keeper:
         return web.Response()
 
     async def _leave(self, request: web.Request) -> web.Response:
-        await self._registered.leave(request.match_info["instance_id"])
+        epoch = msgspec.json.decode(await request.read(), type=str | None)
+        await self._registered.leave(request.match_info["instance_id"], epoch)
         return web.Response()
 
     async def _word(self, request: web.Request) -> web.Response:

@@ -97,8 +97,8 @@ class KeeperLink:
     async def beat(self, spec: InstanceSpec) -> None:
         await self._ask("PUT", f"/registered/{spec.instance_id}", msgspec.json.encode(spec))
 
-    async def leave(self, instance_id: str) -> None:
-        await self._ask("DELETE", f"/registered/{instance_id}")
+    async def leave(self, instance_id: str, epoch: str | None) -> None:
+        await self._ask("DELETE", f"/registered/{instance_id}", msgspec.json.encode(epoch))
 
     async def say(self, instance_id: str, word: Word) -> None:
         await self._ask("PUT", f"/registered/{instance_id}/word", msgspec.json.encode(word))
