@@ -78,6 +78,30 @@ def test_refreshing_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     run(test)
 
 
+def test_router_that_was_stopped_itself_takes_nobody_for_silent() -> None:
+    told: list[int] = []
+
+    async def hear(known: list[InstanceSpec], words: Words) -> None:
+        told.append(len(known))
+
+    async def test() -> None:
+        roster = Roster(hear)
+        url = "http://127.0.0.1:1"
+        await roster.beat(InstanceSpec(instance_id="a", url=url, role="both", source=SOURCE))
+        now = time.monotonic()
+        await roster.expire(now)
+        now += 10 * TTL_S
+        await roster.expire(now)
+        assert told == [1]
+        for later_s in range(1, round(TTL_S)):
+            await roster.expire(now + later_s)
+        assert told == [1]
+        await roster.expire(now + TTL_S + 1)
+        assert told == [1, 0]
+
+    run(test)
+
+
 def test_engine_leaves_or_is_heard_while_others_expire() -> None:
     specs = {
         name: InstanceSpec(instance_id=name, url=f"http://{name}:1", role="both", source=SOURCE)

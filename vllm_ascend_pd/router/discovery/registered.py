@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 SOURCE = "registered"
 MAX_INSTANCES = 1024
 BODY_TIMEOUT_S = 5.0
+STOPPED_S = registration.TTL_S - 2 * registration.HEARTBEAT_S
+"""A router that looks so late was stopped itself meanwhile, and heard nobody."""
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 
 
@@ -57,6 +59,7 @@ class Roster:
         self._on_change = on_change
         self._specs: dict[str, InstanceSpec] = {}
         self._last_heard: dict[str, float] = {}
+        self._looked_at: float | None = None
         self._words: Words = {}
 
     async def beat(self, spec: InstanceSpec) -> None:
@@ -78,7 +81,13 @@ class Roster:
             await self._remove(instance_id, "it took its leave")
 
     async def expire(self, now: float) -> None:
-        """Remove those that were silent for too long; ``now`` is monotonic."""
+        """Remove those that were silent for too long; called often; ``now`` is monotonic."""
+        late_s = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        if late_s > STOPPED_S:
+            logger.warning("nobody was heard for %.0f s, in which the router did not run", late_s)
+            for instance_id, heard_at in self._last_heard.items():
+                self._last_heard[instance_id] = min(heard_at + late_s, now)
         if self._forget_words(now):
             await self._changed()
         for instance_id in list(self._last_heard):
