@@ -106,6 +106,31 @@ def test_request_in_progress_outlives_its_instances_registration() -> None:
     run(test)
 
 
+def test_request_of_a_removed_engine_whose_host_dies_silently_is_sent_elsewhere() -> None:
+    timeouts = replace(FAST.timeouts, first_token_s=30.0, answer_s=30.0)
+
+    async def test() -> None:
+        async with deployed(0, 1, replace(FAST, timeouts=timeouts)) as d:
+            engine = ScriptedEngine("late")
+            await engine.start()
+            await register(d, "late", described(engine))
+            await until(lambda: d.router.registry.get("late") in d.router.prober.models)
+            removed = d.router.registry.get("late")
+            engine.script("hang")
+            posts = [asyncio.ensure_future(d.post()) for _ in range(2)]  # one to each of the two
+            await until(lambda: engine.num_in_progress == 1)
+            async with d.http.delete(f"{d.url}{registration.PATH}/late"):
+                pass
+            engine.health_hangs = True
+            done, _ = await asyncio.wait(posts, timeout=10)
+            assert [post.result()[0] for post in done] == [200, 200]
+            await until(lambda: removed not in d.router.prober._tasks)
+            assert removed not in d.router.prober.models
+            await engine.stop()
+
+    run(test)
+
+
 def test_silent_engine_is_removed_and_a_restarted_one_is_new() -> None:
     async def test() -> None:
         async with deployed(1, 0) as d:

@@ -49,7 +49,8 @@ class _Models(msgspec.Struct):
 
 
 class Prober:
-    """One task per instance, from ``watch`` to ``forget``. Event loop thread."""
+    """One task per instance, from ``watch`` until it is gone and nothing goes on there. Event loop
+    thread."""
 
     def __init__(
         self,
@@ -76,6 +77,12 @@ class Prober:
         self._tasks[instance] = asyncio.ensure_future(self._watch(instance))
 
     def forget(self, instance: Instance) -> None:
+        """It is gone. What goes on there is probed for: that its host dies silently is noticed by
+        probes alone."""
+        if not _is_needed(instance):
+            self._stop(instance)
+
+    def _stop(self, instance: Instance) -> None:
         self.models.pop(instance, None)
         self._asked.discard(instance)
         if task := self._tasks.pop(instance, None):
@@ -86,12 +93,12 @@ class Prober:
     async def close(self) -> None:
         tasks = list(self._tasks.values())
         for instance in list(self._tasks):
-            self.forget(instance)
+            self._stop(instance)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, instance: Instance) -> None:
         num_failed = num_rounds = 0
-        while True:
+        while _is_needed(instance):
             try:
                 began = time.monotonic()
                 failure = await self._probe(instance)
@@ -108,6 +115,7 @@ class Prober:
                 logger.exception("probing %s", instance.instance_id)
             is_open = instance.breaker.state is BreakerState.OPEN
             await asyncio.sleep(instance.breaker.backoff_s if is_open else self._probes.interval_s)
+        self._stop(instance)
 
     def _judge(self, instance: Instance, failure: Failure | None, num_failed: int) -> None:
         breaker = instance.breaker
@@ -182,6 +190,11 @@ class Prober:
         finally:
             response.close()
         return body if isinstance(body, Failure) else (response.status, body)
+
+
+def _is_needed(instance: Instance) -> bool:
+    """Whether anybody wants to know how it is."""
+    return not instance.is_gone or bool(instance.num_admitted or instance.num_active)
 
 
 def _tells_nothing(failure: Failure | None, began: float, instance: Instance) -> bool:
