@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.router import stored
-from vllm_ascend_pd.router.apis import APIS, COMPLETIONS, NOT_FOR_PREFILL, RESPONSES
+from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, NOT_FOR_PREFILL, RESPONSES
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.registration import KVEndpoint
@@ -64,7 +64,9 @@ class Body:
     """The JSON of all that makes the prompt."""
     decode_only: str | None
     """Why a prefill leg would be of no use: ``batch`` (one set of parameters cannot name the KV of
-    several prompts), ``prompt_embeds``, or ``previous_response`` (only one engine has it)."""
+    several prompts), ``prompt_embeds``, ``use_beam_search`` (vLLM passes no parameters on),
+    ``prompt_logprobs`` (which D needs the whole prompt computed for), or ``previous_response``
+    (only one engine has it)."""
     num_max_tokens: int
     is_stream: bool
     """As far as the router can tell: engines also read ``1`` and ``"true"``."""
@@ -242,8 +244,21 @@ def _is_true(fields: Fields, name: str) -> bool:
 def _decode_only(path: str, fields: Fields, prompt: bytes) -> str | None:
     if "prompt_embeds" in fields:
         return "prompt_embeds"
-    is_batch = path == COMPLETIONS and _PROMPTS.match(prompt) and _num_items(prompt) > 1
-    return "batch" if is_batch else None
+    if path == COMPLETIONS and _PROMPTS.match(prompt) and _num_items(prompt) > 1:
+        return "batch"
+    if path not in (COMPLETIONS, CHAT):
+        return None
+    if _is_true(fields, "use_beam_search"):
+        return "use_beam_search"
+    return "prompt_logprobs" if _has_prompt_logprobs(path, fields) else None
+
+
+def _has_prompt_logprobs(path: str, fields: Fields) -> bool:
+    """With ``echo`` they are as many as those of the answer; in chats that is 0, not none."""
+    if bytes(fields.get("prompt_logprobs", b"null")) != b"null":
+        return True
+    name, default = ("logprobs", b"null") if path == COMPLETIONS else ("top_logprobs", b"0")
+    return _is_true(fields, "echo") and bytes(fields.get(name, default)) != b"null"
 
 
 def _num_items(prompts: bytes) -> int:

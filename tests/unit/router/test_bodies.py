@@ -126,6 +126,30 @@ def test_stream_has_begun_with_its_first_token(events: bytes, expected: bool) ->
     assert has_token(events) == expected
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "reason"),
+    [
+        (COMPLETIONS, {"use_beam_search": True, "n": 2}, "use_beam_search"),
+        (CHAT, {"use_beam_search": "true"}, "use_beam_search"),
+        (CHAT, {"use_beam_search": False, "prompt_logprobs": None}, None),
+        (COMPLETIONS, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"echo": True, "logprobs": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"echo": True}, None),
+        (COMPLETIONS, {"logprobs": 1}, None),
+        (CHAT, {"echo": True}, "prompt_logprobs"),
+        (CHAT, {"echo": True, "top_logprobs": None}, None),
+        (CHAT, {"logprobs": True, "top_logprobs": 1}, None),
+    ],
+    ids=str,
+)
+def test_what_decode_engines_compute_the_prompt_for_anyhow_needs_no_prefill(
+    path: str, fields: dict[str, Any], reason: str | None
+) -> None:
+    sent = {"prompt": "x", "messages": [], **fields}
+    assert parse(path, json.dumps(sent).encode()).decode_only == reason
+
+
 def test_prompt_embeds_need_no_prompt() -> None:
     assert parse(COMPLETIONS, b'{"prompt_embeds": "AA=="}').decode_only == "prompt_embeds"
 
