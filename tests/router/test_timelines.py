@@ -11,7 +11,7 @@ import pytest
 from tests.router.broken_streams import broken
 from tests.router.harness import FAST, Deployment, deployed, run
 from vllm_ascend_pd.router.config import Queueing
-from vllm_ascend_pd.router.trace import NUM_TIMELINES
+from vllm_ascend_pd.router.trace import MAX_STAGES, NUM_TIMELINES
 
 PREFILL_FIRST = replace(FAST, order="prefill-first")
 
@@ -122,6 +122,20 @@ def test_a_batch_has_the_stages_of_all_its_chats() -> None:
             [timeline] = await timelines(d)
             assert sorted(names(timeline)) == sorted(2 * ["queue", "prefill", "decode"])
             assert timeline["model"] == "tiny"
+
+    run(test)
+
+
+def test_of_a_long_batch_the_first_stages_are_kept() -> None:
+    async def test() -> None:
+        async with deployed(config=PREFILL_FIRST) as d:
+            chats = [[{"role": "user", "content": "Hello"}]] * 40
+            body = {"model": "tiny", "messages": chats, "max_tokens": 1}
+            async with d.http.post(f"{d.url}/v1/chat/completions/batch", json=body) as response:
+                assert response.status == 200
+            [timeline] = await timelines(d)
+            assert len(timeline["stages"]) == MAX_STAGES
+            assert timeline["num_more_stages"] == 3 * len(chats) - MAX_STAGES
 
     run(test)
 

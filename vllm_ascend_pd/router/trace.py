@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.tenants import Tenant
 
 NUM_TIMELINES = 100
+MAX_STAGES = 100
+"""Of a timeline: that of a batch of chats would have some for each."""
 
 
 class Stage(msgspec.Struct):
@@ -58,6 +60,9 @@ class Timeline(msgspec.Struct, kw_only=True):
     """On the host's monotonic clock, as the times of its stages."""
     end_s: float
     stages: list[Stage]
+    """The first ``MAX_STAGES``."""
+    num_more_stages: int = 0
+    """That it had."""
 
     def since_start(self) -> dict[str, Any]:
         """As plain values, in which times count from when the request came."""
@@ -132,5 +137,6 @@ class Trace:
             ttft_s=self.ttft_s,
             start_s=self.started,
             end_s=time.monotonic(),
-            stages=self.stages,
+            stages=self.stages[:MAX_STAGES],
+            num_more_stages=len(self.stages[MAX_STAGES:]),
         )
