@@ -8,13 +8,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.clock import Clock
 from tests.router.harness import FAST, Deployment, deployed, run, until
+from tests.router.scripted_answers import FORMS, Answer
 from tests.router.test_admission import busy, end, limited, queued
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router.apis import RESPONSES
 from vllm_ascend_pd.router.config import RouterConfig
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.tenants import Tenants
@@ -74,6 +77,41 @@ def test_tokens_of_answers_are_counted(tmp_path: Path, stream: bool) -> None:
             assert (await d.post(**of("a"), **ask))[0] == 200
             assert d.count("tenant_tokens_total", tenant="a", part="prompt") == 10
             assert d.count("tenant_tokens_total", tenant="a", part="answer") == 20
+
+    run(test)
+
+
+def test_a_stream_comes_token_by_token_whatever_its_tenant_says(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {}})
+
+    async def test() -> None:
+        async with deployed(1, 1, config) as d:
+            assert (await d.post(**of("a"), stream=True, stream_interval=1000))[0] == 200
+            for engine in (*d.prefills, *d.decodes):
+                assert "stream_interval" not in engine.received[0].json
+        async with deployed(1, 1) as d:
+            await d.post(stream=True, stream_interval=1000)
+            assert d.decodes[0].received[0].json["stream_interval"] == 1000
+
+    run(test)
+
+
+def test_a_background_response_costs_what_it_may_come_to(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}})
+
+    known = FORMS[RESPONSES]
+
+    def whole(answer: Answer, stopped: bool) -> dict[str, Any]:
+        queued = {"status": "queued", "output": [], "usage": None}
+        return known.whole(answer, stopped) | queued
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            body = {"input": "Hello", "max_output_tokens": 500, "background": True}
+            with patch.dict(FORMS, {RESPONSES: replace(known, whole=whole)}):
+                statuses = [(await d.post(RESPONSES, **of("a"), **body))[0] for _ in range(3)]
+            assert statuses == [200, 429, 429]
+            assert d.count("tenant_tokens_total", tenant="a", part="answer") == 500
 
     run(test)
 

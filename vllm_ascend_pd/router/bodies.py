@@ -83,6 +83,11 @@ class Body:
         self.fields[name] = value
         self.raw = _encoder.encode(self.fields)
 
+    def drop(self, name: str) -> None:
+        """Whatever the client says there."""
+        if self.fields.pop(name, None) is not None:
+            self.raw = _encoder.encode(self.fields)
+
     def for_prefill(self, transfer_id: str | None = None, rank: int | None = None) -> bytes:
         """Compute the prompt, one token of one sample, not streamed. With a transfer id D asks
         for it at this data parallel rank: some paths heed no ``RANK_HEADER``."""

@@ -94,6 +94,7 @@ class Generation:
         )
         if self.tenants is not None and trace.tenant is not None:
             self.tenants.add_salt(body, trace.tenant)
+            body.drop("stream_interval")  # each piece of a stream is a token then, and is counted
         if self.selector.policy.needs_token_ids:
             await self._find_token_ids(body, routed, trace.headers)
         if self.tenants is not None and (refused := self.tenants.charge(routed)):
@@ -103,8 +104,7 @@ class Generation:
             return await self.relay.serve(Job(body, routed, trace))
         finally:
             if self.tenants is not None:
-                is_taken = trace.num_attempts > 0 and trace.outcome != "client_error"
-                self.tenants.settle(routed, trace.num_answer_tokens if is_taken else None)
+                self.tenants.settle(routed, _num_tokens_to_pay(body, trace))
             if self.plan is not None:
                 self._plan_for(self.plan, routed, trace)
 
@@ -157,6 +157,16 @@ class Generation:
         response.headers["x-request-id"] = trace.request_id
         _fold(traces, trace, response.status)
         return response
+
+
+def _num_tokens_to_pay(body: Body, trace: Trace) -> int | None:
+    """Of the answer; ``None``: no engine has taken the request."""
+    if not trace.num_attempts or trace.outcome == "client_error":
+        return None
+    if body.is_background and trace.outcome in ("ok", "disconnected"):
+        # It goes on at the engine, and nobody is told how long it gets.
+        return max(body.num_max_tokens, trace.num_answer_tokens)
+    return trace.num_answer_tokens
 
 
 def _merge(answers: list[web.Response], trace: Trace) -> web.Response:
