@@ -32,6 +32,8 @@ from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide, FencedStep
 from vllm_ascend_pd.engine.worker.kv_caches import locate_on_device
+from vllm_ascend_pd.pool.messages import Save
+from vllm_ascend_pd.pool.values import HEADER_BYTES
 
 # What these say of host memory and of its steps is said of a device below or in test_device_caches.
 for name in (
@@ -144,6 +146,30 @@ def test_announced_blocks_are_packed_as_the_step_computes_them(
         packed = np.ctypeslib.as_array((ctypes.c_uint8 * region.size).from_address(region.base))
         assert np.count_nonzero(packed == 9) >= num_bytes
         assert not np.count_nonzero(packed == 7)
+
+
+@pytest.mark.parametrize("named_before", [False, True])
+@pytest.mark.parametrize("by_step", [False, True])
+def test_blocks_are_saved_as_their_last_kernels_leave_them(
+    pooled: Any, device: FakeDevice, named_before: bool, by_step: bool
+) -> None:
+    """A step without a message fills them; its output is with the host before a drafter's layer,
+    or what copies states, has run.
+    """
+    other = StepMeta(grants=(steps.Grant(steps.LEASE, "e", ((3, 4),), 0, 2),))
+    run_step(pooled, steps.GRANT if named_before else other, device, value=7)
+    device.finish()
+    run_step(pooled, None, device, value=9)
+    save = Save(1, (1, 2), (b"a" * 32, b"b" * 32))
+    if by_step:
+        pooled.worker.begin_step(steps.output_of(StepMeta(saves=(save,))))
+    else:
+        pooled.pool.handle(save)
+    for block_hash in save.hashes:
+        key = pooled.pool.values[0].key(block_hash)
+        wait_politely(lambda key=key: key in pooled.memory._values)
+        pages = np.frombuffer(bytes(pooled.memory._values[key]), np.uint8)[HEADER_BYTES:]
+        assert (pages == 9).all()
 
 
 def test_fenced_step_is_current_only_inside(side: Any) -> None:

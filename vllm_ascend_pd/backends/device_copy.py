@@ -19,7 +19,8 @@ Pages are picked and put by index, some kernels for each layer whatever the numb
 for each run of bytes would cost the host more than the bytes cost the device.
 
 What the engine has launched on its own stream and what is copied here would not wait for each other
-by themselves. Fences order them, see `DeviceBlockCopier.fence`.
+by themselves. Fences order them, see `DeviceBlockCopier.fence`. What is packed for the pool waits
+for the last whole step as well, see `DeviceBlockCopier.end_step`.
 """
 
 from __future__ import annotations
@@ -201,6 +202,7 @@ class DeviceBlockCopier(BlockCopier):
         self._lock = threading.Lock()
         self._fences: dict[int, Fence] = {}  # by block; under the lock
         self._last: Fence | None = None  # under the lock
+        self._end: Any = None  # an event: written by the main thread, read by those that copy
         self._pinned: dict[int, torch.Tensor] = {}  # what is pinned, by address; under the lock
 
     def fence(self, block_ids: Iterable[int]) -> Fence:
@@ -216,6 +218,15 @@ class DeviceBlockCopier(BlockCopier):
             self._last = fence
             self._fences.update(dict.fromkeys(block_ids, fence))
         return fence
+
+    def end_step(self) -> None:
+        """All kernels of a step are launched, also those behind its layers. Main thread.
+
+        `gather_layers` waits for them, too: no message names the blocks that the pool stores once
+        they are full. `gather` does not: a peer would wait for steps that compute nothing of what
+        it fetches.
+        """
+        self._end = self._device.record()
 
     def gather(
         self,
@@ -249,6 +260,8 @@ class DeviceBlockCopier(BlockCopier):
         num_bytes, page_bytes = layers.num_bytes(len(ids)), layout.page_bytes
         if not num_bytes:
             return np.zeros(len(ids), dtype=np.uint64)
+        if (end := self._end) is not None:
+            self._device.wait(self._lane(num_bytes).stream, end)
         fetched = self._fetch(layers, ids, num_bytes)
         # Layer-major in the pinned buffer, where the layers before ``start`` would lie before it.
         offsets = np.arange(-start, stop - start, dtype=np.int64) * (len(ids) * page_bytes)

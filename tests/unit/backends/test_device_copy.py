@@ -446,6 +446,34 @@ def test_gather_does_not_wait_for_later_steps(
     assert device.compute.num_done == 0
 
 
+def test_values_wait_for_all_that_was_launched_in_the_last_step(
+    device: FakeDevice, copier: DeviceBlockCopier
+) -> None:
+    """Nothing named their blocks in that step, and something did in an earlier one."""
+    memory, staging = Memory("one run"), Staging()
+    copier.fence([4]).mark()
+    compute(device, memory, 0, 4, 77)
+    compute(device, memory, 1, 5, 88)
+    copier.end_step()
+    compute(device, memory, 2, 6, 99)  # of the step that is being launched
+    copier.gather_layers(memory.layout, 0, 2, ids(4, 5), staging.region, 0, 2 * PAGE)
+    assert (staging.bytes[:PAGE] == 77).all()
+    assert (staging.bytes[3 * PAGE : 4 * PAGE] == 88).all()
+    assert device.compute.num_done == 2
+
+
+def test_peers_do_not_wait_for_the_end_of_later_steps(
+    device: FakeDevice, copier: DeviceBlockCopier, make_staging: MakeStaging
+) -> None:
+    memory, staging = Memory("one run"), make_staging()
+    copier.fence([4]).mark()
+    compute(device, memory, 1, 5, 88)
+    copier.end_step()
+    copier.gather(memory.layout, ids(4), staging.region)
+    copier.settle(ids(4))
+    assert device.compute.num_done == 0
+
+
 def test_scatter_does_not_overtake_the_last_user_of_its_blocks(
     device: FakeDevice, copier: DeviceBlockCopier, make_staging: MakeStaging
 ) -> None:

@@ -7,6 +7,8 @@ ahead of the device by up to a step, so "launched" is not yet "done".
     host     begin step N+1: fence        forward: launch layer 0, 1, …    end of step N+1: mark
     device   … step N computes …                step N+1 computes
     copies                     scatter for N+1 (after step N)     gather of N+1 (after its layer)
+
+What the pool stores once a step has been confirmed waits for the end of the last step.
 """
 
 from __future__ import annotations
@@ -85,4 +87,5 @@ class DeviceWorkerSide(WorkerSide):
         if self._fence is not None:
             self._fence.mark()
             self._fence = None
+        self._copier.end_step()
         super().end_drafts()
