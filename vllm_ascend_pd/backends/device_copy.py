@@ -375,8 +375,10 @@ class DeviceBlockCopier(BlockCopier):
             lane.index = self._device.pinned(index.nbytes).view(torch.int64)
             lane.device_index = self._device.scratch(lane.stream, index.nbytes).view(torch.int64)
         lane.index[: len(index)] = torch.from_numpy(index)
-        self._device.run(lane.stream, partial(move, lane, layout, len(ids), rows))
-        self._device.synchronize(lane.stream)
+        try:
+            self._device.run(lane.stream, partial(move, lane, layout, len(ids), rows))
+        finally:  # what was enqueued before it failed must not reach pages or staging later
+            self._device.synchronize(lane.stream)
 
     def _lane(self, num_bytes: int) -> Lane:
         lane: Lane | None = getattr(self._lanes, "lane", None)

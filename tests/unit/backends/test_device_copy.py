@@ -519,6 +519,31 @@ def test_threads_do_not_share_a_stream_or_a_buffer(
         assert staging.bytes[PAGE : 2 * PAGE].tobytes() == memory.page(0, n + 4)
 
 
+class LaunchesAPart(FakeDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[FakeStream] = []
+
+    def new_stream(self) -> FakeStream:
+        self.streams.append(super().new_stream())
+        return self.streams[-1]
+
+    def run(self, stream: FakeStream, work: Callable[[], object]) -> None:
+        super().run(stream, work)
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("method", ["gather", "scatter"])
+def test_nothing_is_written_after_a_copy_has_failed(host: BlockCopier, method: str) -> None:
+    """Its blocks are free then."""
+    device = LaunchesAPart()
+    copier = DeviceBlockCopier(device, host)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        getattr(copier, method)(Memory("one run").layout, ids(4), Staging().region)
+    (stream,) = device.streams
+    assert stream.num_done == len(stream.work) > 0
+
+
 # The fake device finds what is missing -----------------------------------------------------------
 
 
