@@ -29,12 +29,20 @@ from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from io import FileIO
+
+    from vllm_ascend_pd.pool.room import Gone
 
 logger = limited_logger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_FILE_IS_GOOD = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Of a read: this process, or the host, has too much open."""
 _NEW = ".pd-value-"
 _OF_TENANT = "~"
+_STUCK = "./"
+"""Begins the key of a file that could not be removed: its path is the same, nobody looks for it,
+and its turn to go comes again."""
 _REST_S = 1.0
 """After a failure, so long nothing is expected to work."""
 
@@ -136,21 +144,11 @@ class FileTier(Tier):
                 return Status.FAILED
             if not self._room.fits(value.num_bytes, value.tenant):
                 return Status.FULL
-            evicted = self._room.reserve(value.num_bytes, value.tenant)
-        status = Status.FAILED
         try:
-            self._delete(evicted)
             self._write(value)
-            status = Status.OK
         except OSError as e:
-            status = self._disk_full(value) if e.errno in _NO_ROOM else self._write_failed(e)
-        finally:
-            with self._lock:
-                if status is Status.OK:
-                    self._room.keep(value.key, value.num_bytes, value.tenant)
-                else:
-                    self._room.release(value.num_bytes, value.tenant)
-        return status
+            return self._disk_full(value) if e.errno in _NO_ROOM else self._write_failed(e)
+        return Status.OK
 
     def _disk_full(self, value: Value) -> Status:
         """Others use the disk, too: give up as much as a later put of this value needs."""
@@ -162,31 +160,61 @@ class FileTier(Tier):
             self._delete(evicted)
         return Status.FULL
 
-    def _delete(self, values: Iterable[tuple[str, str]]) -> None:
-        """Of these keys and tenants."""
+    def _delete(self, values: Iterable[Gone]) -> None:
+        """What cannot be removed goes on to take its room."""
         error = None
-        for key, tenant in values:
+        for key, num_bytes, tenant in values:
             try:
                 self.path_of(key, tenant).unlink(missing_ok=True)
             except OSError as e:
                 error = e
+                with self._lock:
+                    self._room.put_back(_STUCK + key.removeprefix(_STUCK), num_bytes, tenant)
         if error is not None:
             raise error
 
     def _write(self, value: Value) -> None:
         new = self.folder / f"{_NEW}{next(self._numbers)}"
-        data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
+        # Before room is made: on a disk that takes no file, no other value goes for this one.
+        file_fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
-            file_fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             with open(file_fd, "wb", buffering=0) as file:
-                while data:
-                    data = data[file.write(data) :]
-            path = self.path_of(value.key, value.tenant)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(FileExistsError):  # of another thread: the first one stays
-                os.link(new, path)
+                self._fill(file, new, value)
         finally:
             new.unlink(missing_ok=True)
+
+    def _fill(self, file: FileIO, new: Path, value: Value) -> None:
+        """Write the value into ``file`` at ``new``, and give that its name."""
+        data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
+        is_there = False
+        with self._lock:
+            evicted = self._room.reserve(value.num_bytes, value.tenant)
+        try:
+            self._delete(evicted)
+            while data:
+                data = data[file.write(data) :]
+            file.close()  # some disks say only now that it does not fit
+            self._name(new, value)
+            is_there = True
+        finally:
+            with self._lock:
+                if is_there:
+                    self._room.keep(value.key, value.num_bytes, value.tenant)
+                else:
+                    self._room.release(value.num_bytes, value.tenant)
+
+    def _name(self, new: Path, value: Value) -> None:
+        """In place of a file that is there and that no value is known of."""
+        path = self.path_of(value.key, value.tenant)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._lock:
+            if value.key in self._room:  # of another thread: the first one stays
+                return
+        os.replace(new, path)
+        stuck = _STUCK + value.key
+        with self._lock:
+            if self._room.tenant(stuck) == value.tenant:
+                self._room.pop(stuck)
 
     def get(self, values: Sequence[Value]) -> list[Status]:
         return [self._get(value) for value in values]
@@ -210,13 +238,22 @@ class FileTier(Tier):
                         return Status.DAMAGED
                     data = data[num_read:]
         except OSError as e:
-            with self._lock:
-                if self._room.entry(value.key) is entry:  # and not one that was put meanwhile
-                    self._room.pop(value.key)
-            return Status.MISSING if isinstance(e, FileNotFoundError) else self._read_failed(e)
+            if e.errno not in _FILE_IS_GOOD:
+                self._drop(value.key, entry, is_gone=e.errno == errno.ENOENT)
+            return Status.MISSING if e.errno == errno.ENOENT else self._read_failed(e)
         with suppress(OSError):
             os.utime(path)  # of what is kept, the next start knows what was used
         return Status.OK
+
+    def _drop(self, key: str, entry: tuple[int, str], is_gone: bool) -> None:
+        """A value that cannot be read, with its file unless that is gone."""
+        with self._lock:
+            if self._room.entry(key) is not entry:  # it was put again meanwhile
+                return
+            self._room.pop(key)
+        if not is_gone:
+            with suppress(OSError):
+                self._delete([(key, *entry)])
 
     def tenants(self, keys: Sequence[str]) -> list[str]:
         with self._lock:
@@ -233,11 +270,15 @@ class FileTier(Tier):
         self._write_failed_at = time.monotonic()
         return Status.FAILED
 
-    def _forget(self, keys: Sequence[str]) -> list[tuple[str, str]]:
-        """Those that were there, and whose they were."""
+    def _forget(self, keys: Sequence[str]) -> list[Gone]:
+        """Those that were there."""
+        forgotten = []
         with self._lock:
-            popped = [(key, self._room.pop(key)) for key in keys]
-        return [(key, tenant) for key, tenant in popped if tenant is not None]
+            for key in keys:
+                if (entry := self._room.entry(key)) is not None:
+                    forgotten.append((key, *entry))
+                    self._room.pop(key)
+        return forgotten
 
     def remove(self, keys: Sequence[str]) -> None:
         try:

@@ -61,7 +61,7 @@ class MemoryTier(Tier):
         with self._lock:
             if (known := self._known(value)) is not None:
                 return known
-            for key, _ in self._room.reserve(value.num_bytes, value.tenant):
+            for key, *_ in self._room.reserve(value.num_bytes, value.tenant):
                 del self._values[key]
             self._values[value.key] = data
             self._room.keep(value.key, value.num_bytes, value.tenant)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_ascend_pd.pool.keys import tenant_of
 
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm_ascend_pd.config import PoolConfig
+
+
+Gone: TypeAlias = tuple[str, int, str]
+"""The key of a value, its bytes and tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +82,26 @@ class Room:
             self._values.move_to_end(key)
             self._keys_of[self.tenant(key)].move_to_end(key)
 
-    def reserve(self, num_bytes: int, tenant: str) -> list[tuple[str, str]]:
-        """Room for a value, until ``keep`` or ``release``; what goes for it: keys and tenants."""
-        evicted = []
+    def reserve(self, num_bytes: int, tenant: str) -> list[Gone]:
+        """Room for a value, until ``keep`` or ``release``; what goes for it."""
+        evicted: list[Gone] = []
         own, most_bytes = self._keys_of[tenant], self._bytes_of(tenant)
         while own and self._used_by[tenant] + num_bytes > most_bytes:
             key = next(iter(own))
+            evicted.append((key, *self._values[key]))
             self.pop(key)
-            evicted.append((key, tenant))
             self.num_over_share += most_bytes < self.capacity_bytes
         evicted += self.make_room(num_bytes)
         self._add(num_bytes, tenant)
         return evicted
 
-    def make_room(self, num_bytes: int) -> list[tuple[str, str]]:
+    def make_room(self, num_bytes: int) -> list[Gone]:
         """What goes for it, whosever it is."""
-        evicted = []
+        evicted: list[Gone] = []
         while self._values and self.used_bytes + num_bytes > self.capacity_bytes:
-            key, (_, tenant) = next(iter(self._values.items()))
+            key, entry = next(iter(self._values.items()))
+            evicted.append((key, *entry))
             self.pop(key)
-            evicted.append((key, tenant))
         return evicted
 
     def keep(self, key: str, num_bytes: int, tenant: str) -> None:
@@ -107,6 +111,11 @@ class Room:
         else:
             self._values[key] = num_bytes, tenant
             self._keys_of[tenant][key] = None
+
+    def put_back(self, key: str, num_bytes: int, tenant: str) -> None:
+        """What went is there after all, even if its room has been given away meanwhile."""
+        self._add(num_bytes, tenant)
+        self.keep(key, num_bytes, tenant)
 
     def release(self, num_bytes: int, tenant: str) -> None:
         """What was reserved is not used."""

@@ -53,7 +53,7 @@ def test_room_is_that_of_a_list_in_order_of_use(steps: list[tuple[str, str, int]
                 of = [one for one in model if one[2] == tenant] if own else list(model)
                 used, most = sum(one[1] for one in of), ROOM * SHARE if own else ROOM
                 while used + size > most:
-                    expected.append((of[0][0], of[0][2]))
+                    expected.append(of[0])
                     used -= of[0][1]
                     model.remove(of.pop(0))
             assert gone == expected
@@ -81,7 +81,7 @@ def test_what_a_tenant_has_just_used_is_not_what_goes() -> None:
         assert room.reserve(SIZE, "a") == []
         room.keep(key, SIZE, "a")
     room.touch("w")
-    assert room.reserve(SIZE, "a") == [("x", "a")]
+    assert room.reserve(SIZE, "a") == [("x", SIZE, "a")]
     assert room.reserve(SIZE, "b") == []
 
 

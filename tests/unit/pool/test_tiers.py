@@ -7,9 +7,11 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,18 @@ def get(tier: MemoryTier | FileTier | CompositeTier, *numbers: int) -> list[Stat
         if status is Status.OK:
             assert buffer[slot * SIZE : (slot + 1) * SIZE] == bytes([number]) * SIZE
     return statuses
+
+
+def refuse_with(number: int, only: Path | None = None) -> Callable[..., None]:
+    """In place of a call on a path, or only on this one: a method of `Path` is ``unlink``."""
+    unlink = Path.unlink
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        if only not in (None, path):
+            return unlink(path, missing_ok=True)
+        raise OSError(number, os.strerror(number))
+
+    return refuse
 
 
 def lookup(tier: MemoryTier | FileTier | CompositeTier, *numbers: int) -> list[Place]:
@@ -329,14 +343,7 @@ def test_file_that_cannot_be_removed_does_not_keep_the_others(
 ) -> None:
     put(files, 1, 2, 3)
     stuck = files.path_of(key_of(1))
-    unlink = Path.unlink
-
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        if path == stuck:
-            raise PermissionError(errno.EPERM, "stuck")
-        unlink(path, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse_with(errno.EPERM, stuck))
     files.remove([key_of(1), key_of(2), key_of(3)])
     assert list((tmp_path / "pd2").glob("*/*/*")) == [stuck]
 
@@ -346,26 +353,127 @@ def test_full_disk_makes_room_for_what_comes_next(
 ) -> None:
     """What others have taken of it cannot be had, however much the configuration allows."""
     put(files, 1, 2)
-    link = os.link
+    replace = os.replace
 
     def fits_two(new: Path, path: Path) -> None:
         if files.stats().num_keys >= 2:
             raise OSError(errno.ENOSPC, "full")
-        link(new, path)
+        replace(new, path)
 
-    monkeypatch.setattr(os, "link", fits_two)
+    monkeypatch.setattr(os, "replace", fits_two)
     assert put(files, 3) == [Status.FULL]
     assert put(files, 3) == [Status.OK]
     assert lookup(files, 1, 2, 3) == [Place.NOWHERE, Place.SSD, Place.SSD]
 
 
-def test_file_that_cannot_be_read_is_stored_again(files: FileTier) -> None:
+@pytest.fixture
+def bad_sector(files: FileTier, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That of value 1, after a put of it: this very file cannot be read."""
     put(files, 1)
     path = files.path_of(key_of(1))
-    path.unlink()
-    path.mkdir()
+    os.link(path, files.folder / "bad")  # so that no file that comes in its place has its inode
+    open_file = Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.samefile(files.folder / "bad"):
+            raise OSError(errno.EIO, "bad sector")
+        return open_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    return path
+
+
+def test_file_that_cannot_be_read_is_stored_again(files: FileTier, bad_sector: Path) -> None:
     assert get(files, 1) == [Status.FAILED]
+    assert not bad_sector.exists()
     assert lookup(files, 1) == [Place.NOWHERE]
+    assert put(files, 1) == [Status.OK]
+    assert get(files, 1) == [Status.OK]
+    assert files.stats().used_bytes == SIZE
+
+
+@pytest.mark.parametrize("tenant", ["", "a"])
+def test_file_that_can_neither_be_read_nor_removed_is_replaced(
+    files: FileTier, bad_sector: Path, monkeypatch: pytest.MonkeyPatch, tenant: str
+) -> None:
+    """Until then, and for good where another tenant stores it, it takes room and is not found."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse_with(errno.EPERM))
+        assert get(files, 1) == [Status.FAILED]
+    assert bad_sector.exists()
+    assert files.stats().used_bytes == SIZE
+    assert lookup(files, 1) == [Place.NOWHERE]
+    assert files.put([replace(value(1), tenant=tenant)]) == [Status.OK]
+    assert get(files, 1) == [Status.OK]
+    assert files.stats().used_bytes == sum(
+        path.stat().st_size for path in (files.folder / "pd2").glob("*/*/*")
+    )
+    files.clear()
+    assert not bad_sector.exists()
+    assert files.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_file_that_is_not_opened_for_want_of_descriptors_is_kept(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    put(files, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse_with(number))
+        assert get(files, 1) == [Status.FAILED]
+    assert lookup(files, 1) == [Place.SSD]
+    assert get(files, 1) == [Status.OK]
+
+
+def test_file_that_cannot_be_removed_takes_room_until_it_can(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(files, *range(8))
+    monkeypatch.setattr(fs_tier, "_REST_S", 0.0)
+    with monkeypatch.context() as patch:
+        stuck = files.path_of(key_of(0))
+        patch.setattr(Path, "unlink", refuse_with(errno.EPERM, stuck))
+        assert put(files, 8) == [Status.FAILED]
+        assert lookup(files, 0) == [Place.NOWHERE]
+        assert put(files, *range(8, 16)) == [Status.OK] * 7 + [Status.FAILED]
+        assert files.stats().used_bytes == 8 * SIZE
+    assert put(files, *range(16, 24)) == [Status.OK] * 8
+    assert not stuck.exists()
+    assert files.stats().used_bytes == 8 * SIZE
+
+
+def test_file_that_no_value_is_known_of_is_replaced(files: FileTier) -> None:
+    path = files.path_of(key_of(1))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"old" * SIZE)
+    assert put(files, 1) == [Status.OK]
+    assert get(files, 1) == [Status.OK]
+
+
+def test_value_that_another_thread_has_stored_meanwhile_stays(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def store_first(path: Path, *args: Any, **kwargs: Any) -> None:
+        monkeypatch.undo()
+        mkdir(path, *args, **kwargs)
+        put(files, 1)
+
+    monkeypatch.setattr(Path, "mkdir", store_first)
+    assert files.put([value(1, 16)]) == [Status.OK]
+    assert get(files, 1) == [Status.OK]
+    assert files.stats().used_bytes == SIZE
+
+
+def test_nothing_is_evicted_on_a_disk_that_takes_no_file(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(files, *range(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse_with(errno.EROFS))
+        assert put(files, 8) == [Status.FAILED]
+    assert get(files, *range(8)) == [Status.OK] * 8
 
 
 @pytest.mark.parametrize(
@@ -374,10 +482,7 @@ def test_file_that_cannot_be_read_is_stored_again(files: FileTier) -> None:
 def test_disk_that_refuses_keeps_nothing(
     files: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: Status
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "replace", refuse_with(number))
     assert put(files, 1) == [status]
     assert files.stats().used_bytes == 0
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["lock"]
@@ -398,7 +503,7 @@ def test_a_disk_that_cannot_be_written_is_still_read(
 
     tier = CompositeTier([memory, files])
     put(files, 1)
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     assert put(files, 2, 3) == [Status.FAILED, Status.FAILED]
     assert len(tries) == 1
     assert lookup(tier, 1) == [Place.SSD]
