@@ -136,7 +136,6 @@ def make_deployment(
     device = topology.device or machine.device
     chooser = choose_port if len(topology.hosts) == 1 else None
     engines = place(topology, chooser)
-    _refuse_shared_ports(topology, engines)
     for name, host in topology.hosts.items():
         here = [engine for engine in engines if engine.host == name]
         divide(name, host, here, device, machine if name == local_host else None)
@@ -150,6 +149,7 @@ def make_deployment(
     for engine in engines:
         if _kv_role(engine, topology, shared) == "kv_consumer":
             engine.kv_port = 0  # nobody asks it for anything
+    _refuse_shared_ports(topology, engines)
     commands: list[Command] = []
     if wants_master(topology):
         rpc_port, http_port = (chooser(address), chooser(address)) if chooser else MASTER_PORTS
@@ -211,8 +211,8 @@ def place(topology: Topology, choose_port: PortChooser | None) -> list[PlacedEng
             host = topology.host_name(group.host)
             words = render_args({**_dashed(topology.args), **_dashed(group.args)})
             words += topology.more_args
-            # Of decode engines peers learn it from the router: on one host any will do.
-            has_kv_port = bool(group.kv_port) or role != "decode" or choose_port is None
+            # That of a decode engine peers learn from the router: any will do.
+            has_kv_port = role != "decode" or group.kv_port is not None
             for offset in range(group.count):
                 name = f"{role}-{number}"
                 ranks = num_ranks(name, words)

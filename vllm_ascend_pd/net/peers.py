@@ -66,6 +66,8 @@ class Peers:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self.connections: dict[Endpoint, Connection] = {}
+        self._lost: set[Endpoint] = set()
+        """Those that could not be connected to, until that has been told."""
         reactor.at_end.append(self._close)
 
     def __len__(self) -> int:
@@ -74,15 +76,22 @@ class Peers:
     def send(self, peer: Endpoint, payload: bytes) -> bool:
         """Queue one payload; ``False`` when the queue to this peer is full."""
         connection = self.connections.get(peer)
+        if peer in self._lost:
+            return True
         if connection is None:
             make_room(self.connections.values(), _MAX_OPENING, _MAX_CONNECTIONS)
             try:
                 connection = self.connections[peer] = self._connect(peer)
             except (OSError, TypeError) as e:  # no descriptor is left, or there is no such name
                 logger.warning("%s cannot be connected to: %s", peer, e)
-                self._reactor.submit(partial(self._on_lost, peer, *self._trust.explain(e)))
+                self._lost.add(peer)
+                self._reactor.submit(partial(self._tell_lost, peer, e))
                 return True  # which is told on a later turn
         return connection.send(payload)
+
+    def _tell_lost(self, peer: Endpoint, error: Exception) -> None:
+        self._lost.discard(peer)
+        self._on_lost(peer, *self._trust.explain(error))
 
     def receive(self) -> None:
         """Take what has arrived. One whose deadline is over does so before it gives up, for its

@@ -87,8 +87,8 @@ class _Wish(NamedTuple):
 
     excluded: frozenset[Instance] = frozenset()
     target: Instance | None = None
-    owner: Instance | None = None
-    """Of the response that it goes on from."""
+    owner: Instance | str | None = None
+    """Of the response that it goes on from; the response itself while nobody knows whose it is."""
 
 
 _ANY = _Wish()
@@ -188,9 +188,10 @@ class Admission:
                     full.add(waiter.wish)
 
     def _wish(self, request: Routed) -> _Wish:
-        response, owner = request.previous_response, None
+        response = request.previous_response
+        owner: Instance | str | None = None
         if response is not None:
-            owner = stored.owner(response, self._selector.registry)
+            owner = stored.owner(response, self._selector.registry) or response
         return _Wish(frozenset(request.excluded), request.target, owner)
 
     def _place(self, request: Routed, turn: Turn) -> Admitted | Unavailable | Full:

@@ -165,15 +165,23 @@ def test_peers_ask_a_decode_engine_at_the_port_that_the_user_chose() -> None:
         deployment(prefill=[{"port": 7000}], decode=[{"kv_port": 7000}])
 
 
-def test_ports_for_peers_of_decode_engines_are_counted_on_several_hosts() -> None:
-    groups = {"prefill": [{"host": "a"}], "decode": [{"host": "b"}]}
+def test_only_who_is_asked_for_kv_has_the_port_for_peers_that_was_chosen() -> None:
+    groups = {"prefill": [{"host": "a"}], "decode": [{"host": "b", "kv_port": 14600}]}
 
     def config(**fields: Any) -> tuple[str, int]:
         made = deployment(CPU, "a", device="cpu", hosts=HOSTS, **groups, **fields).commands[1]
         return transfer_config(made)["kv_role"], transfer_config(made)["kv_port"]
 
-    assert config(extra_config={"security": {"secret_file": "/etc/s"}}) == ("kv_both", 14601)
-    assert config() == ("kv_consumer", 0)  # nobody asks it for anything
+    assert config(extra_config={"security": {"secret_file": "/etc/s"}}) == ("kv_both", 14600)
+    assert config() == ("kv_consumer", 0)
+
+
+def test_a_port_for_peers_that_was_chosen_is_no_other_engines() -> None:
+    groups = {"prefill": [{"host": "a", "kv_port": 14601}], "decode": [{"host": "a"}]}
+    secret = {"security": {"secret_file": "/etc/s"}}
+    made = deployment(CPU, "a", device="cpu", hosts=HOSTS, **groups, extra_config=secret)
+    ports = [transfer_config(one)["kv_port"] for one in made.commands if one.is_engine]
+    assert ports == [14601, 0]
 
 
 def test_ranks_behind_a_router_that_is_told_urls_are_balanced_by_vllm() -> None:

@@ -143,3 +143,22 @@ def test_priority_counts_among_those_who_wait_for_different_engines() -> None:
         assert line.came == ["c e1", "d e1", "a e1", "b e1"]
 
     run(test)
+
+
+def test_who_waits_for_an_engine_that_is_not_known_yet_keeps_nobody_from_others() -> None:
+    """A router that has just started may know the engine of a response later."""
+
+    async def test(line: Line) -> None:
+        first, *others = line.engines
+        registry = line.selector.registry
+        registry.remove("e0", "it has not registered yet")
+        await line.wait("a", previous_response=new_response_id("e0"))
+        await line.wait("b")
+        registry.make = lambda spec: first
+        registry.put(first.spec)
+        await line.end_one(*others)
+        assert [name[0] for name in line.came] == ["b"]
+        await line.end_one(first)
+        assert line.came[-1] == "a e0"
+
+    run(test)
