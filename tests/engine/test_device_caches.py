@@ -29,7 +29,7 @@ from vllm_ascend_pd.backends.block_copy import Region
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout
 from vllm_ascend_pd.backends.fake_device import FakeDevice
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
-from vllm_ascend_pd.engine.vllm_api.groups import has_caches_beside, kv_groups
+from vllm_ascend_pd.engine.vllm_api.groups import has_caches_beside, hooked_layers, kv_groups
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate_on_device
 from vllm_ascend_pd.errors import ConfigError
 
@@ -227,6 +227,7 @@ def test_states_are_padded_to_a_page_of_full_attention() -> None:
             caches[attention], 1
         )
     assert content(caches[state], 4) == gathered(found, state, 4)[: STATE.real_page_size_bytes]
+    assert hooked_layers(config) == [attention]
 
 
 def test_states_in_several_tensors_are_refused_by_name() -> None:
@@ -272,6 +273,7 @@ def test_what_an_indexer_keeps_is_of_its_layers_page() -> None:
     found = locate_on_device(config, caches)
     (group,) = kv_groups(config)
     assert has_caches_beside(config)
+    assert hooked_layers(config) == [f"{layer}.attn" for layer in layers]
     assert found.layout.page_bytes == MLA.page_size_bytes + INDEXER.page_size_bytes
     assert (group.page_bytes, len(group.layers)) == (found.layout.page_bytes, 2)
     for number, layer in enumerate(layers):

@@ -32,6 +32,7 @@ from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.engine.worker.kv_caches import KVCaches, locate, run_order
+from vllm_ascend_pd.engine.worker.saved_layers import SavedLayers
 from vllm_ascend_pd.engine.worker.step import ArmedStep, WorkerLayers, WorkerMemory, WorkerSide
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.load import LoadResult
@@ -426,6 +427,62 @@ def test_layer_is_served_when_it_is_computed(side: Side) -> None:
         assert side.grants.look(LEASE)[1] == 3
     grant, num_layers_done, _ = side.grants.look(LEASE)
     assert (grant.num_ready, num_layers_done) == (2, 0)
+
+
+SHARED_BLOCKS = {f"model.attn.{i}": range(i, i + 1) for i in range(6)}
+
+
+def test_only_what_is_saved_is_told_whatever_the_order() -> None:
+    """As Zamba2's layers run, which are numbered by the block that they share."""
+    saved = SavedLayers(SHARED_BLOCKS, [*SHARED_BLOCKS])
+    packed: list[int] = []
+    ahead, server = SimpleNamespace(layer_done=packed.append), SimpleNamespace(notify=lambda: None)
+    for _ in range(2):
+        packed.clear()
+        saved.begin_step()
+        (grants := Grants()).begin_step(GRANT.grants)
+        step = ArmedStep(
+            None, grants, cast(Any, server), SHARED_BLOCKS, False, cast(Any, ahead), saved
+        )
+        granted = []
+        for number in (0, 3, 1, 4, 2, 5):
+            step.save_layer(f"model.attn.{number}")
+            granted.append(grants.look(LEASE)[1])
+        assert granted == [last + 1 for last in packed] == [1, 1, 2, 2, 5, 6]
+
+
+LAYERS_OF_ALL_KINDS = {
+    "model.layers.0.mixer": range(1),
+    "model.layers.1.attn": range(1, 4),  # a large page
+    "model.layers.1.indexer": range(4, 5),
+    "model.layers.2.attn": range(5, 6),
+    "model.layers.3.mixer": range(6, 7),
+    "draft.layers.0.attn": range(7, 8),
+    "model.layers.4.attn": range(1, 4),  # reads what the first one has written
+}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "counts"),
+    [
+        ([1, 2, 4], [4, 6, 6]),
+        ([1, 1, 2, 2], [4, 4, 6, 6]),
+        ([2, 1], [1, 6]),
+        ([4, 2], [4, 6]),
+    ],
+    ids=["in order", "twice", "the other way round", "an alias first"],
+)
+def test_layer_without_a_hook_counts_with_a_later_one(
+    numbers: list[int], counts: list[int]
+) -> None:
+    hooked = [f"model.layers.{number}.attn" for number in (1, 2)]
+    saved = SavedLayers(LAYERS_OF_ALL_KINDS, [*hooked, "draft.layers.0.attn"])
+    assert [saved.save(f"model.layers.{number}.attn") for number in numbers] == counts
+
+
+def test_state_that_nothing_of_its_beginning_follows_counts_at_the_end() -> None:
+    saved = SavedLayers({"0.mixer": range(1), "model.attn.0": range(1, 2)}, ["model.attn.0"])
+    assert saved.save("model.attn.0") == 0
 
 
 def test_forward_that_fails_grants_nothing(side: Side) -> None:

@@ -126,6 +126,21 @@ def architecture(name: str) -> Any:
             ssm_state_size=16,
             n_groups=1,
         )
+    if name == "zamba2":
+        # Two blocks of attention take turns, so that layers are not numbered as they run.
+        return transformers.Zamba2Config(
+            **{**_COMMON, "num_hidden_layers": 6},
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            layers_block_type=["hybrid"] * 6,
+            hybrid_layer_ids=list(range(6)),
+            num_mem_blocks=2,
+            use_mem_rope=True,
+            use_shared_attention_adapter=False,
+            mamba_expand=1,
+            n_mamba_heads=4,
+            mamba_d_state=16,
+        )
     if name == "chunks":
         return transformers.Llama4TextConfig(
             **{**_COMMON, "num_hidden_layers": 4},

@@ -228,3 +228,17 @@ def test_states_of_mamba2_on_two_workers(
     hit = FULL * BLOCK_SIZE
     assert provenance(answer) == {"dram": hit, "computed": LONG - hit}
     settle(engine)
+
+
+def test_layers_that_are_not_numbered_as_they_run(
+    pooled: PooledStates, models: Callable[[str], str], prompt_of: PromptOf
+) -> None:
+    """Zamba2, of which blocks are packed while their step computes."""
+    zamba2 = PooledStates.of(pooled.fleet, replace(pooled.config, model=models("zamba2")))
+    for number in range(2):
+        prompt = prompt_of(LONG, str(number))
+        store(zamba2.engine, prompt)
+        answer = zamba2.ask(zamba2.engine, prompt)
+        hit = FULL * BLOCK_SIZE
+        assert provenance(answer) == {"dram": hit, "computed": LONG - hit}
+    settle(zamba2.engine)

@@ -18,6 +18,7 @@ from tests.integration.engines import (
     assert_no_leak,
 )
 from tests.integration.pairs import (
+    EVERY_LAYER,
     ORDERS,
     Pair,
     Three,
@@ -253,3 +254,21 @@ def test_states_of_mamba2_between_layers_that_keep_nothing(
         lambda answer, prompt: assert_likeliest(single, prompt, answer.token_ids),
         prompt_of,
     )
+
+
+def test_layers_that_are_not_numbered_as_they_run(
+    fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str], prompt_of: PromptOf
+) -> None:
+    """Zamba2, whose producer sends each layer when it is computed."""
+    config = replace(base_config, model=models("zamba2"), dtype="bfloat16")
+    single, producer, consumer = fleet.engines(
+        config,
+        replace(config, role="kv_producer"),
+        replace(config, role="kv_consumer").with_transfer(**EVERY_LAYER),
+    )
+    pair = Pair(producer, consumer, prompt_of(5, "where"))
+    for order in ORDERS:
+        prompt = prompt_of(LONG, order)
+        answer = pair.ask_in(order, prompt)
+        assert_likeliest(single, prompt, answer.token_ids)
+        assert answer.sources == (0, LONG, 0)

@@ -171,6 +171,18 @@ def has_caches_beside(config: KVCacheConfig) -> bool:
     )
 
 
+def hooked_layers(config: KVCacheConfig) -> list[str]:
+    """Whose attention calls ``hooks.StepHooks``: all but those that keep a state, and what an
+    indexer keeps, whose pages are small beside those of its layer.
+    """
+    states = {name for group in kv_groups(config) if group.state for name in group.layers}
+    sizes = {name: size for name, size in layer_bytes(config).items() if name not in states}
+    largest: dict[tuple[str, int], int] = {}
+    for name, size in sizes.items():
+        largest[place_of(name)] = max(size, largest.get(place_of(name), 0))
+    return [name for name, size in sizes.items() if size == largest[place_of(name)]]
+
+
 def page_bytes(config: KVCacheConfig) -> int:
     """Of a block in one layer. vLLM gives the pages of all groups one size."""
     return kv_groups(config)[0].page_bytes

@@ -119,7 +119,7 @@ def _locate_on_host(
 def run_order(kv_cache_config: KVCacheConfig, names: Iterable[str]) -> list[str]:
     """As the layers run in a step, so that early pieces are early layers: the model's by their
     numbers, then a drafter's. vLLM registers these behind the model's, with names that begin
-    otherwise or with numbers that go on.
+    otherwise or with numbers that go on. Where layers run otherwise, ``SavedLayers`` sees to it.
     """
     names = list(names)
     known = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]

@@ -15,12 +15,13 @@ from vllm_ascend_pd.engine.vllm_api.outputs import (
     step_output,
 )
 from vllm_ascend_pd.engine.worker.loaders import Loaders
+from vllm_ascend_pd.engine.worker.saved_layers import SavedLayers
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.pool.messages import PoolLoadSpec
 from vllm_ascend_pd.transfer.load import LoadSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vllm_ascend_pd.backends.staging import StagingPool
     from vllm_ascend_pd.backends.transports import Transports
@@ -58,14 +59,18 @@ class ArmedStep:
         layers: Mapping[str, range],
         wait_all: bool,
         ahead: PackAhead | None = None,
+        saved: SavedLayers | None = None,
     ) -> None:
-        """``loader``, ``server`` and ``ahead`` are ``None`` when the step has nothing for them."""
+        """``loader``, ``server`` and ``ahead`` are ``None`` when the step has nothing for them,
+        and ``saved`` when it has nothing for the last two.
+        """
         self._loader = loader
         self._grants = grants
         self._server = server
         self._layers = layers
         self._wait_all = wait_all
         self._ahead = ahead
+        self._saved = saved
 
     def __enter__(self) -> None:
         """The loads are under way since ``begin_step``; wait for what may not overlap.
@@ -91,10 +96,13 @@ class ArmedStep:
         """Consumers that watch may fetch the layer's new KV while the next layer is computed, and
         blocks that the pool lacks are packed.
         """
+        if self._saved is None:
+            return
+        last = self._saved.save(layer_name) - 1
         if self._ahead is not None:
-            self._ahead.layer_done(self._layers[layer_name][-1])
+            self._ahead.layer_done(last)
         if self._server is not None:
-            self._grants.layer_done(self._layers[layer_name][-1])
+            self._grants.layer_done(last)
             self._server.notify()
 
     def __exit__(self, *exc: object) -> None:
@@ -121,7 +129,7 @@ class WorkerLayers:
     """The attention layers of a worker."""
 
     index: Mapping[str, range]
-    """In the order in which they run, aliases included; one with large pages counts as several."""
+    """In the order of their names, aliases included; one with large pages counts as several."""
     stage: Layers | None = None
     """Which of the model's they are, where there are several pipeline stages."""
     drafts: bool = False
@@ -129,6 +137,8 @@ class WorkerLayers:
     read_early: bool = False
     """Some are read where no hook waits for them: states before the forward, what an indexer keeps
     before its layer's attention."""
+    hooked: Collection[str] = ()
+    """Those that each forward saves, the drafter's apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +166,7 @@ class WorkerSide:
         rank: int = 0,
     ) -> None:
         self.layers = layers
+        self._saved = SavedLayers(layers.index, layers.hooked)
         self._memory = memory
         self._grants = grants
         self._trust = trust
@@ -215,6 +226,7 @@ class WorkerSide:
         if not self._armed:
             return None
         self._armed = False
+        self._saved.begin_step()
         return ArmedStep(
             self._loader if self._has_loads else None,
             self._grants,
@@ -222,6 +234,7 @@ class WorkerSide:
             self.layers.index,
             wait_all,
             self.pool.ahead if self.pool is not None and self._packs_ahead else None,
+            self._saved if self._has_grants or self._packs_ahead else None,
         )
 
     def step_output(self) -> StepOutput:
