@@ -46,5 +46,6 @@ def test_one_that_waits_for_its_peer_leaves_the_others_in_want_of_room(engines: 
     engine.step()
     scheduler = engine.scheduler
     assert scheduler.prefill_capacity_bound
-    assert scheduler.make_stats().num_skipped_waiting_reqs == 0
+    # From 0.31 on the one itself is told apart.
+    assert scheduler.make_stats().num_skipped_waiting_reqs <= 1
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
