@@ -272,7 +272,8 @@ class RouterLink(msgspec.Struct, frozen=True):
             named.append(("http_url", self.http_url))
         for name, value in named:
             if not _is_url(value):
-                raise ConfigError(f"router.{name}: {value!r} is not http://HOST:PORT")
+                told = repr(value) if "@" not in value else "it has a user or password, and"
+                raise ConfigError(f"router.{name}: {told} is not http://HOST:PORT")
         named_anyway = (self.http_url, self.instance_id, self.token_file, self.labels, self.role)
         if not self.url and any(named_anyway):
             raise ConfigError("router.url is missing: the router that the other options are for")
@@ -472,7 +473,8 @@ def _is_url(value: str) -> bool:
     try:
         parts = urlsplit(value)
         host = (parts.hostname or "").encode("idna")  # as who looks it up does
-        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+        is_plain = value.isascii() and parts.username is None
+        return is_plain and parts.scheme in ("http", "https") and bool(host) and parts.port != 0
     except ValueError:
         return False
 
@@ -561,9 +563,10 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
         security, pool = extra.security, extra.pool
         host = "127.0.0.1" if config.kv_ip == "localhost" else config.kv_ip
         try:
-            loopback = ipaddress.ip_address(host).is_loopback
+            address = ipaddress.ip_address(host)
         except ValueError as e:
             raise ConfigError(f"kv_ip must be an IP address, not {config.kv_ip!r}") from e
+        loopback = address.is_loopback
         if not loopback and not security.may_leave_host:
             raise ConfigError(
                 f"kv_ip {host} is not a loopback address, and without a secret the control and data"
@@ -571,6 +574,8 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
                 " security.secret_file on all engines (or security.allow_non_loopback: true on a"
                 " trusted network), and security.allowed_peers to the peers' addresses"
             )
+        if address.is_unspecified:
+            raise ConfigError(f"kv_ip {host}: peers are told it, so give the address they reach")
         if pool is not None and not all(map(security.allows, pool.master_hosts)):
             raise ConfigError(
                 f"pool.master {pool.master!r} {NOT_ALLOWED}; the pool has no authentication"

@@ -52,6 +52,13 @@ def test_rank_is_told_by_index_and_engine_id(engine_id: str, rank: int, found: i
     assert described(engine_id, rank).data_parallel_rank == found
 
 
+@pytest.mark.parametrize("everywhere", ["*", "0.0.0.0", "[::]"])
+def test_events_published_everywhere_are_listened_to_here(everywhere: str) -> None:
+    events = described("p", 0, endpoint=f"tcp://{everywhere}:5557").kv_events
+    assert events is not None
+    assert events.endpoint == "tcp://127.0.0.1:5557"
+
+
 @pytest.mark.parametrize(("rank", "ports"), [(0, ("5557", "5600")), (1, ("5558", "5601"))])
 def test_each_rank_names_the_port_on_which_vllm_has_it_publish(
     rank: int, ports: tuple[str, str]

@@ -158,6 +158,8 @@ def test_config_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        ({"router": {"url": "http://127.0.0.1:9/p\u00e4th"}}, "router.url"),
+        ({"router": {"url": "http://me:secret@127.0.0.1:9"}}, "router.url: it has a user"),
         ({"transfers": {}}, r"kv_connector_extra_config: unknown keys \['transfers'\]; valid"),
         ({"identity": "fast"}, r"identity: 'fast' is not one of \['samples', 'full'\]"),
         ({"transfer": {"lease": 1}}, r"transfer: unknown keys \['lease'\]; valid: .*'lease_s'"),
@@ -251,6 +253,13 @@ def test_number_that_is_no_number_is_refused(option: str, value: float) -> None:
         ({"kv_ip": "somewhere"}, "kv_ip must be an IP address, not 'somewhere'"),
         ({"kv_ip": "192.0.2.1"}, "kv_ip 192.0.2.1 is not a loopback address.*secret_file"),
         ({"kv_ip": "0.0.0.0"}, "kv_ip 0.0.0.0 is not a loopback address"),
+        (
+            {
+                "kv_ip": "::",
+                "kv_connector_extra_config": {"security": {"allow_non_loopback": True}},
+            },
+            "kv_ip ::: peers are told it",
+        ),
         ({"kv_port": -1}, "kv_port must be within 0..65535, not -1"),
         ({"kv_port": 65536}, "kv_port must be within 0..65535, not 65536"),
     ],

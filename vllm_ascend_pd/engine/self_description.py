@@ -70,8 +70,8 @@ def _kv_events(vllm_config: VllmConfig, host: str) -> KVEvents | None:
     def reachable(endpoint: str) -> str:
         """A publisher that binds to every address is reached at the one of this engine."""
         address = f"[{host}]" if ":" in host else host
-        endpoint = endpoint.replace("tcp://*:", f"tcp://{address}:")
-        endpoint = endpoint.replace("tcp://0.0.0.0:", f"tcp://{address}:")
+        for everywhere in ("*", "0.0.0.0", "[::]"):
+            endpoint = endpoint.replace(f"tcp://{everywhere}:", f"tcp://{address}:")
         return endpoint_of_rank(endpoint, rank)
 
     if not endpoint_is_tcp(events.endpoint):

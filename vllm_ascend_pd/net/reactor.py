@@ -18,6 +18,9 @@ logger = limited_logger(__name__)
 
 T = TypeVar("T")
 
+_MAX_WAIT_S = 3600.0
+"""Of one turn: epoll takes no time-out of 25 days."""
+
 
 class Reactor(threading.Thread):
     """Runs handlers of sockets and commands one after another, on its own thread.
@@ -80,7 +83,9 @@ class Reactor(threading.Thread):
     def run(self) -> None:
         while not self._stopping:
             timeout = self.guard(self.on_tick)
-            ready = self._selector.select(timeout if timeout is None else max(0.0, timeout))
+            if timeout is not None:
+                timeout = min(max(0.0, timeout), _MAX_WAIT_S)
+            ready = self._selector.select(timeout)
             for key, _ in ready:
                 if key.fd == self._wake:
                     os.eventfd_read(self._wake)

@@ -235,6 +235,20 @@ def test_https_front_end_that_is_not_there_does_not_answer(web: Web) -> None:
     registrar.stop()
 
 
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://10.0.0.1:8000", "10.0.0.1:8000"),
+        ("http://[2001:db8::1]:8000", "2001:db8::1:8000"),
+        ("http://[::1]:8000", "0::1:8000"),
+    ],
+)
+def test_without_a_name_it_has_that_of_its_address(web: Web, url: str, name: str) -> None:
+    description = Registration(url=url, role="prefill", epoch="e1")
+    link = RouterLink(url=web.url)
+    assert Registrar(link, description, lambda: False, lambda: None).instance_id == name
+
+
 def test_tells_at_once_that_it_drains(web: Web, engine: Engine) -> None:
     web.answers = [(200, b'{"heartbeat_s": 60, "ttl_s": 240}')]
     until(lambda: engine.registrar.state is RegistrarState.READY)

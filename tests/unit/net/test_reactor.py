@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
@@ -38,3 +39,17 @@ def test_thread_that_was_never_started_stops() -> None:
     reactor.stop()
     reactor.stop()
     reactor.submit(lambda: None)
+
+
+def test_what_is_due_in_a_year_ends_no_thread() -> None:
+    class Patient(Reactor):
+        def on_tick(self) -> float | None:
+            return 3e7
+
+    reactor = Patient("reactor")
+    reactor.start()
+    came = threading.Event()
+    reactor.submit(came.set)
+    assert came.wait(20)
+    reactor.stop()
+    assert not reactor.is_alive()
