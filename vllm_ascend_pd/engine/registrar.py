@@ -13,11 +13,10 @@ import ssl
 import sys
 import threading
 import urllib.error
-import urllib.parse
 import urllib.request
 from enum import Enum
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
@@ -193,7 +192,7 @@ class Registrar(threading.Thread):
         return None
 
     def _say_goodbye(self) -> None:
-        query = urllib.parse.urlencode({"epoch": self._description.epoch})
+        query = urlencode({"epoch": self._description.epoch})
         try:
             self._request("DELETE", None, f"?{query}")
         except _UNREACHABLE as e:

@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.errors import ConfigError
@@ -20,14 +21,8 @@ def test_who_is_no_router_is_told_so(body: str) -> None:
     async def test() -> None:
         app = web.Application()
         app.router.add_get("/{path:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with RouterOperator(url) as operator:
+        async with TestServer(app) as server, RouterOperator(str(server.make_url(""))) as operator:
             with pytest.raises(ConfigError, match="is no vllm-pd router's answer"):
                 await operator.instances()
-        await runner.cleanup()
 
     asyncio.run(test())

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.planner.measure import EngineLimits, Grid, Measurement
@@ -185,17 +186,12 @@ def test_an_error_in_a_stream_is_no_token(num_tokens: int) -> None:
     async def test() -> None:
         app = web.Application()
         app.router.add_post("/v1/completions", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession() as http:
+        async with TestServer(app) as server, aiohttp.ClientSession() as http:
+            url = str(server.make_url(""))
             measurement = Measurement(http, url, GRID, lambda line: None)
             if num_tokens:
                 assert len(await measurement._token_times(url, [1], 0)) == num_tokens
             with pytest.raises(ConfigError, match="failed: EngineCore has ended"):
                 await measurement._token_times(url, [1], 1)
-        await runner.cleanup()
 
     asyncio.run(test())

@@ -11,6 +11,7 @@ from typing import cast
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.cluster.scaling.fleet_status import EngineStatus, FleetStatus, follow
@@ -137,15 +138,9 @@ def followed(told: list[FleetStatus | None], *, until_settled: bool) -> list[str
     async def run() -> list[str]:
         app = web.Application()
         app.router.add_get("/engines", engines)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with TestServer(app) as server:
+            url = str(server.make_url(""))
             return [line async for line in follow(url, until_settled=until_settled)]
-        finally:
-            await runner.cleanup()
 
     lines = asyncio.run(run())
     assert not left
