@@ -36,7 +36,7 @@ class Connection:
     """``| length 4, big endian | payload |``, in TLS if it is wrapped. Never blocks. Reactor
     thread.
 
-    It connects, makes its handshake, is open, and ends once, also while it connects. What is sent
+    It begins, connects, makes its handshake, is open, and ends once, also before that. What is sent
     before it is open waits. ``on_end`` is called on a later turn.
 
     The first frame of the accepting end is empty: by it the other one knows that it is accepted.
@@ -72,12 +72,16 @@ class Connection:
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._fd = stream.fileno()
-        self._events = EVENT_READ | EVENT_WRITE
-        reactor.watch(self._fd, self.proceed, self._events)
+        self._events = 0
+        """That are watched for; none before it begins."""
 
     @property
     def num_held_bytes(self) -> int:
         return len(self._incoming) + len(self._outgoing)
+
+    def begin(self) -> None:
+        """Its stream is connected, or connects."""
+        self._await(EVENT_READ | EVENT_WRITE)
 
     def send(self, payload: bytes) -> bool:
         """Queue one frame; ``False`` when it is too long or too much waits."""
@@ -113,7 +117,8 @@ class Connection:
         if self.is_ended:
             return
         self.is_ended = True
-        self._reactor.unwatch(self._fd)
+        if self._events:
+            self._reactor.unwatch(self._fd)
         if linger_s and self.is_open and self._outgoing:
             with contextlib.suppress(OSError):
                 self.stream.settimeout(linger_s)

@@ -103,7 +103,7 @@ class Listener:
             set_options(stream)
             wrap = self._trust.serve
 
-        self._connections[identity] = Connection(
+        connection = self._connections[identity] = Connection(
             self._reactor,
             stream,
             wrap,
@@ -111,6 +111,7 @@ class Listener:
             on_end=partial(self._on_end, identity, address),
             on_held=partial(self._check_memory, identity),
         )
+        connection.begin()
 
     def _check_memory(self, identity: bytes) -> None:
         if self._connections[identity].num_held_bytes <= _MAX_HELD_BYTES // _MAX_CONNECTIONS:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.net.connection import Connection, make_room
+from vllm_ascend_pd.net.names import Names, Question, is_address
 from vllm_ascend_pd.net.trust import WrongKeyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from vllm_ascend_pd.net.names import Address
     from vllm_ascend_pd.net.reactor import Reactor
     from vllm_ascend_pd.net.trust import Trust
     from vllm_ascend_pd.types import Cause, Endpoint
@@ -51,7 +53,7 @@ class Peers:
     the next ``send`` makes a new one.
 
     Requests name peers, so their number is bounded: who is slow to open gives way to another, and
-    so does who was silent longest.
+    so does who was silent longest. One whose host is a name connects once `Names` has found it.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Peers:
         self._trust = trust
         self._on_frame = on_frame
         self._on_lost = on_lost
+        self._names = Names()
         self.connections: dict[Endpoint, Connection] = {}
         self._lost: set[Endpoint] = set()
         """Those that could not be connected to, until that has been told."""
@@ -82,7 +85,7 @@ class Peers:
             make_room(self.connections.values(), _MAX_OPENING, _MAX_CONNECTIONS)
             try:
                 connection = self.connections[peer] = self._connect(peer)
-            except (OSError, TypeError) as e:  # no descriptor is left, or there is no such name
+            except OSError as e:  # no descriptor is left
                 logger.warning("%s cannot be connected to: %s", peer, e)
                 self._lost.add(peer)
                 self._reactor.submit(partial(self._tell_lost, peer, e))
@@ -121,6 +124,7 @@ class Peers:
         return next_end
 
     def _close(self) -> None:
+        self._names.stop()
         for connection in self.connections.values():
             connection.close(_LINGER_S)
 
@@ -130,7 +134,6 @@ class Peers:
         stream = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             set_options(stream)
-            error = stream.connect_ex((host, peer.port))
         except BaseException:
             stream.close()
             raise
@@ -142,9 +145,33 @@ class Peers:
             on_end=partial(self._on_end, peer),
             on_handshake=lambda: self._check(peer, connection),
         )
-        if error not in (0, errno.EINPROGRESS):
-            connection.end(OSError(error, os.strerror(error)))
+        if is_address(host):
+            self._begin(connection, (host, peer.port))
+            return connection
+
+        def found(address: Address | Exception) -> None:
+            self._reactor.submit(partial(self._on_found, peer, connection, address))
+
+        question = Question(host, peer.port, family, found, lambda: connection.is_ended)
+        if not self._names.ask(question):
+            connection.end(OSError("too many names are looked up already"))
         return connection
+
+    def _on_found(
+        self, peer: Endpoint, connection: Connection, address: Address | Exception
+    ) -> None:
+        if isinstance(address, Exception):
+            logger.warning("%s cannot be connected to: %s", peer, address)
+            connection.end(address)
+        elif not connection.is_ended:
+            self._begin(connection, address)
+
+    def _begin(self, connection: Connection, address: Address) -> None:
+        error = connection.stream.connect_ex(address)
+        if error in (0, errno.EINPROGRESS):
+            connection.begin()
+        else:
+            connection.end(OSError(error, os.strerror(error)))
 
     def _check(self, peer: Endpoint, connection: Connection) -> None:
         assert isinstance(connection.stream, ssl.SSLSocket)

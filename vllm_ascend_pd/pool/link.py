@@ -76,6 +76,7 @@ class PoolLink(Reactor):
             self, stream, None, self._receive, self._on_end, on_handshake=lambda: None
         )
         self._connections.append(connection)
+        connection.begin()
 
     def start(self) -> None:
         """Without a socket there is nothing to do for a thread."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import queue
 import select
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +21,7 @@ from tests.unit.transfer.raw_peers import RawServer, connected, silent_server
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.span import GroupBlocks, Span
-from vllm_ascend_pd.net import peers
+from vllm_ascend_pd.net import names, peers
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer import control
 from vllm_ascend_pd.transfer.control import (
@@ -203,6 +205,61 @@ def test_peer_of_a_name_that_nobody_has_is_unreachable_at_once(
     assert isinstance(answer, Refused)
     assert answer.cause == Cause.PEER_UNREACHABLE.value
     assert client.num_errors == 0
+
+
+@pytest.fixture
+def name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """That answers once it is set."""
+    answers = threading.Event()
+
+    def look_up(host: str, port: int, *_: object) -> list[Any]:
+        assert answers.wait(LIMIT_S)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    yield answers
+    answers.set()
+
+
+def test_name_that_takes_long_to_look_up_holds_up_nobody_else(
+    producer: Producer,
+    make_client: Callable[..., ControlClient],
+    name_server: threading.Event,
+) -> None:
+    producer.lease()
+    client = make_client()
+    by_name = dataclasses.replace(producer.endpoint, host="prefill.svc")
+    client.open("by name", by_name, make_open())
+    client.open("by address", producer.endpoint, make_open())
+    outcome = outcome_of(client)
+    assert outcome.key == "by address"
+    assert isinstance(outcome.answer, Opened)
+    name_server.set()
+    outcome = outcome_of(client)
+    assert outcome.key == "by name"
+    assert isinstance(outcome.answer, Opened)
+
+
+def test_peer_whose_name_is_not_found_in_time_is_unreachable(
+    make_client: Callable[..., ControlClient], name_server: threading.Event
+) -> None:
+    client = make_client(peer_timeout_s=0.2)
+    client.open("r", Endpoint("prefill.svc", 9), make_open())
+    answer = outcome_of(client).answer
+    assert isinstance(answer, Refused)
+    assert answer.cause == Cause.PEER_UNREACHABLE.value
+    assert not name_server.is_set()
+
+
+def test_name_that_would_wait_for_too_many_others_is_unreachable_at_once(
+    make_client: Callable[..., ControlClient],
+    name_server: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(names, "_MAX_WAITING", 0)
+    client = make_client(peer_timeout_s=1000.0)
+    client.open("r", Endpoint("prefill.svc", 9), make_open())
+    assert isinstance(outcome_of(client).answer, Refused)
 
 
 def test_peer_for_which_no_descriptor_is_left_is_unreachable_at_once(
