@@ -130,7 +130,9 @@ class Reactor(threading.Thread):
         return {self.name: num_new} if num_new else {}
 
     def attempt(self, call: Callable[[], T], failed: Callable[[], T]) -> T:
-        """What ``call`` returns, or ``failed`` when it raises. Reactor thread."""
+        """What ``call`` returns, or ``failed`` when it raises. Reactor thread, or one that runs a
+        handler of it.
+        """
         try:
             return call()
         except Exception:  # a thread boundary: others wait for this thread's deadlines

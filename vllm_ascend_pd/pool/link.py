@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -75,8 +76,8 @@ class PoolLink(Reactor):
         connection = Connection(
             self, stream, None, self._receive, self._on_end, on_handshake=lambda: None
         )
-        self._connections.append(connection)
         connection.begin()
+        self._connections.append(connection)
 
     def start(self) -> None:
         """Without a socket there is nothing to do for a thread."""
@@ -84,10 +85,10 @@ class PoolLink(Reactor):
             super().start()
 
     def send(self, message: Message) -> None:
-        """Any thread; never blocks."""
+        """Any thread; never blocks. What a handler raises ends with it, wherever that runs."""
         if self._neighbours:
             for other in self._neighbours:
-                other._handle(message)
+                other.guard(partial(other._handle, message))
             return
         frame = _encoder.encode(message)
         self.submit(lambda: self._send(frame))

@@ -347,15 +347,25 @@ def test_step_whose_announcement_raises_holds_no_slot(worker: Worker, spec: Ahea
     worker.check_all_free()
 
 
-def test_answer_that_raises_holds_no_slot(worker: Worker) -> None:
-    worker.io.ahead.begin_step([AheadSpec(1, (2,))])
+@AHEAD
+def test_answer_that_nobody_takes_ends_neither_a_thread_nor_its_save(
+    worker: Worker, ahead_id: int
+) -> None:
+    worker.io.ahead.begin_step([AheadSpec(1, (2,))] if ahead_id else [])
     worker.compute(2)
-    worker.wait(lambda: worker.copier.num_layers == NUM_LAYERS)
+    unheard: list[Any] = []
 
     def hear(message: Any) -> None:
+        unheard.append(message)
         raise OSError(f"nobody takes {message}")
 
     worker.hears = hear
-    with pytest.raises(OSError, match="nobody takes"):
-        worker.save((2,), ahead_id=1)
+    worker.save((2,), ahead_id)
+    worker.wait(lambda: len(unheard) == 2)
+    assert [type(message) for message in unheard] == [Packed, Saved]
+    assert worker.link.take_errors() == {"test": 2}
+    worker.hears = worker.inbox.put
+    worker.check_stored(2)
     worker.check_all_free()
+    worker.save((3,), save_id=2)
+    assert worker.until(Saved).statuses == ("ok",)
