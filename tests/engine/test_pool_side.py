@@ -247,6 +247,8 @@ def end_load(engine: Engine, cause: str = "", elapsed_ms: float = 1.0) -> None:
 def open_load_breaker(engine: Engine, cause: str, elapsed_ms: float) -> None:
     """By loads in steps, of prompts that the pool has been asked for each time."""
     for i in range(2):
+        if not engine.side.source.load_breaker.closed:
+            return
         request = engine.request(name=f"failed {i}", start=3000 + 100 * i)
         found(engine, request).load_started()
         prompt = engine.side.source.find(request)
@@ -309,6 +311,24 @@ def test_loads_that_fail_or_are_late_are_bypassed_though_lookups_are_answered(
     assert not found(engine, request).offers
     assert request.status == RequestStatus.WAITING
     assert engine.stats.take()["pool_breaker_opened/load"] == 1
+
+
+@pytest.mark.parametrize(
+    ("cause", "elapsed_ms", "was_parked", "is_enough"),
+    [
+        ("deadline", 5000.0, False, True),
+        ("deadline", 500.0, False, False),  # where `step_load_timeout_s` is short
+        ("deadline", 5000.0, True, False),
+        ("pool_failed", 5000.0, False, False),
+        ("", 5000.0, False, False),
+    ],
+)
+def test_load_that_a_step_has_waited_for_in_vain_is_the_last_one(
+    engine: Engine, cause: str, elapsed_ms: float, was_parked: bool, is_enough: bool
+) -> None:
+    result = LoadResult(LoadId(1), cause, 0, elapsed_ms)
+    engine.side.source.load_ended(result, [Place.DRAM], was_parked)
+    assert engine.side.source.load_breaker.closed == (not is_enough)
 
 
 @pytest.mark.parametrize("load_mode", list(LoadMode))

@@ -487,11 +487,16 @@ class PoolSource:
             speed.note(result.num_bytes, result.elapsed_ms)
         if result.cause != Cause.CANCELLED.value:
             # A long prompt may take its time where no step waits for it.
-            elapsed_ms = 0.0 if was_parked else result.elapsed_ms
-            self._record_load(result.cause not in _POOL_FAULTS, elapsed_ms / 1000)
+            elapsed_s = 0.0 if was_parked else result.elapsed_ms / 1000
+            self._record_load(result.cause, elapsed_s)
 
-    def _record_load(self, ok: bool, elapsed_s: float) -> None:
-        if not self.load_breaker.record(ok, elapsed_s):
+    def _record_load(self, cause: str, elapsed_s: float) -> None:
+        if cause == Cause.DEADLINE.value and elapsed_s > self._config.breaker_slow_ms / 1000:
+            # Every request of the step has waited in vain, and would for the next one.
+            changed = self.load_breaker.failed(unreachable=True)
+        else:
+            changed = self.load_breaker.record(cause not in _POOL_FAULTS, elapsed_s)
+        if not changed:
             return
         if self.load_breaker.closed:
             logger.info("a load from the pool has come; loads go on")
