@@ -255,7 +255,8 @@ class RouterLink(msgspec.Struct, frozen=True):
     """``http[s]://HOST:PORT`` of the router, or of several with commas between them, each of which
     is told; without it the engine registers nowhere."""
     http_url: str | None = None
-    """This engine's OpenAI server as the router reaches it; ``kv_ip`` and ``--port`` without it."""
+    """This engine's OpenAI server as the router reaches it. Without it by ``--port``, and by
+    ``--host``, or ``kv_ip`` where the server is at every address."""
     instance_id: str | None = None
     """Its name at the router; host and port of ``http_url`` without it."""
     token_file: str | None = None

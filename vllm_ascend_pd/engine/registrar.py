@@ -38,6 +38,7 @@ _RETRY_S = 1.0
 _START_PROBE_S = 0.5
 _TURN_S = 0.25
 _DEFAULT_HTTP_PORT = "8000"
+_EVERYWHERE = ("", "0.0.0.0", "::")
 _UNREACHABLE = (OSError, http.client.HTTPException)
 
 
@@ -65,7 +66,8 @@ _ANSWERED: dict[registration.State, RegistrarState] = {
 
 
 def find_http_url(config: RouterLink, host: str, argv: list[str] | None = None) -> str:
-    """``router.http_url``, or ``host`` and the ``--port`` that this engine was started with.
+    """``router.http_url``, or the ``--host`` and ``--port`` that this engine was started with;
+    ``host`` where it listens at every address.
 
     The front end's command line is also that of its EngineCore process.
 
@@ -88,6 +90,8 @@ def find_http_url(config: RouterLink, host: str, argv: list[str] | None = None) 
         )
     port = given.get("--port", _DEFAULT_HTTP_PORT)
     scheme = "https" if "--ssl-certfile" in given else "http"
+    if (served := given.get("--host", "")) not in _EVERYWHERE:
+        host = served
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
