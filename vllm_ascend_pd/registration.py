@@ -54,7 +54,7 @@ DRAIN_S = 30.0
 MAX_BODY_BYTES = 64 * 1024
 MAX_ADAPTERS = 128
 MAX_TEXT = 200
-"""Of the name of an adapter, and of what is said of it."""
+"""Of the name of an adapter, in bytes, and of what is said of it: all of them fit in a body."""
 
 Role = Literal["prefill", "decode", "both"]
 """``kv_producer``, ``kv_consumer``, ``kv_both`` of vLLM."""

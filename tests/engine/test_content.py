@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
@@ -19,10 +20,11 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from vllm_ascend_pd import envs
+from vllm_ascend_pd.engine.scheduler import content as content_module
 from vllm_ascend_pd.engine.scheduler.content import Content
 from vllm_ascend_pd.engine.scheduler.identity import Identity
 from vllm_ascend_pd.engine.vllm_api.config import lora_options
-from vllm_ascend_pd.registration import MAX_ADAPTERS
+from vllm_ascend_pd.registration import MAX_ADAPTERS, MAX_BODY_BYTES, Registration
 from vllm_ascend_pd.types import GENERATION_SALT
 
 init_none_hash(sha256)
@@ -182,25 +184,67 @@ def test_an_adapter_that_nobody_here_can_read_is_like_no_other(tmp_path: Path) -
     assert make(contents[1].hash_blocks, lora_request=lora).block_hashes != one.block_hashes
 
 
-def test_router_is_told_of_the_adapters_that_were_used_last(
-    content: Content, tmp_path: Path
-) -> None:
-    told: list[dict[str, str]] = []
-    core: Any = SimpleNamespace(model_executor=Executor(1), request_block_hasher=HASH_BLOCKS)
-    folder = SimpleNamespace(model="no/such/folder", model_weights="elsewhere")
-    config = SimpleNamespace(lora_config=LoRAConfig(), load_config=None, model_config=folder)
-    scheduler: Any = SimpleNamespace(requests={}, vllm_config=config)
-    identity = Identity(
-        scheduler, core, False, lambda request: None, lambda generation: None, told.append
-    )
+class IdentityWorld:
+    """An engine whose router and workers are told of adapters."""
 
-    def use(name: str) -> None:
-        lora = adapter(tmp_path / name, name.encode())
+    def __init__(self, folder: Path, *loaded: int) -> None:
+        self.folder = folder
+        self.told: list[dict[str, str]] = []
+        self.executor = Executor(*loaded)
+        self.core: Any = SimpleNamespace(
+            model_executor=self.executor, request_block_hasher=HASH_BLOCKS
+        )
+        model = SimpleNamespace(model="no/such/folder", model_weights="elsewhere")
+        config = SimpleNamespace(lora_config=LoRAConfig(), load_config=None, model_config=model)
+        self.scheduler: Any = SimpleNamespace(requests={}, vllm_config=config)
+        self.identity = Identity(
+            self.scheduler,
+            self.core,
+            False,
+            lambda request: None,
+            lambda generation: None,
+            self.told.append,
+        )
+
+    def use(self, name: str, number: int = 1, weights: bytes | None = None) -> Request:
+        lora = adapter(self.folder / str(number), weights or name.encode(), number)
         lora.lora_name = name
-        identity.check(make(core.request_block_hasher, lora_request=lora))
+        request = make(self.core.request_block_hasher, lora_request=lora)
+        self.identity.check(request)
+        return request
 
+
+def test_router_is_told_of_the_adapters_that_were_used_last(tmp_path: Path) -> None:
+    world = IdentityWorld(tmp_path, 1)
+    told, use = world.told, world.use
     for number in range(MAX_ADAPTERS + 10):
         use("busy")
         use(f"other {number}")
     assert len(told) == MAX_ADAPTERS + 11  # and not once for each request
     assert told[-1].keys() == {"busy", *(f"other {n}" for n in range(11, MAX_ADAPTERS + 10))}
+
+
+def test_what_a_router_is_told_of_adapters_with_long_names_fits(tmp_path: Path) -> None:
+    world = IdentityWorld(tmp_path, 1)
+    for number in range(MAX_ADAPTERS):
+        for letter in "n\N{CJK UNIFIED IDEOGRAPH-540D}\0":
+            world.use(f"{number:03d}{letter * 197}")
+    assert world.told[-1].keys() == {f"{number:03d}{'n' * 197}" for number in range(MAX_ADAPTERS)}
+    told = Registration(url="http://h:1", role="both", epoch="e", adapters=world.told[-1])
+    assert len(msgspec.json.encode(told)) < MAX_BODY_BYTES
+
+
+def test_adapters_that_nobody_uses_any_more_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content_module, "_MAX_ADAPTERS", 8)
+    world = IdentityWorld(tmp_path, 1)
+    world.scheduler.requests["r"] = world.use("running", 2)
+    loaded = world.use("loaded", 1)
+    hashes = [world.use(f"unloaded {number}", number).block_hashes for number in range(3, 100)]
+    content = world.identity._content
+    assert max(map(len, (content._adapters, content._read, content.loras))) <= 9
+    assert {1, 2} <= content._adapters.keys()
+    assert world.use("unloaded 3", 3).block_hashes == hashes[0]
+    # The workers have what they loaded, whatever lies there now.
+    assert world.use("loaded", 1, b"other").block_hashes == loaded.block_hashes

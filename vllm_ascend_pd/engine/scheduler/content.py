@@ -23,7 +23,7 @@ from vllm_ascend_pd.engine.weight_files import content_digest, stat_key
 from vllm_ascend_pd.types import GENERATION_SALT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
     from vllm_ascend_pd.engine.vllm_api.types import BlockHash, Executor, LoRARequest, Request
 
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 _OURS = "pd-"
 """Salts of clients that begin like that are hashed too, so that none can be made to look like one
 of these."""
+_MAX_ADAPTERS = 1024
+"""That are remembered, beside those in use. Servers load and unload them for weeks, and say nothing
+of the latter."""
 
 
 class Content:
@@ -54,6 +57,7 @@ class Content:
         """By name: the last one that the workers have loaded, or that a request has brought."""
         self._read: dict[str, tuple[str, str]] = {}
         """By path: when the files were read last, and what they held."""
+        self._max_adapters = _MAX_ADAPTERS
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:
         """vLLM's block hasher, for new requests."""
@@ -96,8 +100,28 @@ class Content:
         """The workers have loaded it; whether it differs from what they had."""
         changed = self._adapters.get(lora.lora_int_id, content) != content
         self._adapters[lora.lora_int_id] = content
-        self.loras[lora.lora_name] = with_reload(lora, False)
+        self._remember(lora)
         return changed
+
+    def _remember(self, lora: LoRARequest) -> None:
+        self.loras.pop(lora.lora_name, None)
+        self.loras[lora.lora_name] = with_reload(lora, False)
+        if len(self.loras) > _MAX_ADAPTERS:
+            del self.loras[next(iter(self.loras))]
+
+    @property
+    def has_many_adapters(self) -> bool:
+        return max(len(self._adapters), len(self._read)) > self._max_adapters
+
+    def forget_adapters(self, in_use: Set[int | None]) -> None:
+        """Those that neither the workers have nor a request names. When such a one is used again,
+        the workers load what is there then, and so it is read anew.
+        """
+        for lora_id in list(self._adapters):
+            if lora_id not in in_use:
+                del self._adapters[lora_id]
+        self._read = {}
+        self._max_adapters = max(_MAX_ADAPTERS, 2 * len(self._adapters))
 
     def reload_adapter(self, request: Request, executor: Executor) -> bool:
         """If this request asks for a reload, or the workers would load other files than they had,
@@ -122,7 +146,7 @@ class Content:
             self.note_adapter(lora, content)
         if lora.load_inplace:
             ask_no_reload(request, lora)
-        self.loras[lora.lora_name] = with_reload(lora, False)
+        self._remember(lora)
         return changed
 
     def read_adapter(self, lora: LoRARequest) -> str:
@@ -138,8 +162,7 @@ class Content:
                 content = f"{content_digest(files, full=True)} {self._lora_options}"
                 self._read[path] = read = key, content
         except OSError as e:
-            if path not in self._read:
+            if (read := self._read.get(path)) is None:
                 logger.warning("adapter %s: its files cannot be read: %s", lora.lora_name, e)
-                self._read[path] = "", secrets.token_hex(8)
-            return self._read[path][1]
+                self._read[path] = read = "", secrets.token_hex(8)
         return read[1]

@@ -14,6 +14,8 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm_ascend_pd.engine.model_identity import model_folder
 from vllm_ascend_pd.engine.scheduler.content import Content
 from vllm_ascend_pd.engine.scheduler.weights import (
@@ -75,9 +77,13 @@ class Identity:
             self._content.renew(request)
         if (lora := request.lora_request) is not None:
             self._tell_adapter(lora.lora_name, self._content.adapter_digest(lora))
+            if self._content.has_many_adapters:
+                users = (request, *self._scheduler.requests.values())
+                in_use = {*self._executor.list_loras(), *map(_adapter_id, users)}
+                self._content.forget_adapters(in_use)
 
     def _tell_adapter(self, name: str, digest: str) -> None:
-        if len(name) > MAX_TEXT:
+        if len(msgspec.json.encode(name)) - 2 > MAX_TEXT:
             return
         known = self._told_adapters
         is_news = known.pop(name, None) != digest
