@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -146,6 +147,65 @@ def test_weights_in_other_files_count(
         found.append(identity(folder))
     assert found[0] == found[1]
     assert differences(*found[1:]) == {"weights"}
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The model with its tensors in files of these names, or what else is to be in them."""
+    numbers = itertools.count()
+
+    def make(*same: str, **others: bytes | str) -> Path:
+        folder = tmp_path / f"copy {next(numbers)}"
+        shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        for name in same:
+            shutil.copy(tiny / "model.safetensors", folder / name)
+        for name, content in others.items():
+            data = content if isinstance(content, bytes) else content.encode()
+            (folder / name).write_bytes(data)
+        return folder
+
+    return make
+
+
+def index_of(*files: str) -> str:
+    return json.dumps({"weight_map": {f"tensor {i}": file for i, file in enumerate(files)}})
+
+
+def test_copy_of_the_weights_that_nobody_reads_does_not_count(
+    identity: Callable[..., dict[str, str]], copy: Callable[..., Path]
+) -> None:
+    for name in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin"):
+        assert identity(copy("model.safetensors", **{name: b"same"})) == identity()
+    for name in ("mask_embedding.pt", "model.bin", "other.safetensors"):
+        found = identity(copy("model.safetensors", **{name: b"read by some"}))
+        assert differences(found, identity()) == {"weights"}
+
+
+def test_of_safetensors_those_that_the_index_names_count(
+    identity: Callable[..., dict[str, str]], copy: Callable[..., Path]
+) -> None:
+    index = {"model.safetensors.index.json": index_of("model.safetensors")}
+    beside = copy("model.safetensors", **index, **{"other.safetensors": b"other"})
+    assert identity(beside) == identity()
+    assert identity(beside, load_format="safetensors") == identity()
+    both = {"model.safetensors.index.json": index_of("model.safetensors", "other.safetensors")}
+    found = identity(copy("model.safetensors", **both, **{"other.safetensors": b"other"}))
+    assert differences(found, identity()) == {"weights"}
+    # It reads all that are there.
+    streamed = identity(beside, load_format="runai_streamer")
+    assert differences(streamed, identity()) == {"weights"}
+
+
+def test_of_mistrals_format_its_own_files_count(
+    identity: Callable[..., dict[str, str]], copy: Callable[..., Path]
+) -> None:
+    alone = identity(copy("consolidated.safetensors"))
+    assert differences(alone, identity()) == {"load", "weights"}
+    assert identity(copy("consolidated.safetensors", "model.safetensors")) == alone
+    other = copy("model.safetensors", **{"consolidated.safetensors": b"other"})
+    assert differences(identity(other), alone) == {"weights"}
+    by_hand = identity(copy("consolidated.safetensors", "model.safetensors"), load_format="hf")
+    assert differences(by_hand, identity()) == {"weights"}  # vLLM reads both without an index
 
 
 def test_long_rope_counts_on_which_side_of_its_length_an_engine_is(

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +35,17 @@ _NO_WEIGHTS = frozenset(
     ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 )
 """What a training leaves beside the weights; vLLM does not load it either."""
-_CHECKPOINT_FORMATS = frozenset(
-    ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-)
-"""Load formats that read the same tensors from the same files."""
+_ONE_LOADER = ("hf", "safetensors", "fastsafetensors", "instanttensor")
+_CHECKPOINT_FORMATS = frozenset((*_ONE_LOADER, "runai_streamer"))
+"""Load formats that read the same tensors."""
+_SAFETENSORS = {
+    **dict.fromkeys(_ONE_LOADER, ("*.safetensors", "model.safetensors.index.json")),
+    "mistral": ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
+}
+"""By load format: the files that vLLM reads if there are any, and the index beside them, which may
+name only some of these."""
+_SAME_IN_BIN = "pytorch_model*.bin"
+"""Not read where there are safetensors."""
 _PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
@@ -117,7 +126,7 @@ def _weights(vllm_config: VllmConfig, load: LoadConfig, model: ModelConfig) -> s
     if load.load_format == "dummy":
         return _dummy_weights(vllm_config, model)
     folder = model_folder(load, model)
-    files = weight_files(folder) if folder is not None else []
+    files = _read_files(folder, load) if folder is not None else []
     if files:
         kv_transfer_config = vllm_config.kv_transfer_config
         full = (
@@ -147,15 +156,38 @@ def _load_format(load: LoadConfig, model: ModelConfig) -> str:
     """Empty where the tensors of the checkpoint are read as they are. Other loaders are told what
     they read by their own options.
     """
-    load_format = str(load.load_format)
-    if load_format == "auto":
-        folder = model_folder(load, model)
-        has_mistral = folder is not None and any(folder.glob("consolidated*.safetensors"))
-        load_format = "mistral" if has_mistral else "hf"
+    load_format = _resolved(load, model_folder(load, model))
     if load_format in _CHECKPOINT_FORMATS:
         return ""
     options = load.model_loader_extra_config
     return f"{load_format}-{digest(options)}" if options else load_format
+
+
+def _resolved(load: LoadConfig, folder: Path | None) -> str:
+    """The load format that vLLM makes of ``auto``."""
+    if load.load_format != "auto":
+        return str(load.load_format)
+    pattern, _ = _SAFETENSORS["mistral"]
+    return "mistral" if folder is not None and any(folder.glob(pattern)) else "hf"
+
+
+def _read_files(folder: Path, load: LoadConfig) -> list[Path]:
+    """Of ``weight_files`` all that vLLM may read: engines with and without other copies of the same
+    tensors are equal.
+    """
+    files = weight_files(folder)
+    pattern, index = _SAFETENSORS.get(_resolved(load, folder), ("", ""))
+    read = {file for file in files if fnmatch(file.name, pattern)}
+    if not read:
+        return files
+    if (folder / index).is_file():
+        named = set(json.loads((folder / index).read_text())["weight_map"].values())
+        read = {file for file in read if file.name in named}
+    return [file for file in files if file in read or not _is_copy(file)]
+
+
+def _is_copy(file: Path) -> bool:
+    return file.suffix == ".safetensors" or fnmatch(file.name, _SAME_IN_BIN)
 
 
 def _processor(folder: Path | None) -> list[tuple[str, str]]:
