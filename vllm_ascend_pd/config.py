@@ -21,8 +21,10 @@ from vllm_ascend_pd.parsing import Size, parse
 from vllm_ascend_pd.types import Endpoint
 
 _FINITE = sys.float_info.max
+_LONGEST = 1e9
+"""Some years: no lock waits for more than 292 of them."""
 Count = Annotated[int, Meta(ge=1, description="must be positive")]
-Positive = Annotated[float, Meta(gt=0, le=_FINITE, description="must be positive")]
+Duration = Annotated[float, Meta(gt=0, le=_LONGEST, description="must be positive and at most 1e9")]
 NotNegative = Annotated[float, Meta(ge=0, le=_FINITE, description="must not be negative")]
 Share = Annotated[float, Meta(gt=0, le=1, description="must be positive and at most 1")]
 
@@ -119,26 +121,26 @@ class WeightReading(str, Enum):
 class TransferConfig(msgspec.Struct, frozen=True):
     """``kv_connector_extra_config.transfer``."""
 
-    lease_s: Positive = 30.0
+    lease_s: Duration = 30.0
     """A producer keeps a prompt's blocks so long without a heartbeat of the consumer."""
-    max_lease_s: Positive = 300.0
+    max_lease_s: Duration = 300.0
     """And so long at most, whatever the consumer says."""
     unopened_share: Share = 0.5
     """Prompts that no consumer has asked for hold at most this share of a producer's blocks: the
     oldest ones give way."""
-    admission_timeout_s: Positive = 60.0
+    admission_timeout_s: Duration = 60.0
     """A consumer's request that waits for memory so long goes on without its peer's KV."""
-    peer_timeout_s: Positive = 2.0
+    peer_timeout_s: Duration = 2.0
     """A peer that has said nothing for so long, to an open or a fetch, is taken for gone."""
-    step_load_timeout_s: Positive = 5.0
+    step_load_timeout_s: Duration = 5.0
     """Longest wait for KV inside one step; the whole batch waits with it."""
-    load_timeout_s: Positive = 30.0
+    load_timeout_s: Duration = 30.0
     """Longest load of a parked request."""
-    max_freeze_s: Positive = 0.5
+    max_freeze_s: Duration = 0.5
     """A running request that moves to another engine stops for so long at most, before it stays."""
-    arrival_timeout_s: Positive = 5.0
+    arrival_timeout_s: Duration = 5.0
     """When both requests are sent at once: longest wait for the producer's one to arrive there."""
-    prefill_timeout_s: Positive = 60.0
+    prefill_timeout_s: Duration = 60.0
     """When both are sent at once: a producer that computes nothing of the prompt for so long (its
     queue included) is not waited for any more."""
     push_mode: PushMode = PushMode.AUTO
@@ -367,7 +369,7 @@ class PoolConfig(msgspec.Struct, frozen=True):
     """Store blocks with generated tokens too, for the next turn of a conversation."""
     load: LoadFromPool = LoadFromPool.AUTO
     """``all``, ``none``, or ``auto``: as many as is faster than computing them."""
-    lookup_timeout_ms: Positive = 100.0
+    lookup_timeout_ms: Duration = 100.0
     """A request waits so long for its lookup, then goes on without the pool."""
     io_threads: Count = 2
     """Threads that read."""
@@ -375,9 +377,9 @@ class PoolConfig(msgspec.Struct, frozen=True):
     """One read or write at a time; raised to one block's KV when that is larger."""
     breaker_failures: Count = 3
     """So many failures in a row, and the pool is bypassed."""
-    breaker_slow_ms: Positive = 2000.0
+    breaker_slow_ms: Duration = 2000.0
     """A lookup, write or load in a step that takes longer is a failure."""
-    probe_interval_s: Positive = 1.0
+    probe_interval_s: Duration = 1.0
     """How often a bypassed pool is tried."""
 
     def __post_init__(self) -> None:

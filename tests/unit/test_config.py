@@ -203,6 +203,7 @@ def test_config_is_frozen() -> None:
         ({"transfer": {"lease_s": None}}, "transfer.lease_s must be float, not None"),
         ({"transfer": {"lease_s": 0}}, "transfer.lease_s must be positive"),
         ({"transfer": {"load_timeout_s": -1}}, "transfer.load_timeout_s must be positive"),
+        ({"transfer": {"step_load_timeout_s": 1e10}}, "positive and at most 1e9, not 1000"),
         ({"transfer": {"max_step_load_ms": -1}}, "transfer.max_step_load_ms must not be negative"),
         ({"transfer": {"staging_slots": 2.5}}, "transfer.staging_slots must be int, not 2.5"),
         ({"transfer": {"staging_slots": 0}}, "transfer.staging_slots must be positive"),
