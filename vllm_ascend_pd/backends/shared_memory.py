@@ -24,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -122,8 +122,6 @@ class _PeerRegion:
     view: mmap.mmap
     pinning: HostPinning
     is_pinned: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Threads that copy come together to memory that is not pinned yet."""
 
     @property
     def start(self) -> int:
@@ -138,10 +136,9 @@ class _PeerRegion:
         offset = addr - self.addr
         if not self.is_open or offset < 0 or offset + num_bytes > self.num_bytes:
             return None
-        with self.lock:
-            if not self.is_pinned:
-                self.pinning.pin(self.start, self.num_bytes)
-                self.is_pinned = True
+        if not self.is_pinned:
+            self.pinning.pin(self.start, self.num_bytes)
+            self.is_pinned = True
         return Region(self.start + offset, num_bytes)
 
     def close(self) -> None:

@@ -12,10 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -172,25 +169,6 @@ def test_memory_of_peers_is_not_pinned_any_more_once_the_engine_is_closed(owner)
     assert engine.window(owner.session, owner.addr, 5) is not None
     engine.close()
     assert (pins.live, pins.count) == ({}, 1)
-
-
-def test_threads_that_come_together_pin_memory_once(owner):
-    both_are_here = threading.Barrier(2)
-
-    class Slow(Pins):
-        def pin(self, addr: int, num_bytes: int) -> None:
-            super().pin(addr, num_bytes)
-            with suppress(threading.BrokenBarrierError):
-                both_are_here.wait(0.2)
-
-    pins = Slow()
-    engine = SharedMemoryTransferEngine(pins)
-    assert engine.reaches(owner.session)
-    with ThreadPoolExecutor(2) as pool:
-        windows = list(pool.map(lambda _: engine.window(owner.session, owner.addr, 5), range(2)))
-    assert windows[0] == windows[1] is not None
-    assert pins.count == 1
-    engine.close()
 
 
 def test_a_killed_owner_is_noticed_by_the_next_write(engine, source, owner):
