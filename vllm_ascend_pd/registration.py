@@ -27,8 +27,8 @@ DELETE. One that died is noticed by the router's probes, long before ``ttl_s``.
 
 Errors are JSON like OpenAI's, ``{"error": {"message", "type", "param", "code"}}``: 400 names the
 wrong field; 403 says that the token is wrong, or that the address may not register; 409 that the
-id is that of an instance known from elsewhere, or of an engine at another URL that answers; 429
-that too many have registered.
+id is that of an instance known from elsewhere, or of an engine at another URL that answers or
+starts; 429 that too many have registered.
 
 Who may register: with ``--registration-token-file`` on the router, whoever sends that token as
 ``Authorization: Bearer ...``; without it, only clients on loopback with URLs on loopback.

@@ -242,6 +242,28 @@ def test_second_engine_of_an_id_is_refused_while_the_first_is_there() -> None:
     run(test)
 
 
+def test_engine_that_starts_keeps_its_id_though_probes_do_not_find_it_yet() -> None:
+    async def test() -> None:
+        async with deployed(1, 0) as d:
+            first, second = ScriptedEngine("first"), ScriptedEngine("second")
+            await first.start()
+            await second.start()
+            await first.stop()
+            await second.stop()
+            assert (await register(d, "x", described(first, state="starting")))[0] == 200
+            instance = d.router.registry.get("x")
+            await until(lambda: instance.breaker.state is BreakerState.OPEN)
+            status, body = await register(d, "x", described(second, state="starting"))
+            assert status == 409
+            assert "which starts" in body["error"]["message"]
+            assert (await register(d, "x", described(first, state="starting")))[0] == 200
+
+            await look_on(d, registration.TTL_S + 1)
+            assert (await register(d, "x", described(second, state="starting")))[0] == 200
+
+    run(test)
+
+
 def test_engine_that_moved_takes_its_id_along_once_it_is_not_to_be_reached_where_it_was() -> None:
     async def test() -> None:
         async with deployed(1, 0) as d:

@@ -166,7 +166,8 @@ class RegisteredDiscovery:
             return error_response(409, "conflict", message)
         if known is not None and _is_another(known, described):
             message = (
-                f"{instance_id} is the engine at {known.spec.url}, which answers, so the one at"
+                f"{instance_id} is the engine at {known.spec.url}, which"
+                f" {'starts' if known.spec.state == 'starting' else 'answers'}, so the one at"
                 f" {described.url} is not used: give it a router.instance_id of its own, or leave"
                 " that out"
             )
@@ -267,9 +268,11 @@ class RegisteredDiscovery:
 
 
 def _is_another(known: Instance, described: Registration) -> bool:
-    """Whether an engine elsewhere has the id, and answers; one that moved is not to be reached
-    where it was, also before it was silent for long enough."""
-    return known.spec.url != described.url and known.breaker.state is not BreakerState.OPEN
+    """Whether an engine elsewhere has the id, and answers, or says that it starts, when probes
+    find nobody there yet; one that moved is not to be reached where it was, also before it was
+    silent for long enough."""
+    is_there = known.spec.state == "starting" or known.breaker.state is not BreakerState.OPEN
+    return known.spec.url != described.url and is_there
 
 
 def _not_on_loopback(described: Registration) -> str | None:
