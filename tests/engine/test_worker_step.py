@@ -436,7 +436,8 @@ def test_only_what_is_saved_is_told_whatever_the_order() -> None:
     """As Zamba2's layers run, which are numbered by the block that they share."""
     saved = SavedLayers(SHARED_BLOCKS, [*SHARED_BLOCKS])
     packed: list[int] = []
-    ahead, server = SimpleNamespace(layer_done=packed.append), SimpleNamespace(notify=lambda: None)
+    ahead = SimpleNamespace(layer_done=packed.append)
+    server = SimpleNamespace(notify_layer=lambda: None)
     for _ in range(2):
         packed.clear()
         saved.begin_step()

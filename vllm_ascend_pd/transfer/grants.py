@@ -71,6 +71,11 @@ class Grants:
         with self._lock:
             self._num_layers_done = max(self._num_layers_done, layer + 1)
 
+    def in_step(self) -> list[LeaseRef]:
+        """Those of which the running step computes some."""
+        with self._lock:
+            return list(self._in_step)
+
     def end_step(self) -> None:
         with self._lock:
             self._num_layers_done = 0

@@ -167,6 +167,11 @@ class DataServer(Reactor):
         if self._watchers:
             self.submit(self._watchers.tell)
 
+    def notify_layer(self) -> None:
+        """As ``notify``, for the prompts of the running step."""
+        if self._watchers:
+            self.submit(self._watchers.tell_layer)
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until no page is read any more, all grants being gone; whether that came true. Main
         thread.

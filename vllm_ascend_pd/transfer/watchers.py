@@ -55,10 +55,18 @@ class Watchers:
 
     def tell(self) -> None:
         """Grants have changed."""
-        for lease, watchers in list(self._watchers.items()):
-            for watcher in watchers:
-                self._tell(lease, watcher, always=False)
-            self._forget_ended(lease)
+        self._tell_all(list(self._watchers))
+
+    def tell_layer(self) -> None:
+        """The step has done one more. Many prompts are watched that are not in it yet."""
+        self._tell_all(self._grants.in_step())
+
+    def _tell_all(self, leases: list[LeaseRef]) -> None:
+        for lease in leases:
+            if watchers := self._watchers.get(lease):
+                for watcher in watchers:
+                    self._tell(lease, watcher, always=False)
+                self._forget_ended(lease)
 
     def _tell(self, lease: LeaseRef, watcher: _Watcher, always: bool) -> None:
         transfer_id = lease.transfer_id

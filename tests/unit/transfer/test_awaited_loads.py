@@ -50,7 +50,7 @@ class Prompt:
 
     def layer(self, layer: int) -> None:
         self.pair.grants.layer_done(layer)
-        self.pair.server.notify()
+        self.pair.server.notify_layer()
 
     def end_step(self) -> None:
         self.pair.grants.end_step()

@@ -103,7 +103,7 @@ class ArmedStep:
             self._ahead.layer_done(last)
         if self._server is not None:
             self._grants.layer_done(last)
-            self._server.notify()
+            self._server.notify_layer()
 
     def __exit__(self, *exc: object) -> None:
         hooks.current_step = None
