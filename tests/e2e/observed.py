@@ -54,7 +54,7 @@ def metric_names(expression: str) -> set[str]:
 def asked_labels(expression: str) -> set[str]:
     """By which it groups or selects."""
     groups = re.findall(r"\b(?:by|without|on|ignoring) \(([^)]*)\)", expression)
-    grouped = {label.strip() for group in groups for label in group.split(",")}
+    grouped = {label.strip() for group in groups if group for label in group.split(",")}
     return grouped | set(re.findall(r"[{,]\s*(\w+)\s*(?:=|!=|=~|!~)", expression))
 
 
