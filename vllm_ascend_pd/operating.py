@@ -4,7 +4,8 @@
     GET  /requests                       200 with a JSON array of ``RequestStatus``
     POST /requests/{request_id}/move     body ``MoveOrder`` or nothing; 200 with a JSON array of
                                          ``MoveReport``, one for each request of that id, when
-                                         they have moved or have not
+                                         they have moved or have not; 504 if a worker of the
+                                         router that may have it does not answer
 
 Only who may register engines may ask, see ``registration``: no client does.
 """

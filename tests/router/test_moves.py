@@ -344,7 +344,7 @@ def test_client_that_leaves_as_a_move_is_ordered_leaves_nothing() -> None:
             order = MoveOrder(to=name(target))
             moving = asyncio.ensure_future(d.router.requests.move("one", order))
             one.job.trace.request.task.cancel()  # as when the client has left
-            [report] = await asyncio.wait_for(moving, 20)
+            [report], _ = await asyncio.wait_for(moving, 20)
             assert report.outcome == "not_needed"
             await asyncio.gather(client.task, return_exceptions=True)
             assert all(i.num_admitted == 0 for i in d.router.registry)

@@ -338,3 +338,30 @@ def test_operator_reaches_the_requests_of_all_workers(tmp_path: Path) -> None:
                 assert await asyncio.gather(*(c.post() for _ in range(12))) == [200] * 12
 
     run(test)
+
+
+def test_worker_that_hangs_is_named_to_an_operator_and_not_waited_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as c, aiohttp.ClientSession() as http:
+            await c.until(lambda: len(c.worker_pids()) == NUM_WORKERS)
+            hung = c.worker_pids()[1]
+            os.kill(hung, signal.SIGSTOP)
+
+            async def move() -> tuple[int, str]:
+                async with http.post(f"{c.url}/requests/none/move") as response:
+                    return response.status, await response.text()
+
+            # On connections of their own, of which some are to the one that hangs.
+            asking = [asyncio.ensure_future(move()) for _ in range(20)]
+            try:
+                done, _ = await asyncio.wait(
+                    asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                told = {one.result() for one in done}
+                assert {status for status, _ in told} == {504}
+                assert "worker 1 of this router does not answer" in told.pop()[1]
+            finally:
+                os.kill(hung, signal.SIGCONT)
+                await asyncio.gather(*asking)
+
+    run(test)

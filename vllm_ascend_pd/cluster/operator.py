@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 30.0
+"""But for a move, which takes its time."""
 
 
 class RouterAway(ConfigError):
@@ -42,9 +45,7 @@ class RouterOperator:
 
     async def __aenter__(self) -> RouterOperator:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        # A move takes its time.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        self._session = aiohttp.ClientSession(headers=headers)
         return self
 
     async def __aexit__(
@@ -63,7 +64,7 @@ class RouterOperator:
     async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
         """What became of those of this id."""
         path = f"{REQUESTS}/{quote(request_id)}/move"
-        return await self._ask("POST", path, list[MoveReport], order)
+        return await self._ask("POST", path, list[MoveReport], order, timeout_s=None)
 
     async def instances(self) -> list[InstanceStatus]:
         """All that the router knows."""
@@ -87,15 +88,24 @@ class RouterOperator:
     async def undo_drain(self, instance_id: str) -> None:
         await self._ask("DELETE", f"{registration.PATH}/{instance_id}/drain", type(None))
 
-    async def _ask(self, method: str, path: str, kind: type[T], sent: Any = None) -> T:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        sent: Any = None,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+    ) -> T:
         assert self._session is not None
         data = None if sent is None else msgspec.json.encode(sent)
         url = self.url.rstrip("/") + path
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            async with self._session.request(method, url, data=data) as response:
+            async with self._session.request(method, url, data=data, timeout=timeout) as response:
                 body = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as e:
-            message = f"no router answers at {self.url} ({e}): give it with --router"
+        except (aiohttp.ClientError, asyncio.TimeoutError) as e:
+            why = str(e) or repr(e)
+            message = f"no router answers at {self.url} ({why}): give it with --router"
             raise RouterAway(message) from e
         if response.status >= 400:
             hint = " (--token-file)" if response.status == 403 else ""

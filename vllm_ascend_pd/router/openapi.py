@@ -156,7 +156,8 @@ def _registry() -> dict[str, Schema]:
     moved = _list({"$ref": "#/components/schemas/MoveReport"})
     running = _list({"$ref": "#/components/schemas/RequestStatus"})
     moves = {200: _answer("What became of it", _content(moved))}
-    move = _operation("move", "Have a running request go on elsewhere", moves, 400, 403, 404, 408)
+    refused = (400, 403, 404, 408, 504)
+    move = _operation("move", "Have a running request go on elsewhere", moves, *refused)
     answered = {200: _answer("Requests that engines answer now", _content(running))}
     requests = _operation("requests", "Every request in progress", answered, 403)
     named: Schema = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:+=@-]{0,127}$"}

@@ -32,8 +32,9 @@ class Requests(Protocol):
     async def requests(self) -> list[RequestStatus]:
         """All that an engine answers now."""
 
-    async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
-        """Those of this id; returns when their moves have ended."""
+    async def move(self, request_id: str, order: MoveOrder) -> tuple[list[MoveReport], list[str]]:
+        """Those of this id; returns when their moves have ended. And the workers that did not
+        answer."""
 
 
 class OwnRequests:
@@ -46,12 +47,13 @@ class OwnRequests:
     async def requests(self) -> list[RequestStatus]:
         return [_status(one) for one in self._moves.running]
 
-    async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
+    async def move(self, request_id: str, order: MoveOrder) -> tuple[list[MoveReport], list[str]]:
         found = [one for one in self._moves.running if one.job.trace.request_id == request_id]
         begun = [self._begin(one, order) for one in found]  # now: any may be over soon
-        return [
+        reports = [
             one if isinstance(one, MoveReport) else await asyncio.shield(one.ended) for one in begun
         ]
+        return reports, []
 
     def _begin(self, source: Answering, order: MoveOrder) -> Move | MoveReport:
         """Its move, or that there is none."""
@@ -109,7 +111,13 @@ class OperatorRoutes:
             message = f"no instance {order.to!r}; there are {known}"
             return error_response(404, "not_found", message, param="to")
         request_id = request.match_info["request_id"]
-        reports = await self._requests.move(request_id, order)
+        reports, silent = await self._requests.move(request_id, order)
+        if not reports and silent:
+            message = (
+                f"worker {', '.join(silent)} of this router does not answer: whether"
+                f" {request_id!r} is a request of theirs is not known, nor whether it moves"
+            )
+            return error_response(504, "worker_silent", message)
         if not reports:
             message = f"no request {request_id!r} is answered by an engine now: see {REQUESTS}"
             return error_response(404, "not_found", message)

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 WORKER_TIMEOUT_S = 2.0
 """For a worker's answer to its keeper; the last one counts until it comes."""
+NUM_SILENT = 3
+"""Questions in a row without an answer, after which nothing more is waited for from a worker."""
 MIN_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
 STABLE_S = 30.0
@@ -73,6 +75,8 @@ class RouterWorker:
         """Version of the engines that it knows."""
         self.last = Snapshot()
         """What it had counted when it was last asked."""
+        self.num_silent = 0
+        """Times in a row that it did not say what it counted."""
 
     async def is_up(self, group: int) -> bool:
         return self.announced
@@ -138,7 +142,7 @@ class Keeper:
         elif child.state in (State.BACKOFF, State.STOPPED):
             worker = self.workers[child.spec.name.removeprefix("worker ")]
             self._ended = add_up([self._ended, worker.last], [])
-            worker.announced, worker.last = False, Snapshot()
+            worker.announced, worker.last, worker.num_silent = False, Snapshot(), 0
             if child.state is State.BACKOFF:
                 logger.error("%s: %s", child.spec.name, child.note)
                 self._ended = add_up([self._ended, _ONE_RESTART], [])
@@ -156,7 +160,9 @@ class Keeper:
                 counted = msgspec.json.decode(await response.read(), type=Snapshot)
         except (aiohttp.ClientError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
             logger.warning("worker %s does not say what it counted: %r", name, e)
+            worker.num_silent += 1
             return
+        worker.num_silent = 0
         if worker.last is before:  # else it has ended meanwhile, and is among those that did
             worker.last = counted
 
@@ -212,30 +218,43 @@ class Keeper:
         return web.Response(body=msgspec.json.encode(await self.collect()))
 
     async def _ask_all(self, request: web.Request) -> web.Response:
-        """The same of each worker; their lists as one. A move takes as long as it takes."""
+        """The same of each worker; their lists as one, and who did not answer. A move takes as
+        long as it takes, at a worker that answers other questions meanwhile."""
         body = await request.read()
+        asked = {name: worker for name, worker in self.workers.items() if worker.announced}
         answers = await asyncio.gather(
             *(
                 self._ask_one(name, worker, request.method, request.path, body)
-                for name, worker in self.workers.items()
-                if worker.announced
+                for name, worker in asked.items()
             )
         )
-        return web.Response(body=msgspec.json.encode([one for told in answers for one in told]))
+        silent = [name for name, told in zip(asked, answers, strict=True) if told is None]
+        found = [one for told in answers for one in told or ()]
+        return web.Response(body=msgspec.json.encode((found, silent)))
 
     async def _ask_one(
         self, name: str, worker: RouterWorker, method: str, path: str, body: bytes
-    ) -> list[msgspec.Raw]:
-        timeout = aiohttp.ClientTimeout(total=WORKER_TIMEOUT_S if method == "GET" else None)
+    ) -> list[msgspec.Raw] | None:
+        asking = asyncio.ensure_future(_ask(worker, method, path, body))
         try:
-            async with worker.session.request(
-                method, f"http://worker{path}", data=body, timeout=timeout
-            ) as response:
-                response.raise_for_status()
-                return msgspec.json.decode(await response.read(), type=list[msgspec.Raw])
+            while not asking.done() and worker.num_silent < NUM_SILENT:
+                await asyncio.wait({asking}, timeout=REFRESH_S)
+            if asking.done():
+                return asking.result()
+            logger.warning("worker %s does not answer %s, nor anything else", name, path)
         except (aiohttp.ClientError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
             logger.warning("worker %s does not answer %s: %r", name, path, e)
-            return []
+        finally:
+            asking.cancel()
+        return None
+
+
+async def _ask(worker: RouterWorker, method: str, path: str, body: bytes) -> list[msgspec.Raw]:
+    timeout = aiohttp.ClientTimeout(total=WORKER_TIMEOUT_S if method == "GET" else None)
+    url = f"http://worker{path}"
+    async with worker.session.request(method, url, data=body, timeout=timeout) as response:
+        response.raise_for_status()
+        return msgspec.json.decode(await response.read(), type=list[msgspec.Raw])
 
 
 _ONE_RESTART = Snapshot(counters={"worker_restarts": [((), 1.0)]})

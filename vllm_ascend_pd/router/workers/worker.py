@@ -104,12 +104,14 @@ class KeeperLink:
         await self._ask("PUT", f"/registered/{instance_id}/word", msgspec.json.encode(word))
 
     async def requests(self) -> list[RequestStatus]:
-        return msgspec.json.decode(await self._ask("GET", "/requests"), type=list[RequestStatus])
+        told = await self._ask("GET", "/requests")
+        found, _ = msgspec.json.decode(told, type=tuple[list[RequestStatus], list[str]])
+        return found
 
-    async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
+    async def move(self, request_id: str, order: MoveOrder) -> tuple[list[MoveReport], list[str]]:
         sent = msgspec.json.encode((request_id, order))
         told = await self._ask("POST", "/moves", sent, timeout_s=None)
-        return msgspec.json.decode(told, type=list[MoveReport])
+        return msgspec.json.decode(told, type=tuple[list[MoveReport], list[str]])
 
     async def _ask(
         self,
@@ -138,7 +140,7 @@ class KeeperLink:
     async def _move(self, request: web.Request) -> web.Response:
         assert self._router is not None
         request_id, order = msgspec.json.decode(await request.read(), type=tuple[str, MoveOrder])
-        reports = await self._router.requests.move(request_id, order)
+        reports, _ = await self._router.requests.move(request_id, order)
         return web.Response(body=msgspec.json.encode(reports))
 
     async def _registered(self, request: web.Request) -> web.Response:
