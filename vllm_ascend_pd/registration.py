@@ -9,7 +9,8 @@
                                                 body ``DrainOrder`` or nothing; 204: no new requests
                                                 for so long, or until it registers with another
                                                 epoch, and those in progress move where they can;
-                                                again to renew
+                                                again to renew; one without an end is ended
+                                                by DELETE alone
     PUT    /registry/instances/{instance_id}/role
                                                 body ``RoleOrder``; 204: it is used for that only;
                                                 409 if it cannot be, or none would be left for the
@@ -146,8 +147,8 @@ class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For how long an engine gets no new requests, from outside."""
 
     seconds: Annotated[float, Meta(ge=0)] | None = DRAIN_S
-    """``None``: until that is undone. Else who gives the order gives it again and again: if he is
-    gone, the engine is used as before."""
+    """``None``: until that is undone, whatever is ordered meanwhile. Else who gives the order gives
+    it again and again: if he is gone, the engine is used as before."""
 
 
 class RoleOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

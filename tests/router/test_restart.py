@@ -34,7 +34,7 @@ from vllm_ascend_pd.cluster.up_socket import (
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.processes.child import ChildSpec, Patience
 from vllm_ascend_pd.processes.supervisor import Supervisor
-from vllm_ascend_pd.registration import name_of_rank
+from vllm_ascend_pd.registration import DrainOrder, name_of_rank
 
 ENGINE = """
 import asyncio, os, signal, sys
@@ -189,6 +189,28 @@ def test_engine_whose_requests_do_not_end_is_not_restarted(tmp_path: Path) -> No
             assert "d0 is not idle after 0.5 s (1 requests are left)" in told[1].text
             assert [c.pid(name) for name in ("d0", "d1")] == pids
             assert {status for status, _, _ in await asyncio.gather(*posts)} == {200}
+
+    run(test)
+
+
+def test_engine_that_an_operator_has_drained_stays_so_if_it_is_not_restarted(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0") as c:
+            posting = asyncio.create_task(c.deployment.post(max_tokens=200, stream=True, n=2))
+            registry = c.deployment.router.registry
+            await until(lambda: registry.get("d0").num_active == 1)
+            async with RouterOperator(c.deployment.url) as router:
+                await router.drain("d0", DrainOrder(seconds=None))
+                told = await c.restart("d0", drain_s=0.5)
+                assert told[-1].failed
+                assert registry.word("d0").until is None
+                await router.drain("d0", DrainOrder(seconds=0))
+                assert registry.get("d0").spec.state == "draining"
+                await router.undo_drain("d0")
+                assert registry.get("d0").spec.state == "ready"
+            assert (await posting)[0] == 200
 
     run(test)
 

@@ -199,8 +199,16 @@ class RegisteredDiscovery:
             return error_response(e.status, "bad_order", str(e))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             return error_response(400, "bad_order", f'give {{"seconds": 30}} or nothing: {e}')
+        if seconds is not None and self._is_drained_for_good(instance_id):
+            return web.Response(status=204)
         until = None if seconds is None else time.monotonic() + seconds
         return await self._say(instance_id, drained=True, until=until)
+
+    def _is_drained_for_good(self, instance_id: str) -> bool:
+        """Until that is undone: an order for some seconds does not end it."""
+        known, word = self._registry.get(instance_id), self._registry.word(instance_id)
+        is_its = known is not None and known.spec.epoch == word.epoch
+        return is_its and word.drained and word.until is None
 
     async def _undo_drain(self, request: web.Request) -> web.Response:
         instance_id = self._named(request)
