@@ -179,12 +179,14 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Legs that the router has open to it."""
     num_admitted: int = 0
     """Requests that have room on it, those too whose leg to it has not begun."""
+    num_background: int = 0
+    """Responses that it computes in the background; they have no leg."""
     last_error: str | None = None
 
     @property
     def num_left(self) -> int:
         """What it does, or is to do yet: without any it is idle."""
-        return max(self.num_active, self.num_admitted)
+        return max(self.num_active, self.num_admitted) + self.num_background
 
 
 _decoder: msgspec.json.Decoder[Registration] = msgspec.json.Decoder(Registration)

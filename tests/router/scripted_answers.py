@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.resume import HAS_MOVED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from tests.router.scripted_engine import Received, ScriptedEngine
 
@@ -326,6 +328,19 @@ def _check_response(body: dict[str, Any]) -> None:
         if not isinstance(body.get(name), bool | None):
             raise ValueError(name)
     _check_fields(body, ("max_output_tokens",))
+
+
+@contextmanager
+def queued_responses() -> Iterator[None]:
+    """Those asked for meanwhile are in the background, and are not computed yet."""
+    known = FORMS["/v1/responses"]
+
+    def whole(answer: Answer, has_stopped: bool) -> dict[str, Any]:
+        queued = {"status": "queued", "output": [], "usage": None}
+        return known.whole(answer, has_stopped) | queued
+
+    with patch.dict(FORMS, {"/v1/responses": replace(known, whole=whole)}):
+        yield
 
 
 # Messages.

@@ -13,11 +13,13 @@ import pytest
 from tests.router.broken_streams import PATIENT, resumes
 from tests.router.harness import Deployment, deployed, run, until
 from tests.router.moving import SLOW, Client, is_whole, listed, name
+from tests.router.scripted_answers import queued_responses
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.cluster.emptying import drain
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router import background
 from vllm_ascend_pd.router.drains import AT_ONCE
 
 SPREAD = replace(PATIENT, policy="least-loaded")
@@ -233,6 +235,47 @@ def test_engine_is_not_empty_while_another_computes_a_prompt_for_it() -> None:
             assert "has 1 requests" in lines[0]
             assert lines[-1] == f"{leaving} is empty: it may be stopped"
             assert (await posting)[0] == 200
+
+    run(test)
+
+
+def test_engine_is_not_empty_while_it_computes_in_the_background(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
+
+    async def test() -> None:
+        async with deployed(1, 1, PATIENT) as d:
+            leaving, sent = d.decodes[0], {"input": "Hello", "background": True}
+            with queued_responses():
+                status, _, body = await d.post("/v1/responses", **sent)
+            assert status == 200
+            async with RouterOperator(d.url) as operator:
+                lines = drain(operator, name(leaving))
+                assert "has 1 requests" in await anext(lines)
+                leaving.stored[msgspec.json.decode(body)["id"]]["status"] = "completed"
+                assert await anext(lines) == f"{name(leaving)} is empty: it may be stopped"
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["lost", "engine died"])
+def test_response_in_the_background_that_is_gone_is_not_waited_for(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
+
+    async def test() -> None:
+        async with deployed(1, 1, PATIENT) as d:
+            with queued_responses():
+                await d.post("/v1/responses", input="Hello", background=True)
+            instance = d.router.registry.get(name(d.decodes[0]))
+            assert instance.num_background == 1
+            if how == "lost":
+                d.decodes[0].stored.clear()
+            else:
+                await d.decodes[0].stop()
+            await until(lambda: instance.num_background == 0)
 
     run(test)
 

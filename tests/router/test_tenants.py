@@ -8,15 +8,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from tests.clock import Clock
 from tests.router.harness import FAST, Deployment, deployed, run, until
-from tests.router.scripted_answers import FORMS, Answer
+from tests.router.scripted_answers import queued_responses
 from tests.router.test_admission import busy, end, limited, queued
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.router import background
 from vllm_ascend_pd.router.apis import RESPONSES
 from vllm_ascend_pd.router.config import RouterConfig
 from vllm_ascend_pd.router.policies.base import Routed
@@ -96,22 +96,41 @@ def test_a_stream_comes_token_by_token_whatever_its_tenant_says(tmp_path: Path) 
     run(test)
 
 
-def test_a_background_response_costs_what_it_may_come_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit", "found", "num_paid"),
+    [
+        ({"max_output_tokens": 500}, {"status": "incomplete", "usage": {"output_tokens": 30}}, 30),
+        ({}, {"status": "completed", "usage": {"output_tokens": 590}}, 590),
+        ({"max_output_tokens": 500}, {"status": "cancelled", "usage": None}, 500),
+    ],
+)
+def test_a_background_response_costs_what_it_came_to(
+    tmp_path: Path,
+    limit: dict[str, int],
+    found: dict[str, Any],
+    num_paid: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
     config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}})
-
-    known = FORMS[RESPONSES]
-
-    def whole(answer: Answer, stopped: bool) -> dict[str, Any]:
-        queued = {"status": "queued", "output": [], "usage": None}
-        return known.whole(answer, stopped) | queued
 
     async def test() -> None:
         async with deployed(0, 1, config) as d:
-            body = {"input": "Hello", "max_output_tokens": 500, "background": True}
-            with patch.dict(FORMS, {RESPONSES: replace(known, whole=whole)}):
-                statuses = [(await d.post(RESPONSES, **of("a"), **body))[0] for _ in range(3)]
-            assert statuses == [200, 429, 429]
-            assert d.count("tenant_tokens_total", tenant="a", part="answer") == 500
+            body = {"input": "Hello", "background": True, **limit}
+            with queued_responses():
+                status, _, told = await d.post(RESPONSES, **of("a"), **body)
+            assert status == 200
+            status, _, _ = await d.post(RESPONSES, **of("a"), **body)
+            assert status == (429 if limit else 200)  # what it asks for, until it has ended
+            (instance,) = d.router.registry
+            await until(lambda: instance.num_background == 1)
+            response_id = json.loads(told)["id"]
+            d.decodes[0].stored[response_id] |= found
+            await until(lambda: instance.num_background == 0)
+            num_told = num_paid if limit else 16 + num_paid
+            assert d.count("tenant_tokens_total", tenant="a", part="answer") == num_told
+            status, _, _ = await d.post(RESPONSES, **of("a"), **body)
+            assert status == (429 if num_paid > 100 else 200)
 
     run(test)
 

@@ -19,6 +19,7 @@ from vllm_ascend_pd.router.admission import Admission
 from vllm_ascend_pd.router.answers import error_response, not_admitted
 from vllm_ascend_pd.router.apis import APIS, BATCH
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
+from vllm_ascend_pd.router.background import Background
 from vllm_ascend_pd.router.bodies import BadRequest
 from vllm_ascend_pd.router.cors import CrossOrigin
 from vllm_ascend_pd.router.deadlines import LoopLag
@@ -142,6 +143,7 @@ class Router:
             self.tracing,
             _resume_key(config),
         )
+        self._background = Background(config.timeouts)
         self.relay = Relay(
             config,
             self.selector,
@@ -155,6 +157,7 @@ class Router:
             releases,
             self.moves,
             Resumption(config, self.admission, self.legs, self.metrics, self.tracing, self.moves),
+            self._background,
         )
         self.passthrough = Passthrough(
             config, self.selector, self.admission, self.legs, self.metrics
@@ -225,6 +228,7 @@ class Router:
     async def _close(self, app: web.Application) -> None:
         if self._draining is not None:
             self._draining.cancel()
+        await self._background.close()
         await self.prober.close()
         if isinstance(self.policy, WatchesInstances):
             await self.policy.close()

@@ -73,6 +73,8 @@ class Body:
     is_background: bool
     """Answered before it is computed."""
     previous_response: str | None
+    response_id: str = ""
+    """That the engine which decodes was told last."""
 
     def string(self, name: str) -> str | None:
         """One of its fields; ``BadRequest`` if it is no string."""
@@ -114,8 +116,8 @@ class Body:
         gets an id that says in which instance."""
         added: Fields = {} if params is None else {KV_PARAMS: params}
         if self.path == RESPONSES:
-            response_id = stored.new_response_id(instance_id)
-            added["request_id"] = msgspec.Raw(_encoder.encode(response_id))
+            self.response_id = stored.new_response_id(instance_id)
+            added["request_id"] = msgspec.Raw(_encoder.encode(self.response_id))
         return _encoder.encode({**self.fields, **added}) if added else self.raw
 
 

@@ -100,13 +100,26 @@ class Generation:
         if self.tenants is not None and (refused := self.tenants.charge(routed)):
             return not_admitted(trace, refused)
         trace.model = body.model or ""
+        job = Job(body, routed, trace)
         try:
-            return await self.relay.serve(Job(body, routed, trace))
+            return await self.relay.serve(job)
         finally:
             if self.tenants is not None:
-                self.tenants.settle(routed, _num_tokens_to_pay(body, trace))
+                self._settle(self.tenants, job)
             if self.plan is not None:
                 self._plan_for(self.plan, routed, trace)
+
+    def _settle(self, tenants: Tenants, job: Job) -> None:
+        """At its end, which for one in the background is yet to come."""
+
+        def ended(computing: asyncio.Task[int | None]) -> None:
+            told = None if computing.cancelled() else computing.result()
+            tenants.settle(job.routed, job.body.num_max_tokens if told is None else told)
+
+        if job.background is not None:
+            job.background.add_done_callback(ended)
+        else:
+            tenants.settle(job.routed, _num_tokens_to_pay(job.trace))
 
     def _plan_for(self, plan: PlannedRoles, routed: Routed, trace: Trace) -> None:
         answering = self.selector.registry.get(trace.decode)
@@ -159,13 +172,10 @@ class Generation:
         return response
 
 
-def _num_tokens_to_pay(body: Body, trace: Trace) -> int | None:
+def _num_tokens_to_pay(trace: Trace) -> int | None:
     """Of the answer; ``None``: no engine has taken the request."""
     if not trace.num_attempts or trace.outcome == "client_error":
         return None
-    if body.is_background and trace.outcome in ("ok", "disconnected"):
-        # It goes on at the engine, and nobody is told how long it gets.
-        return max(body.num_max_tokens, trace.num_answer_tokens)
     return trace.num_answer_tokens
 
 

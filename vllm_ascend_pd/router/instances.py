@@ -135,6 +135,8 @@ class Instance:
         """Tokens of their prompts and answers, as far as the router can tell."""
         self.num_decoding = 0
         """Of them, those that answer."""
+        self.num_background = 0
+        """Responses that it has answered, and computes yet."""
         self.used_for: Role = "both"
         """By an operator's word, if it can do both."""
         self.is_gone = False

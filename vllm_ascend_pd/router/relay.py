@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import msgspec
     from aiohttp import web
 
+    from vllm_ascend_pd.router.background import Background
     from vllm_ascend_pd.router.config import RouterConfig
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
@@ -76,6 +77,8 @@ class Job:
     """For its answer."""
     shows_token_ids: bool = False
     """To its client."""
+    background: asyncio.Task[int | None] | None = None
+    """Until its response has been computed; its tokens."""
 
     def record(self) -> Transcript | None:
         """Of a stream that begins now, if it may have to go on elsewhere."""
@@ -110,6 +113,7 @@ class Relay:
     releases: Releases
     moves: Moves
     resumption: Resumption
+    background: Background
 
     async def serve(self, job: Job) -> web.StreamResponse:
         """One request, counted as waiting until its answer begins."""
@@ -289,8 +293,13 @@ class Relay:
                 result = _unless_failed(result, leg)
             if isinstance(result, (LegFailed, Move)):
                 return result
-            if job.kept is not None and (isinstance(result, Stream) or result.status < 400):
+            is_taken = isinstance(result, Stream) or result.status < 400
+            if job.kept is not None and is_taken:
                 job.kept.is_taken = True
+            if job.body.is_background and is_taken:
+                job.background = self.background.follow(
+                    instance, job.body.response_id, job.trace.headers
+                )
             now = stage.first_token_s = self._first_byte(job)
             if not is_alone:
                 self.metrics.handover.observe(now - leg.started)

@@ -133,6 +133,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
     role: Role
     used_for: Role
     num_decoding: int
+    num_background: int
     source: str
     state: State
     breaker: str
@@ -171,6 +172,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
             role=instance.spec.role,
             used_for=instance.used_for if instance.spec.role == "both" else instance.spec.role,
             num_decoding=instance.num_decoding,
+            num_background=instance.num_background,
             source=instance.spec.source,
             state=instance.spec.state,
             breaker=instance.breaker.state.value,
@@ -206,6 +208,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
         self.num_admitted += other.num_admitted
         self.num_active += other.num_active
         self.num_decoding += other.num_decoding
+        self.num_background += other.num_background
         self.num_active_tokens += other.num_active_tokens
         self.num_connections += other.num_connections
         self.num_failures += other.num_failures

@@ -31,6 +31,7 @@ def instance(name: str, **changes: Any) -> InstanceSnapshot:
         "role": "decode",
         "used_for": "decode",
         "num_decoding": 1,
+        "num_background": 1,
         "source": "static",
         "state": "ready",
         "breaker": "closed",

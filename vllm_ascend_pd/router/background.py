@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that engines answer before they compute them.
+
+The router asks for each until it has ended, so that nobody who drains its engine takes that for
+idle, and its tenant pays for what it got.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
+from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.prefilled import find_answer_tokens
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.router.config import Timeouts
+    from vllm_ascend_pd.router.http_client import Headers
+    from vllm_ascend_pd.router.instances import Instance
+
+LOOK_S = 1.0
+ANSWER_TIMEOUT_S = 10.0
+_GOES_ON = ("queued", "in_progress")
+
+
+class _Stored(msgspec.Struct):
+    """A response, as its engine has it now."""
+
+    status: str
+
+
+@dataclass(slots=True)
+class Background:
+    """Event loop thread."""
+
+    timeouts: Timeouts
+    _tasks: set[asyncio.Task[int | None]] = field(default_factory=set)
+
+    def follow(
+        self, instance: Instance, response_id: str, headers: Headers
+    ) -> asyncio.Task[int | None]:
+        """One that the engine has taken; at its end, its tokens if the engine said how many."""
+        task = asyncio.ensure_future(self._follow(instance, response_id, headers))
+        instance.num_background += 1
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[int | None]) -> None:
+            instance.num_background -= 1
+            self._tasks.discard(task)
+
+        task.add_done_callback(ended)
+        return task
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow(self, instance: Instance, response_id: str, headers: Headers) -> int | None:
+        """Until it has ended, is lost, or has taken longer than any answer may."""
+        try:
+            async with timeout(self.timeouts.answer_s):
+                while not instance.is_gone:
+                    found = await _ask(instance, response_id, headers)
+                    if isinstance(found, bytes):
+                        return find_answer_tokens(found)
+                    if found is FailureKind.CONNECT:
+                        return None
+                    await asyncio.sleep(LOOK_S)
+        except TIMED_OUT:
+            pass
+        return None
+
+
+async def _ask(
+    instance: Instance, response_id: str, headers: Headers
+) -> bytes | FailureKind | None:
+    """What the engine has of it if it has ended; ``None`` if it goes on, as far as is known."""
+    target = f"/v1/responses/{response_id}".encode()
+    response = await instance.client.request(
+        b"GET", target, headers, b"", head_timeout_s=ANSWER_TIMEOUT_S, phase="background"
+    )
+    if isinstance(response, Failure):
+        return response.kind
+    try:
+        data = await response.read()
+    finally:
+        response.close()
+    if isinstance(data, Failure):
+        return data.kind
+    if response.status != 200:
+        return data if response.status < 500 else None
+    try:
+        status = msgspec.json.decode(data, type=_Stored).status
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return data
+    return None if status in _GOES_ON else data
