@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 POLL_S = 0.5
+ANSWER_S = 30.0
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -53,16 +54,21 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
 
 async def follow(url: str, *, until_settled: bool) -> AsyncIterator[str]:
-    """What changes there, line by line; ``ConfigError`` if nobody answers."""
+    """What changes there, line by line; ``ConfigError`` if nobody answers in time."""
     told: list[str] = []
     first: int | None = None
-    async with aiohttp.ClientSession() as session:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             try:
                 async with session.get(f"{url}/engines") as answer:
                     status = msgspec.json.decode(await answer.read(), type=FleetStatus | None)
             except aiohttp.ClientError as e:
                 raise ConfigError(f"the driver of the engines is away ({e}): see ray.log") from e
+            except asyncio.TimeoutError as e:
+                raise ConfigError(
+                    f"the driver of the engines does not answer within {ANSWER_S:g} s: see ray.log"
+                ) from e
             if status is not None:
                 first = status.step if first is None else first
                 for line in status.lines():

@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.scaling import fleet_status
 from vllm_ascend_pd.cluster.scaling.fleet_status import EngineStatus, FleetStatus, follow
 from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
 from vllm_ascend_pd.cluster.up_socket import (
@@ -173,6 +174,24 @@ def test_what_there_is_is_told_once() -> None:
         "0 P and 1 D serve; wanted are 1:1, 2 engines at most",
         "e1 waiting",
     ]
+
+
+def test_a_driver_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_status, "ANSWER_S", 0.1)
+
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/engines", hang)
+        async with TestServer(app) as server:
+            async for _ in follow(str(server.make_url("")), until_settled=True):
+                pass
+
+    with pytest.raises(ConfigError, match=r"does not answer within 0\.1 s: see ray\.log"):
+        asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_a_driver_that_is_away_is_named() -> None:
