@@ -39,7 +39,8 @@ class Machine:
     device: str
     """``cpu``, ``cuda`` or ``npu``."""
     cores: tuple[int, ...]
-    devices: tuple[int, ...]
+    devices: tuple[int | str, ...]
+    """By number, or as the driver names them."""
     free_memory_bytes: int
     hides_devices: str = ""
     """``NAME=VALUE`` of the environment, where that hides some of them and has no numbers."""

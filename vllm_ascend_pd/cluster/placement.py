@@ -36,7 +36,7 @@ class PlacedEngine:
     inner_port: int | None = None
     """Where vLLM looks first for a port of its own; ``None``: the system hands one out."""
     cores: tuple[int, ...] = ()
-    devices: tuple[int, ...] = ()
+    devices: tuple[int | str, ...] = ()
     memory_bytes: int | None = None
     """Of KV cache on a CPU host; ``None``: the user or vLLM decides."""
     pool_bytes: int | None = None

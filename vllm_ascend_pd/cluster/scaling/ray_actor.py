@@ -46,7 +46,8 @@ class EngineHost:
         given = {key: ids for key, ids in context.get_accelerator_ids().items() if ids}
         address, machine, ports = ray.util.get_node_ip_address(), Machine.this(), FreePorts()
         device = "cuda" if "GPU" in given else "npu" if "NPU" in given else "cpu"
-        devices = tuple(int(i) for ids in given.values() for i in ids)
+        # Numbers, or what the node's Ray was started with: UUIDs of GPUs or of their MIG parts.
+        devices = tuple(str(i) for ids in given.values() for i in ids)
         (node,) = [one for one in ray.nodes() if one["NodeID"] == context.get_node_id()]
         return Node(
             address=address,
