@@ -15,8 +15,9 @@ from aiohttp import web
 from tests.router.harness import FAST, run
 from vllm_ascend_pd.processes.child import Child, ChildSpec, State
 from vllm_ascend_pd.registration import TTL_S
+from vllm_ascend_pd.router.discovery import registered
 from vllm_ascend_pd.router.discovery.registered import SOURCE, Roster
-from vllm_ascend_pd.router.instances import InstanceSpec, Words
+from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
 from vllm_ascend_pd.router.snapshot import Snapshot
 from vllm_ascend_pd.router.workers import keeper as keeper_module
 from vllm_ascend_pd.router.workers.keeper import Keeper
@@ -124,3 +125,22 @@ def test_engine_leaves_or_is_heard_while_others_expire() -> None:
 
     run(test)
     assert told[-1] == ["back"]
+
+
+def test_oldest_words_are_forgotten_where_engines_have_ever_new_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registered, "MAX_WORDS", 2)
+    told: list[Words] = []
+
+    async def hear(known: list[InstanceSpec], words: Words) -> None:
+        told.append(words)
+
+    async def test() -> None:
+        roster = Roster(hear)
+        for name in ("pod-1", "pod-2", "pod-1", "pod-3"):
+            role = "decode" if told else "prefill"
+            await roster.say(name, Word(drained=True, epoch=name, role=role))
+
+    run(test)
+    assert list(told[-1]) == ["pod-1", "pod-3"]

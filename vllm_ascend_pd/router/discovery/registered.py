@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "registered"
 MAX_INSTANCES = 1024
+MAX_WORDS = 4 * MAX_INSTANCES
+"""Of an operator, of instances that are there and of those that are gone."""
 BODY_TIMEOUT_S = 5.0
 STOPPED_S = registration.TTL_S - 2 * registration.HEARTBEAT_S
 """A router that looks so late was stopped itself meanwhile, and heard nobody."""
@@ -72,7 +74,10 @@ class Roster:
 
     async def say(self, instance_id: str, word: Word) -> None:
         if self._words.get(instance_id) != word:
+            self._words.pop(instance_id, None)
             self._words[instance_id] = word
+            if len(self._words) > MAX_WORDS:
+                del self._words[next(iter(self._words))]  # the oldest
             await self._changed()
 
     async def leave(self, instance_id: str, epoch: str | None) -> None:
