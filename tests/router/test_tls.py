@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import ipaddress
 import ssl
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import aiohttp
 import pytest
@@ -24,7 +26,11 @@ from vllm_ascend_pd.router.server import RouterServer, bind
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """Self-signed, for 127.0.0.1."""
+    return make_certificate(tmp_path)
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Self-signed, for 127.0.0.1; in place of one that is there."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "router")])
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -41,7 +47,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
-    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    paths = folder / "cert.pem", folder / "key.pem"
     paths[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
     paths[1].write_bytes(
         key.private_bytes(
@@ -95,12 +101,12 @@ def test_https_to_clients_and_to_engines(certificate: tuple[Path, Path], trusted
 
 
 def test_wrong_certificate_is_a_config_error(tmp_path: Path) -> None:
-    from vllm_ascend_pd.router.tls import engine_context, server_context
+    from vllm_ascend_pd.router.tls import ServerCertificate, engine_context
 
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("no certificate")
     with pytest.raises(ConfigError, match="--tls-certificate"):
-        server_context(TLS(wrong, wrong))
+        ServerCertificate(wrong, wrong)
     with pytest.raises(ConfigError, match="--engine-ca"):
         engine_context(TLS(engine_ca=wrong))
     with pytest.raises(ConfigError, match="both or none"):
@@ -116,6 +122,45 @@ def test_plain_client_at_a_tls_port_is_refused(certificate: tuple[Path, Path]) -
             await server.start(sock)
             with pytest.raises(aiohttp.ClientError):
                 await d.http.get(f"http://127.0.0.1:{sock.getsockname()[1]}/health")
+            await server.stop()
+
+    run(test)
+
+
+def test_certificate_that_changes_is_read_again_and_a_broken_one_changes_nothing(
+    certificate: tuple[Path, Path], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        chain, key = certificate
+        sock = bind("127.0.0.1", 0)
+        server = RouterServer(replace(STRICT, tls=TLS(chain, key)))
+        with patch("vllm_ascend_pd.router.server.REFRESH_S", 0.02):
+            await server.start(sock)
+        address = sock.getsockname()[:2]
+
+        async def shown() -> str:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            _, writer = await asyncio.open_connection(*address, ssl=context)
+            shown = writer.get_extra_info("ssl_object").getpeercert(True)
+            writer.close()
+            return ssl.DER_cert_to_PEM_cert(shown)
+
+        try:
+            first = chain.read_text()
+            assert await shown() == first
+            chain.write_text("no certificate")
+            await until(lambda: "kept what was read before" in caplog.text)
+            assert await shown() == first
+            (tmp_path / "new").mkdir()
+            new_chain, new_key = make_certificate(tmp_path / "new")
+            chain.write_bytes(new_chain.read_bytes())
+            await until(lambda: "KEY_VALUES_MISMATCH" in caplog.text)
+            assert await shown() == first
+            key.write_bytes(new_key.read_bytes())
+            while await shown() != new_chain.read_text():
+                await asyncio.sleep(0.02)
+        finally:
             await server.stop()
 
     run(test)

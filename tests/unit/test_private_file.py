@@ -19,8 +19,8 @@ from vllm_ascend_pd.net.trust import Secret
 from vllm_ascend_pd.private_file import read_private, read_token
 from vllm_ascend_pd.registration import Registration
 from vllm_ascend_pd.router.app import Router
-from vllm_ascend_pd.router.config import TLS, RouterConfig
-from vllm_ascend_pd.router.tls import server_context
+from vllm_ascend_pd.router.config import RouterConfig
+from vllm_ascend_pd.router.tls import ServerCertificate
 
 OPEN_MODES = [0o640, 0o620, 0o610, 0o604, 0o602, 0o601, 0o777]
 CONTENT = "s3cret-" * 5
@@ -134,7 +134,7 @@ def tenants(path: Path) -> None:
 
 def serve_tls(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--tls-certificate, --tls-key: \[SSL\]"):
-        server_context(TLS(path, path))
+        ServerCertificate(path, path)
 
 
 def register(path: Path) -> None:

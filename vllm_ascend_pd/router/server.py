@@ -20,7 +20,7 @@ from vllm_ascend_pd.router.app import Router
 from vllm_ascend_pd.router.discovery.kubernetes import KubernetesDiscovery
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery
 from vllm_ascend_pd.router.front import Runner
-from vllm_ascend_pd.router.tls import server_context
+from vllm_ascend_pd.router.tls import ServerCertificate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +87,7 @@ class RouterServer:
             self._kubernetes = KubernetesDiscovery(config, self.router.registry)
         self._runner: Runner | None = None
         self._refresher: asyncio.Task[None] | None = None
+        self._certificate: ServerCertificate | None = None
 
     async def start(self, sock: socket.socket) -> None:
         limits = self.config.limits
@@ -106,8 +107,11 @@ class RouterServer:
         self._static.read()
         if self._kubernetes is not None:
             await self._kubernetes.start()
-        site = web.SockSite(runner, sock, ssl_context=server_context(self.config.tls))
-        await site.start()
+        tls = self.config.tls
+        if tls.certificate is not None and tls.key is not None:
+            self._certificate = ServerCertificate(tls.certificate, tls.key)
+        context = self._certificate.context if self._certificate is not None else None
+        await web.SockSite(runner, sock, ssl_context=context).start()
         self._refresher = asyncio.ensure_future(self._refresh())
 
     async def stop(self) -> None:
@@ -128,6 +132,8 @@ class RouterServer:
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
+                if self._certificate is not None:
+                    self._certificate.refresh()
                 self._static.refresh()
                 await self.router.refresh(time.monotonic())
             except Exception:

@@ -3,30 +3,56 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_private
+from vllm_ascend_pd.router.watched_file import WatchedFile
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm_ascend_pd.router.config import TLS
+
+logger = logging.getLogger(__name__)
 
 _MAX_KEY_BYTES = 1 << 20
 
 
-def server_context(tls: TLS) -> ssl.SSLContext | None:
-    """For the router's own port; ``None``: plain HTTP."""
-    if tls.certificate is None:
-        return None
-    if tls.key is not None:
-        read_private("--tls-key", str(tls.key), _MAX_KEY_BYTES)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as e:
-        raise ConfigError(f"--tls-certificate, --tls-key: {e}") from e
-    return context
+class ServerCertificate:
+    """Of the router's own port. Its files are read again when they change. Event loop thread."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        """``ConfigError`` if they cannot be used."""
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._certificate, self._key = certificate, key
+        self._files = (
+            WatchedFile(
+                "--tls-key",
+                key,
+                lambda: read_private("--tls-key", str(key), _MAX_KEY_BYTES),
+                self._take,
+            ),
+            WatchedFile("--tls-certificate", certificate, certificate.read_bytes, self._take),
+        )
+        for file in self._files:
+            file.read()
+
+    def refresh(self) -> None:
+        """Connections that come from now on get the new one."""
+        were_read = [file.refresh() for file in self._files]
+        if any(were_read):
+            logger.info("--tls-certificate, --tls-key: read again")
+
+    def _take(self, _: bytes) -> None:
+        try:
+            # A context loses its key to a certificate that does not fit: try them in another one.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._certificate, self._key)
+            self.context.load_cert_chain(self._certificate, self._key)
+        except (OSError, ssl.SSLError) as e:
+            raise ConfigError(f"--tls-certificate, --tls-key: {e}") from e
 
 
 def engine_context(tls: TLS) -> ssl.SSLContext | None:
