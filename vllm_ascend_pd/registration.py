@@ -168,8 +168,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     used_for: Role = "both"
     """What it is used for, as an operator said."""
     num_decoding: int = 0
-    """Answers that it gives now; as long as there are any, it computes no prompts for others if it
-    is to do nothing else."""
+    """Answers that it gives now, or is to give yet; as long as there are any, it computes no
+    prompts for others if it is to do nothing else."""
     state: State
     healthy: bool
     source: str

@@ -91,6 +91,27 @@ def test_what_an_engine_answers_moves_before_it_computes_prompts() -> None:
     run(test)
 
 
+def test_answers_whose_prompts_others_still_compute_are_waited_for() -> None:
+    async def test() -> None:
+        timeouts = replace(STRICT.timeouts, prefill_s=20.0)
+        async with of_both_kinds(3, replace(STRICT, timeouts=timeouts)) as d:
+            for index, role in enumerate(("prefill", "decode", "decode")):
+                assert await use(d, index, role) == 204
+            d.decodes[0].script("delay(1)")
+            posting = asyncio.ensure_future(d.post())
+            await until(lambda: d.decodes[0].num_in_progress == 1)
+            busy = next(i for i in d.router.registry if i.used_for == "decode" and i.num_admitted)
+            async with RouterOperator(d.url) as operator:
+                lines = switch(operator, busy.instance_id, "prefill")
+                assert "has 1 requests" in await anext(lines)
+                assert not busy.does("prefill")
+                assert [line async for line in lines][-1].endswith("is used for prefill")
+            assert busy.does("prefill")
+            assert (await posting)[0] == 200
+
+    run(test)
+
+
 def test_no_prompt_goes_to_an_engine_that_still_answers() -> None:
     async def test() -> None:
         async with of_both_kinds(3) as d:

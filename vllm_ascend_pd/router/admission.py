@@ -59,6 +59,7 @@ class Admitted:
         self._held = {pair.prefill, pair.decode}
         for instance in self._held:
             instance.num_admitted += 1
+        pair.decode.num_to_answer += 1
 
     def __enter__(self) -> Admitted:
         return self
@@ -74,6 +75,7 @@ class Admitted:
     def _give_back(self, instances: set[Instance]) -> None:
         for instance in instances & self._held:
             instance.num_admitted -= 1
+            instance.num_to_answer -= instance is self.pair.decode
         self._held -= instances
         self._admission.look()
 

@@ -135,6 +135,8 @@ class Instance:
         """Tokens of their prompts and answers, as far as the router can tell."""
         self.num_decoding = 0
         """Of them, those that answer."""
+        self.num_to_answer = 0
+        """Requests that have room here for their answer, whether that has begun or not."""
         self.num_background = 0
         """Responses that it has answered, and computes yet."""
         self.used_for: Role = "both"
@@ -184,7 +186,12 @@ class Instance:
         prompts has none of either until its last answer has moved or ended."""
         if self.spec.role != "both" or self.used_for == "both":
             return True
-        return self.used_for == kind and not (kind == "prefill" and self.num_decoding)
+        return self.used_for == kind and not (kind == "prefill" and self.num_answers)
+
+    @property
+    def num_answers(self) -> int:
+        """That it gives, or is to give yet to prompts that others compute."""
+        return max(self.num_decoding, self.num_to_answer)
 
     def serves(self, model: str | None) -> bool:
         """An unknown model goes to any engine, which answers 404 itself."""

@@ -171,7 +171,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
             data_parallel_rank=instance.spec.data_parallel_rank,
             role=instance.spec.role,
             used_for=instance.used_for if instance.spec.role == "both" else instance.spec.role,
-            num_decoding=instance.num_decoding,
+            num_decoding=instance.num_answers,
             num_background=instance.num_background,
             source=instance.spec.source,
             state=instance.spec.state,
