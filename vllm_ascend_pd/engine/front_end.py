@@ -17,6 +17,12 @@ _WITH_VALUES = (
     *("--tool-call-parser", "--tool-parser-plugin"),
     *("--reasoning-parser", "--reasoning-parser-plugin"),
 )
+_ASKED_FOR = (
+    *_FLAGS,
+    *_WITH_VALUES,
+    *("--config", "--headless", "--port", "--ssl-certfile", "--uds"),
+)
+"""Of all options, those that somebody here wants to know."""
 
 
 def is_server(argv: Sequence[str]) -> bool:
@@ -26,13 +32,19 @@ def is_server(argv: Sequence[str]) -> bool:
 
 def options(argv: Sequence[str]) -> dict[str, str]:
     """Values by name, as if every word were an option with one, the last of each. As vLLM does, it
-    takes underscores in names for dashes.
+    takes underscores in names for dashes, and the beginning of a name for the whole.
     """
-    names = [word.partition("=")[0].replace("_", "-") for word in argv]
+    names = [_whole(word.partition("=")[0].replace("_", "-")) for word in argv]
     return {
         name: word.partition("=")[2] if "=" in word else following
         for word, name, following in zip(argv, names, [*argv[1:], ""], strict=True)
     }
+
+
+def _whole(name: str) -> str:
+    """An option that begins so. vLLM refuses what several begin with."""
+    found = [known for known in _ASKED_FOR if known.startswith(name) and name.startswith("--")]
+    return found[0] if len(found) == 1 else name
 
 
 def parsing(argv: Sequence[str]) -> str:

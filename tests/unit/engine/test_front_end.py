@@ -16,6 +16,7 @@ SERVE = ["/venv/bin/vllm", "serve", "--port", "8001"]
         ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"],
         ["--enable-auto-tool-choice", "--tool-call-parser=hermes", "--host", "127.0.0.1"],
         ["--tool_call_parser", "hermes", "--enable-auto-tool-choice"],
+        ["--tool-call", "hermes", "--enable-auto"],
         ["--tool-call-parser", "hermes", "--enable-auto-tool-choice", "model"],
     ],
 )
@@ -45,6 +46,7 @@ def test_other_options_are_others() -> None:
         [*SERVE, "--config", "engine.yaml"],
         [*SERVE, "--config=engine.yaml", "--tool-call-parser", "hermes"],
         [*SERVE, "--headless"],
+        [*SERVE, "--headl"],
     ],
 )
 def test_what_the_command_line_does_not_tell_is_not_known(argv: list[str]) -> None:
