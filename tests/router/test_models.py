@@ -106,13 +106,16 @@ def form_of(*parts: tuple[str, str]) -> bytes:
         ("", form_of(('name="model"', "tiny"))),
     ],
 )
-def test_form_that_engines_might_read_otherwise_reaches_none(parameters: str, body: bytes) -> None:
+def test_form_that_engines_might_read_otherwise_reaches_none(
+    parameters: str, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         async with deployed() as d:
             url, kind = f"{d.url}/v1/audio/transcriptions", f"multipart/form-data; {parameters}"
             async with d.http.post(url, data=body, headers={"Content-Type": kind}) as response:
                 assert response.status == 400, await response.text()
             assert not d.decodes[0].received
+        assert not [one for one in caplog.records if one.name.startswith("python_multipart")]
 
     run(test)
 

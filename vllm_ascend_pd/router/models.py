@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.router.instances import Instance
 
+# It warns of what a client has sent wrong; the client is told, and the access log has its 400.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 MAX_PARTS = 128
 """Of a form."""
 _UTF_8 = (b"utf-8", b"utf8")
