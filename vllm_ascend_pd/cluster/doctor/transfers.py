@@ -57,7 +57,16 @@ def make_body(model: str, prompt: list[int], max_tokens: int, **more: Any) -> di
 
 
 def make_pairs(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
-    """Every engine once or more, as P or D; with itself only if it is alone."""
+    """Of each model, every engine once or more, as P or D; with itself only if it is alone."""
+    models = dict.fromkeys(engine.model for engine in engines)
+    return [
+        pair
+        for model in models
+        for pair in _pairs_of([engine for engine in engines if engine.model == model])
+    ]
+
+
+def _pairs_of(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
     producers = [engine for engine in engines if engine.role != "decode"]
     consumers = [engine for engine in engines if engine.role != "prefill"]
     if not producers or not consumers:
@@ -84,7 +93,7 @@ class Transfer:
 
     async def run(self) -> Sequence[Finding]:
         if not self._pairs:
-            return [skipped(self.name, "there is no pair of engines that answers")]
+            return [skipped(self.name, "there is no pair of engines of one model that answers")]
         return [await self._try(p, d) for p, d in self._pairs]
 
     async def _try(self, p: Engine, d: Engine) -> Finding:

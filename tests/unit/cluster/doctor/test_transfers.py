@@ -70,6 +70,16 @@ def test_engines_that_do_both_are_tried_with_others(roles: str, pairs: str) -> N
     assert " ".join(f"{p}{d}" for p, d in made) == pairs
 
 
+def test_pairs_are_of_one_model() -> None:
+    engines = [
+        Engine(f"{role}{model}", role, model=model)
+        for role, models in (("prefill", "abc"), ("decode", "bad"))
+        for model in models
+    ]
+    made = [(p.url, d.url) for p, d in make_pairs(engines)]
+    assert made == [("prefilla", "decodea"), ("prefillb", "decodeb")]
+
+
 @pytest.mark.parametrize(
     ("p", "d", "found"),
     [
