@@ -278,6 +278,21 @@ def test_stored_response_is_gone_on_from_where_it_is(cluster: Cluster, backgroun
     assert told[0] == told[1]
 
 
+def test_engine_that_computes_in_the_background_is_not_idle(cluster: Cluster) -> None:
+    def num_left() -> int:
+        listed = requests.get(f"{cluster.router}/instances", timeout=10).json()
+        return sum(one["num_background"] for one in listed)
+
+    with openai.OpenAI(base_url=f"{cluster.router}/v1", api_key="none", max_retries=0) as client:
+        asked = {"model": "tiny", "max_output_tokens": 1500, "input": "At length. " + LONG[:700]}
+        first = client.responses.create(**asked, extra_body={"ignore_eos": True}, background=True)
+        assert num_left() == 1
+        assert client.responses.retrieve(first.id).status in ("queued", "in_progress")
+        until(lambda: num_left() == 0)
+        ended = client.responses.retrieve(first.id)
+        assert (ended.status, ended.usage.output_tokens) == ("incomplete", 1500)
+
+
 def test_every_lease_is_given_back(cluster: Cluster) -> None:
     for i in range(4):
         cluster.complete(cluster.router, f"Lease {i}. " + LONG[:700])
