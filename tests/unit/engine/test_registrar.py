@@ -370,7 +370,7 @@ def test_a_silent_router_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatc
         (["vllm", "serve", "m", "--ssl_certfile", "x"], "https://10.0.0.1:8000"),
         (["vllm", "serve", "m", "--port", "81", "--port", "82"], "http://10.0.0.1:82"),
         (["vllm", "serve", "m", "--por", "84"], "http://10.0.0.1:84"),
-        (["vllm", "serve", "m", "--po=85", "--ssl_certf", "x"], "https://10.0.0.1:85"),
+        (["vllm", "serve", "m", "--por=85", "--ssl_certf", "x"], "https://10.0.0.1:85"),
         (["/x/api_server.py", "--port", "83"], "http://10.0.0.1:83"),
         (["vllm", "serve", "m", "--host", "10.0.0.2"], "http://10.0.0.2:8000"),
         (["vllm", "serve", "m", "--host=::1", "--port=84"], "http://[::1]:84"),
