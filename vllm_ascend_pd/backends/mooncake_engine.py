@@ -84,6 +84,8 @@ class _Write:
     num_bytes: int
     phase: _Phase
     contact_deadline: float
+    peer: str = ""
+    """The session as Mooncake is told it, once the peer has been met."""
     batch_id: int = 0
 
 
@@ -187,6 +189,10 @@ class MooncakeTransferEngine(TransferEngine):
 
     Poll about every 0.1 ms: a busy loop takes the core that the transfer itself needs.
 
+    Over TCP Mooncake never looks again at what it knows of a peer, and a process may get the port
+    of one that has ended. So a peer is met anew once a write to it has failed, under a spelling of
+    its session that Mooncake does not know: with one more zero before the port.
+
     With protocol "ascend" it may place directly: batches go out by `batch_transfer_sync_write`, as
     in vllm-ascend's own connector. Not yet run on NPUs, so that no byte lands after a failure there
     is what is declared, not what was measured.
@@ -234,7 +240,8 @@ class MooncakeTransferEngine(TransferEngine):
         self._engine: _NativeEngine | None = engine
         self._next_handle = itertools.count(1)
         self._writes: dict[TransferHandle, _Write] = {}
-        self._known_sessions: set[str] = set()
+        self._known: dict[str, str] = {}  # session -> its spelling, of peers that have been met
+        self._num_zeros: dict[str, int] = {}  # session -> those of its spelling
         self._waiting: dict[str, list[_Write]] = {}  # session -> writes until first contact
         self._batches: dict[TransferHandle, _Batch] = {}
         self._senders: dict[str, _Sender] = {}  # session -> its thread
@@ -284,8 +291,8 @@ class MooncakeTransferEngine(TransferEngine):
         is_first = False
         with self._lock:
             handle = TransferHandle(next(self._next_handle))
-            if session in self._known_sessions:
-                write.phase = _Phase.STARTING
+            if peer := self._known.get(session):
+                write.peer, write.phase = peer, _Phase.STARTING
             else:
                 is_first = session not in self._waiting
                 self._waiting.setdefault(session, []).append(write)
@@ -299,7 +306,7 @@ class MooncakeTransferEngine(TransferEngine):
                 target=self._contact, args=(engine, session), name=name, daemon=True
             )
             if not _start_thread(contact):
-                self._take_waiting(session, is_there=False)
+                self._take_waiting(session, None)
         return handle
 
     def submit_batch(
@@ -357,8 +364,11 @@ class MooncakeTransferEngine(TransferEngine):
             return TransferStatus.FAILED
         if phase is _Phase.STARTED:
             code = engine.transfer_check_status(write.batch_id)
+            if code == _CHECK_DONE:
+                return TransferStatus.DONE
             if code != _CHECK_RUNNING:
-                return TransferStatus.DONE if code == _CHECK_DONE else TransferStatus.FAILED
+                self._meet_anew(write)
+                return TransferStatus.FAILED
         with self._lock:
             self._writes[handle] = write
         return TransferStatus.RUNNING
@@ -389,42 +399,63 @@ class MooncakeTransferEngine(TransferEngine):
     def _start(self, engine: _NativeEngine, write: _Write) -> None:
         """Hands a STARTING write to Mooncake; about 10 us once the peer is known."""
         batch_id = engine.transfer_submit_write(
-            write.session, write.src_addr, write.dst_addr, write.num_bytes
+            write.peer, write.src_addr, write.dst_addr, write.num_bytes
         )
         with self._lock:
             write.batch_id = batch_id
             write.phase = _Phase.STARTED if batch_id > 0 else _Phase.FAILED
+        if batch_id <= 0:
+            self._meet_anew(write)
+
+    def _meet_anew(self, failed: _Write) -> None:
+        """Before the next write to its peer, which may be another process by now."""
+        with self._lock:
+            if self._known.get(failed.session) == failed.peer:
+                del self._known[failed.session]
+                if self._protocol == "tcp":
+                    zeros = self._num_zeros.get(failed.session, 0)
+                    self._num_zeros[failed.session] = zeros + 1
+
+    def _spell(self, session: str) -> str:
+        host, _, port = session.rpartition(":")
+        with self._lock:
+            return f"{host}:{'0' * self._num_zeros.get(session, 0)}{port}"
 
     def _contact(self, engine: _NativeEngine, session: str) -> None:
         """Meets a new peer, then starts the writes that wait for it. Its own thread."""
+        peer: str | None = self._spell(session)
         try:
             if self._bind_thread is not None:
                 self._bind_thread()
-            is_there = engine.send_probe(session) == 0
+            if engine.send_probe(peer):
+                peer = None
         except Exception:  # a thread's boundary: the writes that wait fail below
             logger.exception("first contact with %s failed", session)
-            is_there = False
-        if not is_there:
+            peer = None
+        if peer is None:
             logger.warning("transfer peer %s does not answer", session)
-        while due := self._take_waiting(session, is_there):
+        while due := self._take_waiting(session, peer):
             for write in due:
                 self._start(engine, write)
 
-    def _take_waiting(self, session: str, is_there: bool) -> list[_Write]:
-        """Writes to start now; once there are none, first contact with the session is over."""
+    def _take_waiting(self, session: str, peer: str | None) -> list[_Write]:
+        """Writes to start now; once there are none, first contact with the session is over.
+        ``peer`` is its spelling, if it is there.
+        """
         with self._lock:
             due = [w for w in self._waiting[session] if w.phase is _Phase.WAITING]
             is_open = self._engine is not None
             for write in due:
-                write.phase = _Phase.STARTING if is_there and is_open else _Phase.FAILED
-            if is_there and is_open and due:
+                write.phase = _Phase.STARTING if peer and is_open else _Phase.FAILED
+                write.peer = peer or ""
+            if peer and is_open and due:
                 self._waiting[session] = []
                 return due
             # From here on a peer that is there gets its writes without this detour, and one that is
             # not is asked again by the next write.
             del self._waiting[session]
-            if is_there:
-                self._known_sessions.add(session)
+            if peer:
+                self._known[session] = peer
             return []
 
 

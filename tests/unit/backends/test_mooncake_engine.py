@@ -121,6 +121,16 @@ def test_a_peer_that_dies_during_a_write_fails_it(sender, peer):
     assert sender.wait(sender.submit(peer, 8)) is FAILED
 
 
+def test_after_a_failed_write_its_peer_is_met_anew(sender, peer):
+    """Under a spelling of its address that Mooncake has not seen, and takes."""
+    for num_failures in (1, 2):
+        handle = sender.engine.submit_write(peer.session, sender.addr, peer.addr + NUM_BYTES, 8)
+        assert sender.wait(handle) is FAILED
+        sender.memory[:8] = bytes([num_failures]) * 8
+        assert sender.wait(sender.submit(peer, 8)) is DONE
+        assert peer.memory[:8] == sender.memory[:8]
+
+
 def test_first_contact_with_a_stopped_peer_neither_blocks_nor_lands_later(sender, peer):
     peer.stop()
     started = time.monotonic()

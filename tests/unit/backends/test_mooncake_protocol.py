@@ -94,6 +94,34 @@ def test_thread_of_first_contact_has_the_device(native: NativeEngine) -> None:
     assert threads == bound * 2
 
 
+@pytest.mark.parametrize(("protocol", "anew"), [("tcp", "10.0.0.2:015001"), ("rdma", "")])
+def test_what_mooncake_knows_of_a_peer_is_not_used_for_one_that_has_its_port_now(
+    native: NativeEngine, protocol: str, anew: str
+) -> None:
+    session = "10.0.0.2:15001"
+    written: list[str] = []
+    has_restarted = False
+
+    def move(name: str, *_: object) -> int:
+        written.append(name)
+        return -1 if has_restarted and name == session else 0
+
+    native.send_probe = lambda name: 0  # type: ignore[method-assign]
+    native._move = move  # type: ignore[method-assign, assignment]
+    engine = MooncakeTransferEngine("10.0.0.1", protocol=protocol)
+    engine.register(PAGE, PAGE)
+    begun = [engine.submit_write(session, PAGE, PAGE, 64) for _ in range(2)]
+    assert [wait(engine, handle) for handle in begun] == [TransferStatus.DONE] * 2
+    has_restarted = True
+    # Those under way fail, too; the peer is met once more for all of them.
+    begun = [engine.submit_write(session, PAGE, PAGE, 64) for _ in range(3)]
+    assert [wait(engine, handle) for handle in begun] == [TransferStatus.FAILED] * 3
+    for _ in range(2):
+        is_done = wait(engine, engine.submit_write(session, PAGE, PAGE, 64)) is TransferStatus.DONE
+        assert is_done == bool(anew)
+    assert written == [session] * 5 + [anew or session] * 2
+
+
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 def test_direct_placement_is_refused_where_bytes_land_after_a_failure(
     native: NativeEngine, protocol: str
