@@ -3,9 +3,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.request import Request, RequestStatus
 
-from tests.schedulers.harness import Engine, Engines, Step, fail_all, prompt_of, right_token
+from tests.schedulers.harness import (
+    BLOCK_SIZE,
+    Engine,
+    Engines,
+    Step,
+    fail_all,
+    prompt_of,
+    right_token,
+)
 from vllm_ascend_pd.engine.vllm_api.queues import remove_waiting
 
 
@@ -252,3 +262,60 @@ def test_prefill_stats_stay_sane_when_a_recovered_request_loads_again(
         assert one is not None
         assert one.num_local_cached_tokens >= 0
         assert one.num_local_cached_tokens + one.num_external_cached_tokens <= 100
+
+
+WHOLE_BLOCK = prompt_of(BLOCK_SIZE)
+"""All that is loaded of it is a tail, which is a full block with the token that is computed."""
+LONGER = [*WHOLE_BLOCK, *range(7000, 7040)]
+
+
+def begin_to_share_a_tail(
+    producer: Engine, consumer: Engine, params: dict[str, Any] | None = None
+) -> tuple[Request, Step]:
+    """The load of one request will fail, which brings the tail of a block that another one, in the
+    same step, has as an ordinary hit.
+    """
+    given = producer.prefill("p", WHOLE_BLOCK)
+    consumer.worker.cause_of = fail_all
+    first = consumer.add("c", WHOLE_BLOCK, given, max_tokens=3)
+    consumer.wait_for_answer()
+    second = consumer.add("d", LONGER, params, max_tokens=3)
+    step = consumer.schedule_until_admitted(first)
+    assert step.output.num_scheduled_tokens["d"] == len(LONGER) - BLOCK_SIZE
+    return second, step
+
+
+def test_who_shares_a_bad_tail_and_is_preempted_before_the_report_gets_no_token_of_it(
+    producer: Engine, consumer: Engine
+) -> None:
+    second, _ = begin_to_share_a_tail(producer, consumer)
+    consumer.preempt(second)
+    consumer.finish_step()
+    assert consumer.tokens["d"] == []
+    consumer.run_to_end()
+    consumer.expect_tokens("d", 3)
+
+
+def test_who_shares_a_bad_tail_and_is_aborted_before_the_report_leaves_no_bad_block(
+    producer: Engine, consumer: Engine
+) -> None:
+    begin_to_share_a_tail(producer, consumer)
+    consumer.abort("d")
+    consumer.finish_step()
+    consumer.worker.cause_of = lambda spec: ""
+    consumer.run_to_end()
+    consumer.add("again", LONGER, max_tokens=3)
+    consumer.run_to_end()
+    assert consumer.tokens["again"] == [right_token(len(LONGER) + i) for i in range(3)]
+
+
+def test_nothing_that_is_computed_on_a_tail_is_granted_before_it_has_come(
+    producer: Engine, engines: Engines
+) -> None:
+    both = engines.make("kv_both")
+    both.worker.peers.append(producer.worker)
+    announced = {"do_remote_decode": True, "transfer_id": "chosen"}
+    _, step = begin_to_share_a_tail(producer, both, announced)
+    assert not [grant for grant in step.meta.grants if grant.lease.transfer_id == "chosen"]
+    both.finish_step()
+    both.run_to_end()

@@ -89,7 +89,10 @@ class LoadRecord:
 
     def may_spoil(self, block: KVCacheBlock) -> bool:
         """Whether it fills this block, or one that this is computed on."""
-        return block.block_id in self.filled or block.block_id in self.computed_on
+        block_id = block.block_id
+        # A tail that is full with what is computed is a block that others of the same pass share.
+        is_tail = any(tail.block is block for tail in self.tails)
+        return is_tail or block_id in self.filled or block_id in self.computed_on
 
     def bad_block_ids(self, failed: Sequence[int]) -> set[int]:
         """If it failed: the blocks that still hold what it should have filled, or what was
