@@ -489,6 +489,27 @@ def test_target_that_was_busy_is_asked_again(
     pair.expect_whole()
 
 
+def test_request_that_is_computed_again_goes_once_it_decodes(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was preempted a moment before its engine is to end."""
+    monkeypatch.setattr(forwards_out, "_AGAIN_S", 1000.0)
+    pair = Pair(engines, tmp_path)
+    source = pair.source
+    source.add("r", PROMPT, max_tokens=NUM_OUTPUT, temperature=0.0)
+    source.run(lambda: len(source.tokens["r"]) >= 3)
+    while source.in_flight:
+        source.finish_step()
+    source.scheduler.max_num_scheduled_tokens = 16  # its prompt takes several steps
+    source.preempt(source.requests["r"])
+    source.pool.reset_prefix_cache()
+    source.step()
+    pair.forwards.is_ending = lambda: True
+    outcomes = pair.run()
+    pair.expect_whole()
+    assert outcomes == {"ended": 1}
+
+
 def test_request_whose_kv_a_consumer_is_told_of_ends_where_it_is(
     engines: Engines, tmp_path: Path
 ) -> None:

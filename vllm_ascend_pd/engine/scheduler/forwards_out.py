@@ -30,6 +30,7 @@ from vllm_ascend_pd.engine.vllm_api.requests import (
     append_output,
     is_for_consumer,
     is_seeded,
+    num_landed_tokens,
     tell_error,
     tell_output,
 )
@@ -136,7 +137,7 @@ class ForwardsOut(Part):
         for request in list(self._scheduler.running):
             if asked >= _MAX_ASKED:
                 return
-            if request.request_id not in self.forwards and request.num_output_tokens:
+            if request.request_id not in self.forwards and _decodes(request):
                 asked += self._ask(request)
 
     def _ask(self, request: Request) -> bool:
@@ -268,7 +269,7 @@ class ForwardsOut(Part):
         self._leave(forward)
         if was_away:
             queue_again(forward.request)
-        if cause == Cause.BUSY.value:
+        if cause in (Cause.BUSY.value, Cause.NOT_RUNNING.value):
             self._tried[forward.request.request_id].discard(forward.peer)
             self._busy_until[forward.peer] = self._clock() + _AGAIN_S
         outcome = f"back_{cause}" if was_away else cause
@@ -300,3 +301,10 @@ class ForwardsOut(Part):
 
     def counts(self) -> dict[str, int]:
         return {"forwards": len(self.forwards)}
+
+
+def _decodes(request: Request) -> bool:
+    """Whether nothing of it is computed again, as after a preemption: else it cannot be copied."""
+    return bool(request.num_output_tokens) and (
+        num_landed_tokens(request) >= request.num_tokens - 1
+    )
