@@ -167,6 +167,8 @@ def up(
     secrets: list[Path] = []
     if not dry_run:
         topology, secrets = launch.with_secrets(topology, logs.absolute())
+    if secrets:
+        context.call_on_close(launch.lock_folder(logs).close)
     programs, choose_port = Programs() if dry_run else launch.find_programs(), FreePorts()
     manner = _manner(topology, logs, startup_timeout, log_max_size, log_files)
     if ray is None:

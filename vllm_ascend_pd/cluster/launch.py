@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import secrets
@@ -41,6 +42,7 @@ from vllm_ascend_pd.registration import InstanceStatus, name_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import IO
 
     from rich.console import Console
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROUTER_PATIENCE_S = 180.0
+_LOCK = ".lock"
 
 
 def find_programs() -> Programs:
@@ -106,6 +109,8 @@ def new_log_dir(name: str) -> Path:
 def remove_if_empty(log_dir: Path) -> None:
     """Of who was refused, so that nothing is left of it."""
     with contextlib.suppress(OSError):
+        if [path.name for path in log_dir.iterdir()] == [_LOCK]:
+            (log_dir / _LOCK).unlink()
         log_dir.rmdir()
         log_dir.parent.rmdir()
 
@@ -123,6 +128,24 @@ def with_secrets(topology: Topology, folder: Path) -> tuple[Topology, list[Path]
             paths.append(folder / f".{option.removesuffix('_file')}")
             extra[section] = {**values, option: str(paths[-1])}
     return msgspec.structs.replace(topology, extra_config=extra), paths
+
+
+def lock_folder(log_dir: Path) -> IO[str]:
+    """For who makes secrets there, until what is returned is closed; ``ConfigError`` if another one
+    has it."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    lock = (log_dir / _LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        lock.close()
+        raise ConfigError(
+            f"another `vllm-pd up` has its secret and its token in {log_dir}: choose another folder"
+            " with --log-dir"
+        ) from e
+    except OSError as e:
+        logger.warning("%s cannot be locked: %s", log_dir, e)
+    return lock
 
 
 def write_secrets(paths: Sequence[Path]) -> None:

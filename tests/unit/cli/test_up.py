@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,22 +151,29 @@ def test_a_router_port_of_another_up_on_another_address_is_refused(
     assert not Path("vllm-pd-logs").exists()
 
 
+def launch_by(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, launched: Callable[[launch.Manner], None]
+) -> None:
+    """Instead of processes, in this folder."""
+
+    async def is_patched() -> None: ...
+
+    async def launches(*what: object) -> int:
+        assert isinstance(what[-1], launch.Manner)
+        launched(what[-1])
+        return 0
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(launch, "refuse_unpatched_engine", is_patched)
+    monkeypatch.setattr(launch, "launch", launches)
+
+
 def test_two_that_start_in_the_same_second_have_logs_and_tokens_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     manners: list[launch.Manner] = []
-
-    async def is_patched() -> None: ...
-
-    async def launched(*what: object) -> int:
-        assert isinstance(what[-1], launch.Manner)
-        manners.append(what[-1])
-        return 0
-
-    monkeypatch.chdir(tmp_path)
+    launch_by(monkeypatch, tmp_path, manners.append)
     monkeypatch.setattr(time, "strftime", lambda *_: "now")
-    monkeypatch.setattr(launch, "refuse_unpatched_engine", is_patched)
-    monkeypatch.setattr(launch, "launch", launched)
     port = str(FreePorts()("127.0.0.1"))
     for _ in range(3):
         result = run("m", "--port", port)
@@ -173,6 +181,31 @@ def test_two_that_start_in_the_same_second_have_logs_and_tokens_of_their_own(
     folder = Path("vllm-pd-logs")
     assert [one.log_dir for one in manners] == [folder / n for n in ("now", "now-2", "now-3")]
     assert len({one.token_file.read_text() for one in manners if one.token_file}) == 3
+
+
+def test_a_second_one_in_the_same_folder_leaves_the_first_one_its_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ports = FreePorts()
+    words = [("m", "--log-dir", "logs", "--port", str(ports("127.0.0.1"))) for _ in range(3)]
+
+    def second(manner: launch.Manner) -> None:
+        assert manner.token_file is not None
+        token = manner.token_file.read_text()
+        monkeypatch.setattr(launch, "launch", None)
+        result = run(*words[1])
+        assert result.exit_code == 2
+        assert "has its secret and its token in logs: choose another folder with --log-dir" in (
+            " ".join(result.output.replace("│", " ").split())
+        )
+        assert manner.token_file.read_text() == token
+
+    launch_by(monkeypatch, tmp_path, second)
+    result = run(*words[0])
+    assert result.exit_code == 0, result.output
+    launch_by(monkeypatch, tmp_path, lambda manner: None)
+    result = run(*words[2])  # when the first one has ended
+    assert result.exit_code == 0, result.output
 
 
 def test_an_engine_without_patches_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
