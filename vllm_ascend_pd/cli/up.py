@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,8 @@ import typer
 from vllm_ascend_pd.cli.finite import finite
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_ascend_pd.cluster.commands import Deployment
     from vllm_ascend_pd.cluster.launch import Manner
     from vllm_ascend_pd.cluster.topology import Topology
@@ -160,14 +163,13 @@ def up(
         asked = OnRay.parse(ray, pd_ratio, max_instances, engine_cpus)
         topology = at_router(topology, asked)
     here = launch.find_local_host(topology, host)
-    logs = log_dir or Path()
+    now = time.strftime("%Y%m%d-%H%M%S")
+    logs = log_dir or Path("vllm-pd-logs", now)
     if log_dir is None and not dry_run:
-        logs = launch.new_log_dir(time.strftime("%Y%m%d-%H%M%S"))
+        logs = launch.new_log_dir(now)
         context.call_on_close(lambda: launch.remove_if_empty(logs))
-    secrets: list[Path] = []
-    if not dry_run:
-        topology, secrets = launch.with_secrets(topology, logs.absolute())
-    if secrets:
+    topology, secrets = launch.with_secrets(topology, logs.absolute())
+    if secrets and not dry_run:
         context.call_on_close(launch.lock_folder(logs).close)
     programs, choose_port = Programs() if dry_run else launch.find_programs(), FreePorts()
     manner = _manner(topology, logs, startup_timeout, log_max_size, log_files)
@@ -176,7 +178,7 @@ def up(
     else:
         deployment, manner = deployment_on_ray(topology, asked, manner, programs, choose_port)
     if dry_run:
-        _print_commands(topology, deployment)
+        _print_commands(topology, deployment, secrets)
         return
     if observe:
         deployment = with_prometheus(deployment, here, logs.absolute() / "prometheus", choose_port)
@@ -237,8 +239,11 @@ def _topology(context: typer.Context, config: Path | None, given: dict[str, Any]
     return topology.load(config)
 
 
-def _print_commands(topology: Topology, deployment: Deployment) -> None:
+def _print_commands(topology: Topology, deployment: Deployment, secrets: Sequence[Path]) -> None:
     for name, machine in topology.hosts.items():
         typer.echo(f"# host {name} ({machine.address})")
+        for path in secrets:
+            folder, file = shlex.quote(str(path.parent)), shlex.quote(str(path))
+            typer.echo(f"mkdir -p {folder} && (umask 077 && openssl rand -hex 32 > {file})")
         for command in deployment.on(name):
             typer.echo(command.shell_line)

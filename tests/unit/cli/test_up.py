@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
+import stat
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -56,6 +60,39 @@ def test_dry_run_prints_commands_that_a_shell_reads() -> None:
     assert commands[-1][:2] == ["vllm-pd", "router"]
     result = run("m", "--access-log", "json", "--dry-run")
     assert "--access-log json" in result.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "{own}"])
+def test_dry_run_prints_what_would_start_with_its_secrets(address: str, tmp_path: Path) -> None:
+    """Who copies it has engines that believe each other alone."""
+    path, logs = tmp_path / "topology.yaml", tmp_path / "all logs"
+    address = address.format(own=own_address())
+    path.write_text(f"model: m\ndevice: cpu\nhosts: {{here: {{address: {address}}}}}\n")
+    result = run("--config", str(path), "--log-dir", str(logs), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert not logs.exists()
+    _, *lines = result.output.splitlines()
+    for line in lines[:2]:
+        subprocess.run(["bash", "-c", line], check=True)
+    for name in (".secret", ".token"):
+        assert stat.S_IMODE((logs / name).stat().st_mode) == 0o600
+        assert len((logs / name).read_text().strip()) == 64
+    prefill, decode, router = (shlex.split(line) for line in lines[2:])
+    for engine, role in ((prefill, "kv_producer"), (decode, "kv_both")):
+        config = json.loads(engine[engine.index("--kv-transfer-config") + 1])
+        extra = config["kv_connector_extra_config"]
+        assert config["kv_role"] == role
+        assert extra["security"]["secret_file"] == str(logs / ".secret")
+        assert "allow_non_loopback" not in extra["security"]
+        assert extra["router"]["token_file"] == str(logs / ".token")
+    assert router[router.index("--registration-token-file") + 1] == str(logs / ".token")
+    assert router[router.index("--secret-file") + 1] == str(logs / ".secret")
+
+
+def own_address() -> str:
+    found = [a for addresses in psutil.net_if_addrs().values() for a in addresses]
+    mine = [a.address for a in found if a.family == socket.AF_INET]
+    return next((a for a in mine if not a.startswith("127.")), "127.0.0.2")
 
 
 def test_sizes_of_logs_are_taken() -> None:
