@@ -7,9 +7,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.router.harness import FAST, deployed, run
+from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.planner.measure import MOST_STEPS, NUM_STEPS, EngineLimits, Grid, take_profile
 from vllm_ascend_pd.router.config import Skipping
@@ -56,6 +58,25 @@ def test_every_point_that_fits_is_measured(both_busy: bool) -> None:
             prompts = [tuple(r.json["prompt"]) for r in d.prefills[0].received]
             assert len(set(prompts)) == len(prompts)  # no cache can have any of them
             assert all(300 <= token < 400 for prompt in prompts for token in prompt)
+
+    run(test)
+
+
+def test_engines_that_do_both_are_measured_as_what_they_are_used_for() -> None:
+    async def test() -> None:
+        async with deployed(0, 2, NEVER_SKIPS, metrics=CACHE, token_s=0.002) as d:
+            for spec in [one.spec for one in d.router.registry]:
+                d.router.registry.put(msgspec.structs.replace(spec, role="both"))
+            first, second = (engine.url for engine in d.decodes)
+            grid = replace(GRID, num_tokens=(8,), batches=(1,), contexts=(8,))
+            _, said = await taken(d.url, grid)
+            assert f"P {first}, D {second}" in said[0]
+            name = f"127.0.0.1:{d.decodes[0].port}"
+            order = {"role": "decode"}
+            async with d.http.put(f"{d.url}{registration.PATH}/{name}/role", json=order) as answer:
+                assert answer.status == 204
+            _, said = await taken(d.url, grid)
+            assert f"P {second}, D {first}" in said[0]
 
     run(test)
 

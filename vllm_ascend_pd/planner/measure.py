@@ -32,7 +32,7 @@ from vllm_ascend_pd.registration import InstanceStatus
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from vllm_ascend_pd import registration
+    from vllm_ascend_pd.registration import Role
 
 _DONE = b"[DONE]"
 _TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=10)
@@ -142,15 +142,18 @@ class Measurement:
             instances = msgspec.json.decode(listed, type=list[InstanceStatus])
         except msgspec.MsgspecError as e:
             raise ConfigError(f"{self._router} is no vllm-pd router: {e}") from e
-        found: dict[registration.Role, InstanceStatus] = {}
+        found: dict[Role, dict[str, InstanceStatus]] = {"prefill": {}, "decode": {}, "both": {}}
         for instance in instances:
             if instance.healthy and instance.state == "ready":
-                found.setdefault(instance.role, instance)
+                role = instance.used_for if instance.role == "both" else instance.role
+                found[role].setdefault(instance.url, instance)
+        pair = []
         for role in ("prefill", "decode"):
-            if role not in found:
+            if not (able := found[role] or found["both"]):
                 raise ConfigError(f"{self._router} has no {role} engine that is ready")
-        self._prefill, self._decode = found["prefill"].url, found["decode"].url
-        self._model = next(iter(found["decode"].models), "")
+            pair.append(able.pop(next(iter(able))))
+        self._prefill, self._decode = pair[0].url, pair[1].url
+        self._model = next(iter(pair[1].models), "")
         self._say(f"model {self._model}, P {self._prefill}, D {self._decode}")
 
     async def _fit_grid(self) -> None:
