@@ -25,9 +25,10 @@ To have it serve again, at any time:
 
     vllm-pd drain decode-0 --undo
 
-It may be asked for again, and interrupted: the engine stays drained until that is undone or it
-starts anew. SIGTERM to an engine that registers with the router, a pod that is deleted, and
-"draining" in the file of instances do the same. To restart engines, see `vllm-pd restart`."""
+It may be asked for again, and interrupted: the engine stays drained until that is undone. One
+that registers with the router serves again once it starts anew, too. SIGTERM to an engine that
+registers, a pod that is deleted, and "draining" in the file of instances do the same. To
+restart engines, see `vllm-pd restart`."""
 )
 def drain(
     instances: Annotated[list[str], typer.Argument(metavar="INSTANCE...", help="Engines.")],
