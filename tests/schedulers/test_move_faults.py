@@ -487,6 +487,39 @@ def test_request_that_ends_meanwhile_is_not_needed(
     assert move.outcome in ("exact", "not_needed")
 
 
+def counts_of_moves(engine: Engine) -> dict[str, float]:
+    values = engine.scheduler.pd.common.stats.values
+    return {k: v for k, v in values.items() if k.startswith(("moves", "resumes"))}
+
+
+def test_refusals_of_the_source_are_counted_by_both(engines: Engines) -> None:
+    move = Move(engines, **PATIENT)
+    for engine in move.source, move.target:
+        engine.scheduler.log_stats = False  # or each step takes them
+    move.source.add("r", PROMPT, max_tokens=NUM_OUTPUT, temperature=0)
+    move.source.run(lambda: len(move.source.tokens["r"]) >= 3)
+    other = prompt_of(len(PROMPT), start=5000)
+    resume = coming("r", move.source) | {
+        "prompt_digest": coming("r", move.source, other)["prompt_digest"]
+    }
+    move.target.add("t", other, {"resume": resume}, max_tokens=NUM_OUTPUT, temperature=0)
+    move.run()
+    assert counts_of_moves(move.source) == {"moves/hash_mismatch": 1}
+    assert counts_of_moves(move.target) == {"resumes/move_hash_mismatch": 1}
+
+
+def test_source_counts_what_the_target_gives_up_as_cancelled(engines: Engines) -> None:
+    move = Move(engines, **PATIENT)
+    move.target = engines.make("kv_both", num_blocks=5, **PATIENT)
+    move.source.worker.peers[:] = [move.target.worker]
+    for engine in move.source, move.target:
+        engine.scheduler.log_stats = False
+    move.begin()
+    move.run()
+    assert counts_of_moves(move.source) == {"moves/cancelled": 1}
+    assert counts_of_moves(move.target) == {"resumes/move_no_memory": 1}
+
+
 def test_two_engines_ask_for_one_request(engines: Engines) -> None:
     """One of them has it."""
     move = Move(engines, **PATIENT)

@@ -125,7 +125,10 @@ class MovesOut(Part):
     def _answer(self, identity: bytes, message: AskOfRunning) -> Answer | None:
         """``None`` if it follows."""
         if isinstance(message, Open):
-            return self._open(message)
+            opened = self._open(message)
+            if isinstance(opened, Refused):
+                self._common.stats.add("moves", label=opened.cause)
+            return opened
         if (move := self._moves.get(message.transfer_id)) is not None:
             self._look(move)
         if (move := self._moves.get(message.transfer_id)) is None:
