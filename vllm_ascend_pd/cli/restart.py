@@ -46,7 +46,7 @@ def restart(
     import asyncio
     import time
 
-    from vllm_ascend_pd.cluster.up_socket import RestartOrder, ask_to_restart, socket_path
+    from vllm_ascend_pd.cluster.up_socket import RestartOrder, ask_to_restart, find_socket
 
     if bool(names) == every:
         raise typer.BadParameter("name engines, or give --rolling", param_hint="NAME")
@@ -54,7 +54,7 @@ def restart(
     async def follow() -> int:
         code = 0
         async for progress in ask_to_restart(
-            socket_path(port), RestartOrder(tuple(names or ()), drain_timeout)
+            find_socket(port), RestartOrder(tuple(names or ()), drain_timeout)
         ):
             typer.echo(f"{time.strftime('%H:%M:%S')}  {progress.text}", err=progress.failed)
             code = 1 if progress.failed else code

@@ -43,11 +43,11 @@ def scale(
 
     from vllm_ascend_pd.cluster.scaling.fleet_status import follow
     from vllm_ascend_pd.cluster.scaling.target import Ratio
-    from vllm_ascend_pd.cluster.up_socket import ScaleOrder, ask_to_scale, socket_path
+    from vllm_ascend_pd.cluster.up_socket import ScaleOrder, ask_to_scale, find_socket
 
     async def run() -> None:
         ratio = Ratio.parse(pd_ratio) if pd_ratio is not None else None
-        url = await ask_to_scale(socket_path(port), ScaleOrder(ratio, max_instances))
+        url = await ask_to_scale(find_socket(port), ScaleOrder(ratio, max_instances))
         async for line in follow(url, until_settled=bool(wait and (ratio or max_instances))):
             typer.echo(line)
 

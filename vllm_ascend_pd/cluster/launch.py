@@ -33,7 +33,13 @@ from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner, responds
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.cluster.restart import RollingRestart
-from vllm_ascend_pd.cluster.up_socket import Scaling, UpSocket, refuse_second_up, socket_path
+from vllm_ascend_pd.cluster.up_socket import (
+    Scaling,
+    UpSocket,
+    find_socket,
+    refuse_second_up,
+    socket_path,
+)
 from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.private_file import read_token, write_private
 from vllm_ascend_pd.processes.child import ChildSpec, Patience, StartError
@@ -169,11 +175,11 @@ def refuse_busy_ports(commands: Sequence[Command]) -> None:
 
 def refuse_second_launch(deployment: Deployment) -> None:
     """``ConfigError`` if commands could not tell it from another one of this user."""
-    refuse_second_up(_socket_path(deployment))
+    refuse_second_up(find_socket(_router_port(deployment)))
 
 
-def _socket_path(deployment: Deployment) -> Path:
-    return socket_path(urlsplit(deployment.router_url).port or 80)
+def _router_port(deployment: Deployment) -> int:
+    return urlsplit(deployment.router_url).port or 80
 
 
 async def refuse_unpatched_engine() -> None:
@@ -209,7 +215,7 @@ async def launch(
         for one in commands
     ]
     log_dir = manner.log_dir
-    socket = _socket_path(deployment)
+    socket = socket_path(_router_port(deployment))
     started = time.monotonic()
     urls = {command.name: command.url for command in commands}
     all_up = asyncio.Event()

@@ -93,26 +93,57 @@ def socket_path(router_port: int) -> Path:
     Raises:
         ConfigError: somebody else owns the folder.
     """
-    root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    folder = root / f"vllm-pd-{os.geteuid()}"
+    folder = _roots()[0] / f"vllm-pd-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
-    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+    if not _is_private(folder):
         raise ConfigError(f"{folder} must be a folder of this user's with mode 0700: remove it")
     return folder / f"up-{router_port}.sock"
 
 
-def refuse_second_up(path: Path) -> None:
-    """``ConfigError`` if a ``vllm-pd up`` listens there."""
+def find_socket(router_port: int) -> Path:
+    """The same, of one that may have been started with another environment, as a service is."""
+    usual = socket_path(router_port)
+    for root in _roots():
+        path = root / usual.parent.name / usual.name
+        if _is_private(path.parent) and _is_heard(path):
+            return path
+    return usual
+
+
+def _roots() -> list[Path]:
+    """The first is that of this environment."""
+    login = Path("/run/user", str(os.geteuid()))
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    return [*([Path(given)] if given else []), Path(tempfile.gettempdir()), login]
+
+
+def _is_private(folder: Path) -> bool:
+    """Nobody else could have put something there."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and found.st_mode & ~0o700 == stat.S_IFDIR
+
+
+def _is_heard(path: Path) -> bool:
+    """Whether somebody listens there."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
         except BlockingIOError:
-            pass  # so many ask that one more would have to wait
+            return True  # so many ask that one more would have to wait
         except OSError:
-            return
+            return False
+    return True
+
+
+def refuse_second_up(path: Path) -> None:
+    """``ConfigError`` if a ``vllm-pd up`` listens there."""
+    if not _is_heard(path):
+        return
     raise ConfigError(
         f"another `vllm-pd up` of this user listens at {path}: its router has the same port. Wait"
         " until it has ended, or give this router another port"
@@ -129,7 +160,7 @@ def find_token_file(router_url: str) -> Path | None:
     parts = urlsplit(router_url)
     if parts.hostname not in ("127.0.0.1", "localhost", "::1") or parts.port is None:
         return None
-    path = token_path(socket_path(parts.port))
+    path = token_path(find_socket(parts.port))
     return path if path.exists() else None
 
 
