@@ -63,6 +63,8 @@ class Command:
     """Path below ``url`` that answers 200 when it is up."""
     ranks: tuple[int | None, ...] = (None,)
     """Of an engine: each registers with the router."""
+    kv_ports: tuple[int, ...] = ()
+    """Of an engine: on which peers reach its ranks, if they were chosen."""
 
     @property
     def is_engine(self) -> bool:
@@ -277,7 +279,16 @@ def _engine_command(
     pinned = ["taskset", "-c", ",".join(map(str, engine.cores))] if engine.cores else []
     argv = (*pinned, programs.vllm, *words)
     ranks = engine.ranks if shared.registers else (None,)
-    return Command(engine.name, engine.role, engine.host, argv, env, engine.url, ranks=ranks)
+    return Command(
+        engine.name,
+        engine.role,
+        engine.host,
+        argv,
+        env,
+        engine.url,
+        ranks=ranks,
+        kv_ports=_kv_ports(engine),
+    )
 
 
 def _router_command(
@@ -377,15 +388,17 @@ def _check_hash_seed(engine: PlacedEngine) -> None:
         )
 
 
+def _kv_ports(engine: PlacedEngine) -> tuple[int, ...]:
+    first = engine.kv_port
+    return tuple(range(first, first + len(engine.ranks))) if first else ()
+
+
 def _refuse_shared_ports(topology: Topology, engines: list[PlacedEngine]) -> None:
     users: dict[tuple[str, int], str] = {}
     router = topology.host_name(topology.router.host)
     users[topology.hosts[router].address, topology.router.port] = "the router"
     for engine in engines:
-        ports = [engine.port]
-        if engine.kv_port:
-            ports += range(engine.kv_port, engine.kv_port + len(engine.ranks))
-        for port in ports:
+        for port in (engine.port, *_kv_ports(engine)):
             where = (topology.hosts[engine.host].address, port)
             if not 0 < port <= 65535:
                 raise ConfigError(f"{engine.name}: port {port} is not within 1..65535")

@@ -163,14 +163,16 @@ def write_secrets(paths: Sequence[Path]) -> None:
 def refuse_busy_ports(commands: Sequence[Command]) -> None:
     """``ConfigError`` that says who has a port that a command needs."""
     for command in commands:
-        address, _, port = command.url.removeprefix("http://").rpartition(":")
-        if not can_listen(address.strip("[]"), int(port)):
-            owner = port_owner(int(port))
-            field = "--port" if command.role == "router" else "its port in the topology"
-            raise ConfigError(
-                f"port {port} of {address}, for {command.name}, is used by"
-                f" {owner or 'another process'}; choose another one with {field}"
-            )
+        address, _, own_port = command.url.removeprefix("http://").rpartition(":")
+        for port in (int(own_port), *command.kv_ports):
+            if not can_listen(address.strip("[]"), port):
+                owner = port_owner(port)
+                field = "port" if port == int(own_port) else "kv_port"
+                where = "--port" if command.role == "router" else f"its {field} in the topology"
+                raise ConfigError(
+                    f"port {port} of {address}, for {command.name}, is used by"
+                    f" {owner or 'another process'}; choose another one with {where}"
+                )
 
 
 def refuse_second_launch(deployment: Deployment) -> None:

@@ -173,6 +173,26 @@ def test_a_router_port_that_is_taken_is_named_with_its_owner(
     assert list(tmp_path.iterdir()) == []  # no folder for its logs
 
 
+@pytest.mark.parametrize("field", ["port", "kv_port"])
+def test_a_port_of_an_engine_that_is_taken_is_named(
+    field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "topology.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        router_port = FreePorts()("127.0.0.1")
+        path.write_text(
+            f"{{model: m, device: cpu, router: {{port: {router_port}}},"
+            f" prefill: [{{{field}: {port}}}]}}"
+        )
+        result = run("--config", str(path))
+    assert result.exit_code == 2
+    output = " ".join(result.output.replace("│", " ").split())
+    assert f"port {port} of 127.0.0.1, for prefill-0, is used by" in output
+    assert f"with its {field} in the topology" in output
+
+
 def test_a_router_port_of_another_up_on_another_address_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
