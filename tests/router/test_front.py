@@ -188,8 +188,9 @@ def test_ping_says_what_health_says() -> None:
                 async with d.http.request(method, f"{d.url}/ping") as response:
                     assert response.status == 200
             d.router.is_draining = True
-            async with d.http.get(f"{d.url}/ping") as response:
-                assert response.status == 503
+            for path in ("/ping", "/health", "/health/ready"):
+                async with d.http.get(d.url + path) as response:
+                    assert (response.status, response.headers["Retry-After"]) == (503, "1")
 
     run(test)
 

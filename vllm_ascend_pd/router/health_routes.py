@@ -36,7 +36,8 @@ class HealthRoutes:
     async def _ready(self, request: web.Request) -> web.Response:
         """Whether a request would be answered now, for one model at least."""
         if self._is_draining():
-            return error_response(503, "draining", "this router is about to stop")
+            message = "this router is about to stop"
+            return error_response(503, "draining", message, headers={"Retry-After": "1"})
         found = list(self._selector.by_model().values())
         missing = [one for one in found if isinstance(one, Unavailable)]
         if len(missing) == len(found):
