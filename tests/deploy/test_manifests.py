@@ -304,6 +304,10 @@ def test_own_networks_and_the_pools_own_master_are_kept() -> None:
     [
         ({"hosts": {"a": {"address": "10.0.0.1"}}}, "hosts: Kubernetes says where pods run"),
         ({"device": None}, "device is missing"),
+        (
+            {"extra_config": {"security": {"allowed_peers": ["10.0.0.0/8"]}, "pool": {}}},
+            "security.allowed_peers: the pool's master is reached by its name",
+        ),
         ({"both": [{"count": 2}]}, "both: each of several routers would choose"),
         ({"args": {"tensor-parallel-size": "two"}}, "positive number, not 'two'"),
         (

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from vllm_ascend_pd.cluster.commands import MASTER_PORTS, Command, make_deployment
+from vllm_ascend_pd.cluster.commands import MASTER_PORTS, Command, make_deployment, wants_master
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.placement import num_devices, option
 from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology
@@ -73,6 +73,13 @@ def manifests(topology: Topology, image: str) -> list[Object]:
     if topology.both:
         raise ConfigError(
             "both: each of several routers would choose roles by itself; give prefill and decode"
+        )
+    peers = topology.extra_config.get("security", {}).get("allowed_peers", ANYWHERE)
+    if wants_master(topology) and not set(ANYWHERE) <= set(peers):
+        raise ConfigError(
+            "extra_config.security.allowed_peers: the pool's master is reached by its name, which"
+            f" may mean any address; leave the option out, have {' and '.join(ANYWHERE)} in it, or"
+            " name a master of your own in extra_config.pool.master"
         )
     workloads = _workloads(topology)
     made = [_deployment(one, topology, image) for one in workloads]
