@@ -50,7 +50,7 @@ def router(
         str, option(INSTANCES, "URLs of engines (a,b), as production-stack gives them.")
     ] = "",
     static_models: Annotated[
-        str, option(INSTANCES, "Their models, one for each. Without: as each engine says.")
+        str, option(INSTANCES, "Their models, one for each, until each engine says itself.")
     ] = "",
     static_model_labels: Annotated[
         str,
