@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 import psutil
+import pytest
 
 from tests.router.harness import run
 from tests.router.scripted_engine import ScriptedEngine
@@ -265,6 +266,20 @@ def test_port_of_another_router_is_not_shared_with_it(tmp_path: Path) -> None:
             await other.start("--port", c.url.rpartition(":")[2])
             assert await asyncio.wait_for(other.process.wait(), PATIENCE_S) == 2
             assert "in use" in other.output
+
+    run(test)
+
+
+def test_long_path_of_temporary_files_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            assert await c.post() == 200
 
     run(test)
 

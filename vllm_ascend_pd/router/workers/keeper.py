@@ -257,6 +257,7 @@ async def _ask(worker: RouterWorker, method: str, path: str, body: bytes) -> lis
         return msgspec.json.decode(await response.read(), type=list[msgspec.Raw])
 
 
+_MAX_ROOT = 60
 _ONE_RESTART = Snapshot(counters={"worker_restarts": [((), 1.0)]})
 
 
@@ -271,11 +272,17 @@ def serve(config: RouterConfig, on_ready: Callable[[str], None]) -> None:
         bind(config.host, config.port).close()  # sharing alone would join another router's workers
     with (
         bind(config.host, config.port, shared=True) as sock,  # keeps the port for the workers
-        tempfile.TemporaryDirectory(prefix="vllm-pd-router-") as folder,
+        tempfile.TemporaryDirectory(prefix="vllm-pd-router-", dir=_root()) as folder,
     ):
         shared = replace(config, port=sock.getsockname()[1])
         url = url_of(config, sock)
         asyncio.run(_serve(shared, Path(folder), lambda: on_ready(url)))
+
+
+def _root() -> str:
+    """Where the path of a socket is not too long."""
+    root = tempfile.gettempdir()
+    return root if len(root) <= _MAX_ROOT else "/tmp"
 
 
 async def _serve(config: RouterConfig, folder: Path, on_ready: Callable[[], None]) -> None:
