@@ -299,6 +299,7 @@ def _response(answer: Answer, has_stopped: bool) -> dict[str, Any]:
         "id": answer.response_id,
         "object": "response",
         "created_at": 1,
+        "metadata": answer.request.get("metadata"),
         "model": answer.model,
         "output": [message],
         "status": "completed" if has_stopped else "incomplete",
@@ -313,6 +314,7 @@ def _response(answer: Answer, has_stopped: bool) -> dict[str, Any]:
 
 def _response_events(answer: Answer) -> Iterable[bytes]:
     response = {"id": answer.response_id, "object": "response", "model": answer.model}
+    response["metadata"] = answer.request.get("metadata")
     for kind in ("response.created", "response.in_progress"):
         yield _named_event({"type": kind, "response": response})
     for token in answer.tokens:

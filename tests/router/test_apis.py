@@ -113,6 +113,23 @@ def test_stream_without_a_token_yet_is_answered_by_another_engine() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_what_a_client_says_that_its_engine_repeats_is_no_failure(stream: bool) -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            told = {"finish_reason": "abort", "choices": [{"finish_reason": "abort"}]}
+            body = BODIES["/v1/responses"] | {"stream": stream, "metadata": told}
+            async with d.http.post(f"{d.url}/v1/responses", json=body) as response:
+                assert response.status == 200, await response.text()
+                raw = await response.read()
+            assert b"output_text" in raw
+            assert b"broken_stream" not in raw
+            assert d.count("requests_total", outcome="ok") == 1
+            assert not any(instance.num_failures for instance in d.router.registry)
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("path", "start"), [("/v1/responses", b"data: {"), ("/v1/messages", b"event: error\ndata: {")]
 )

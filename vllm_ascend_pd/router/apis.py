@@ -55,6 +55,14 @@ _OPENING = re.compile(
 )
 """Events that an engine sends before it has computed anything, and comments."""
 
+_DATA = re.compile(rb"(?:event: [^\n]*\n)?data: ")
+
+
+def payload(event: bytes) -> bytes:
+    """Its JSON; a whole answer is that itself."""
+    begun = _DATA.match(event)
+    return event[begun.end() :] if begun else event
+
 
 def has_token(events: bytes) -> bool:
     """Whether the beginning of a stream holds a whole event of the answer itself."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_ascend_pd.router.apis import payload
 from vllm_ascend_pd.router.failures import Failure, FailureKind, failed_with
 
 if TYPE_CHECKING:
@@ -64,18 +65,39 @@ class _Chunk(msgspec.Struct, gc=False):
     usage: dict[str, Any] | None = None
 
 
+class _End(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+    @property
+    def is_abort(self) -> bool:
+        """Within a tool call chats of vLLM before 0.32 call it the call's end: no token has ended
+        it."""
+        is_call = self.finish_reason == "tool_calls" and self.stop_reason is None
+        return self.finish_reason == "abort" or (is_call and self.token_ids == [])
+
+
+class _Told(msgspec.Struct, gc=False):
+    """Of a whole answer, or of an event."""
+
+    choices: tuple[_End, ...] = ()
+
+
 _chunks_decoder: msgspec.json.Decoder[list[_Chunk]] = msgspec.json.Decoder(list[_Chunk])
 _decoder: msgspec.json.Decoder[Chunk] = msgspec.json.Decoder(Chunk)
+_told_decoder: msgspec.json.Decoder[_Told] = msgspec.json.Decoder(_Told)
 _sub_token_ids = re.compile(rb'token_ids":\s*\[[\d,\s]*\]').sub
 _HIDDEN = b'token_ids":null'
 REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", *REASONING)
 _NO_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null,'
-_ERROR = b'data: {"error"'
-_ABORT = b'"finish_reason":"abort"'
+_ERROR = b'{"error"'
+_ABORT = b'"abort"'
 _ABORTED_CALL = b'"finish_reason":"tool_calls","stop_reason":null,"token_ids":[]'
-"""An abort within a tool call, as chats of vLLM before 0.32 tell of it: no token has ended it."""
-_given_up = re.compile(rb'"finish_reason":\s*"abort"').search
+_SIGNS = (DATA + _ERROR, _ABORT, _ABORTED_CALL)
+"""Without one of them no event tells of a failure. With one it is decoded: engines repeat some of
+what clients say."""
 _GIVEN_UP = Failure(FailureKind.STATUS, "the engine gave the request up")
 
 
@@ -248,25 +270,35 @@ def hide_token_ids(events: bytes) -> bytes:
 def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
     """What an engine's server sent before it said, within the stream, that its engine has failed,
     or another one has the request; and what it said."""
-    if not (_ERROR in events or _ABORT in events or _ABORTED_CALL in events):
+    if not any(sign in events for sign in _SIGNS):
         return events, None
-    at = events.find(_ERROR)
-    aborts = [found for it in (_ABORT, _ABORTED_CALL) if (found := events.find(it)) >= 0]
-    if aborts and (at < 0 or min(aborts) < at):
-        before = events.rfind(b"\n\n", 0, min(aborts))
-        at = 0 if before < 0 else before + 2
-        return events[:at], _GIVEN_UP
-    told = events[at + len(DATA) : events.find(b"\n\n", at)]
+    end = 0
+    for event in events.split(b"\n\n"):
+        if (failure := _failure_of(payload(event))) is not None:
+            return events[:end], failure
+        end += len(event) + len(b"\n\n")
+    return events, None
+
+
+def _failure_of(told: bytes) -> Failure | None:
+    if not told.startswith(_ERROR):
+        return why_incomplete(told)
     try:
         error = _decoder.decode(told)["error"]
         if error["code"] < 500 and error["code"] != HTTPStatus.CONFLICT:
-            return events, None
-        failure = failed_with(error["code"], error["message"])
+            return None
+        return failed_with(error["code"], error["message"])
     except (msgspec.MsgspecError, LookupError, TypeError):
-        failure = Failure(FailureKind.PROTOCOL, "an error that is not understood")
-    return events[:at], failure
+        return Failure(FailureKind.PROTOCOL, "an error that is not understood")
 
 
 def why_incomplete(body: bytes) -> Failure | None:
-    """Of a whole answer: that the engine has ended it before its time, as one does that stops."""
-    return _GIVEN_UP if b'"abort"' in body and _given_up(body) else None
+    """Of a whole answer, or an event: that the engine has ended it before its time, as one does
+    that stops."""
+    if _ABORT not in body and _ABORTED_CALL not in body:
+        return None
+    try:
+        told = _told_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # nothing that ends one
+    return _GIVEN_UP if any(end.is_abort for end in told.choices) else None
