@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_ascend_pd.registration import KVEndpoint
+from vllm_ascend_pd.router.apis import payload
 from vllm_ascend_pd.router.failures import Failure, FailureKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _NONE = msgspec.Raw(b"null")
 
@@ -29,6 +34,8 @@ class _Usage(msgspec.Struct):
     input_tokens_details: _PromptTokens | None = None
     cache_read_input_tokens: int | None = None
     """Of Anthropic's API, beside ``input_tokens``."""
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
 
     def num_tokens(self) -> tuple[int, int | None]:
         """Of the prompt, and of them those that the engine had, if it says."""
@@ -37,6 +44,21 @@ class _Usage(msgspec.Struct):
         if self.prompt_tokens is not None:
             return self.prompt_tokens, cached
         return self.input_tokens + (self.cache_read_input_tokens or 0), cached
+
+    @property
+    def num_answer_tokens(self) -> int | None:
+        return self.completion_tokens if self.output_tokens is None else self.output_tokens
+
+
+class _HasUsage(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Told(_HasUsage):
+    """An answer, or an event that may hold one."""
+
+    response: _HasUsage | None = None
+    message: _HasUsage | None = None
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -83,6 +105,7 @@ class Prefilled:
 
 
 _prefill_decoder: msgspec.json.Decoder[_PrefillAnswer] = msgspec.json.Decoder(_PrefillAnswer)
+_told_decoder: msgspec.json.Decoder[_Told] = msgspec.json.Decoder(_Told)
 _learned_decoder: msgspec.json.Decoder[_Learned] = msgspec.json.Decoder(_Learned)
 
 
@@ -128,21 +151,35 @@ def _kv_endpoint(learned: _Learned) -> KVEndpoint | None:
     )
 
 
-_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
-_PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,12})')
-
-
-_ANSWER = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*\d')
+_ANSWER = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*\d')
+"""Without them nothing is told. With them it is decoded: engines repeat some of what clients
+say."""
 
 
 def find_answer_tokens(data: bytes) -> int | None:
     """Tokens of the answer so far, if an answer or events say how many; the last one counts."""
-    told = _ANSWER.findall(data)
-    return int(told[-1]) if told else None
+    told = [usage.num_answer_tokens for usage in _usages(data)] if _ANSWER.search(data) else []
+    return next((number for number in reversed(told) if number is not None), None)
 
 
 def find_prompt_usage(data: bytes) -> tuple[int, int] | None:
-    """Tokens of the prompt, and of them those that the engine had already, in an answer or an
-    event; ``None`` if it does not say. Within a JSON string these names would be escaped."""
-    cached, prompt = _CACHED.search(data), _PROMPT.search(data)
-    return (int(prompt[1]), int(cached[1])) if cached and prompt else None
+    """Tokens of the prompt, and of them those that the engine had already, in a whole answer of
+    completions or chats, or in events; ``None`` if it does not say."""
+    for usage in _usages(data) if _CACHED.search(data) else ():
+        _, cached = usage.num_tokens()
+        if usage.prompt_tokens is not None and cached is not None:
+            return usage.prompt_tokens, cached
+    return None
+
+
+def _usages(data: bytes) -> Iterator[_Usage]:
+    """In their order."""
+    for event in data.split(b"\n\n"):
+        try:
+            told = _told_decoder.decode(payload(event))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+        for one in (told, told.response, told.message):
+            if one is not None and one.usage is not None:
+                yield one.usage
