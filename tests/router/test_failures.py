@@ -113,6 +113,47 @@ def test_engine_that_takes_no_more_is_passed_by_and_stays_in(stream: bool) -> No
     run(test)
 
 
+@STREAMED
+def test_request_that_fails_everywhere_takes_no_engine_out(stream: bool) -> None:
+    async def test() -> None:
+        async with deployed(2, 2) as d:
+            for _ in range(4):
+                for engine in (*d.prefills, *d.decodes):
+                    engine.script_nothing()
+                    engine.script(", ".join(["status(500)"] * 3))
+                assert (await d.post(stream=stream))[0] == 502
+            for engine in (*d.prefills, *d.decodes):
+                engine.script_nothing()
+            async with d.http.get(f"{d.url}/v1/models/nothing") as response:
+                assert response.status == 200
+            assert all(i.breaker.closed for i in d.router.registry)
+            assert any(i.num_failures > 3 for i in d.router.registry)
+
+    run(test)
+
+
+@STREAMED
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("order", ["prefill-first", "concurrent"])
+def test_engine_that_fails_what_others_answer_is_out(leg: str, order: str, stream: bool) -> None:
+    async def test() -> None:
+        config = replace(FAST, order=order)
+        async with deployed(2, 2, config, supports_concurrent=True) as d:
+            await d.post()
+            failing = (d.prefills if leg == "prefill" else d.decodes)[0]
+            failing.script(", ".join(["status(500)"] * 3))
+            instance = next(i for i in d.router.registry if i.spec.url == failing.url)
+            for _ in range(12):
+                assert instance.breaker.closed or instance.num_failures == 3
+                assert (await d.post(stream=stream))[0] == 200
+                if not instance.breaker.closed:
+                    break
+            assert not instance.breaker.closed
+            await until(lambda: instance.breaker.state is BreakerState.HALF_OPEN)
+
+    run(test)
+
+
 @pytest.mark.parametrize("fault", ["dead(0)", "abort(0)"])
 @pytest.mark.parametrize("fields", [{"temperature": 1}, {"temperature": 0, "n": 2}], ids=str)
 def test_stream_that_begins_with_its_end_is_another_engines(
@@ -411,7 +452,7 @@ def test_instance_that_fails_requests_gets_one_at_a_time_until_one_succeeds() ->
         async with deployed(1, 1, STRICT) as d:
             instance = d.router.registry.decodes[0]
             for _ in range(3):
-                d.decodes[0].script("status(500)")
+                d.decodes[0].script("reset")
                 assert (await d.post())[0] == 502
             assert instance.breaker.state.value != "closed"
             assert (await d.post())[0] in (200, 503)

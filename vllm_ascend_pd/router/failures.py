@@ -26,7 +26,7 @@ class FailureKind(str, Enum):
     """What came is not HTTP, or larger than we accept."""
     TIMEOUT = "timeout"
     STATUS = "status"
-    """The engine answered 5xx."""
+    """The engine answered 5xx, or gave the request up: it may be the request's own doing."""
     BUSY = "busy"
     """The engine answered 503: it takes no more now (``--max-num-queued-reqs``), or is away for a
     cause that passes."""
@@ -44,9 +44,6 @@ class FailureKind(str, Enum):
 
 BLAMELESS = (FailureKind.CONNECT_TIMEOUT, FailureKind.ROUTER, FailureKind.BUSY)
 """They say nothing of the engine: as many requests at once may bring them about. Its probes do."""
-
-WITHIN_STREAM = (FailureKind.STATUS, FailureKind.DIFFERS)
-"""What an engine that is there says within a stream: a request may bring it about."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import msgspec
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.registration import EngineDescription, Role
 from vllm_ascend_pd.resume import made_by
-from vllm_ascend_pd.router.failures import BLAMELESS, WITHIN_STREAM, Failure, FailureKind
+from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.ranking import affinity_key
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 
@@ -208,12 +208,16 @@ class Instance:
         return made_by(spec.fingerprint or self.fingerprint or "", **parts)
 
     def failed(self, failure: Failure, what: str) -> None:
-        """A leg or a probe failed."""
+        """A leg or a probe failed. Where the request may be to blame, who sent it says so when it
+        knows (``blame``)."""
         self.num_failures += 1
         self.errors.append(RecentError(time.time(), f"{what}: {failure}"))
-        is_told = what == "stream" and failure.kind in WITHIN_STREAM
-        if failure.kind in BLAMELESS or is_told:
-            return
+        may_differ = what == "stream" and failure.kind is FailureKind.DIFFERS
+        if not (failure.kind in BLAMELESS or failure.kind is FailureKind.STATUS or may_differ):
+            self.blame(failure, what)
+
+    def blame(self, failure: Failure, what: str) -> None:
+        """It counts against it."""
         unreachable = failure.kind in (FailureKind.CONNECT, FailureKind.DOWN)
         if self.breaker.failed(unreachable=unreachable):
             logger.warning("%s is out: %s: %s", self.instance_id, what, failure)

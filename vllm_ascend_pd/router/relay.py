@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_ascend_pd.router.admission import Admission, Admitted
@@ -79,6 +79,23 @@ class Job:
     """To its client."""
     background: asyncio.Task[int | None] | None = None
     """Until its response has been computed; its tokens."""
+    suspects: set[LegFailed] = field(default_factory=set)
+    """What failed by 5xx, as the request may have made it."""
+    has_answer: bool = False
+    """A good one has begun."""
+
+    def failed(self, leg: LegFailed) -> None:
+        if leg.failure.kind is FailureKind.STATUS:
+            self.suspects.add(leg)
+        if self.has_answer:
+            self.answered()
+
+    def answered(self) -> None:
+        """It is the doing of those that failed, not of the request."""
+        self.has_answer = True
+        for one in self.suspects:
+            one.instance.blame(one.failure, one.leg)
+        self.suspects.clear()
 
     def record(self) -> Transcript | None:
         """Of a stream that begins now, if it may have to go on elsewhere."""
@@ -152,6 +169,7 @@ class Relay:
             if not isinstance(result, LegFailed):
                 return result
             failed = result
+            job.failed(failed)
             trace.error = f"{result.instance.instance_id}: {result.failure}"
             job.routed.excluded.add(result.instance)
             if not self._goes_on(job, failed):
@@ -265,8 +283,10 @@ class Relay:
             told = None if cached is None else (result.num_prompt_tokens, cached)
             self.metrics.prefix("prefill", job.routed.num_prefill_hit_tokens, told)
             self.lengths.learn(job.body.model, job.body.prompt, result.num_prompt_tokens)
-        elif isinstance(result, LegFailed) and result.failure.kind in KV_ENDPOINT_LOST:
-            instance.kv = instance.spec.kv  # it may come back as another engine
+        elif isinstance(result, LegFailed):
+            job.failed(result)
+            if result.failure.kind in KV_ENDPOINT_LOST:
+                instance.kv = instance.spec.kv  # it may come back as another engine
         return result
 
     async def _decode(
@@ -294,6 +314,8 @@ class Relay:
             if isinstance(result, (LegFailed, Move)):
                 return result
             is_taken = isinstance(result, Stream) or result.status < 400
+            if is_taken:
+                job.answered()
             if job.kept is not None and is_taken:
                 job.kept.is_taken = True
             if job.body.is_background and is_taken:
@@ -333,6 +355,7 @@ class Relay:
         result = await self.moves.whole(move)
         if isinstance(result, LegFailed):
             return result
+        job.answered()
         self._first_byte(job)
         return whole_answer(result, job.trace)
 
