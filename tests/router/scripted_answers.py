@@ -139,8 +139,9 @@ class Answer:
                 running.num_tokens += 1
         body = self.form.whole(self, fault == "stopped")
         if fault == "abort":
-            for choice in body["choices"]:
+            for choice in body.get("choices", ()):
                 choice["finish_reason"] = "abort"
+            body.pop("stop_reason", None)
         if fault not in ("no_params", "stopped"):
             body["kv_transfer_params"] = self.params
         message = json_answer(200, body)
@@ -178,7 +179,8 @@ class Answer:
                 writer.write(_chunk(event)[:num_left])
                 return
             if fault in LAST_WORDS and at == number:
-                writer.writelines(map(_chunk, LAST_WORDS[fault]))
+                is_cut = fault == "abort" and self.form is FORMS["/v1/messages"]
+                writer.writelines(map(_chunk, _cut_message() if is_cut else LAST_WORDS[fault]))
                 break
             if fault == "stall" and at == number:
                 await asyncio.Event().wait()
@@ -378,6 +380,13 @@ def _message_events(answer: Answer) -> Iterable[bytes]:
     yield _named_event({"type": "content_block_stop", "index": 0})
     delta = {"stop_reason": "max_tokens"}
     yield _named_event({"type": "message_delta", "delta": delta, "usage": message["usage"]})
+    yield _named_event({"type": "message_stop"})
+
+
+def _cut_message() -> Iterable[bytes]:
+    """The end of one that was given up, as vLLM writes it."""
+    delta = {"stop_reason": None, "stop_sequence": None}
+    yield _named_event({"type": "message_delta", "delta": delta, "usage": {"output_tokens": 1}})
     yield _named_event({"type": "message_stop"})
 
 

@@ -22,7 +22,7 @@ left, the request is answered well:
     cut(n)       of a stream: n bytes of events, then closed
     end(n)       of a stream: n events, then its regular end, without [DONE]
     dead(n)      of a stream: n events, then vLLM's error of an engine that died, and [DONE]
-    abort(n)     of a stream: n events, then one that says abort, and [DONE]
+    abort(n)     a whole answer that was given up; of a stream: n events, then how one ends that was
     role         of a chat's stream: first an event without tokens, in a packet of its own
     lost         of a request that moves here: it was handed over, and then closed
     no_params    a prefill answer without kv_transfer_params

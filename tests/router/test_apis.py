@@ -130,6 +130,25 @@ def test_what_a_client_says_that_its_engine_repeats_is_no_failure(stream: bool) 
     run(test)
 
 
+@pytest.mark.parametrize("fault", ["abort(0)", "abort(3)"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_message_that_its_engine_gave_up_is_not_whole(stream: bool, fault: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 2, token_s=0.02) as d:
+            d.decodes[0].script(fault)
+            body = BODIES["/v1/messages"] | {"stream": stream}
+            async with d.http.post(f"{d.url}/v1/messages", json=body) as response:
+                assert response.status == 200
+                raw = await response.read()
+            has_begun = stream and fault == "abort(3)"
+            assert (b"broken_stream" in raw) == has_begun
+            assert (b"max_tokens" in raw) != has_begun
+            assert (b"message_stop" in raw) == (stream and not has_begun)
+            assert d.count("retries_total", cause="status") == 1 - has_begun
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("path", "start"), [("/v1/responses", b"data: {"), ("/v1/messages", b"event: error\ndata: {")]
 )

@@ -82,6 +82,18 @@ class _Told(msgspec.Struct, gc=False):
     """Of a whole answer, or of an event."""
 
     choices: tuple[_End, ...] = ()
+    type: str | None = None
+    """Of Anthropic's API, as the next ones."""
+    stop_reason: str | None = None
+    delta: dict[str, Any] | str | None = None
+
+    @property
+    def is_abort(self) -> bool:
+        if self.type == "message":
+            return self.stop_reason is None
+        if self.type == "message_delta" and isinstance(self.delta, dict):
+            return self.delta.get("stop_reason") is None
+        return any(end.is_abort for end in self.choices)
 
 
 _chunks_decoder: msgspec.json.Decoder[list[_Chunk]] = msgspec.json.Decoder(list[_Chunk])
@@ -95,7 +107,9 @@ _NO_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null,'
 _ERROR = b'{"error"'
 _ABORT = b'"abort"'
 _ABORTED_CALL = b'"finish_reason":"tool_calls","stop_reason":null,"token_ids":[]'
-_SIGNS = (DATA + _ERROR, _ABORT, _ABORTED_CALL)
+_MESSAGE = b'"message'
+"""Of Anthropic's API: the type of an answer, or ``message_delta``."""
+_SIGNS = (DATA + _ERROR, _ABORT, _ABORTED_CALL, _MESSAGE)
 """Without one of them no event tells of a failure. With one it is decoded: engines repeat some of
 what clients say."""
 _GIVEN_UP = Failure(FailureKind.STATUS, "the engine gave the request up")
@@ -295,10 +309,10 @@ def _failure_of(told: bytes) -> Failure | None:
 def why_incomplete(body: bytes) -> Failure | None:
     """Of a whole answer, or an event: that the engine has ended it before its time, as one does
     that stops."""
-    if _ABORT not in body and _ABORTED_CALL not in body:
+    if not any(sign in body for sign in _SIGNS):
         return None
     try:
         told = _told_decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None  # nothing that ends one
-    return _GIVEN_UP if any(end.is_abort for end in told.choices) else None
+    return _GIVEN_UP if told.is_abort else None
