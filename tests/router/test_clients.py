@@ -251,7 +251,7 @@ def test_requests_that_wait_for_their_first_byte_are_counted() -> None:
             await until(lambda: d.count("requests_waiting") == 0)
             assert d.count("requests_in_progress") == 1
             await posting
-            d.prefills[0].script("status(422)")
+            d.decodes[0].script("status(422)")
             assert (await d.post())[0] == 422
             assert d.count("requests_waiting") == 0
 

@@ -37,6 +37,7 @@ NOT_FOR_PREFILL = frozenset(
         "echo",
         "include",
         "kv_transfer_params",
+        "logprob_token_ids",
         "logprobs",
         "min_tokens",
         "prompt_logprobs",

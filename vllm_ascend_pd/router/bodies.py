@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.router import stored
-from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, NOT_FOR_PREFILL, RESPONSES
+from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, MESSAGES, NOT_FOR_PREFILL, RESPONSES
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.registration import KVEndpoint
@@ -65,8 +65,9 @@ class Body:
     decode_only: str | None
     """Why a prefill leg would be of no use: ``batch`` (one set of parameters cannot name the KV of
     several prompts), ``prompt_embeds``, ``use_beam_search`` (vLLM passes no parameters on),
-    ``prompt_logprobs`` (which D needs the whole prompt computed for), or ``previous_response``
-    (only one engine has it)."""
+    ``prompt_logprobs`` (which D needs the whole prompt computed for), ``tool_choice`` (vLLM refuses
+    a message whose one token is a part of its forced call), or ``previous_response`` (only one
+    engine has it)."""
     num_max_tokens: int
     is_stream: bool
     """As far as the router can tell: engines also read ``1`` and ``"true"``."""
@@ -253,11 +254,18 @@ def _decode_only(path: str, fields: Fields, prompt: bytes) -> str | None:
         return "prompt_embeds"
     if path == COMPLETIONS and _PROMPTS.match(prompt) and _num_items(prompt) > 1:
         return "batch"
+    if path == MESSAGES:
+        return "tool_choice" if _forces_call(fields) else None
     if path not in (COMPLETIONS, CHAT):
         return None
     if _is_true(fields, "use_beam_search"):
         return "use_beam_search"
     return "prompt_logprobs" if _has_prompt_logprobs(path, fields) else None
+
+
+def _forces_call(fields: Fields) -> bool:
+    choice = _decode_any(bytes(fields.get("tool_choice", b"null")))
+    return isinstance(choice, dict) and choice.get("type") in ("any", "tool")
 
 
 def _has_prompt_logprobs(path: str, fields: Fields) -> bool:

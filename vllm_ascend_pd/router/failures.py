@@ -33,7 +33,7 @@ class FailureKind(str, Enum):
     NO_PARAMS = "no_kv_transfer_params"
     """The prefill engine answered without telling where the KV is."""
     REFUSED = "refused"
-    """The prefill engine answered 4xx while the decode engine waited for it."""
+    """The prefill engine answered 4xx."""
     DIFFERS = "differs"
     """The engine that was to go on with a stream began with other tokens."""
     MOVED = "moved"

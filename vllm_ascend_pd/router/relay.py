@@ -233,7 +233,7 @@ class Relay:
         if isinstance(result, LegFailed):
             return result
         if isinstance(result, Answer):
-            return whole_answer(result, job.trace)
+            return _refused(pair.prefill, result)
         if result.params is None:
             self.metrics.add("prefill_skips", "ended_at_first_token")
         with self.releases.unless_taken(
@@ -418,9 +418,14 @@ def _lost(awaited: _KV) -> LegFailed | None:
     """Why there will be no KV, of a prefill leg that has ended."""
     computed = awaited.prefill.result()
     if isinstance(computed, Answer):
-        failure = Failure(FailureKind.REFUSED, f"status {computed.status}")
-        return LegFailed(awaited.producer, failure, "prefill")
+        return _refused(awaited.producer, computed)
     return computed if isinstance(computed, LegFailed) else None
+
+
+def _refused(producer: Instance, answer: Answer) -> LegFailed:
+    """What a prefill leg asks is not all that the client asked: D says what is wrong with that."""
+    failure = Failure(FailureKind.REFUSED, f"status {answer.status}")
+    return LegFailed(producer, failure, "prefill")
 
 
 def _abandon(ended: _Ended | None) -> None:

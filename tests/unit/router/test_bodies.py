@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from vllm_ascend_pd.registration import KVEndpoint
-from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, RESPONSES, has_token
+from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, has_token
 from vllm_ascend_pd.router.bodies import BadRequest, concurrent_params, parse, parse_other
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.health import parse_load
@@ -44,10 +44,12 @@ def test_decode_leg_gets_what_the_client_sent(fields: dict[str, Any]) -> None:
 @given(st.dictionaries(st.text(), JSON))
 def test_prefill_leg_keeps_the_prompt_and_generates_one_token(fields: dict[str, Any]) -> None:
     sent = {"messages": [{"role": "user", "content": "é"}], **fields, "model": "m", "n": 5}
+    sent |= {"logprobs": True, "logprob_token_ids": [1]}
     prefill = json.loads(parse(CHAT, json.dumps(sent).encode()).for_prefill("t"))
     assert prefill["messages"] == sent["messages"]
     assert (prefill["max_tokens"], prefill["max_completion_tokens"], prefill["n"]) == (1, 1, 1)
     assert prefill["stream"] is False
+    assert not {"logprobs", "logprob_token_ids"} & prefill.keys()
     assert prefill["kv_transfer_params"] == {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -140,10 +142,15 @@ def test_stream_has_begun_with_its_first_token(events: bytes, expected: bool) ->
         (CHAT, {"echo": True}, "prompt_logprobs"),
         (CHAT, {"echo": True, "top_logprobs": None}, None),
         (CHAT, {"logprobs": True, "top_logprobs": 1}, None),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "look_up"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": "auto"}}, None),
+        (MESSAGES, {"tool_choice": ["tool"]}, None),
+        (CHAT, {"tool_choice": "required"}, None),
     ],
     ids=str,
 )
-def test_what_decode_engines_compute_the_prompt_for_anyhow_needs_no_prefill(
+def test_what_decode_engines_compute_the_prompt_for_needs_no_prefill(
     path: str, fields: dict[str, Any], reason: str | None
 ) -> None:
     sent = {"prompt": "x", "messages": [], **fields}
