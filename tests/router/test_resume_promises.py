@@ -95,6 +95,19 @@ def test_seeded_stream_goes_on() -> None:
     run(test)
 
 
+def test_stream_of_a_prompt_that_is_cut_goes_on() -> None:
+    """Its engine has computed the prompt alone."""
+
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT) as d:
+            got = await broken(d, "break(2)", truncate_prompt_tokens=-1)
+            assert got[-1] == "[DONE]"
+            assert d.count("prefill_skips_total", reason="truncation") == 1
+            assert not d.prefills[0].received
+
+    run(test)
+
+
 def test_nothing_goes_on_if_switched_off() -> None:
     async def test() -> None:
         async with deployed(1, 2, replace(PATIENT, retries=Retries(resume="off"))) as d:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.router import stored
-from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, MESSAGES, NOT_FOR_PREFILL, RESPONSES
+from vllm_ascend_pd.router.apis import APIS, COMPLETIONS, MESSAGES, NOT_FOR_PREFILL, RESPONSES
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.registration import KVEndpoint
@@ -23,6 +23,10 @@ KV_PARAMS = "kv_transfer_params"
 ENGINE_PARAMS = (KV_PARAMS, "ec_transfer_params", "kv_cache_report_mode")
 """No client chooses them: they name a peer of the engine, or have it publish blocks that it has as
 if it had stored more of them."""
+TRUNCATION = "truncation"
+"""The prompt is cut to what the longest answer leaves of the context: P, asked for one token, would
+compute more of it."""
+_DISABLED = b'"disabled"'
 XARGS = "vllm_xargs"  # vLLM reads kv_transfer_params there too
 
 Fields = dict[str, msgspec.Raw]
@@ -66,8 +70,8 @@ class Body:
     """Why a prefill leg would be of no use: ``batch`` (one set of parameters cannot name the KV of
     several prompts), ``prompt_embeds``, ``use_beam_search`` (vLLM passes no parameters on),
     ``prompt_logprobs`` (which D needs the whole prompt computed for), ``tool_choice`` (vLLM refuses
-    a message whose one token is a part of its forced call), or ``previous_response`` (only one
-    engine has it)."""
+    a message whose one token is a part of its forced call), ``TRUNCATION``, or
+    ``previous_response`` (only one engine has it)."""
     num_max_tokens: int
     is_stream: bool
     """As far as the router can tell: engines also read ``1`` and ``"true"``."""
@@ -256,11 +260,14 @@ def _decode_only(path: str, fields: Fields, prompt: bytes) -> str | None:
         return "batch"
     if path == MESSAGES:
         return "tool_choice" if _forces_call(fields) else None
-    if path not in (COMPLETIONS, CHAT):
-        return None
+    if path == RESPONSES:
+        return TRUNCATION if bytes(fields.get("truncation", _DISABLED)) != _DISABLED else None
     if _is_true(fields, "use_beam_search"):
         return "use_beam_search"
-    return "prompt_logprobs" if _has_prompt_logprobs(path, fields) else None
+    if _has_prompt_logprobs(path, fields):
+        return "prompt_logprobs"
+    is_cut = bytes(fields.get("truncate_prompt_tokens", b"")).strip(b'" ').startswith(b"-")
+    return TRUNCATION if is_cut else None
 
 
 def _forces_call(fields: Fields) -> bool:

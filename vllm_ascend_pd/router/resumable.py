@@ -15,6 +15,7 @@ import msgspec
 
 from vllm_ascend_pd.resume import RESUME
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
+from vllm_ascend_pd.router.bodies import TRUNCATION
 
 if TYPE_CHECKING:
     from array import array
@@ -78,7 +79,7 @@ def promise(body: Body, mode: ResumeMode, tool_call_parser: str) -> Promise:
         return NOTHING
     if body.path not in (COMPLETIONS, CHAT):
         return Promise("none", "api")
-    if body.decode_only is not None:
+    if body.decode_only not in (None, TRUNCATION):
         return Promise("none", body.decode_only)
     for name, values in HARMLESS.items():
         is_harmless = bytes(body.fields.get(name, values[0])) in values

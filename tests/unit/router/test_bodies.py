@@ -147,13 +147,20 @@ def test_stream_has_begun_with_its_first_token(events: bytes, expected: bool) ->
         (MESSAGES, {"tool_choice": {"type": "auto"}}, None),
         (MESSAGES, {"tool_choice": ["tool"]}, None),
         (CHAT, {"tool_choice": "required"}, None),
+        (COMPLETIONS, {"truncate_prompt_tokens": -1}, "truncation"),
+        (CHAT, {"truncate_prompt_tokens": "-1"}, "truncation"),
+        (COMPLETIONS, {"truncate_prompt_tokens": 100}, None),
+        (CHAT, {"truncate_prompt_tokens": None}, None),
+        (RESPONSES, {"truncation": "auto"}, "truncation"),
+        (RESPONSES, {"truncation": None}, "truncation"),
+        (RESPONSES, {"truncation": "disabled"}, None),
     ],
     ids=str,
 )
 def test_what_decode_engines_compute_the_prompt_for_needs_no_prefill(
     path: str, fields: dict[str, Any], reason: str | None
 ) -> None:
-    sent = {"prompt": "x", "messages": [], **fields}
+    sent = {"prompt": "x", "messages": [], "input": "x", **fields}
     assert parse(path, json.dumps(sent).encode()).decode_only == reason
 
 
