@@ -237,6 +237,25 @@ def _params(engine: ScriptedEngine, request: Received) -> dict[str, Any] | None:
 # Completions and chats.
 
 
+COMMENT = b": keep-alive\n\n"
+"""As vLLM sends with ``--sse-keep-alive-interval``."""
+
+
+@contextmanager
+def commented_events() -> Iterator[None]:
+    """Those of completions and chats have comments between them."""
+    known = {path: form for path, form in FORMS.items() if "completions" in path}
+
+    def commented(form: Form) -> Form:
+        def events(answer: Answer) -> Iterable[bytes]:
+            return (COMMENT + event for event in form.events(answer))
+
+        return replace(form, events=events)
+
+    with patch.dict(FORMS, {path: commented(form) for path, form in known.items()}):
+        yield
+
+
 def _openai(is_chat: bool) -> Form:
     kind = "chat.completion" if is_chat else "text_completion"
 

@@ -22,7 +22,7 @@ from tests.router.broken_streams import (
     uninterrupted,
 )
 from tests.router.harness import FAST, Deployment, deployed, events, run, until
-from tests.router.scripted_answers import token_id
+from tests.router.scripted_answers import COMMENT, commented_events, token_id
 from tests.router.scripted_engine import Received
 from vllm_ascend_pd.resume import Resume, ResumeKey
 from vllm_ascend_pd.router.config import Queueing, Retries
@@ -89,6 +89,24 @@ def test_stream_cut_at_any_byte_goes_on(size: int) -> None:
                 assert text(got) == text(whole), at
                 assert got.count("[DONE]") == 1
                 await until(lambda: all(i.is_available for i in d.router.registry))
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("fault", ["break(2)", "break(5)"])
+def test_stream_with_comments_goes_on(path: str, fault: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT) as d:
+            d.decodes[0].script(fault)
+            with commented_events():
+                status, _, body = await d.post(path, **GREEDY)
+            assert status == 200
+            assert body.count(COMMENT) >= 6
+            got = events(body.replace(COMMENT, b""))
+            assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
+            assert got[-1] == "[DONE]"
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 1
 
     run(test)
 

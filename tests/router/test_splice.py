@@ -284,6 +284,15 @@ def test_engine_that_makes_another_text_of_the_tokens_is_found_out() -> None:
     assert transcript.obstacle() is None
 
 
+def test_comment_is_passed_on_and_begins_nothing() -> None:
+    begun: list[bool] = []
+    splice = Splice(Transcript(shows_token_ids=True), {}, lambda: begun.append(True))
+    assert splice.take(b": keep-alive\n\n") == b": keep-alive\n\n"
+    assert not begun
+    splice.take(next(iter(stream_events("completion", [1] * 99, "a"))))
+    assert begun
+
+
 def test_engine_that_ends_within_what_it_was_given_is_found_out() -> None:
     began = list(stream_events("completion", [1] * len(token_bytes(TEXTS["completion"])), "a"))
     transcript = Transcript(shows_token_ids=True)

@@ -23,6 +23,7 @@ from vllm_ascend_pd.router.transcript import (
     envelope,
     texts,
     until_failure,
+    without_comments,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Splice:
                 break
             kept.append(cut)
         taken = b"".join(kept)
-        if taken and self._began is not None:
+        if self._began is not None and without_comments(taken):
             self._began()
             self._began = None
         return taken

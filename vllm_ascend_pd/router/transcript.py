@@ -100,6 +100,7 @@ _chunks_decoder: msgspec.json.Decoder[list[_Chunk]] = msgspec.json.Decoder(list[
 _decoder: msgspec.json.Decoder[Chunk] = msgspec.json.Decoder(Chunk)
 _told_decoder: msgspec.json.Decoder[_Told] = msgspec.json.Decoder(_Told)
 _sub_token_ids = re.compile(rb'token_ids":\s*\[[\d,\s]*\]').sub
+_sub_comments = re.compile(rb"(?:\A|(?<=\n\n)):[^\n]*\n\n").sub
 _HIDDEN = b'token_ids":null'
 REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", *REASONING)
@@ -144,8 +145,9 @@ class Transcript:
     def take(self, events: bytes) -> bytes:
         """Whole events of the engine, about to be sent; what the client gets of them."""
         events, self.failure = until_failure(events)
-        self._raw.append(events)
-        self._num_raw_bytes += len(events)
+        told = without_comments(events)
+        self._raw.append(told)
+        self._num_raw_bytes += len(told)
         if self._num_raw_bytes > PACKED_AT_BYTES:
             self._packed.append(zlib.compress(b"".join(self._raw), 1))
             self._raw, self._num_raw_bytes = [], 0
@@ -247,8 +249,17 @@ def _has_text(choice: _Choice) -> bool:
 
 def _decode(events: bytes) -> list[_Chunk]:
     """``MsgspecError`` unless they are as vLLM writes them."""
-    chunks = events.removesuffix(DONE)[len(DATA) : -2].replace(b"\n\n" + DATA, b",")
+    chunks = (
+        without_comments(events).removesuffix(DONE)[len(DATA) : -2].replace(b"\n\n" + DATA, b",")
+    )
     return _chunks_decoder.decode(b"[" + chunks + b"]")
+
+
+def without_comments(events: bytes) -> bytes:
+    """Whole ones. An engine may send comments while it has nothing else to send."""
+    if not events.startswith(b":") and b"\n\n:" not in events:
+        return events
+    return _sub_comments(b"", events)
 
 
 def envelope(chunk: Chunk) -> Chunk:

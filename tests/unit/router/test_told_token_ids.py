@@ -27,6 +27,8 @@ ROLE = event(delta={"role": "assistant", "content": ""})
         (ROLE + event(delta={"content": "a"}, token_ids=[1, 2]), [1, 2]),
         (event(text="", token_ids=[3]) + DONE, [3]),
         (event(delta={}, token_ids=[4]) + event(text="a", token_ids=[5]), [4, 5]),
+        (b": keep-alive\n\n", []),
+        (ROLE + b": keep-alive\n\n: more\n\n" + event(text="a", token_ids=[6]) + DONE, [6]),
         (event(text="a"), None),
         (ROLE + event(delta={"content": "a"}), None),
         (ROLE + event(delta={"reasoning": "a"}), None),
