@@ -287,3 +287,29 @@ def test_round_robin_spreads_pairs() -> None:
             assert len(met) == 4  # every P with every D
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("header", "told", "expected"),
+    [
+        (None, "mine", "mine"),
+        ("other", "mine", "other"),
+        (None, "no\nlog can carry it", None),
+        (None, None, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_request_has_the_id_that_its_body_tells_if_no_header_does(
+    path: str, header: str | None, told: str | None, expected: str | None
+) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            sent = {} if header is None else {"X-Request-Id": header}
+            status, headers, _ = await d.post(path, headers=sent, request_id=told)
+            assert status == 200
+            own = headers["x-request-id"]
+            assert own == expected or (expected is None and len(own) == 32)
+            for engine in (*d.prefills, *d.decodes):
+                assert engine.received[0].headers["x-request-id"] == own
+
+    run(test)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -145,10 +146,11 @@ def test_usage_and_provenance_are_told_of_the_whole_answer() -> None:
     run(test)
 
 
-def test_client_that_asked_gets_each_token_id_once() -> None:
+@pytest.mark.parametrize("asked", [True, 1, "true", "yes"])
+def test_client_that_asked_gets_each_token_id_once(asked: Any) -> None:
     async def test() -> None:
         async with deployed(1, 2, PATIENT) as d:
-            got = await broken(d, "break(2)", return_token_ids=True)
+            got = await broken(d, "break(2)", return_token_ids=asked)
             whole = uninterrupted(d.decodes[0].received[0])
             ids = [i for chunk in got[:-1] for told in told_ids(chunk) for i in told or ()]
             assert ids == [token_id(token) for token in text(whole).split()]

@@ -85,6 +85,10 @@ class Body:
         """One of its fields; ``BadRequest`` if it is no string."""
         return _string(self.fields, name)
 
+    def is_true(self, name: str) -> bool:
+        """As engines read one of its fields."""
+        return _is_true(self.fields, name)
+
     def add(self, name: str, value: msgspec.Raw) -> None:
         """For the engine that decodes, whatever the client says there."""
         self.fields[name] = value

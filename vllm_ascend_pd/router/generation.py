@@ -11,9 +11,15 @@ import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd.router.answers import error_response, not_admitted
-from vllm_ascend_pd.router.apis import BATCH, CHAT
+from vllm_ascend_pd.router.apis import BATCH, CHAT, COMPLETIONS
 from vllm_ascend_pd.router.bodies import BadRequest, Batch, Body, parse, split_batch
-from vllm_ascend_pd.router.incoming import REQUEST_ID, BodyError, read_body, session_of
+from vllm_ascend_pd.router.incoming import (
+    REQUEST_ID,
+    BodyError,
+    is_request_id,
+    read_body,
+    session_of,
+)
 from vllm_ascend_pd.router.models import check_model
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
@@ -56,7 +62,10 @@ class Generation:
         raw = await read_body(trace.request, self.config.timeouts.body_s)
         trace.headers.append((b"content-type", b"application/json"))
         if trace.request.path != BATCH:
-            return await self._one(trace, parse(trace.request.path, raw))
+            body = parse(trace.request.path, raw)
+            if body.path in (COMPLETIONS, CHAT):
+                _name_as_told(trace, body)
+            return await self._one(trace, body)
         batch = split_batch(raw)
         if isinstance(batch, str):
             if trace.tenant is not None:  # nobody would charge or salt it
@@ -170,6 +179,15 @@ class Generation:
         response.headers["x-request-id"] = trace.request_id
         _fold(traces, trace, response.status)
         return response
+
+
+def _name_as_told(trace: Trace, body: Body) -> None:
+    """By the body, which counts for vLLM where there is no header."""
+    told = None if "x-request-id" in trace.request.headers else body.string("request_id")
+    if told is not None and is_request_id(told):
+        trace.request_id = told
+        others = [(name, value) for name, value in trace.headers if name != REQUEST_ID]
+        trace.headers = [*others, (REQUEST_ID, told.encode())]
 
 
 def _num_tokens_to_pay(trace: Trace) -> int | None:

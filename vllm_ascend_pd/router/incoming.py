@@ -40,7 +40,12 @@ class BodyError(Exception):
 def request_id(request: web.BaseRequest) -> str:
     """The client's, if it is one that logs can carry; else a new one."""
     given = request.headers.get("x-request-id")
-    return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    return given if given and is_request_id(given) else secrets.token_hex(16)
+
+
+def is_request_id(text: str) -> bool:
+    """That logs can carry."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 def session_of(request: web.Request, key: str | None) -> str | None:

@@ -134,7 +134,7 @@ def tokens_to_tell(known: Transcript, kind: Kind) -> array[int]:
 
 def ask_for_token_ids(body: Body) -> bool:
     """Of the engine that decodes. Whether the client asked, too."""
-    asked = bytes(body.fields.get(RETURN_TOKEN_IDS, b"false")) in (b"true", b"1")
+    asked = body.is_true(RETURN_TOKEN_IDS)
     body.add(RETURN_TOKEN_IDS, msgspec.Raw(b"true"))
     return asked
 
