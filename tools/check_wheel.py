@@ -67,10 +67,11 @@ def complete(up: subprocess.Popen[bytes]) -> str:
     url = f"http://127.0.0.1:{PORT}/v1/completions"
     kind = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), kind)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     end = time.monotonic() + UP_S
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=300) as response:
+            with opener.open(request, timeout=300) as response:
                 return str(json.load(response)["choices"][0]["text"])
         except OSError:
             if up.poll() is not None or time.monotonic() > end:

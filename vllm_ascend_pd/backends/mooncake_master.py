@@ -13,11 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import BackendError
+from vllm_ascend_pd.net.direct_http import direct_opener
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,9 +163,10 @@ class EmbeddedMaster:
         """A port that accepts connections is not enough; its health page says when it serves."""
         deadline = time.monotonic() + _START_TIMEOUT_S / 2
         url = f"http://127.0.0.1:{self.http_port}/health"
+        opener = direct_opener()
         while time.monotonic() < deadline and process.poll() is None:
             try:
-                with urllib.request.urlopen(url, timeout=0.5) as answer:
+                with opener.open(url, timeout=0.5) as answer:
                     if b'"service_ready":true' in answer.read():
                         return True
             except (OSError, http.client.HTTPException):

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import re
-import urllib.error
 import urllib.request
 from typing import Annotated
 
 import typer
+
+from vllm_ascend_pd.net.direct_http import direct_opener
 
 app = typer.Typer(
     add_completion=False,
@@ -87,7 +88,7 @@ def clear(
 def _get(http: str, path: str, method: str = "GET") -> str:
     request = urllib.request.Request(f"http://{http}{path}", method=method)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with direct_opener().open(request, timeout=_TIMEOUT_S) as answer:
             body: bytes = answer.read()
     except (OSError, ValueError) as e:
         typer.echo(f"vllm-pd pool: no master answers at http://{http}: {e}", err=True)

@@ -23,6 +23,7 @@ import msgspec
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.engine.front_end import is_server, options
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.net.direct_http import direct_opener
 from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.registration import Registered, Registration
 
@@ -129,11 +130,8 @@ class Registrar(threading.Thread):
         self._stopping = threading.Event()
         self._serving = False
         self._detail = ""
-        # Nothing between an engine and its router is looked up in the environment.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._probe = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_trusting())
-        )
+        self._opener = direct_opener()
+        self._probe = direct_opener(urllib.request.HTTPSHandler(context=_trusting()))
 
     def run(self) -> None:
         beat_s = _RETRY_S

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames between processes: threads that own sockets, connections, and who may speak."""
+"""Frames between processes: threads that own sockets, connections, who may speak; direct HTTP."""

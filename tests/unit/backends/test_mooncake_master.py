@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,16 @@ def test_master_ends_with_a_parent_that_is_killed() -> None:
     parent.wait()
     parent.stdout.close()
     wait_until(lambda: not is_running(master_id))
+
+
+def test_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers an earlier environment
+    monkeypatch.setattr(mooncake_master, "_START_TIMEOUT_S", 5.0)
+    master = EmbeddedMaster()
+    assert is_running(master.process_id)
+    master.stop()
 
 
 def test_master_that_ends_is_started_again_on_its_ports() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +59,16 @@ def test_stats_keys_and_clear(backend: MooncakeTier) -> None:
     assert code == 0
     assert '"removed_count":30' in output
     assert run("keys", "--http", http) == (0, "")
+
+
+def test_proxy_of_the_environment_is_not_asked(
+    backend: MooncakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers an earlier environment
+    assert backend.master is not None
+    assert run("keys", "--http", f"127.0.0.1:{backend.master.http_port}") == (0, "")
 
 
 def test_clear_asks_first(backend: MooncakeTier) -> None:
