@@ -20,6 +20,7 @@ import psutil
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.host_memory import available_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -62,7 +63,7 @@ class Machine:
             device=device,
             cores=tuple(sorted(os.sched_getaffinity(0))),
             devices=devices,
-            free_memory_bytes=int(psutil.virtual_memory().available),
+            free_memory_bytes=available_memory_bytes(),
             hides_devices=hides_devices,
         )
 

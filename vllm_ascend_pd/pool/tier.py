@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.host_memory import available_memory_bytes
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class Opening:
         """To contribute: as configured, or a quarter of what is available."""
         num_bytes = self.config.dram_size
         if num_bytes is None:
-            num_bytes = int(_available_memory_bytes() * _DRAM_SHARE) // self.num_workers
+            num_bytes = int(available_memory_bytes() * _DRAM_SHARE) // self.num_workers
         # What is available changes as soon as one of them takes its part.
         return int(self.from_first(num_bytes))
 
@@ -97,14 +96,6 @@ class Opening:
                     f" less than the {self.value_bytes} bytes of a block, so nothing could be"
                     f" stored; raise {field} to {least_bytes} bytes or more, or the share"
                 )
-
-
-def _available_memory_bytes() -> int:
-    """That new allocations can have without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Tier(ABC):

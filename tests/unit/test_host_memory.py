@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process can still take, of the host and within the limits of its cgroups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_pd import host_memory
+from vllm_ascend_pd.cluster import machine
+from vllm_ascend_pd.config import PoolConfig
+from vllm_ascend_pd.host_memory import available_memory_bytes
+from vllm_ascend_pd.pool import tier
+
+GIB = 1 << 30
+V1_UNLIMITED = 9223372036854771712
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A host with 64 GiB, of which 40 GiB are available."""
+    write(tmp_path / "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {40 << 20} kB\n")
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def v2(folder: Path, limit: int | str, usage: int, inactive: int = 0) -> None:
+    write(folder / "memory.max", f"{limit}\n")
+    write(folder / "memory.current", f"{usage}\n")
+    write(folder / "memory.stat", f"anon 1\nfile 2\ninactive_file {inactive}\nactive_file 3\n")
+
+
+def v1(folder: Path, limit: int, usage: int, inactive: int = 0) -> None:
+    write(folder / "memory.limit_in_bytes", f"{limit}\n")
+    write(folder / "memory.usage_in_bytes", f"{usage}\n")
+    write(folder / "memory.stat", f"inactive_file 7\ntotal_inactive_file {inactive}\n")
+
+
+def test_container_whose_group_is_the_uppermost_that_it_sees(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/\n")
+    v2(root / "sys/fs/cgroup", 8 * GIB, 3 * GIB, inactive=1 * GIB)
+    assert available_memory_bytes(root) == 6 * GIB
+
+
+def test_least_of_a_group_and_those_above_counts(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/system.slice/pd.service\n")
+    v2(root / "sys/fs/cgroup/system.slice/pd.service", "max", 1 * GIB)
+    v2(root / "sys/fs/cgroup/system.slice", 4 * GIB, 3 * GIB)
+    assert available_memory_bytes(root) == 1 * GIB
+
+
+@pytest.mark.parametrize("group", ["docker/4711", ""])
+def test_container_with_the_first_version_of_cgroups(root: Path, group: str) -> None:
+    """Also where its own group is mounted as the uppermost one."""
+    write(root / "proc/self/cgroup", "5:cpu,cpuacct:/docker/4711\n4:memory:/docker/4711\n0::/\n")
+    memory = root / "sys/fs/cgroup/memory"
+    v1(memory, V1_UNLIMITED, 20 * GIB)
+    v1(memory / group, 2 * GIB, 1 * GIB, inactive=GIB // 2)
+    assert available_memory_bytes(root) == 2 * GIB - GIB // 2
+
+
+def test_host_counts_where_nothing_is_limited_and_where_the_limit_is_above(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/user.slice\n")
+    assert available_memory_bytes(root) == 40 * GIB
+    v2(root / "sys/fs/cgroup/user.slice", 60 * GIB, 1 * GIB)
+    assert available_memory_bytes(root) == 40 * GIB
+
+
+def test_nothing_is_left_above_the_limit(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/\n")
+    v2(root / "sys/fs/cgroup", 1 * GIB, 2 * GIB)
+    assert available_memory_bytes(root) == 0
+
+
+def test_pool_and_cluster_go_by_it(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/\n")
+    v2(root / "sys/fs/cgroup", 8 * GIB, 0)
+    for module in (tier, machine):
+        monkeypatch.setattr(
+            module, "available_memory_bytes", lambda: host_memory.available_memory_bytes(root)
+        )
+    assert tier.Opening(PoolConfig()).memory_bytes() == 2 * GIB
+    assert machine.Machine.this().free_memory_bytes == 8 * GIB
