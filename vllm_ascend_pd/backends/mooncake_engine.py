@@ -227,7 +227,7 @@ class MooncakeTransferEngine(TransferEngine):
         self._contact_timeout_s = contact_timeout_s
         self._protocol = protocol
         self._bind_thread = bind_thread
-        set_mooncake_env(protocol)
+        set_mooncake_env(protocol, host)
         engine: _NativeEngine = load_mooncake(protocol)()
         if rc := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise BackendError(f"Mooncake cannot listen for {host!r} ({protocol}): rc {rc}")

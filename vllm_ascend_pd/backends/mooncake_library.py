@@ -32,6 +32,8 @@ _FORCE_TCP = "MC_FORCE_TCP"
 _BY_US = "true"
 """A value that tells us apart from a user, who writes 1; to Mooncake all are the same."""
 
+_USE_IPV6 = "MC_USE_IPV6"
+
 IMPORT_HELP = (
     "Mooncake cannot be loaded: {error}. Install the extra of this host, vllm-ascend-pd[cpu], "
     "[cuda] or [ascend], and on Debian or Ubuntu the libraries that its wheel needs: "
@@ -39,8 +41,9 @@ IMPORT_HELP = (
 )
 
 
-def set_mooncake_env(protocol: str) -> None:
-    """Before Mooncake is imported: the protocol, and shorter timeouts than its own.
+def set_mooncake_env(protocol: str, host: str) -> None:
+    """Before Mooncake is imported: the protocol, the version of IP of ``host``, and shorter
+    timeouts than its own.
 
     Mooncake itself takes no notice of the protocol that it is asked for: its build for NPUs goes
     over their links, and any other over RDMA where the host has a card for it, but not with this
@@ -58,6 +61,11 @@ def set_mooncake_env(protocol: str) -> None:
             f"{_FORCE_TCP} is set, with which Mooncake uses TCP whatever it is asked for, here"
             f" {protocol}: unset it, or set transfer.protocol to tcp"
         )
+    # With it Mooncake reaches nobody at an IPv4 address, and without it nobody at another one.
+    if ":" in host:
+        os.environ[_USE_IPV6] = "1"
+    else:
+        os.environ.pop(_USE_IPV6, None)
     for name, value in ENV_DEFAULTS.items():
         os.environ.setdefault(name, value)
 

@@ -92,7 +92,8 @@ class MooncakeStore:
 
     def __init__(self, options: StoreOptions) -> None:
         self._options = options
-        set_mooncake_env("tcp" if options.shared is None else options.shared.protocol)
+        protocol = "tcp" if options.shared is None else options.shared.protocol
+        set_mooncake_env(protocol, options.host)
         self._make = _load_store()
         # All fields below are read and written by any thread, under the lock. Mooncake is called
         # outside it, by callers that are counted.

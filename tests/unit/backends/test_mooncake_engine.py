@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +36,42 @@ addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 engine.register(addr, len(memory))
 print(engine.session, addr, flush=True)
 sys.stdin.read()
+"""
+
+# Two of them in one process, which know nothing of each other.
+TWO = """
+import ctypes, mmap, sys, time
+host = sys.argv[1]
+memory = mmap.mmap(-1, 8192)
+addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+memory[:5] = b"hello"
+"""
+TRANSFER = """
+from vllm_ascend_pd.backends.mooncake_engine import MooncakeTransferEngine
+from vllm_ascend_pd.backends.transfer_engine import TransferStatus
+source, target = MooncakeTransferEngine(host), MooncakeTransferEngine(host)
+source.register(addr, 4096)
+target.register(addr + 4096, 4096)
+write = source.submit_write(target.session, addr, addr + 4096, 4096)
+while source.poll(write) is TransferStatus.RUNNING:
+    time.sleep(0.001)
+print(memory[4096:4101].decode())
+"""
+STORE = """
+from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
+from vllm_ascend_pd.backends.mooncake_store import MooncakeStore, StoreOptions, prepare_store_env
+prepare_store_env(0)
+master = EmbeddedMaster()
+first, second = (MooncakeStore(StoreOptions(host, master.address, n)) for n in (64 << 20, 0))
+assert first.wait_connected(10) and second.wait_connected(10)
+first.register(addr, 4096)
+second.register(addr + 4096, 4096)
+first.put(["key"], [addr], [4096])
+second.get(["key"], [addr + 4096], [4096])
+print(memory[4096:4101].decode())
+first.close()
+second.close()
+master.stop()
 """
 
 
@@ -162,9 +199,29 @@ def test_the_environment_of_the_user_wins(monkeypatch, mooncake):
     for name in mooncake_library.ENV_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "77")
-    mooncake_library.set_mooncake_env("tcp")
+    mooncake_library.set_mooncake_env("tcp", "127.0.0.1")
     expected = {**mooncake_library.ENV_DEFAULTS, "MC_TRANSFER_TIMEOUT": "77"}
     assert {name: os.environ[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("host", "before"), [("127.0.0.1", "1"), ("::1", None)])
+@pytest.mark.parametrize("code", [TRANSFER, STORE], ids=["transfer", "store"])
+def test_peers_reach_each_other_by_either_version_of_ip(
+    monkeypatch, code: str, host: str, before: str | None
+) -> None:
+    """Mooncake has one for all, by a variable that it reads when it is loaded."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this host has no {host}")
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    if before is not None:
+        monkeypatch.setenv("MC_USE_IPV6", before)
+    said = subprocess.run(
+        [sys.executable, "-c", TWO + code, host], capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "hello\n"
 
 
 def test_tcp_is_what_mooncake_uses_whatever_the_host_has() -> None:
