@@ -583,6 +583,12 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
             raise ConfigError(
                 f"pool.master {pool.master!r} {NOT_ALLOWED}; the pool has no authentication"
             )
+        has_mooncakes_files = pool is not None and pool.ssd is not None and "fs" not in pool.tiers
+        if address.version == 6 and has_mooncakes_files:
+            raise ConfigError(
+                f"pool.ssd: Mooncake reads no file back over IPv6, and kv_ip is {host}: name dram"
+                " and fs in pool.tiers, or leave pool.ssd out"
+            )
         if not 0 <= config.kv_port <= 65535:
             raise ConfigError(f"kv_port must be within 0..65535, not {config.kv_port}")
         role = Role(config.kv_role)

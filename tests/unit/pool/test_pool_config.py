@@ -57,6 +57,17 @@ def test_parts_that_are_too_small_are_refused(config: PoolConfig, message: str) 
         config.for_worker(0, 4)
 
 
+def test_files_of_mooncake_are_refused_at_an_ipv6_address() -> None:
+    ssd = {"path": "/data/kv", "size": "1GiB"}
+    config = transfer_config({"pool": {"ssd": ssd}})
+    PDConfig.from_kv_transfer_config(config)
+    config.kv_ip = "::1"
+    with pytest.raises(ConfigError, match=r"reads no file back over IPv6, and kv_ip is ::1"):
+        PDConfig.from_kv_transfer_config(config)
+    config.kv_connector_extra_config["pool"]["tiers"] = ["mooncake", "fs"]
+    PDConfig.from_kv_transfer_config(config)
+
+
 def test_without_the_section_there_is_no_pool() -> None:
     assert PDConfig.from_kv_transfer_config(transfer_config({})).pool is None
 
