@@ -131,8 +131,7 @@ class _Sender(threading.Thread):
                 batch.status = TransferStatus.FAILED
 
     def run(self) -> None:
-        if self._bind_thread is not None:
-            self._bind_thread()
+        bind_thread = self._bind_thread
         while True:
             try:
                 batch = self.batches.get(timeout=_IDLE_SENDER_S)
@@ -143,6 +142,9 @@ class _Sender(threading.Thread):
             if batch is None:
                 return
             try:
+                if bind_thread is not None:  # one that fails is tried again with the next batch
+                    bind_thread()
+                    bind_thread = None
                 done = self._write(batch)
             except Exception:  # a thread's boundary: the batch fails, and its load with it
                 logger.exception("a batch of writes to %s failed", self._session)

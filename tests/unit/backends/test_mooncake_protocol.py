@@ -195,6 +195,25 @@ def test_batch_is_the_call_of_vllm_ascends_connector(
     assert bound == ["mooncake-send-10.0.0.2:15002"]
 
 
+def test_batch_fails_where_its_thread_cannot_have_the_device_now(native: NativeEngine) -> None:
+    errors = [RuntimeError("no memory on the device for one more context")]
+
+    def bind() -> None:
+        if errors:
+            raise errors.pop()
+
+    engine = MooncakeTransferEngine(
+        "10.0.0.1", protocol="ascend", direct_placement=True, bind_thread=bind
+    )
+    engine.register(PAGE, PAGE)
+    handles = [submit(engine) for _ in range(2)]
+    assert [wait(engine, handle) for handle in handles] == [
+        TransferStatus.FAILED,
+        TransferStatus.DONE,
+    ]
+    engine.close()
+
+
 def test_thread_of_a_peer_ends_when_it_is_idle_and_comes_again(
     native: NativeEngine, direct: MooncakeTransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
