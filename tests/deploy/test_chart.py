@@ -169,6 +169,7 @@ def test_a_pool_without_mooncake_needs_no_master() -> None:
         ({"decode": {"replicas": 0}}, "/decode/replicas"),
         ({"decode": {"surge": -1}}, "/decode/surge"),
         ({"router": {"surge": 1}}, "'surge' not allowed"),
+        ({"extraConfig": {"pool": {}}}, "extraConfig.pool: name a master"),
         ({"extraConfig": {"pool": {"dram_size": "1GiB"}}}, "extraConfig.pool: name a master"),
         ({"extraConfig": {"pool": {"tiers": ["fs"], "ssd": {"path": "/a"}}}}, "and no ssd"),
     ],
