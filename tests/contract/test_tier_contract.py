@@ -42,7 +42,7 @@ class InMemory(TierSubject):
     def held(self, key: str) -> bytes | None:
         tier = getattr(self.tier, "inner", self.tier)
         found = tier._values.get(key)
-        return None if found is None else bytes(found)
+        return None if found is None else bytes(found.data)
 
 
 class InMooncake(TierSubject):

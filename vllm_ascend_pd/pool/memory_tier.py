@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+@dataclass(slots=True)
+class _Held:
+    """All under the lock of its tier."""
+
+    data: np.ndarray
+    num_readers: int = 0
+
+
 class MemoryTier(Tier):
-    """The least recently used values are evicted."""
+    """The least recently used values are evicted, and new ones written over them: memory that one
+    thread gives back to malloc, another one does not get.
+    """
 
     def __init__(
         self,
@@ -29,7 +41,10 @@ class MemoryTier(Tier):
         self._place = place
         self._lock = threading.Lock()
         self._room = Room(capacity_bytes, shares)
-        self._values: dict[str, np.ndarray] = {}
+        self._values: dict[str, _Held] = {}
+        self._spare: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        """Nobody's memory, by size. With it no more than the capacity is taken."""
+        self._spare_bytes = 0
         self._closed = False
 
     @classmethod
@@ -56,16 +71,42 @@ class MemoryTier(Tier):
         with self._lock:
             if (known := self._known(value)) is not None:
                 return known
-        data = np.empty(value.num_bytes, np.uint8)
+            for key, *_ in self._room.reserve(value.num_bytes, value.tenant):
+                self._spare_memory_of(key)
+            data = self._take_spare(value.num_bytes)
+        if data is None:
+            try:
+                data = np.empty(value.num_bytes, np.uint8)
+            except MemoryError:
+                with self._lock:
+                    self._room.release(value.num_bytes, value.tenant)
+                return Status.FULL
         ctypes.memmove(data.ctypes.data, value.addr, value.num_bytes)  # without the GIL
         with self._lock:
             if (known := self._known(value)) is not None:
+                self._room.release(value.num_bytes, value.tenant)
                 return known
-            for key, *_ in self._room.reserve(value.num_bytes, value.tenant):
-                del self._values[key]
-            self._values[value.key] = data
+            self._values[value.key] = _Held(data)
             self._room.keep(value.key, value.num_bytes, value.tenant)
             return Status.OK
+
+    def _spare_memory_of(self, key: str) -> None:
+        """Under the lock: of a value that is forgotten. Who still reads it has its memory."""
+        held = self._values.pop(key)
+        if not held.num_readers:
+            self._spare[held.data.nbytes].append(held.data)
+            self._spare_bytes += held.data.nbytes
+
+    def _take_spare(self, num_bytes: int) -> np.ndarray | None:
+        """Under the lock, when room is reserved. What would be too much goes back to malloc."""
+        taken = self._spare[num_bytes].pop() if self._spare[num_bytes] else None
+        if taken is not None:
+            self._spare_bytes -= num_bytes
+        for size, spare in self._spare.items():
+            while spare and self._room.used_bytes + self._spare_bytes > self._room.capacity_bytes:
+                spare.pop()
+                self._spare_bytes -= size
+        return taken
 
     def _known(self, value: Value) -> Status | None:
         """Under the lock: of a put that need not copy anything."""
@@ -82,12 +123,15 @@ class MemoryTier(Tier):
         with self._lock:
             if self._closed:
                 return Status.FAILED
-            data = self._values.get(value.key)
-        if data is None:
-            return Status.MISSING
-        if data.nbytes != value.num_bytes:
-            return Status.DAMAGED
-        ctypes.memmove(value.addr, data.ctypes.data, data.nbytes)
+            held = self._values.get(value.key)
+            if held is None:
+                return Status.MISSING
+            if held.data.nbytes != value.num_bytes:
+                return Status.DAMAGED
+            held.num_readers += 1
+        ctypes.memmove(value.addr, held.data.ctypes.data, value.num_bytes)
+        with self._lock:
+            held.num_readers -= 1
         return Status.OK
 
     def tenants(self, keys: Sequence[str]) -> list[str]:
@@ -108,7 +152,7 @@ class MemoryTier(Tier):
         """Under the lock."""
         for key in keys:
             if self._room.pop(key) is not None:
-                del self._values[key]
+                self._spare_memory_of(key)
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -121,3 +165,4 @@ class MemoryTier(Tier):
         with self._lock:
             self._closed = True
             self._forget(list(self._values))
+            self._spare.clear()

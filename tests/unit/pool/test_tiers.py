@@ -7,17 +7,18 @@ import ctypes
 import errno
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_ascend_pd.config import PoolConfig, SsdConfig
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool import fs_tier, registry
+from vllm_ascend_pd.pool import fs_tier, memory_tier, registry
 from vllm_ascend_pd.pool.composite_tier import CompositeTier
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.fs_tier import FileTier
@@ -135,6 +136,57 @@ def files(tmp_path: Path) -> Iterator[FileTier]:
     tier = FileTier(tmp_path, 8 * SIZE)
     yield tier
     tier.close()
+
+
+def test_memory_of_what_is_evicted_is_used_again(memory: MemoryTier) -> None:
+    """By whichever thread: malloc would keep what is given back for the one that it was made in."""
+    put(memory, 1, 2)
+    addresses = {memory._values[key_of(n)].data.ctypes.data for n in (1, 2)}
+    for number in range(3, 9):
+        thread = threading.Thread(target=put, args=(memory, number))
+        thread.start()
+        thread.join()
+        assert memory._values[key_of(number)].data.ctypes.data in addresses
+    assert get(memory, 7, 8) == [Status.OK] * 2
+
+
+def test_memory_of_what_is_being_read_is_not_used_again(
+    memory: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(memory, 1)
+
+    def evict_and_move(target: int, source: int, num_bytes: int) -> None:
+        monkeypatch.undo()
+        assert put(memory, 2, 3, 4) == [Status.OK] * 3
+        ctypes.memmove(target, source, num_bytes)
+
+    monkeypatch.setattr(memory_tier, "ctypes", SimpleNamespace(memmove=evict_and_move))
+    assert get(memory, 1) == [Status.OK]
+    assert get(memory, 1, 3, 4) == [Status.MISSING, Status.OK, Status.OK]
+
+
+def test_room_of_what_finds_no_memory_is_not_lost(
+    memory: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(memory_tier.np, "empty", refuse)
+    assert put(memory, 1, 2, 3) == [Status.FULL] * 3
+    assert memory.stats().used_bytes == 0
+    monkeypatch.undo()
+    assert put(memory, 1, 2) == [Status.OK] * 2
+    assert lookup(memory, 1, 2) == [Place.DRAM] * 2
+
+
+def test_memory_that_no_value_fits_into_any_more_is_given_back() -> None:
+    tier = MemoryTier(4 * SIZE)
+    put(tier, 1, 2, 3, 4)
+    tier.remove([key_of(1), key_of(2)])
+    large = Value(key_of(9), ctypes.addressof(buffer), 3 * SIZE)
+    assert tier.put([large]) == [Status.OK]
+    assert tier._spare_bytes + tier._room.used_bytes <= 4 * SIZE
+    assert lookup(tier, 3, 4, 9) == [Place.NOWHERE, Place.DRAM, Place.DRAM]
 
 
 def test_what_memory_evicts_is_found_in_the_tier_below(memory: MemoryTier, files: FileTier) -> None:
