@@ -55,6 +55,23 @@ def make_folder(path: str) -> Path:
     return Path(path)
 
 
+def _warn_of_others(folder: Path, num_workers: int) -> None:
+    """Of what this engine has stored with another parallel size. ``folder``: the first worker's."""
+    engine_folder = folder if num_workers == 1 else folder.parent
+    ours = {folder.with_name(f"worker-{rank}") for rank in range(num_workers)}
+    patterns = ["worker-[0-9]*", "dp[0-9]*"] + ["pd[0-9]*"] * (num_workers > 1)
+    for other in {path for pattern in patterns for path in engine_folder.glob(pattern)} - ours:
+        num_bytes = 0
+        with suppress(OSError):
+            num_bytes = sum(path.stat().st_size for path in other.rglob("*") if path.is_file())
+        logger.warning(
+            "KV pool: %s holds %d bytes beyond pool.ssd.size, of an engine with another number of"
+            " workers or ranks; remove it if that does not come back",
+            other,
+            num_bytes,
+        )
+
+
 class FileTier(Tier):
     """A folder of this process alone. The least recently used files are removed for new ones.
 
@@ -94,6 +111,8 @@ class FileTier(Tier):
         if ssd is None:
             raise ConfigError('pool.tiers fs needs pool.ssd: {"path": …, "size": …}')
         opening.check_share("pool.ssd.size", ssd.size)
+        if opening.rank == 0:
+            _warn_of_others(Path(ssd.path), opening.num_workers)
         tier = cls(make_folder(ssd.path), ssd.size, Shares.of(opening.config))
         held = tier.stats()
         logger.info("KV pool: %s of %d bytes holds %s values", ssd.path, ssd.size, held.num_keys)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -305,6 +306,39 @@ def test_least_recently_used_files_make_room(files: FileTier, tmp_path: Path) ->
     assert lookup(files, 0, 1, 2, 3) == [Place.SSD, Place.NOWHERE, Place.NOWHERE, Place.SSD]
     num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert num_bytes == files.stats().used_bytes == 8 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "left"),
+    [
+        (4, 2, {"worker-2", "worker-3"}),
+        (2, 1, {"worker-0", "worker-1"}),
+        (1, 2, {"pd2"}),
+        (2, 2, set()),
+        (1, 1, set()),
+        (1, 4, {"pd2"}),
+    ],
+)
+def test_folders_of_workers_that_are_no_more_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, after: int, left: set[str]
+) -> None:
+    """What is in them comes on top of ``pool.ssd.size``, and no worker opens them."""
+    config = PoolConfig(tiers=("fs",), ssd=SsdConfig(str(tmp_path), 1 << 30))
+
+    def run(num_workers: int) -> None:
+        for rank in range(num_workers):
+            part = config.for_worker(rank, num_workers)
+            tier = FileTier.open(Opening(part, rank=rank, num_workers=num_workers))
+            put(tier, 1, 2)
+            tier.close()
+
+    run(before)
+    caplog.clear()
+    run(after)
+    found = re.findall(r"(\S+) holds (\d+) bytes beyond pool.ssd.size", caplog.text)
+    assert {(Path(path), int(size)) for path, size in found} == {
+        (tmp_path / name, 2 * SIZE) for name in left
+    }
 
 
 def test_smaller_folder_keeps_what_was_used_last(files: FileTier, tmp_path: Path) -> None:
