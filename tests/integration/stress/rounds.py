@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from tests.integration.engines import Answer, Engine, EngineError, assert_no_leak
+from tests.integration.moving import coming
 from tests.integration.stress.workload import Spec, difference
+from tests.integration.test_resume import begun
 
 PATIENCE_S = 120.0
 """As long as any request ends within it, nothing hangs. Slow hosts are busy with others."""
@@ -38,6 +40,8 @@ class Pending:
     leg: str
     num_copies: int = 0
     """Of a prompt that is computed first: how often it is decoded."""
+    source: str = ""
+    """The request that is to move and to go on as this one."""
 
 
 class Rounds:
@@ -61,6 +65,12 @@ class Rounds:
         self._last: deque[str] = deque(maxlen=_NUM_LAST)
         self._wrong: list[str] = []
         self._num_requests = 0
+        self._moved: set[str] = set()
+        """Requests of this round that have ended because they have moved."""
+        self._went_on: Counter[str] = Counter()
+        """How often each of them did so."""
+        self._aborted: set[str] = set()
+        """And those that were to go on as one that was aborted."""
         known = prefiller.prefill([7, 7])
         decoder.ask([7, 7], 1, known)
         self._where = {name: known[name] for name in _ADDRESS}
@@ -77,6 +87,7 @@ class Rounds:
             # A source of its own: what an operation draws may depend on what has ended by now.
             getattr(self, f"_{name}")(Random(self._draw.getrandbits(64)))
         self._drain()
+        self._check_moves()
         if self._wrong:
             self._fail("\n".join(self._wrong))
         self._check_counts()
@@ -113,12 +124,49 @@ class Rounds:
             if draw.random() < 0.4:
                 self._drive(draw.choice(self._engines), draw.choice([1, 2, 3]))
 
+    def _move(self, draw: Random) -> None:
+        """Mostly one that runs. It may end first, or be moved twice at once, or be on its way."""
+        able = [
+            name
+            for name, pending in self._pending.items()
+            if pending.leg not in ("prefill", "announced") and pending.spec.can_move
+        ]
+        if not able:
+            return
+        name = draw.choice([name for name in able if self._runs(name)] or able)
+        pending = self._pending[name]
+        source = pending.engine
+        target = self._engines[source is self._prefiller]
+        kv = coming(list(pending.spec.prompt), source, name)
+        self._note(f"{name} is to move")
+        self._ask(target, pending.spec, kv, "move", source=name)
+        for _ in range(draw.choice([0, 1, 3, 6])):
+            self._drive(target, draw.choice([1, 2, 8]))
+            source.counts()  # it answers, and computes nothing
+            if draw.random() < 0.5:
+                self._drive(source, 1)
+
+    def _runs(self, name: str) -> bool:
+        return bool(self._pending[name].engine.requests().get(name, {}).get("is_scheduled"))
+
+    def _resume(self, draw: Random) -> None:
+        """An answer that has broken off elsewhere behind any of its tokens."""
+        spec = draw.choice([spec for spec in self._specs if spec.can_move])
+        known = self._single(spec).token_ids
+        kv = begun(list(spec.prompt), known[: draw.randrange(1, len(known) + 1)])
+        self._ask(draw.choice(self._engines), spec, kv, "resume")
+
     def _alone(self, draw: Random) -> None:
         self._ask(draw.choice(self._engines), draw.choice(self._specs), {}, "alone")
 
     def _reset(self, draw: Random) -> None:
         engine = draw.choice(self._engines)
         connector, running = draw.random() < 0.3, draw.random() < 0.3
+        if engine.config.runs_ahead and any(
+            pending.engine is engine and "seed" in pending.spec.sampling
+            for pending in self._pending.values()
+        ):
+            running = False  # vLLM would drop what is in flight, which has drawn from the seed
         self._note(f"reset {engine.name}, {connector=}, {running=}")
         try:
             engine.reset_prefix_cache(connector, running)
@@ -134,6 +182,7 @@ class Rounds:
         pending = self._pending.pop(request_id)
         self._note(f"abort {request_id}")
         self.seen["aborted"] += 1
+        self._aborted |= {request_id, pending.source}
         if draw.random() < 0.3:
             pending.engine.abort_in_step(request_id)
         else:
@@ -163,6 +212,7 @@ class Rounds:
         kv: dict[str, Any],
         leg: str,
         num_copies: int = 0,
+        source: str = "",
         **instead: Any,
     ) -> None:
         self._num_requests += 1
@@ -182,7 +232,7 @@ class Rounds:
             lora=spec.lora,
             **instead.get("sampling", spec.sampling),
         )
-        self._pending[request_id] = Pending(engine, spec, leg, num_copies)
+        self._pending[request_id] = Pending(engine, spec, leg, num_copies, source)
 
     def _drive(self, engine: Engine, num_steps: int) -> int:
         """How many requests have ended."""
@@ -198,6 +248,16 @@ class Rounds:
         self._note(f"{request_id} has ended")
         kv = dict(answer.kv_transfer_params)
         outcome = kv.pop("provenance", {}).get("outcome", "none")
+        if pending.leg == "move":
+            outcome = kv.get("resume", {}).get("refused", "exact")
+            if answer.finish_reason == "error":
+                self.seen[f"move: {outcome}"] += 1
+                return
+            self._went_on[pending.source] += 1
+        if answer.finish_reason == "abort" and kv.get("moved"):
+            self.seen[f"{pending.leg}: moved"] += 1
+            self._moved.add(request_id)
+            return
         self.seen[f"{pending.leg}: {outcome}"] += 1
         if pending.leg == "announced":
             return
@@ -221,6 +281,14 @@ class Rounds:
             elif time.monotonic() - last_end > PATIENCE_S:
                 requests = {engine.name: engine.requests() for engine in self._engines}
                 self._fail(f"nothing ends any more: {self._pending}\n{requests}")
+
+    def _check_moves(self) -> None:
+        """What has moved went on, once; what has not moved did not."""
+        for name in (self._moved | set(self._went_on)) - self._aborted:
+            if (times := self._went_on[name]) != (name in self._moved):
+                self._wrong.append(f"{name}: moved {name in self._moved}, went on {times} times")
+        for known in (self._moved, self._went_on, self._aborted):
+            known.clear()
 
     def _check_counts(self) -> None:
         for engine in self._engines:
@@ -247,6 +315,8 @@ OPERATIONS = {
     "reset": 2,
     "abort": 6,
     "burst_of_prefills": 2,
+    "move": 12,
+    "resume": 4,
     "step_prefiller": 22,
     "step_decoder": 28,
 }

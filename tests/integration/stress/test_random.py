@@ -19,7 +19,8 @@ import pytest
 from tests.integration.conftest import SingleEngine
 from tests.integration.engines import Answer, Engine, EngineConfig, Fleet
 from tests.integration.stress.rounds import Rounds
-from tests.integration.stress.workload import MAX_LENGTH, Spec, make_specs
+from tests.integration.stress.workload import DRAFTED, EXACT, MAX_LENGTH, Spec, make_specs
+from tests.integration.test_drafts import make_options
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
 
@@ -33,6 +34,7 @@ pytestmark = [
 ]
 
 NUM_SPECS = 48
+POLICIES = ["fcfs", "priority"]
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 WRITE_FAULTS = ("fail", "drop", "short", "corrupt", "garbage", "delay(3)")
 POOL_FAULTS = ("get:{}fail", "get:{}missing", "get:{}corrupt", "put:{}fail", "put:{}full")
@@ -41,6 +43,7 @@ PATIENT = {
     "load_timeout_s": 60.0,
     "step_load_timeout_s": 30.0,
     "arrival_timeout_s": 1.0,  # nobody brings some transfer ids
+    "max_freeze_s": 60.0,
 }
 SMALL = {
     "num_blocks": 40,
@@ -93,7 +96,7 @@ def _pool(master: EmbeddedMaster) -> dict[str, Any]:
 def _pair(engines: Engines, **options: Any) -> tuple[Engine, Engine]:
     options = {**SMALL, "transfer": PATIENT, **options}
     prefiller = engines.own("kv_both", faults="ok*", **options)
-    return prefiller, engines.own("kv_both", kv_port=0, **options)
+    return prefiller, engines.own("kv_both", kv_port=0, faults="ok*", **options)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["steps", "ahead"])
@@ -104,17 +107,8 @@ def test_random_operations(
     runs_ahead: bool,
     with_pool: bool,
 ) -> None:
-    option = request.config.getoption
-    seed, seconds = option("--stress-seed"), option("--stress-seconds")
-    options: dict[str, Any] = {"runs_ahead": runs_ahead}
-    if with_pool:
-        options["pool"] = _pool(request.getfixturevalue("master"))
-        options["pool_faults"] = "get:ok*;put:ok*"
-    name = request.node.callspec.id
-    again = f"--stress-seed {seed} -k {name}"
-    print(f"again: make test TESTS=tests/integration/stress PYTEST_ARGS='{again}'")
-    draw = Random(f"{seed} {name}")
-    llm: dict[str, Any] = {"scheduling_policy": draw.choice(["fcfs", "priority"])}
+    draw = _begin(request)
+    llm: dict[str, Any] = {"scheduling_policy": draw.choice(POLICIES)}
     loras: list[str | None] = [None]
     with_adapters = with_pool != runs_ahead
     if with_adapters:
@@ -123,15 +117,70 @@ def test_random_operations(
         llm |= LORA
         loras = request.getfixturevalue("adapters")
     single = request.getfixturevalue("single_with_adapters" if with_adapters else "single")
-    options["llm"] = json.dumps(llm)
     specs = make_specs(draw, NUM_SPECS, loras)
-    prefiller, decoder = _pair(engines, **options)
+    options = {"runs_ahead": runs_ahead, "llm": json.dumps(llm)}
+    _run(request, engines, draw, specs, single, with_pool, options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "with_pool", "runs_ahead"),
+    [("drafts", True, True), ("windows", False, True), ("windows with drafts", True, False)],
+)
+def test_random_operations_on_engines_of_other_shapes(
+    engines: Engines,
+    fleet: Fleet,
+    base_config: EngineConfig,
+    models: Callable[[str], str],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+    shape: str,
+    with_pool: bool,
+    runs_ahead: bool,
+) -> None:
+    if request.config.getoption("--triton"):
+        pytest.skip("Triton's interpreter would take minutes for a round")
+    draw = _begin(request)
+    if shape == "windows":
+        options: dict[str, Any] = {"model": models(shape)}
+    else:
+        kind = "eagle" if shape == "drafts" else "windows"
+        options = make_options(kind, tmp_path_factory.mktemp("drafters"), base_config)
+    kinds = EXACT if shape == "windows" else DRAFTED
+    specs = make_specs(draw, NUM_SPECS, kinds=kinds)
+    with fleet.kept(replace(base_config, **options)) as engine:
+        llm = {**json.loads(options.get("llm", "{}")), "scheduling_policy": draw.choice(POLICIES)}
+        options |= {"llm": json.dumps(llm), "runs_ahead": runs_ahead}
+        if shape != "drafts":
+            options["num_blocks"] = 90  # four groups share them
+        _run(request, engines, draw, specs, SingleEngine(engine), with_pool, options)
+
+
+def _begin(request: pytest.FixtureRequest) -> Random:
+    seed, name = request.config.getoption("--stress-seed"), request.node.callspec.id
+    again = f"--stress-seed {seed} -k '{name}'"
+    print(f'again: make test TESTS=tests/integration/stress PYTEST_ARGS="{again}"')
+    return Random(f"{seed} {name}")
+
+
+def _run(
+    request: pytest.FixtureRequest,
+    engines: Engines,
+    draw: Random,
+    specs: list[Spec],
+    single: SingleEngine,
+    with_pool: bool,
+    options: dict[str, Any],
+) -> None:
+    if with_pool:
+        master = request.getfixturevalue("master")
+        options |= {"pool": _pool(master), "pool_faults": "get:ok*;put:ok*"}
+    pair = prefiller, decoder = _pair(engines, **options)
     rounds = Rounds(prefiller, decoder, specs, _asking(single), draw)
-    end = time.monotonic() + seconds
+    end = time.monotonic() + request.config.getoption("--stress-seconds")
     while time.monotonic() < end:
-        prefiller.set_faults(_script(draw, WRITE_FAULTS))
-        if with_pool:
-            for engine in (prefiller, decoder):
+        for engine in pair:
+            engine.set_faults(_script(draw, WRITE_FAULTS))
+            if with_pool:
                 engine.set_pool_faults(_pool_script(draw))
         rounds.run()
     print(dict(sorted(rounds.seen.items())))

@@ -43,6 +43,11 @@ class Spec:
     """The folder of its adapter."""
 
     @property
+    def can_move(self) -> bool:
+        """Logprobs of tokens that another engine has given are not known."""
+        return not {"n", "logprobs", "prompt_logprobs"} & set(self.sampling)
+
+    @property
     def for_prefill(self) -> dict[str, Any]:
         """What a router sends to the engine that computes the prompt: one token of one sample."""
         return {k: v for k, v in self.sampling.items() if k not in ("n", "min_tokens")}
@@ -91,15 +96,28 @@ KINDS: dict[str, Callable[[Random], dict[str, Any]]] = {
 """Sampling parameters by the name of what is special about them."""
 
 
-def make_specs(draw: Random, num_specs: int, loras: Sequence[str | None] = (None,)) -> list[Spec]:
+EXACT = [kind for kind in KINDS if "seed" not in KINDS[kind](Random(0))]
+"""Those whose tokens do not depend on how often is drawn."""
+DRAFTED = ["greedy", "stop", "regex", "json", "choice"]
+"""What engines with drafts answer token by token as one does: not those that vLLM ignores beside
+drafts, nor where its front end finds the end, behind all tokens of a step.
+"""
+
+
+def make_specs(
+    draw: Random,
+    num_specs: int,
+    loras: Sequence[str | None] = (None,),
+    kinds: Sequence[str] = tuple(KINDS),
+) -> list[Spec]:
     """Prompts of a few stems, so that they share blocks; lengths around the edges of blocks."""
     stems = [draw.choices(VOCABULARY, k=MAX_LENGTH) for _ in range(_NUM_STEMS)]
     # With adapters, vLLM's layer for logits takes one position of each request only.
-    names = [kind for kind in KINDS if None in loras or kind != "prompt logprobs"]
+    names = [kind for kind in kinds if None in loras or kind != "prompt logprobs"]
     # Each kind once, then more of the plain ones.
-    kinds = names + draw.choices(names, [len(names), *[1] * (len(names) - 1)], k=num_specs)
+    drawn = names + draw.choices(names, [len(names), *[1] * (len(names) - 1)], k=num_specs)
     return [
-        _make_spec(draw, kind, draw.choice(stems), draw.choice(loras)) for kind in kinds[:num_specs]
+        _make_spec(draw, kind, draw.choice(stems), draw.choice(loras)) for kind in drawn[:num_specs]
     ]
 
 
@@ -108,7 +126,7 @@ def _make_spec(draw: Random, kind: str, stem: list[int], lora: str | None) -> Sp
     shared = draw.choice([length, length, draw.randrange(length + 1)])
     own = draw.choices(VOCABULARY, k=length - shared)
     sampling = KINDS[kind](draw)
-    max_tokens = min(draw.choice([1, 1, 2, 5, 9, 17, 40]), MAX_LENGTH - length)
+    max_tokens = min(draw.choice([1, 1, 2, 5, 9, 17, 40, 80]), MAX_LENGTH - length)
     if "min_tokens" in sampling:
         sampling["min_tokens"] = min(sampling["min_tokens"], max_tokens)
     return Spec(
