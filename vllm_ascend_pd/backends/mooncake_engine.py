@@ -425,18 +425,17 @@ class MooncakeTransferEngine(TransferEngine):
 
     def _contact(self, engine: _NativeEngine, session: str) -> None:
         """Meets a new peer, then starts the writes that wait for it. Its own thread."""
-        peer: str | None = self._spell(session)
+        peer = self._spell(session)
         try:
             if self._bind_thread is not None:
                 self._bind_thread()
-            if engine.send_probe(peer):
-                peer = None
+            is_there = engine.send_probe(peer) == 0
         except Exception:  # a thread's boundary: the writes that wait fail below
             logger.exception("first contact with %s failed", session)
-            peer = None
-        if peer is None:
+            is_there = False
+        if not is_there:
             logger.warning("transfer peer %s does not answer", session)
-        while due := self._take_waiting(session, peer):
+        while due := self._take_waiting(session, peer if is_there else None):
             for write in due:
                 self._start(engine, write)
 
