@@ -50,7 +50,11 @@ def _of_host(root: Path) -> int:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # this system has none
+        return
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -59,7 +63,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
         # A container may see its own group as the uppermost one, and still be told its full path.
         for each in (group, *group.parents):
             # Without a limit the file is not there, or says "max".
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, KeyError):
                 yield _left(root / files.folder / each.relative_to("/"), files)
 
 

@@ -86,3 +86,11 @@ def test_pool_and_cluster_go_by_it(monkeypatch: pytest.MonkeyPatch, root: Path) 
         )
     assert tier.Opening(PoolConfig()).memory_bytes() == 2 * GIB
     assert machine.Machine.this().free_memory_bytes == 8 * GIB
+
+
+def test_system_without_cgroups_has_what_is_available(root: Path) -> None:
+    assert available_memory_bytes(root) == 40 * GIB
+    write(root / "proc/self/cgroup", "0::/\n")
+    v2(root / "sys/fs/cgroup", 8 * GIB, 3 * GIB)
+    write(root / "sys/fs/cgroup/memory.stat", "anon 1\n")
+    assert available_memory_bytes(root) == 40 * GIB
