@@ -18,18 +18,21 @@ class _Files(NamedTuple):
     folder: str
     limit: str
     usage: str
-    inactive: str
-    """The line of ``memory.stat`` on files in memory that nobody has read lately."""
+    file_lines: tuple[str, str]
+    """Of ``memory.stat``, on files in memory, which make room for what asks for it."""
 
 
 _V1 = _Files(
     folder="sys/fs/cgroup/memory",
     limit="memory.limit_in_bytes",
     usage="memory.usage_in_bytes",
-    inactive="total_inactive_file",
+    file_lines=("total_inactive_file", "total_active_file"),
 )
 _V2 = _Files(
-    folder="sys/fs/cgroup", limit="memory.max", usage="memory.current", inactive="inactive_file"
+    folder="sys/fs/cgroup",
+    limit="memory.max",
+    usage="memory.current",
+    file_lines=("inactive_file", "active_file"),
 )
 
 
@@ -37,7 +40,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     """That new allocations can have without swapping, and before the cgroup of this process, which
     is a container's, or one of those above is at its limit.
 
-    What is used there is counted as Kubernetes does: all but the inactive files.
+    Files in memory count as available there, as in the host's ``MemAvailable``.
     """
     return max(0, min([_of_host(root), *_left_in_cgroups(root)]))
 
@@ -71,4 +74,4 @@ def _left(folder: Path, files: _Files) -> int:
     limit = int((folder / files.limit).read_text())
     usage = int((folder / files.usage).read_text())
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return limit - (usage - int(stat[files.inactive]))
+    return limit - usage + sum(int(stat[line]) for line in files.file_lines)

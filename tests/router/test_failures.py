@@ -16,6 +16,7 @@ from aiohttp import web
 from tests.router.harness import FAST, STRICT, deployed, events, run, until
 from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.router.config import Probes, Retries, Timeouts
+from vllm_ascend_pd.router.instances import MAX_UNEXPLAINED
 
 BEFORE_THE_FIRST_BYTE = (
     "close",
@@ -132,6 +133,36 @@ def test_request_that_fails_everywhere_takes_no_engine_out(stream: bool) -> None
                 assert response.status == 200
             assert all(i.breaker.closed for i in d.router.registry)
             assert any(i.num_failures > 3 for i in d.router.registry)
+
+    run(test)
+
+
+def test_stream_that_begins_with_an_error_is_no_answer_that_blames_others() -> None:
+    async def test() -> None:
+        async with deployed(2, 2) as d:
+            for _ in range(4):
+                for engine in (*d.prefills, *d.decodes):
+                    engine.script_nothing()
+                for engine in d.prefills:
+                    engine.script(", ".join(["status(500)"] * 3))
+                for engine in d.decodes:
+                    engine.script(", ".join(["dead(0)"] * 3))
+                await d.post(stream=True, temperature=0)
+            assert all(i.breaker.closed for i in d.router.registry)
+
+    run(test)
+
+
+def test_engine_that_answers_5xx_to_everything_is_out_though_there_is_no_other() -> None:
+    async def test() -> None:
+        async with deployed(0, 1) as d:
+            (engine,) = d.decodes
+            (instance,) = d.router.registry
+            for number in range(MAX_UNEXPLAINED + 2):
+                assert instance.breaker.closed, number
+                engine.script("status(500)")
+                assert (await d.post())[0] == 502
+            assert not instance.breaker.closed
 
     run(test)
 

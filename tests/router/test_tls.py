@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import ipaddress
+import re
 import ssl
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import aiohttp
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from tests.router.harness import STRICT, deployed, run, until
@@ -29,9 +30,11 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return make_certificate(tmp_path)
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
+def make_certificate(folder: Path, kind: str = "EC") -> tuple[Path, Path]:
     """Self-signed, for 127.0.0.1; in place of one that is there."""
-    key = ec.generate_private_key(ec.SECP256R1())
+    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey = ec.generate_private_key(ec.SECP256R1())
+    if kind == "RSA":
+        key = rsa.generate_private_key(65537, 2048)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "router")])
     now = datetime.datetime.now(datetime.timezone.utc)
     address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
@@ -127,9 +130,12 @@ def test_plain_client_at_a_tls_port_is_refused(certificate: tuple[Path, Path]) -
     run(test)
 
 
+@pytest.mark.parametrize("kind", ["EC", "RSA"])
 def test_certificate_that_changes_is_read_again_and_a_broken_one_changes_nothing(
-    certificate: tuple[Path, Path], caplog: pytest.LogCaptureFixture, tmp_path: Path
+    certificate: tuple[Path, Path], caplog: pytest.LogCaptureFixture, tmp_path: Path, kind: str
 ) -> None:
+    """It was for a key on an elliptic curve, which clients like best."""
+
     async def test() -> None:
         chain, key = certificate
         sock = bind("127.0.0.1", 0)
@@ -153,9 +159,9 @@ def test_certificate_that_changes_is_read_again_and_a_broken_one_changes_nothing
             await until(lambda: "kept what was read before" in caplog.text)
             assert await shown() == first
             (tmp_path / "new").mkdir()
-            new_chain, new_key = make_certificate(tmp_path / "new")
+            new_chain, new_key = make_certificate(tmp_path / "new", kind)
             chain.write_bytes(new_chain.read_bytes())
-            await until(lambda: "KEY_VALUES_MISMATCH" in caplog.text)
+            await until(lambda: re.search("KEY_(VALUES|TYPE)_MISMATCH", caplog.text) is not None)
             assert await shown() == first
             key.write_bytes(new_key.read_bytes())
             while await shown() != new_chain.read_text():

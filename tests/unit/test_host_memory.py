@@ -29,22 +29,25 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def v2(folder: Path, limit: int | str, usage: int, inactive: int = 0) -> None:
+def v2(folder: Path, limit: int | str, usage: int, inactive: int = 0, active: int = 0) -> None:
     write(folder / "memory.max", f"{limit}\n")
     write(folder / "memory.current", f"{usage}\n")
-    write(folder / "memory.stat", f"anon 1\nfile 2\ninactive_file {inactive}\nactive_file 3\n")
+    write(
+        folder / "memory.stat", f"anon 1\nfile 2\ninactive_file {inactive}\nactive_file {active}\n"
+    )
 
 
-def v1(folder: Path, limit: int, usage: int, inactive: int = 0) -> None:
+def v1(folder: Path, limit: int, usage: int, inactive: int = 0, active: int = 0) -> None:
     write(folder / "memory.limit_in_bytes", f"{limit}\n")
     write(folder / "memory.usage_in_bytes", f"{usage}\n")
-    write(folder / "memory.stat", f"inactive_file 7\ntotal_inactive_file {inactive}\n")
+    total = f"total_inactive_file {inactive}\ntotal_active_file {active}\n"
+    write(folder / "memory.stat", f"inactive_file 7\n{total}")
 
 
 def test_container_whose_group_is_the_uppermost_that_it_sees(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/\n")
-    v2(root / "sys/fs/cgroup", 8 * GIB, 3 * GIB, inactive=1 * GIB)
-    assert available_memory_bytes(root) == 6 * GIB
+    v2(root / "sys/fs/cgroup", 8 * GIB, 3 * GIB, inactive=1 * GIB, active=GIB // 2)
+    assert available_memory_bytes(root) == 6 * GIB + GIB // 2
 
 
 def test_least_of_a_group_and_those_above_counts(root: Path) -> None:
@@ -60,7 +63,7 @@ def test_container_with_the_first_version_of_cgroups(root: Path, group: str) -> 
     write(root / "proc/self/cgroup", "5:cpu,cpuacct:/docker/4711\n4:memory:/docker/4711\n0::/\n")
     memory = root / "sys/fs/cgroup/memory"
     v1(memory, V1_UNLIMITED, 20 * GIB)
-    v1(memory / group, 2 * GIB, 1 * GIB, inactive=GIB // 2)
+    v1(memory / group, 2 * GIB, 1 * GIB, inactive=GIB // 4, active=GIB // 4)
     assert available_memory_bytes(root) == 2 * GIB - GIB // 2
 
 
@@ -94,3 +97,13 @@ def test_system_without_cgroups_has_what_is_available(root: Path) -> None:
     v2(root / "sys/fs/cgroup", 8 * GIB, 3 * GIB)
     write(root / "sys/fs/cgroup/memory.stat", "anon 1\n")
     assert available_memory_bytes(root) == 40 * GIB
+
+
+def test_pool_that_holds_nothing_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tier, "available_memory_bytes", lambda: 400)
+    assert tier.Opening(PoolConfig(), value_bytes=100).memory_bytes() == 100
+    assert not caplog.messages
+    assert tier.Opening(PoolConfig(), value_bytes=101).memory_bytes() == 100
+    assert "100 bytes for each worker, holds no block" in caplog.text

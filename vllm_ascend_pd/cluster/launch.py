@@ -40,6 +40,7 @@ from vllm_ascend_pd.cluster.up_socket import (
     refuse_second_up,
     socket_path,
 )
+from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import BackendError, ConfigError
 from vllm_ascend_pd.private_file import read_token, write_private
 from vllm_ascend_pd.processes.child import ChildSpec, Patience, StartError
@@ -165,6 +166,8 @@ def refuse_busy_ports(commands: Sequence[Command]) -> None:
     for command in commands:
         address, _, own_port = command.url.removeprefix("http://").rpartition(":")
         for port in (int(own_port), *command.kv_ports):
+            if port == DEFAULT_KV_PORT:
+                continue  # an engine takes another one then
             if not can_listen(address.strip("[]"), port):
                 owner = port_owner(port)
                 field = "port" if port == int(own_port) else "kv_port"

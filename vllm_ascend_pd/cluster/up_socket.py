@@ -124,7 +124,8 @@ def _is_private(folder: Path) -> bool:
         found = folder.lstat()
     except OSError:
         return False
-    return found.st_uid == os.geteuid() and found.st_mode & ~0o700 == stat.S_IFDIR
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and not found.st_mode & 0o077
 
 
 def _is_heard(path: Path) -> bool:

@@ -20,7 +20,7 @@ _WITH_VALUES = (
 _ASKED_FOR = (
     *_FLAGS,
     *_WITH_VALUES,
-    *("--config", "--headless", "--port", "--ssl-certfile", "--uds"),
+    *("--config", "--headless", "--host", "--port", "--ssl-certfile", "--uds"),
 )
 """Of all options, those that somebody here wants to know."""
 

@@ -13,6 +13,7 @@ import ssl
 import sys
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from vllm_ascend_pd.engine.front_end import is_server, options
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net.direct_http import direct_opener
 from vllm_ascend_pd.private_file import read_token
-from vllm_ascend_pd.registration import Registered, Registration
+from vllm_ascend_pd.registration import Registered, Registration, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +69,7 @@ _ANSWERED: dict[registration.State, RegistrarState] = {
 
 def find_http_url(config: RouterLink, host: str, argv: list[str] | None = None) -> str:
     """``router.http_url``, or the ``--host`` and ``--port`` that this engine was started with;
-    ``host`` where it listens at every address.
+    ``host`` where it listens at every address, or where no router can find it.
 
     The front end's command line is also that of its EngineCore process.
 
@@ -91,7 +92,10 @@ def find_http_url(config: RouterLink, host: str, argv: list[str] | None = None) 
         )
     port = given.get("--port", _DEFAULT_HTTP_PORT)
     scheme = "https" if "--ssl-certfile" in given else "http"
-    if (served := given.get("--host", "")) not in _EVERYWHERE:
+    served = given.get("--host", "")
+    routers = (urllib.parse.urlsplit(url).hostname or "" for url in config.urls)
+    is_alone = is_loopback(host) or all(map(is_loopback, routers))
+    if served not in _EVERYWHERE and (is_alone or not is_loopback(served)):
         host = served
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

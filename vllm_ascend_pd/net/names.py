@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import queue
 import socket
 import threading
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 Address: TypeAlias = "tuple[Any, ...]"
 """As a socket takes it, without a name."""
@@ -47,11 +50,15 @@ class Names:
         self._thread = threading.Thread(target=self._run, name="pd-names", daemon=True)
 
     def ask(self, question: Question) -> bool:
-        """``False`` when too many wait already. One thread; returns at once."""
+        """``False`` when too many wait already, or nobody can look. One thread; returns at once."""
         if self._questions.qsize() >= _MAX_WAITING:
             return False
         if self._thread.ident is None:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as e:
+                logger.warning("no thread is left to look names up: %s", e)
+                return False
         self._questions.put(question)
         return True
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.backends.mooncake_engine import SharedEngine
     from vllm_ascend_pd.config import PoolConfig
+
+logger = logging.getLogger(__name__)
 
 _DRAM_SHARE = 0.25
 
@@ -80,7 +83,16 @@ class Opening:
         if num_bytes is None:
             num_bytes = int(available_memory_bytes() * _DRAM_SHARE) // self.num_workers
         # What is available changes as soon as one of them takes its part.
-        return int(self.from_first(num_bytes))
+        num_bytes = int(self.from_first(num_bytes))
+        if self.config.dram_size is None and num_bytes < self.value_bytes:
+            logger.warning(
+                "KV pool: a quarter of the memory that is available here, %d bytes for each"
+                " worker, holds no block (%d bytes), so nothing is kept in it: see the memory"
+                " limit of the container, or say pool.dram_size",
+                num_bytes,
+                self.value_bytes,
+            )
+        return num_bytes
 
     def check_share(self, field: str, num_bytes: int) -> None:
         """Of a tier with so many bytes, as ``field`` says.

@@ -8,6 +8,7 @@ idle, and its tenant pays for what it got.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.http_client import Headers
     from vllm_ascend_pd.router.instances import Instance
 
-LOOK_S = 1.0
+LOOK_S, MAX_LOOK_S = 1.0, 5.0
 ANSWER_TIMEOUT_S = 10.0
 _GOES_ON = ("queued", "in_progress")
 
@@ -64,13 +65,16 @@ class Background:
         """Until it has ended, is lost, or has taken longer than any answer may."""
         try:
             async with timeout(self.timeouts.answer_s):
+                began = time.monotonic()
                 while not instance.is_gone:
                     found = await _ask(instance, response_id, headers)
                     if isinstance(found, bytes):
                         return find_answer_tokens(found)
-                    if found is FailureKind.CONNECT:
+                    if found is FailureKind.CONNECT and not instance.breaker.closed:
                         return None
-                    await asyncio.sleep(LOOK_S)
+                    # Each look costs the engine an answer, and a line in its log.
+                    waited_s = time.monotonic() - began
+                    await asyncio.sleep(min(max(LOOK_S, waited_s / 10), MAX_LOOK_S))
         except TIMED_OUT:
             pass
         return None

@@ -127,6 +127,8 @@ class Generation:
 
         if job.background is not None:
             job.background.add_done_callback(ended)
+        elif job.body.is_background and job.trace.outcome == "disconnected":
+            tenants.settle(job.routed, job.body.num_max_tokens)  # the engine may go on with it
         else:
             tenants.settle(job.routed, _num_tokens_to_pay(job.trace))
 

@@ -102,6 +102,8 @@ class TokensMadeBy(msgspec.Struct, frozen=True):
 
 MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 8.0
+MAX_UNEXPLAINED = 10
+"""Requests in a row to which an engine answers 5xx, before it is its own doing in any case."""
 
 
 class Instance:
@@ -137,6 +139,8 @@ class Instance:
         """Of them, those that answer."""
         self.num_to_answer = 0
         """Requests that have room here for their answer, whether that has begun or not."""
+        self._num_unexplained = 0
+        """Requests in a row that it failed, and that may be to blame."""
         self.num_background = 0
         """Responses that it has answered, and computes yet."""
         self.used_for: Role = "both"
@@ -209,11 +213,14 @@ class Instance:
 
     def failed(self, failure: Failure, what: str) -> None:
         """A leg or a probe failed. Where the request may be to blame, who sent it says so when it
-        knows (``blame``)."""
+        knows (``blame``), but for an engine that answers nothing else."""
         self.num_failures += 1
         self.errors.append(RecentError(time.time(), f"{what}: {failure}"))
         may_differ = what == "stream" and failure.kind is FailureKind.DIFFERS
-        if not (failure.kind in BLAMELESS or failure.kind is FailureKind.STATUS or may_differ):
+        if failure.kind is FailureKind.STATUS:
+            self._num_unexplained += 1
+            may_differ = self._num_unexplained < MAX_UNEXPLAINED
+        if not (failure.kind in BLAMELESS or may_differ):
             self.blame(failure, what)
 
     def blame(self, failure: Failure, what: str) -> None:
@@ -223,6 +230,7 @@ class Instance:
             logger.warning("%s is out: %s: %s", self.instance_id, what, failure)
 
     def succeeded(self) -> None:
+        self._num_unexplained = 0
         was = self.breaker.state
         self.breaker.succeeded()
         if was is not self.breaker.state:

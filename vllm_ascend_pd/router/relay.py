@@ -314,7 +314,7 @@ class Relay:
             if isinstance(result, (LegFailed, Move)):
                 return result
             is_taken = isinstance(result, Stream) or result.status < 400
-            if is_taken:
+            if is_taken and not _fails_at_once(result):
                 job.answered()
             if job.kept is not None and is_taken:
                 job.kept.is_taken = True
@@ -412,6 +412,10 @@ def _unless_failed(stream: Stream, leg: Leg) -> Stream | LegFailed:
         return stream
     stream.response.close()
     return leg.failed(failure)
+
+
+def _fails_at_once(result: Answer | Stream) -> bool:
+    return isinstance(result, Stream) and until_failure(result.first)[1] is not None
 
 
 def _lost(awaited: _KV) -> LegFailed | None:

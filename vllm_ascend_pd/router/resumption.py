@@ -195,6 +195,7 @@ class Resumption:
                 broken.stage.first_token_s = now
             events.idle_s = self.config.timeouts.idle_s
             broken.failed.clear()
+            job.answered()
 
         events.idle_s = idle_s
         splice = Splice(transcript, told_of(trace, job.promise), began)
@@ -256,6 +257,7 @@ class Resumption:
             return leg, result
         if isinstance(result, LegFailed):
             broken.instance, broken.failure = instance, result.failure
+            job.suspects.add(result)
             return result.failure.kind.value
         logger.warning("%s refuses to go on: %.200r", instance.instance_id, result.body)
         return self._refused(job, broken, instance)

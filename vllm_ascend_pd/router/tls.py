@@ -26,7 +26,9 @@ class ServerCertificate:
 
     def __init__(self, certificate: Path, key: Path) -> None:
         """``ConfigError`` if they cannot be used."""
-        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context = self._newest = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # A context keeps one certificate for each kind of key, so each reading has one of its own.
+        self.context.sni_callback = self._take_newest
         self._certificate, self._key = certificate, key
         self._files = (
             WatchedFile(
@@ -47,12 +49,16 @@ class ServerCertificate:
             logger.info("--tls-certificate, --tls-key: read again")
 
     def _take(self, _: bytes) -> None:
+        newest = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            # A context loses its key to a certificate that does not fit: try them in another one.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._certificate, self._key)
-            self.context.load_cert_chain(self._certificate, self._key)
+            newest.load_cert_chain(self._certificate, self._key)
         except (OSError, ssl.SSLError) as e:
             raise ConfigError(f"--tls-certificate, --tls-key: {e}") from e
+        self._newest = newest
+
+    def _take_newest(self, connection: ssl.SSLObject, *_: object) -> None:
+        """In each handshake, whether the client names a server or not."""
+        connection.context = self._newest
 
 
 def engine_context(tls: TLS) -> ssl.SSLContext | None:

@@ -27,6 +27,8 @@ PATIENCE_S = 120.0
 """As long as any request ends within it, nothing hangs. Slow hosts are busy with others."""
 _ADDRESS = ("remote_engine_id", "remote_host", "remote_port", "remote_key")
 """Of an engine, in what its client hands on; our router has it from the engine's registration."""
+_NEVER = ("made_otherwise", "malformed", "move_hash_mismatch")
+"""Equal engines refuse no move of one prompt so."""
 _NUM_LAST = 40
 """Operations that a failure tells of."""
 
@@ -252,6 +254,8 @@ class Rounds:
             outcome = kv.get("resume", {}).get("refused", "exact")
             if answer.finish_reason == "error":
                 self.seen[f"move: {outcome}"] += 1
+                if outcome in _NEVER:
+                    self._wrong.append(f"{request_id} does not move: {outcome}")
                 return
             self._went_on[pending.source] += 1
         if answer.finish_reason == "abort" and kv.get("moved"):

@@ -60,7 +60,6 @@ def test_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers an earlier environment
-    monkeypatch.setattr(mooncake_master, "_START_TIMEOUT_S", 5.0)
     master = EmbeddedMaster()
     assert is_running(master.process_id)
     master.stop()

@@ -373,13 +373,23 @@ def test_a_silent_router_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatc
         (["vllm", "serve", "m", "--por=85", "--ssl_certf", "x"], "https://10.0.0.1:85"),
         (["/x/api_server.py", "--port", "83"], "http://10.0.0.1:83"),
         (["vllm", "serve", "m", "--host", "10.0.0.2"], "http://10.0.0.2:8000"),
-        (["vllm", "serve", "m", "--host=::1", "--port=84"], "http://[::1]:84"),
+        (["vllm", "serve", "m", "--hos", "10.0.0.2"], "http://10.0.0.2:8000"),
+        (["vllm", "serve", "m", "--host=fd00::1", "--port=84"], "http://[fd00::1]:84"),
+        (["vllm", "serve", "m", "--host", "127.0.0.1"], "http://10.0.0.1:8000"),
         (["vllm", "serve", "m", "--host", "0.0.0.0"], "http://10.0.0.1:8000"),
         (["vllm", "serve", "m", "--host", "::"], "http://10.0.0.1:8000"),
     ],
 )
 def test_http_url_from_the_command_line(argv: list[str], url: str) -> None:
     assert find_http_url(RouterLink(url="http://r:1"), "10.0.0.1", argv) == url
+
+
+@pytest.mark.parametrize(
+    ("router", "kv_ip"), [("http://127.0.0.1:1", "10.0.0.1"), ("http://r:1", "127.0.0.1")]
+)
+def test_server_on_loopback_is_told_to_a_router_on_this_machine(router: str, kv_ip: str) -> None:
+    argv = ["vllm", "serve", "m", "--host", "::1"]
+    assert find_http_url(RouterLink(url=router), kv_ip, argv) == "http://[::1]:8000"
 
 
 @pytest.mark.parametrize("argv", [["pytest"], ["vllm", "serve", "m", "--config", "x"], []])

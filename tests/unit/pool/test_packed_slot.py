@@ -361,7 +361,7 @@ def test_answer_that_nobody_takes_ends_neither_a_thread_nor_its_save(
 
     worker.hears = hear
     worker.save((2,), ahead_id)
-    worker.wait(lambda: len(unheard) == 2)
+    worker.wait(lambda: worker.link.num_errors == 2)
     assert [type(message) for message in unheard] == [Packed, Saved]
     assert worker.link.take_errors() == {"test": 2}
     worker.hears = worker.inbox.put

@@ -269,7 +269,7 @@ class ForwardsOut(Part):
         self._leave(forward)
         if was_away:
             queue_again(forward.request)
-        if cause in (Cause.BUSY.value, Cause.NOT_RUNNING.value):
+        if cause == Cause.BUSY.value:
             self._tried[forward.request.request_id].discard(forward.peer)
             self._busy_until[forward.peer] = self._clock() + _AGAIN_S
         outcome = f"back_{cause}" if was_away else cause
