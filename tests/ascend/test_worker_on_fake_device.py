@@ -33,6 +33,7 @@ from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide, FencedStep
 from vllm_ascend_pd.engine.worker.kv_caches import locate_on_device
 from vllm_ascend_pd.pool.messages import Save
+from vllm_ascend_pd.pool.tier import Status, Value
 from vllm_ascend_pd.pool.values import HEADER_BYTES
 
 # What these say of host memory and of its steps is said of a device below or in test_device_caches.
@@ -167,9 +168,10 @@ def test_blocks_are_saved_as_their_last_kernels_leave_them(
         pooled.pool.handle(save)
     for block_hash in save.hashes:
         key = pooled.pool.values[0].key(block_hash)
-        wait_politely(lambda key=key: key in pooled.memory._values)
-        pages = np.frombuffer(bytes(pooled.memory._values[key]), np.uint8)[HEADER_BYTES:]
-        assert (pages == 9).all()
+        found = np.empty(pooled.pool.values[0].num_bytes, np.uint8)
+        value = Value(key, found.ctypes.data, found.nbytes)
+        wait_politely(lambda value=value: pooled.memory.get([value]) == [Status.OK])
+        assert (found[HEADER_BYTES:] == 9).all()
 
 
 def test_fenced_step_is_current_only_inside(side: Any) -> None:
