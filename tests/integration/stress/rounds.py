@@ -84,8 +84,9 @@ class Rounds:
 
     def run(self) -> None:
         """One round."""
-        names = list(OPERATIONS)
-        for name in self._draw.choices(names, OPERATIONS.values(), k=self._draw.randrange(10, 60)):
+        operations = OPERATIONS | MOVES
+        num_drawn = self._draw.randrange(10, 60)
+        for name in self._draw.choices(list(operations), operations.values(), k=num_drawn):
             # A source of its own: what an operation draws may depend on what has ended by now.
             getattr(self, f"_{name}")(Random(self._draw.getrandbits(64)))
         self._drain()
@@ -319,9 +320,10 @@ OPERATIONS = {
     "reset": 2,
     "abort": 6,
     "burst_of_prefills": 2,
-    "move": 12,
-    "resume": 4,
     "step_prefiller": 22,
     "step_decoder": 28,
 }
 """The names of operations, and how often each is drawn."""
+
+MOVES = {"move": 12, "resume": 4}
+"""And of these, beside them."""
