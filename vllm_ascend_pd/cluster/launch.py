@@ -165,9 +165,9 @@ def refuse_busy_ports(commands: Sequence[Command]) -> None:
     """``ConfigError`` that says who has a port that a command needs."""
     for command in commands:
         address, _, own_port = command.url.removeprefix("http://").rpartition(":")
-        for port in (int(own_port), *command.kv_ports):
-            if port == DEFAULT_KV_PORT:
-                continue  # an engine takes another one then
+        # Where the default is taken, an engine chooses another one for its peers.
+        kv_ports = [port for port in command.kv_ports if port != DEFAULT_KV_PORT]
+        for port in (int(own_port), *kv_ports):
             if not can_listen(address.strip("[]"), port):
                 owner = port_owner(port)
                 field = "port" if port == int(own_port) else "kv_port"
