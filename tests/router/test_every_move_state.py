@@ -26,11 +26,8 @@ from vllm_ascend_pd.router.moves import Move, Moves
 NUM_STREAMS = 20
 NUM_TOKENS = 400
 """More than come before a test hurries."""
-CONFIG = replace(
-    PATIENT,
-    timeouts=replace(PATIENT.timeouts, first_token_s=2, head_s=2),
-    retries=Retries(max_attempts=5),
-)
+CONFIG = replace(PATIENT, retries=Retries(max_attempts=5))
+IMPATIENT = replace(CONFIG, timeouts=replace(CONFIG.timeouts, first_token_s=2, head_s=2))
 """An engine that stops is given up within the test."""
 
 
@@ -159,7 +156,8 @@ def test_twenty_streams_go_on(
     act: Callable[[Twenty], Awaitable[None]],
 ) -> None:
     async def test() -> None:
-        async with movable(3, CONFIG, copy_s=0.05) as d:
+        config = IMPATIENT if act in (source_stops, target_stops) else CONFIG
+        async with movable(3, config, copy_s=0.05) as d:
             twenty = Twenty(d, *d.decodes[:2])
             await twenty.begin()
             twenty.target.token_s = 5 * twenty.source.token_s
