@@ -4,7 +4,8 @@
 This module imports neither vLLM nor the rest of the package, so a patched engine file may import
 it at its top without a cycle. Until the engine selects the in-engine path with
 ``kv_connector="InEngine"``, every function returns its neutral value and the engine behaves as the
-unpatched one does. The engine side of the package is loaded by name, on first use.
+unpatched one does, but for what is mended in it: ``arrange_accepted_counts``. The engine side of
+the package is loaded by name, on first use.
 
 Patched files reach this module as ``vllm.config.kv_transfer.pd_hooks``, which is ``None`` when
 the package is not installed.
@@ -268,6 +269,16 @@ def rewind_generator(request: CachedRequestState) -> None:
     state = dict(getattr(request, "pd_kept", ())).get(len(request.output_token_ids))
     if state is not None and request.generator is not None:
         request.generator.set_state(state)
+
+
+def arrange_accepted_counts(runner: Any, scheduler_output: SchedulerOutput) -> None:
+    """Model Runner V1, states and speculative decoding, whatever the connector: before a step, the
+    counts of accepted drafts of the last one, each in its request's row of this one.
+    """
+    if not hasattr(runner, "pd_accepted_counts"):
+        module = import_module("vllm_ascend_pd.engine.vllm_api.accepted_counts")
+        runner.pd_accepted_counts = module.AcceptedCounts()
+    runner.pd_accepted_counts.arrange(runner, scheduler_output)
 
 
 def overlaps_loads(cudagraph_mode: Any) -> bool:

@@ -301,15 +301,8 @@ def test_pool_hit_is_like_one_engine(engines: Engines, drafting: Drafting) -> No
     rates.assert_like_one_engine()
 
 
-LOSES_COUNTS = pytest.mark.xfail(
-    strict=False,
-    reason="vLLM forgets how many drafts were accepted of a request that a step leaves out, and"
-    " that may show: its state goes on from another token then",
-)
-
-
 @pytest.mark.parametrize("drafting", [STATES], indirect=True)
-@pytest.mark.parametrize("runs_ahead", [False, pytest.param(True, marks=LOSES_COUNTS)])
+@pytest.mark.parametrize("runs_ahead", [False, True])
 def test_decoded_states_and_failed_loads_beside_a_pool(
     engines: Engines, drafting: Drafting, started: PromptOf, runs_ahead: bool
 ) -> None:

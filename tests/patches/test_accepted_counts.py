@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many drafts were accepted, for layers that keep a state: each request's own count, whenever a
-copy to the host ends that the runner has not waited for.
+copy to the host ends that the runner has not waited for, also of one that a step has left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tests.patches.test_input_batch import add, batch
+from tests.patches.test_input_batch import add, batch, end_update
 
 __all__ = ["batch"]
 
@@ -40,9 +40,17 @@ def buffer(dtype: torch.dtype = torch.int64) -> CpuGpuBuffer:
 
 
 class Steps:
-    """Two steps of a runner, and the copy between them."""
+    """Steps of a runner, and the copies between them. Where it does not run ahead, a copy has ended
+    when the next step begins.
+    """
 
-    def __init__(self, batch: InputBatch, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    def __init__(
+        self,
+        batch: InputBatch,
+        monkeypatch: pytest.MonkeyPatch,
+        ahead: bool,
+        cache_mode: str = "align",
+    ) -> None:
         self._batch = batch
         self._copies: list[Callable[[], Any]] = []
         monkeypatch.setattr(mamba_utils, "postprocess_mamba_align_gpu", self._begin_copy)
@@ -52,7 +60,7 @@ class Steps:
             requests={},
             speculative_config=object(),
             model_config=SimpleNamespace(is_hybrid=True),
-            cache_config=SimpleNamespace(mamba_cache_mode="align"),
+            cache_config=SimpleNamespace(mamba_cache_mode=cache_mode),
             kv_cache_config=None,
             compilation_config=SimpleNamespace(static_forward_context={}),
             use_async_scheduling=ahead,
@@ -89,7 +97,7 @@ class Steps:
         while self._copies:
             self._copies.pop()()
 
-    def sample(self, accepted: dict[str, int], copy_ends: str) -> None:
+    def sample(self, accepted: dict[str, int], copy_ends: str = "before") -> None:
         width = max(accepted.values())
         sampled = [[7] * num + [-1] * (width - num) for num in accepted.values()]
         assert self._batch.req_ids == list(accepted)
@@ -99,18 +107,33 @@ class Steps:
         if copy_ends == "before":
             self.end_copy()
 
-    def read(self) -> dict[str, int]:
-        """What the next step takes for accepted, of each request in the batch."""
+    def read(
+        self, *, new: Sequence[str] = (), resumed: Sequence[str] = (), left_out: Sequence[str] = ()
+    ) -> dict[str, int]:
+        """What the next step takes for accepted, of each request in the batch. In the worker, but
+        not in the batch, are those that are ``left_out``.
+        """
         ids = self._batch.req_ids
-        self._runner.requests = dict.fromkeys(ids, SimpleNamespace(num_tokens=2))
+        self._runner.requests = dict.fromkeys([*ids, *left_out], SimpleNamespace(num_tokens=2))
         scheduled = np.full(len(ids), 2, dtype=np.int32)
-        output = SimpleNamespace(total_num_scheduled_tokens=int(scheduled.sum()))
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=int(scheduled.sum()),
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
+        )
         with pytest.raises(_Read):
             self._runner._prepare_inputs(output, scheduled)
         counts = self._runner.num_accepted_tokens.np[: len(ids)].tolist()
-        if self._runner.use_async_scheduling:
-            assert self._batch.num_accepted_tokens_cpu[: len(ids)].tolist() == counts
+        assert self._batch.num_accepted_tokens_cpu[: len(ids)].tolist() == counts
         return dict(zip(ids, counts, strict=True))
+
+    def leave_out(self, name: str) -> None:
+        self._batch.remove_request(name)
+        end_update(self._batch)
+
+    def take(self, name: str) -> None:
+        add(self._batch, name)
+        end_update(self._batch)
 
 
 whenever_it_ends = pytest.mark.parametrize("copy_ends", ["before", "after"])
@@ -135,9 +158,10 @@ def test_request_that_moves_in_its_batch_keeps_its_count(
     steps = Steps(batch, monkeypatch, ahead=True)
     add(batch, "ended")
     add(batch, "kept")
+    steps.read(new=["ended", "kept"])
     steps.sample({"ended": ENDED, "kept": KEPT}, copy_ends)
     replace_one(batch)
-    assert steps.read() == {"kept": KEPT, "new": 1}
+    assert steps.read(new=["new"]) == {"kept": KEPT, "new": 1}
 
 
 @whenever_it_ends
@@ -148,20 +172,107 @@ def test_request_in_an_empty_batch_has_no_count_of_one_that_has_ended(
 ) -> None:
     steps = Steps(batch, monkeypatch, ahead=True)
     add(batch, "ended")
+    steps.read(new=["ended"])
     steps.sample({"ended": ENDED}, copy_ends)
     batch.remove_request("ended")
     add(batch, "new")
     batch.refresh_metadata()
-    assert steps.read() == {"new": 1}
+    assert steps.read(new=["new"]) == {"new": 1}
 
 
+@pytest.mark.parametrize("cache_mode", ["align", "none"])
 def test_counts_move_with_their_rows_where_each_step_waits_for_the_last(
-    batch: InputBatch,
-    monkeypatch: pytest.MonkeyPatch,
+    batch: InputBatch, monkeypatch: pytest.MonkeyPatch, cache_mode: str
 ) -> None:
-    steps = Steps(batch, monkeypatch, ahead=False)
+    steps = Steps(batch, monkeypatch, ahead=False, cache_mode=cache_mode)
     add(batch, "ended")
     add(batch, "kept")
-    steps.sample({"ended": ENDED, "kept": KEPT}, "before")
+    steps.read(new=["ended", "kept"])
+    steps.sample({"ended": ENDED, "kept": KEPT})
     replace_one(batch)
-    assert steps.read() == {"kept": KEPT, "new": 1}
+    assert steps.read(new=["new"]) == {"kept": KEPT, "new": 1}
+
+
+AHEAD = [
+    pytest.param((True, "after"), id="ahead-late"),
+    pytest.param((True, "before"), id="ahead-early"),
+    pytest.param((False, "before"), id="steps"),
+]
+
+
+@pytest.fixture(params=AHEAD)
+def beside_another(
+    request: pytest.FixtureRequest, batch: InputBatch, monkeypatch: pytest.MonkeyPatch
+) -> Steps:
+    """A step has sampled for "other" and "one"; the next one leaves "one" out."""
+    ahead, copy_ends = request.param
+    steps = Steps(batch, monkeypatch, ahead)
+    steps.take("other")
+    steps.take("one")
+    steps.read(new=["other", "one"])
+    steps.sample({"other": ENDED, "one": KEPT}, copy_ends)
+    steps.leave_out("one")
+    return steps
+
+
+def test_request_that_a_step_leaves_out_keeps_its_count(beside_another: Steps) -> None:
+    steps = beside_another
+    assert steps.read(left_out=["one"]) == {"other": ENDED}
+    steps.sample({"other": 4})
+    steps.take("one")
+    assert steps.read() == {"other": 4, "one": KEPT}
+    steps.sample({"other": 1, "one": 2})
+    assert steps.read() == {"other": 1, "one": 2}
+
+
+def test_request_that_two_steps_leave_out_keeps_its_count(beside_another: Steps) -> None:
+    steps = beside_another
+    for accepted in (4, 1):
+        steps.read(left_out=["one"])
+        steps.sample({"other": accepted})
+    steps.leave_out("other")
+    steps.take("one")
+    assert steps.read(left_out=["other"]) == {"one": KEPT}
+
+
+def test_request_that_an_empty_step_leaves_out_keeps_its_count(beside_another: Steps) -> None:
+    """An empty step reads no counts."""
+    beside_another.take("one")
+    assert beside_another.read() == {"other": ENDED, "one": KEPT}
+
+
+def test_request_that_is_resumed_from_preemption_has_no_count(beside_another: Steps) -> None:
+    steps = beside_another
+    steps.read(left_out=["one"])
+    steps.sample({"other": 1})
+    steps.take("one")
+    assert steps.read(resumed=["one"]) == {"other": 1, "one": 1}
+    steps.sample({"other": 1, "one": 1})
+    assert steps.read() == {"other": 1, "one": 1}
+
+
+def test_request_that_is_preempted_and_resumed_at_once_has_no_count(
+    beside_another: Steps,
+) -> None:
+    """As when the prefix cache is reset: it was in the last step."""
+    beside_another.take("one")
+    assert beside_another.read(resumed=["one"]) == {"other": ENDED, "one": 1}
+
+
+def test_new_request_has_no_count_of_one_of_its_name_that_was_left_out(
+    beside_another: Steps,
+) -> None:
+    steps = beside_another
+    steps.read(left_out=["one"])
+    steps.sample({"other": 1})
+    assert steps.read() == {"other": 1}, "it has ended"
+    steps.sample({"other": 1})
+    steps.take("one")
+    assert steps.read(new=["one"]) == {"other": 1, "one": 1}
+
+
+def test_new_request_has_no_count_of_one_of_its_name_in_the_last_step(
+    beside_another: Steps,
+) -> None:
+    beside_another.take("one")
+    assert beside_another.read(new=["one"]) == {"other": ENDED, "one": 1}
