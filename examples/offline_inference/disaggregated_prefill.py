@@ -141,13 +141,24 @@ class Engine:
         except EOFError:
             sys.exit(f"error: the {self.name} engine ended; its messages are above")
 
-    def stop(self) -> None:
+    def begin_stop(self) -> None:
         if self._process.is_alive():
             with suppress(BrokenPipeError):
                 self._pipe.send(None)
-            self._process.join(STOP_S)
+
+    def wait_stopped(self) -> None:
+        self._process.join(STOP_S)
         if self._process.is_alive():
             self._process.terminate()
+
+
+def stop(engines: list[Engine]) -> None:
+    """All of them at once; ending takes an engine some seconds."""
+    for engine in engines:
+        engine.begin_stop()
+    for engine in engines:
+        engine.wait_stopped()
+    engines.clear()
 
 
 def long_prompt() -> str:
@@ -272,8 +283,6 @@ def run(options: argparse.Namespace, prompts: list[str]) -> None:
             prefill, answer = hand_over(producer, consumer, prompt, options.max_tokens)
             pairs.append((prefill, answer))
             print(f"\nPrompt: {shown!r}\nGenerated text: {answer.text!r}", flush=True)
-        for engine in engines:
-            engine.stop()
         answers = [answer for _, answer in pairs]
         print()
         print_table(answers, [prefill for prefill, _ in pairs])
@@ -286,14 +295,14 @@ def run(options: argparse.Namespace, prompts: list[str]) -> None:
         if options.verify:
             verify(options, prompts, answers, engines)
     finally:
-        for engine in engines:
-            engine.stop()
+        stop(engines)
 
 
 def verify(
     options: argparse.Namespace, prompts: list[str], answers: list[Answer], engines: list[Engine]
 ) -> None:
-    print("\nverifying against one ordinary engine ...", flush=True)
+    print("\nverifying: both engines end, and an ordinary one starts ...", flush=True)
+    stop(engines)
     single = Engine("single", options, None)
     engines.append(single)
     single.wait_ready(time.monotonic())
