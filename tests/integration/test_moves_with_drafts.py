@@ -83,7 +83,7 @@ def test_it_goes_on_where_it_was_beside_others_and_moves_then(
     nothing of it is in flight, and so it moves at last. Each stop costs it the drafts of a step."""
     source, target = pair
     prompt, other = started(BLOCK_SIZE + 20), started(40, "other")
-    rates = drafting.rates(source, least=0.95)
+    rates = drafting.rates(source, least=0.92)
     expected = drafting.expected(prompt, NUM_ANSWER)
     beside = Moving(source, other, NUM_ANSWER, {})
     moving = Moving(source, prompt, NUM_ANSWER, {})
