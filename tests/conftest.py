@@ -17,7 +17,7 @@ import pytest
 from vllm_ascend_pd import envs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 WAITING = ("contract", "e2e", "router", "schedulers")
 """Folders whose tests mostly wait."""
@@ -67,6 +67,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.stress_seed = config.option.stress_seed or random.SystemRandom().randrange(
         1 << 32
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays, and to look for garbage among it again and again takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

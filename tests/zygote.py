@@ -64,6 +64,7 @@ def prepare_to_fork(*more_imports: str) -> None:
     from vllm.platforms import current_platform
 
     of_platform = ON_CPU if current_platform.is_cpu() else ON_GPU
+    gc.disable()  # what is imported stays, and to look at it again and again takes seconds
     for name in (*IMPORTS, *of_platform, *more_imports):
         importlib.import_module(name)
     _compile_n_gram_drafts_once()
@@ -72,6 +73,7 @@ def prepare_to_fork(*more_imports: str) -> None:
     gc.freeze()  # or each engine's first collection would copy all of it
     # vLLM thaws the heap when an engine ends, for a process that goes on. These end, too.
     gc.unfreeze = lambda: None  # type: ignore[assignment]
+    gc.enable()
     _leave_threads_behind()
 
 

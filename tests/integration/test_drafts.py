@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 NUM_ANSWER = 128
-"""Of these tokens what vLLM counts as rejected in the first step of a request whose prompt is loaded,
-and is placeholders for drafts, makes two percent."""
+"""What vLLM counts as rejected in the first step of a request whose prompt is loaded, and is
+placeholders for drafts, makes two percent of so many tokens."""
 MLA = "deepseek"
 STATES = "gdn"
 NUM_BLOCKS = {"windows": 29, STATES: 36}
