@@ -209,8 +209,16 @@ def _is_of(labels: Mapping[str, str], rank: int | None) -> bool:
     return rank is None or labels.get("engine") == str(rank)
 
 
+def by_model(engines: Sequence[Engine]) -> dict[str, list[Engine]]:
+    """A router may have engines of several models; only those of one hand over to each other."""
+    groups: dict[str, list[Engine]] = {}
+    for engine in engines:
+        groups.setdefault(engine.model, []).append(engine)
+    return groups
+
+
 class Reachable:
-    """Whether each engine answers, and there is one of each role."""
+    """Whether each engine answers, and there is one of each role for each model."""
 
     name = "engines"
 
@@ -226,14 +234,16 @@ class Reachable:
             else:
                 found = f"{engine}: vLLM {engine.version} serves {engine.model}"
                 findings.append(ok(self.name, found, url=engine.url, version=engine.version))
-        for role in ("prefill", "decode"):
-            if not any(e.role in (role, "both") and not e.error for e in self._engines):
-                fix = f"start one: vllm-pd up MODEL --{role} 1, or vllm serve with that kv_role"
-                findings.append(fail(self.name, f"no {role} engine answers", fix))
-        models = sorted({engine.model for engine in self._engines if not engine.error})
-        if len(models) > 1:
-            fix = "give all of them the same --served-model-name"
-            findings.append(fail(self.name, f"they serve different models: {models}", fix))
+        models = by_model([engine for engine in self._engines if not engine.error])
+        for model, of_model in (models or {"": []}).items():
+            for role in ("prefill", "decode"):
+                if not any(engine.role in (role, "both") for engine in of_model):
+                    found = f"no {role} engine answers"
+                    fix = f"start one: vllm-pd up MODEL --{role} 1, or vllm serve with that kv_role"
+                    if len(models) > 1:
+                        found = f"no {role} engine serves {model}"
+                        fix += "; or give all engines of one model the same --served-model-name"
+                    findings.append(fail(self.name, found, fix))
         return findings
 
 
@@ -274,27 +284,31 @@ class Fitting:
     name = "compatibility"
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        self._known = [e for e in engines if e.fingerprint and not e.error]
+        self._models = by_model([e for e in engines if e.fingerprint and not e.error])
 
     async def run(self) -> Sequence[Finding]:
-        if len(self._known) < 2:
-            return [skipped(self.name, "fewer than two engines say what they are")]
         findings = []
-        rest = set[str]().union(*(engine.fingerprint for engine in self._known))
-        for check, fixes in _FITTING.items():
-            findings.append(self._judge(check, fixes))
-            rest -= fixes.keys()
-        others = dict.fromkeys(sorted(rest), "start both sides with the same options")
-        findings.append(self._judge("other properties", others))
+        for model, known in self._models.items():
+            where = f" of {model}" if len(self._models) > 1 else ""
+            if len(known) < 2:
+                continue
+            rest = set[str]().union(*(engine.fingerprint for engine in known))
+            for check, fixes in _FITTING.items():
+                findings.append(self._judge(check + where, fixes, known))
+                rest -= fixes.keys()
+            others = dict.fromkeys(sorted(rest), "start both sides with the same options")
+            findings.append(self._judge("other properties" + where, others, known))
+        if not findings:
+            return [skipped(self.name, "no two engines of one model say what they are")]
         return findings
 
-    def _judge(self, check: str, fixes: Mapping[str, str]) -> Finding:
+    def _judge(self, check: str, fixes: Mapping[str, str], known: Sequence[Engine]) -> Finding:
         same: dict[str, str] = {}
         wrong: list[str] = []
         todo: list[str] = []
         for key, fix in fixes.items():
             values = {
-                str(engine): engine.fingerprint.get(key, "nothing") for engine in self._alike(key)
+                str(engine): engine.fingerprint.get(key, "nothing") for engine in _alike(key, known)
             }
             if set(values.values()) <= {"nothing"}:
                 continue  # a property of other platforms, or of drafters that nobody needs
@@ -307,12 +321,14 @@ class Fitting:
             return fail(check, "; ".join(wrong), "; ".join(todo))
         return ok(check, ", ".join(f"{key} {value}" for key, value in same.items()), **same)
 
-    def _alike(self, key: str) -> list[Engine]:
-        """Those that must have the same: the KV of a drafter is only for who has one, too."""
-        if key != "draft":
-            return self._known
-        known = [e for e in self._known if e.role != "decode" or key in e.fingerprint]
-        return known if any(e.role != "prefill" and key in e.fingerprint for e in known) else []
+
+def _alike(key: str, known: Sequence[Engine]) -> Sequence[Engine]:
+    """Those that must have the same: the KV of a drafter is only for who has one, too."""
+    if key != "draft":
+        return known
+    concerned = [e for e in known if e.role != "decode" or key in e.fingerprint]
+    drafts = any(e.role != "prefill" and key in e.fingerprint for e in concerned)
+    return concerned if drafts else []
 
 
 class Pool:

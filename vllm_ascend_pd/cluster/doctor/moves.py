@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 
-from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web
+from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 from vllm_ascend_pd.cluster.doctor.transfers import make_body, make_prompt
 from vllm_ascend_pd.operating import REQUESTS, MoveReport
@@ -39,20 +39,25 @@ class MoveThroughRouter:
         self._web = web
         self._token = token
         self._router = router.rstrip("/")
-        self._decoders = [one for one in engines if not one.error and one.role != "prefill"]
+        decoders = by_model([one for one in engines if not one.error and one.role != "prefill"])
+        self._first = [of_model[0] for of_model in decoders.values() if len(of_model) > 1]
+        """Of each model that has an engine to move to, one to move from."""
 
     async def run(self) -> Sequence[Finding]:
-        if len({engine.model for engine in self._decoders}) != 1 or len(self._decoders) < 2:
+        if not self._first:
             return [skipped(self.name, "there are no two engines of one model that answer")]
+        return [await self._examine(engine) for engine in self._first]
+
+    async def _examine(self, engine: Engine) -> Finding:
         try:
-            report, is_equal = await self._try(self._decoders[0])
+            report, is_equal = await self._try(engine)
         except aiohttp.ClientResponseError as e:
             hint = "; name the file with its token with --token-file" if e.status == 403 else ""
-            return [skipped(self.name, f"the router did not take the order: {e.status}{hint}")]
+            return skipped(self.name, f"the router did not take the order: {e.status}{hint}")
         except (*ERRORS, LookupError, TypeError) as e:
             reason = reason_of(e)
-            return [fail(self.name, reason, "see the router's log")]
-        return [self.judge(report, is_equal)]
+            return fail(self.name, reason, "see the router's log")
+        return self.judge(report, is_equal)
 
     async def _try(self, engine: Engine) -> tuple[MoveReport, bool]:
         """What became of it, and whether its client has noticed nothing."""

@@ -8,7 +8,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, count
+from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model, count
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 
 if TYPE_CHECKING:
@@ -58,12 +58,7 @@ def make_body(model: str, prompt: list[int], max_tokens: int, **more: Any) -> di
 
 def make_pairs(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
     """Of each model, every engine once or more, as P or D; with itself only if it is alone."""
-    models = dict.fromkeys(engine.model for engine in engines)
-    return [
-        pair
-        for model in models
-        for pair in _pairs_of([engine for engine in engines if engine.model == model])
-    ]
+    return [pair for of_model in by_model(engines).values() for pair in _pairs_of(of_model)]
 
 
 def _pairs_of(engines: Sequence[Engine]) -> list[tuple[Engine, Engine]]:
@@ -150,7 +145,7 @@ class Transfer:
 
 
 class ThroughRouter:
-    """Sends a prompt to the router, and looks whether an engine counts a transfer."""
+    """Sends the router a prompt for each model, and looks whether an engine counts a transfer."""
 
     name = "router request"
 
@@ -160,9 +155,16 @@ class ThroughRouter:
         self._engines = [engine for engine in engines if not engine.error]
 
     async def run(self) -> Sequence[Finding]:
-        consumers = [engine for engine in self._engines if engine.role != "prefill"]
+        consumers = by_model([engine for engine in self._engines if engine.role != "prefill"])
         if not consumers:
             return [skipped(self.name, "the router has no decode engine that answers")]
+        several = len(consumers) > 1
+        return [
+            await self._try(of_model, f"{model}: " if several else "")
+            for model, of_model in consumers.items()
+        ]
+
+    async def _try(self, consumers: Sequence[Engine], what: str) -> Finding:
         d = consumers[0]
         # Over 2,048 tokens, up to which a router may find that D is sooner by itself.
         prompt = make_prompt(d, 3 * NUM_PROMPT_TOKENS)
@@ -177,8 +179,8 @@ class ThroughRouter:
         except (*ERRORS, KeyError, IndexError, TypeError) as e:
             reason = reason_of(e)
             fix = f"curl -i {self._router}/health; then see the router's log"
-            return [fail(self.name, reason, fix)]
-        return [self.judge(before, after, elapsed_s)]
+            return fail(self.name, f"{what}{reason}", fix)
+        return self.judge(what, before, after, elapsed_s)
 
     async def _settled(
         self, consumers: Sequence[Engine], before: dict[str, float]
@@ -201,18 +203,22 @@ class ThroughRouter:
                 counts[outcome] = counts.get(outcome, 0) + number
         return counts
 
-    def judge(self, before: dict[str, float], after: dict[str, float], elapsed_s: float) -> Finding:
+    def judge(
+        self, what: str, before: dict[str, float], after: dict[str, float], elapsed_s: float
+    ) -> Finding:
         """By what the decode engines counted meanwhile. Other clients' requests count too."""
         new = {k: v - before.get(k, 0) for k, v in after.items() if v > before.get(k, 0)}
         if any(outcome in _LOADED for outcome in new):
-            return ok(self.name, f"answered in {elapsed_s:.2f} s, KV was transferred", **new)
+            found = f"{what}answered in {elapsed_s:.2f} s, KV was transferred"
+            return ok(self.name, found, **new)
         if not new:
             return warn(
                 self.name,
-                "answered, but no decode engine was asked to take KV from a prefill engine",
+                f"{what}answered, but no decode engine was asked to take KV from a prefill engine",
                 "see whether the router skips prefill for such prompts (--skip-prefill), or does"
                 " not pass kv_transfer_params on",
             )
         outcome = next(iter(new))
         fix = _FIXES.get(outcome, "see the warnings in the decode engines' logs")
-        return fail(self.name, f"answered, but KV was not transferred: {outcome}", fix, **new)
+        found = f"{what}answered, but KV was not transferred: {outcome}"
+        return fail(self.name, found, fix, **new)

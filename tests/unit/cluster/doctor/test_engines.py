@@ -14,10 +14,11 @@ import pytest
 
 from tests.unit.cluster.doctor.scripted_engine import FINGERPRINT, ScriptedEngine, with_engines
 from vllm_ascend_pd.cluster.doctor import engines, examine
-from vllm_ascend_pd.cluster.doctor.engines import Engine, Web
+from vllm_ascend_pd.cluster.doctor.engines import Engine, Role, Web
 from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, fail, ok
 
 MakeCheck = Callable[[Web, list[Engine]], Check]
+LARGE = FINGERPRINT.replace("weights=aa", "weights=bb")
 
 
 def run(make: MakeCheck, p: ScriptedEngine, d: ScriptedEngine | None = None) -> Sequence[Finding]:
@@ -73,9 +74,52 @@ def test_an_engine_that_is_not_there() -> None:
 
 
 def test_different_models() -> None:
-    [finding] = failed(run(reachable, ScriptedEngine(model="large")))
-    assert finding.found == "they serve different models: ['large', 'tiny']"
-    assert "--served-model-name" in finding.fix
+    findings = failed(run(reachable, ScriptedEngine(model="large")))
+    assert [finding.found for finding in findings] == [
+        "no decode engine serves large",
+        "no prefill engine serves tiny",
+    ]
+    assert all("--served-model-name" in finding.fix for finding in findings)
+
+
+def of_two_models(make: MakeCheck, *decoders: ScriptedEngine) -> Sequence[Finding]:
+    """Prefill engines of both."""
+
+    async def use(web: Web, known: list[Engine]) -> Sequence[Finding]:
+        return await make(web, known).run()
+
+    producers: list[tuple[Role, ScriptedEngine]] = [
+        ("prefill", ScriptedEngine()),
+        ("prefill", ScriptedEngine(model="large", fingerprint=LARGE)),
+    ]
+    return with_engines([*producers, *(("decode", d) for d in decoders)], use)
+
+
+@pytest.mark.parametrize("check", [reachable, fitting])
+def test_a_router_may_have_engines_of_two_models(check: MakeCheck) -> None:
+    tiny = ScriptedEngine("kv_consumer")
+    large = ScriptedEngine("kv_consumer", model="large", fingerprint=LARGE)
+    findings = of_two_models(check, tiny, large)
+    assert {finding.verdict for finding in findings} == {Verdict.OK}
+
+
+def test_each_model_needs_engines_of_both_roles() -> None:
+    [finding] = failed(of_two_models(reachable, ScriptedEngine("kv_consumer")))
+    assert finding.found == "no decode engine serves large"
+
+
+def test_engines_of_one_model_that_do_not_fit_are_told_with_their_model() -> None:
+    [finding] = failed(
+        of_two_models(
+            fitting,
+            ScriptedEngine("kv_consumer"),
+            ScriptedEngine(
+                "kv_consumer", model="large", fingerprint=LARGE.replace("block=128", "block=64")
+            ),
+        )
+    )
+    assert finding.check == "KV layout of large"
+    assert finding.found == "block: prefill-1 has 128, decode-3 has 64"
 
 
 def test_an_engine_that_is_not_ours() -> None:

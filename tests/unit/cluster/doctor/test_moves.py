@@ -113,3 +113,16 @@ def test_an_operators_token_is_shown_and_asked_for() -> None:
 
 def test_one_engine_alone_has_nowhere_to_move_to() -> None:
     assert examine(ScriptedRouter({}), num_engines=1).verdict is Verdict.SKIPPED
+
+
+def test_a_stream_of_each_model_moves_that_has_two_engines() -> None:
+    async def use(web: Web, known: list[Engine]) -> list[Finding]:
+        return list(await MoveThroughRouter(web, known[-1].url, known[:-1], None).run())
+
+    router = ScriptedRouter({})
+    models = ("tiny", "large", "tiny", "lonely", "large")
+    decoders: Any = [("decode", ScriptedEngine("kv_both", model=model)) for model in models]
+    findings = with_engines([*decoders, ("both", router)], use)
+    assert [finding.verdict for finding in findings] == [Verdict.OK] * 2
+    streams = [body for body in router.bodies if body.get("stream")]
+    assert [body["model"] for body in streams] == ["tiny", "large"]

@@ -41,6 +41,17 @@ def test_a_transfer_is_told_with_its_size() -> None:
     assert p.bodies[0]["prompt"] == d.bodies[0]["prompt"]
 
 
+def test_a_router_is_asked_for_each_model() -> None:
+    async def use(web: Web, known: list[Engine]) -> list[Finding]:
+        return list(await ThroughRouter(web, known[-1].url, known[:-1]).run())
+
+    decoders = [ScriptedEngine("kv_consumer", model=model) for model in ("tiny", "large")]
+    router = ScriptedEngine()
+    findings = with_engines([*(("decode", d) for d in decoders), ("both", router)], use)
+    assert [finding.found.split(":")[0] for finding in findings] == ["tiny", "large"]
+    assert [body["model"] for body in router.bodies] == ["tiny", "large"]
+
+
 def test_every_engine_is_tried() -> None:
     p, d = ScriptedEngine(), ScriptedEngine("kv_consumer")
     findings = transfer(("prefill", p), ("decode", d), ("decode", d), ("decode", d))
