@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 from tests.schedulers.harness import (
     BLOCK_SIZE,
     CHOSEN,
+    NUM_BLOCKS,
     POLL_LIMIT_S,
     SPEC,
     WINDOW,
@@ -338,3 +339,33 @@ def test_prompts_that_find_no_memory_are_not_looked_at_whole_in_every_step(
     for engine in consumer, producer:
         engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         engine.run_to_end()
+
+
+@pytest.mark.parametrize("num_blocks", [10, 50])
+def test_requests_that_wait_for_a_load_of_another_are_not_looked_through(
+    num_blocks: int,
+    producer: Engine,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many may share a long prompt, and each is tried in every pass."""
+    consumer = engines.make("kv_consumer", load_mode="park", num_blocks=2 * NUM_BLOCKS)
+    prompt = prompt_of(num_blocks * BLOCK_SIZE)
+    consumer.add("first", prompt, producer.prefill("p0", prompt))
+    consumer.run(lambda: bool(consumer.worker.parked))
+    others = []
+    for i in range(1, 4):
+        params = producer.prefill(f"p{i}", prompt)
+        others.append(consumer.add(f"c{i}", prompt, params))
+    consumer.run(lambda: all(session_of(consumer, x).awaited_load for x in others))
+    lookups = []
+    cache = consumer.pool.cached_block_hash_to_block
+    get_one = cache.get_one_block
+    monkeypatch.setattr(cache, "get_one_block", lambda key: lookups.append(key) or get_one(key))
+    consumer.step()
+    assert lookups == []
+    assert all(request.status is RequestStatus.WAITING_FOR_KV for request in others)
+    consumer.worker.end_parked(*consumer.worker.parked)
+    consumer.run_to_end()
+    for request_id in ("first", "c1", "c2", "c3"):
+        consumer.expect_tokens(request_id, 1)

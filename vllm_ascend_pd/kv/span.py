@@ -102,7 +102,7 @@ class KVGroup:
         """Whether whoever has computed the span [0, ``end``) still has this block of it then."""
         if self.state:
             return index in (self.last_stop(end), self.tail_index(end))
-        return index >= self.first_kept(end)
+        return self.keeps_all or index >= self.first_kept(end)
 
 
 def has_states(groups: Sequence[KVGroup]) -> bool:

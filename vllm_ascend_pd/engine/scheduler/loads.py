@@ -15,7 +15,7 @@ from vllm_ascend_pd.kv.span import LoadBlocks, Wanted
 from vllm_ascend_pd.types import LoadId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Set
 
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
@@ -54,11 +54,14 @@ class LoadRecord:
     phantoms: list[Phantom] = field(default_factory=list)
     users: dict[Request, set[int]] = field(default_factory=dict)
     """Requests whose tokens are computed on these blocks: on which, as far as that is noted."""
-    computed_on: dict[int, tuple[Phantom, set[int]]] = field(default_factory=dict)
+    computed_on: dict[int, tuple[Phantom, frozenset[int]]] = field(default_factory=dict)
     """Blocks that users have computed, by block id, and on which; some are not cached."""
     parked_for: Request | None = None
     held: Sequence[KVCacheBlock] = ()
     """Of a parked load: the full blocks."""
+    contents: Sequence[tuple[bytes, int]] = ()
+    """Of a parked load: what these will hold, by hash and group."""
+    has_ended: bool = False
 
     def places(self) -> dict[int, Wanted]:
         """As ``filled``, with the tails as the last ones."""
@@ -94,6 +97,20 @@ class LoadRecord:
         is_tail = any(tail.block is block for tail in self.tails)
         return is_tail or block_id in self.filled or block_id in self.computed_on
 
+    def may_spoil_any(self, block_ids: Set[int]) -> bool:
+        """As ``may_spoil``, of many blocks, by what is fewer."""
+        return (
+            any(tail.block.block_id in block_ids for tail in self.tails)
+            or not self.filled.keys().isdisjoint(block_ids)
+            or not self.computed_on.keys().isdisjoint(block_ids)
+        )
+
+    def is_coming_for(self, source: BlockSource) -> bool:
+        """Of a parked load: whether it is worth waiting for. One that waits for its prompt to be
+        computed is so only where ``source`` waits for its own.
+        """
+        return self.source.is_complete or not source.is_complete
+
     def bad_block_ids(self, failed: Sequence[int]) -> set[int]:
         """If it failed: the blocks that still hold what it should have filled, or what was
         computed on it, also by a request that has been preempted or has ended meanwhile.
@@ -120,11 +137,11 @@ class LoadRecord:
         """If it failed: who has computed on what it should have filled."""
         return [user for user, on in self.users.items() if _is_spoiled(on, failed)]
 
-    def _computed_on(self, failed: Sequence[int]) -> list[tuple[Phantom, set[int]]]:
+    def _computed_on(self, failed: Sequence[int]) -> list[tuple[Phantom, frozenset[int]]]:
         return [known for known in self.computed_on.values() if _is_spoiled(known[1], failed)]
 
 
-def _is_spoiled(on: set[int], failed: Sequence[int]) -> bool:
+def _is_spoiled(on: Set[int], failed: Sequence[int]) -> bool:
     """Whether what was computed on these blocks of a load is wrong, as it did not fill those."""
     return not failed or not on.isdisjoint(failed)
 
@@ -140,6 +157,8 @@ class Loads:
         self.new: list[LoadRecord] = []
         """The next step takes them along."""
         self.running: dict[LoadId, LoadRecord] = {}
+        self._coming: dict[tuple[bytes, int], list[LoadRecord]] = {}
+        """Parked loads under way, by what they bring in."""
         self._begins: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._cancels: list[LoadId] = []
         self._resting: dict[LoadId, list[KVCacheBlock]] = {}
@@ -210,27 +229,41 @@ class Loads:
     ) -> None:
         """Load these held blocks, and perhaps the prompt's tail, beside the steps."""
         filled = {block.block_id: place for block, place in zip(blocks, places, strict=True)}
-        load_id = LoadId(next(self._ids))
-        self.new.append(
-            LoadRecord(load_id, source, filled, tails, parked_for=source.request, held=blocks)
+        hashes = source.request.block_hashes
+        record = LoadRecord(
+            LoadId(next(self._ids)),
+            source,
+            filled,
+            tails,
+            parked_for=source.request,
+            held=blocks,
+            contents=[(hashes[index], group) for index, group in places],
         )
+        self.new.append(record)
+        for content in record.contents:
+            self._coming.setdefault(content, []).append(record)
         source.load_started()
 
-    def is_parked_load_of(self, source: BlockSource, places: Sequence[Wanted]) -> bool:
-        """Whether a parked load is bringing in one of these blocks of the request of ``source``.
-        One that waits for its prompt to be computed counts only where ``source`` waits for its own.
+    def awaits_parked(self, source: BlockSource, places: Sequence[Wanted]) -> bool:
+        """Whether a parked load is bringing in one of these blocks of the request of ``source``,
+        which then ``still_awaits`` it.
         """
-        if not self.num_parked:
-            return False
-        request = source.request
-        loading = {
-            (record.parked_for.block_hashes[index], group)
-            for record in [*self.new, *self.running.values()]
-            if record.parked_for is not None
-            and (record.source.is_complete or not source.is_complete)
-            for index, group in record.filled.values()
-        }
-        return any((request.block_hashes[index], group) in loading for index, group in places)
+        source.awaited_load = None
+        if self._coming:
+            hashes = source.request.block_hashes
+            for index, group in places:
+                for record in self._coming.get((hashes[index], group), ()):
+                    if record.is_coming_for(source):
+                        source.awaited_load = record
+                        return True
+        return False
+
+    def still_awaits(self, source: BlockSource) -> bool:
+        """Whether the load that it was last found to wait for has not ended: what many requests
+        ask in each pass, without a look at their blocks.
+        """
+        record = source.awaited_load
+        return record is not None and not record.has_ended and record.is_coming_for(source)
 
     def note_begin(self, request: Request, num_blocks: int) -> None:
         """Of each group so many of its blocks were there when it was admitted, or are loaded."""
@@ -244,9 +277,12 @@ class Loads:
         """``request`` shares blocks; those of a load that has not ended make it a user, and so do
         those that another one computes on them.
         """
-        for record in self.in_steps():
-            if any(record.may_spoil(block) for block in blocks):
-                record.users.setdefault(request, set())
+        if not (records := self.in_steps()):
+            return
+        block_ids = {block.block_id for block in blocks}
+        for record in records:
+            if request not in record.users and record.may_spoil_any(block_ids):
+                record.users[request] = set()
 
     def in_steps(self) -> list[LoadRecord]:
         """Loads that are not parked, and whose end is not known yet."""
@@ -269,26 +305,21 @@ class Loads:
         """Remember what this step computes on top of loads whose end is not known yet, in whatever
         group: a layer reads what those before it have made of the KV of other groups.
         """
+        tables_of: dict[Request, _Tables] = {}
         for record in self.in_steps():
-            filled = record.places()
+            filled = record.places().keys()
             for user, on in record.users.items():
-                tables = get_tables(user)
-                begin = self.begin_of(user)
-                for table in tables:
-                    for block in table:
-                        if block.block_id in filled:
-                            on.add(block.block_id)
-                    for block in table[:begin]:
-                        if (known := record.computed_on.get(block.block_id)) is not None:
-                            on |= known[1]
-                for group, table in enumerate(tables):
-                    for index in range(begin, len(table)):
-                        block = table[index]
-                        if on and not block.is_null:
-                            phantom = Phantom(
-                                block, block.block_hash, record.source, Wanted(index, group)
-                            )
-                            record.computed_on[block.block_id] = phantom, set(on)
+                if (tables := tables_of.get(user)) is None:
+                    tables = tables_of[user] = _Tables(get_tables(user), self.begin_of(user))
+                on |= filled & tables.block_ids
+                for block_id in record.computed_on.keys() & tables.shared_ids:
+                    on |= record.computed_on[block_id][1]
+                if not on:
+                    continue
+                known = frozenset(on)
+                for place, block in tables.computed:
+                    phantom = Phantom(block, block.block_hash, record.source, place)
+                    record.computed_on[block.block_id] = phantom, known
 
     def cancel(self, request: Request) -> None:
         """Give up the parked load of this request; its blocks come back when it has ended."""
@@ -328,4 +359,25 @@ class Loads:
         return merge_results(self._reported.pop(result.load_id))
 
     def end(self, load_id: LoadId) -> LoadRecord:
-        return self.running.pop(load_id)
+        record = self.running.pop(load_id)
+        record.has_ended = True
+        for content in record.contents:
+            records = self._coming[content]
+            records.remove(record)
+            if not records:
+                del self._coming[content]
+        return record
+
+
+class _Tables:
+    """A user's blocks, of all groups."""
+
+    def __init__(self, tables: Sequence[Sequence[KVCacheBlock]], begin: int) -> None:
+        self.block_ids = {block.block_id for table in tables for block in table}
+        self.shared_ids = {block.block_id for table in tables for block in table[:begin]}
+        self.computed = [
+            (Wanted(index, group), table[index])
+            for group, table in enumerate(tables)
+            for index in range(begin, len(table))
+            if not table[index].is_null
+        ]

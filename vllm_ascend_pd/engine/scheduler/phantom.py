@@ -186,7 +186,8 @@ class PhantomBlocks:
         """
         stop = self._stop(request, source)
         last = min(source.num_blocks, stop)
-        if last <= len(hits[0]):
+        num_free = self._blocks.get_num_free_blocks()
+        if last <= len(hits[0]) or source.is_cut_short(len(hits[0]), num_free):
             return tuple(hits)
 
         def has_block(index: int, group: int) -> bool:
@@ -197,15 +198,18 @@ class PhantomBlocks:
             tail = num_tail_tokens if stop == whole else 0
             tables = self._reach(request, hits, stop, tail, tail > 0, has_block)
             missing = _missing(tables)
+            if not missing:  # so in each pass for a request that finds no memory
+                return tuple(cast("list[KVCacheBlock]", table) for table in tables)
             # What is there already must survive get_new_blocks, which evicts the least recently
             # used.
             kept = [b for table in tables for b in table if b is not None and not b.is_null]
             self._blocks.touch(kept)
-            num_free = self._blocks.get_num_free_blocks()
-            if len(missing) <= num_free:
+            num_left = self._blocks.get_num_free_blocks()
+            if len(missing) <= num_left:
                 break
             self._blocks.free_blocks(reversed(kept))
-            stop = missing[num_free].block_index  # where windows end there, too, is looked up
+            stop = missing[num_left].block_index  # where windows end there, too, is looked up
+            source.cut_short = stop, num_free
         new = self._blocks.get_new_blocks(len(missing))
         for place, block in zip(missing, new, strict=True):
             tables[place.group][place.block_index] = block

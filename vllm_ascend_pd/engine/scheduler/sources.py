@@ -32,6 +32,7 @@ from vllm_ascend_pd.types import Cause
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vllm_ascend_pd.engine.scheduler.loads import LoadRecord
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
@@ -130,6 +131,14 @@ class BlockSource(ABC):
     """Free blocks that a load beside the steps would have needed, where memory was too short."""
     look_again_at = 0.0
     """When it is looked at again even if no more are free."""
+    awaited_load: LoadRecord | None = None
+    """The load of another request that brings in what this one lacks."""
+    lacks_nothing = False
+    """Whether all was here when it was looked at before a pass has come to its request."""
+    cut_short = (-1, 0)
+    """Where memory was too short for more of its blocks: how many there were of the request then,
+    and how many were free.
+    """
     max_blocks: float = math.inf
     """So many leading blocks count as hits at most, also of those that are cached here."""
 
@@ -185,6 +194,13 @@ class BlockSource(ABC):
     def compute_ms(self) -> float:
         """To compute a block instead; 0 where that is not known, or not to be considered."""
         return 0.0
+
+    def is_cut_short(self, num_hits: int, num_free: int) -> bool:
+        """Whether there are as many of its blocks as memory has had room for, and it has no more:
+        so it is for a request that finds no memory, in each pass.
+        """
+        num_hits_then, num_free_then = self.cut_short
+        return num_hits == num_hits_then and num_free <= num_free_then
 
     # What becomes of it.
 

@@ -120,8 +120,10 @@ class Supply:
             if time.monotonic() >= source.place_until:
                 source.give_up(Cause.DEADLINE)
             return False
+        if self._loads.still_awaits(source):
+            return False
         missing = self._phantoms.find_missing(source.request, source)
-        if self._loads.is_parked_load_of(source, missing):
+        if self._loads.awaits_parked(source, missing):
             # Another request's load brings these blocks in; then they are ordinary hits.
             return False
         if missing:
@@ -200,8 +202,11 @@ class Supply:
             for source in part.take_prefetchable():
                 if self._parking.is_short_for(source):
                     break  # to look at all whenever memory is short would hold up the steps
+                if source.lacks_nothing or self._loads.still_awaits(source):
+                    continue  # nor are all of their blocks looked at in each step
                 missing = self._phantoms.find_missing(source.request, source)
-                if missing and not self._loads.is_parked_load_of(source, missing):
+                source.lacks_nothing = not missing
+                if missing and not self._loads.awaits_parked(source, missing):
                     missing, _ = self._plan(source, missing)
                     if not missing:
                         source.give_up(Cause.NOT_NEEDED)

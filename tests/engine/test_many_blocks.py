@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's thread does for long prompts and many requests: counted in calls, as time
+depends on the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+
+from tests.engine.peer_world import make_request
+from tests.engine.scripted_source import ScriptedSource
+from tests.engine.test_phantom import BLOCK_SIZE, cached, publish
+from tests.engine.test_phantom import make_request as request_of
+from vllm_ascend_pd.engine.scheduler.loads import Loads
+from vllm_ascend_pd.engine.scheduler.phantom import Phantom, PhantomBlocks
+from vllm_ascend_pd.kv.span import KVGroup, Wanted
+
+
+def num_calls(action: Callable[[], object]) -> int:
+    count = 0
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def blocks_of(ids: range) -> list[Any]:
+    return [SimpleNamespace(block_id=i, block_hash=str(i), is_null=False) for i in ids]
+
+
+def test_what_a_request_shares_is_not_compared_with_each_load() -> None:
+    """Each of many requests of a pass has a load in the step of its own, and all share a prefix."""
+    loads = Loads()
+    for i in range(50):
+        request: Any = make_request([0], {})
+        (own,) = blocks_of(range(i, i + 1))
+        source = ScriptedSource(request, 1)
+        loads.claim(request, source, [Phantom(own, own.block_hash, source, Wanted(0))])
+    shared = blocks_of(range(1000, 2000))
+    newcomer: Any = make_request([0], {})
+    assert num_calls(lambda: loads.note_user(newcomer, shared)) < 1000
+    assert not loads.is_under(newcomer)
+    loads.note_user(newcomer, [*shared, *blocks_of(range(30, 31))])
+    assert loads.is_under(newcomer)
+
+
+def test_blocks_that_are_computed_on_a_long_load_share_what_they_are_computed_on() -> None:
+    """Else there are as many entries as their product."""
+    loads = Loads()
+    request: Any = make_request([0], {})
+    table = blocks_of(range(200))
+    source = ScriptedSource(request, 100)
+    phantoms = [Phantom(b, b.block_hash, source, Wanted(b.block_id)) for b in table[:100]]
+    loads.claim(request, source, phantoms)
+    loads.note_begin(request, 100)
+    loads.note_computed(lambda request: [table])
+    [record] = loads.new
+    assert record.computed_on.keys() == set(range(100, 200))
+    assert len({id(on) for _, on in record.computed_on.values()}) == 1
+    assert record.bad_block_ids([7]) == {7, *range(100, 200)}
+
+
+def test_request_without_memory_is_not_looked_through_in_each_pass() -> None:
+    """Its source has more blocks than memory has room for."""
+    pool = BlockPool(num_gpu_blocks=201, enable_caching=True, hash_block_size=BLOCK_SIZE)
+    phantoms = PhantomBlocks(pool, (KVGroup(0, BLOCK_SIZE, 1, ("layer",)),))
+    request = request_of(300 * BLOCK_SIZE + 1)
+    source = ScriptedSource(request, 300)
+    used = pool.get_new_blocks(100)
+    publish(pool, phantoms, request, source)
+    ids = cached(pool, request)
+    assert None not in ids[:100]
+    assert set(ids[100:]) == {None}
+    hits = [pool.blocks[i] for i in ids[:100] if i is not None]
+    again = num_calls(lambda: phantoms.publish(request, [hits], source, 0))
+    assert again < 50
+    pool.free_blocks(used)
+    publish(pool, phantoms, request, source)
+    assert None not in cached(pool, request)[:200]
