@@ -16,9 +16,12 @@ from tests.engine.peer_world import make_request
 from tests.engine.scripted_source import ScriptedSource
 from tests.engine.test_phantom import BLOCK_SIZE, cached, publish
 from tests.engine.test_phantom import make_request as request_of
+from tests.engine.test_pool_scheduler import World
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom, PhantomBlocks
 from vllm_ascend_pd.kv.span import KVGroup, Wanted
+from vllm_ascend_pd.pool.messages import Lookup
+from vllm_ascend_pd.types import Place
 
 
 def num_calls(action: Callable[[], object]) -> int:
@@ -89,3 +92,17 @@ def test_request_without_memory_is_not_looked_through_in_each_pass() -> None:
     pool.free_blocks(used)
     publish(pool, phantoms, request, source)
     assert None not in cached(pool, request)[:200]
+
+
+def test_long_prompt_that_waits_is_looked_up_again_more_seldom() -> None:
+    """What a second of looking costs does not grow with the prompts that wait."""
+    world = World()
+    request = world.request(num_tokens=4000 * BLOCK_SIZE)
+    world.source.add(request)
+    world.find([Place.NOWHERE] * 4000)
+    world.now += 7.9
+    world.source.look_again(request)
+    assert world.take(Lookup) == []
+    world.now += 0.1
+    world.source.look_again(request)
+    assert len(world.take(Lookup)) == 1

@@ -45,6 +45,9 @@ _PROBE_HASH = bytes(32)
 _AGAIN_S = 1.0
 """Before a request is scheduled that has waited, it is looked up again after that: others may have
 stored what it lacks, and what was in the prefix cache may have been evicted."""
+_AGAIN_BLOCKS = 500
+"""So many blocks are looked up again in that time; a longer prompt waits longer for its turn, since
+each block costs the scheduler's thread some microseconds, and many prompts may wait."""
 _REFRESH_S = 2.0
 """Blocks that are used without the pool are looked up this often at most."""
 _LOOKED_UP = (SourceState.PLACED, SourceState.FAILED)
@@ -188,13 +191,16 @@ class PoolSource:
             if not again.pending:
                 prompt.again = None
                 self._take_up(prompt, again)
-        elif self.breaker.closed and self._clock() - prompt.asked_at >= _AGAIN_S:
+        elif self.breaker.closed and self._clock() - prompt.asked_at >= self._again_s(request):
             again = self._follow(prompt, admitted=False)
             prompt.asked_at = again.asked_at = self._clock()
             if asked := self._asked_first(again):
                 prompt.again = again
                 self._look_up(request, asked, again)
         return prompt.again is not None
+
+    def _again_s(self, request: Request) -> float:
+        return _AGAIN_S * max(1.0, len(request.block_hashes) / _AGAIN_BLOCKS)
 
     def _take_up(self, prompt: PoolPrompt, again: PoolPrompt) -> None:
         """What was found counts instead of ``prompt``, if that makes a difference."""
