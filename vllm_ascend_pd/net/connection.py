@@ -52,10 +52,12 @@ class Connection:
         on_end: Callable[[Exception | None], None],
         on_handshake: Callable[[], None] | None = None,
         on_held: Callable[[], None] = lambda: None,
+        max_waiting_bytes: float | None = None,
     ) -> None:
         """``on_end`` is told the error, or ``None`` when the peer has closed it in order;
         ``on_handshake`` is called where it connects, and raises if it was the wrong peer's;
-        ``on_held`` is called when something came that is not a whole frame yet.
+        ``on_held`` is called when something came that is not a whole frame yet. Without
+        ``max_waiting_bytes`` so much as a peer may leave, ``MAX_WAITING_BYTES``, is kept for it.
         """
         self.stream = stream
         self.is_open = False
@@ -69,6 +71,7 @@ class Connection:
         self._on_handshake = on_handshake
         self._is_handshaken = False
         self._on_held = on_held
+        self._max_waiting_bytes = max_waiting_bytes
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._fd = stream.fileno()
@@ -86,7 +89,8 @@ class Connection:
     def send(self, payload: bytes) -> bool:
         """Queue one frame; ``False`` when it is too long or too much waits."""
         num_bytes = len(payload)
-        if num_bytes > MAX_FRAME_BYTES or len(self._outgoing) + num_bytes > MAX_WAITING_BYTES:
+        most = MAX_WAITING_BYTES if self._max_waiting_bytes is None else self._max_waiting_bytes
+        if num_bytes > MAX_FRAME_BYTES or len(self._outgoing) + num_bytes > most:
             return False
         self.used_at = time.monotonic()
         if self.is_ended:

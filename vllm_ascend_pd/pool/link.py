@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,15 @@ class PoolLink(Reactor):
         stream = socket.socket(socket.AF_UNIX)
         stream.connect(path)
         stream.setblocking(False)
+        # A save that did not leave would keep its blocks pinned for ever.
         connection = Connection(
-            self, stream, None, self._receive, self._on_end, on_handshake=lambda: None
+            self,
+            stream,
+            None,
+            self._receive,
+            self._on_end,
+            on_handshake=lambda: None,
+            max_waiting_bytes=math.inf,
         )
         connection.begin()
         self._connections.append(connection)

@@ -298,7 +298,8 @@ class ControlClient(Reactor):
             numbered = msgspec.structs.replace(request, open_id=next(self._open_ids))
             pending = _Pending(key, peer, request.transfer_id, request.epoch, deadline, outcomes)
             self._pending[numbered.open_id] = pending
-            self._send(peer, numbered)
+            if not self._send(peer, numbered):
+                self._refuse(numbered.open_id, Cause.PEER_UNREACHABLE, "cannot be asked so much")
 
         self.submit(send)
 
@@ -348,9 +349,13 @@ class ControlClient(Reactor):
             deadlines.append(self._next_heartbeat)
         return max(0.0, min(deadlines) - now) if deadlines else None
 
-    def _send(self, peer: Endpoint, message: ControlMessage) -> None:
-        if not self.peers.send(peer, encode(message)):
-            logger.warning("%s takes no more messages; dropped %s", peer, type(message).__name__)
+    def _send(self, peer: Endpoint, message: ControlMessage) -> bool:
+        frame = encode(message)
+        has_left = self.peers.send(peer, frame)
+        if not has_left:
+            what = f"{type(message).__name__} of {len(frame)} bytes"
+            logger.warning("%s takes no more messages; dropped %s", peer, what)
+        return has_left
 
     def _on_frame(self, peer: Endpoint, frame: bytes) -> None:
         try:

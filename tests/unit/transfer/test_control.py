@@ -293,6 +293,24 @@ def test_peer_that_does_not_answer_is_unreachable(
     assert outcome.key == "r"
 
 
+def test_question_that_is_too_long_to_be_asked_is_refused_at_once(
+    silent: Endpoint, make_client: Callable[..., ControlClient]
+) -> None:
+    """So is that of a million tokens in blocks of 16, of four groups; and one too many before a
+    peer takes any.
+    """
+    client = make_client(peer_timeout_s=2 * LIMIT_S)
+    blocks = GroupHashes((bytes(32),) * 63_000, b"")
+    client.open("long", silent, msgspec.structs.replace(make_open(), groups=(blocks,) * 4))
+    for i in range(17):
+        client.open(i, silent, msgspec.structs.replace(make_open(), groups=(blocks,)))
+    refused = [outcome_of(client), outcome_of(client)]
+    assert [outcome.key for outcome in refused] == ["long", 15]
+    for outcome in refused:
+        assert isinstance(outcome.answer, Refused)
+        assert outcome.answer.cause == Cause.PEER_UNREACHABLE.value
+
+
 def test_peer_that_goes_away_is_noticed_at_once(
     make_client: Callable[..., ControlClient],
 ) -> None:
