@@ -19,9 +19,10 @@ from tests.engine.test_phantom import make_request as request_of
 from tests.engine.test_pool_scheduler import World
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom, PhantomBlocks
-from vllm_ascend_pd.kv.span import KVGroup, Wanted
+from vllm_ascend_pd.kv.span import GroupBlocks, KVGroup, Span, Wanted
 from vllm_ascend_pd.pool.messages import Lookup
-from vllm_ascend_pd.types import Place
+from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, Tail
+from vllm_ascend_pd.types import Epoch, Place, TransferId
 
 
 def num_calls(action: Callable[[], object]) -> int:
@@ -92,6 +93,28 @@ def test_request_without_memory_is_not_looked_through_in_each_pass() -> None:
     pool.free_blocks(used)
     publish(pool, phantoms, request, source)
     assert None not in cached(pool, request)[:200]
+
+
+def test_prompt_that_ends_is_not_compared_with_all_that_wait_for_a_consumer() -> None:
+    """They are many when consumers are gone."""
+    book = LeaseBook(Epoch("e"), "same", lease_s=30.0, clock=lambda: 0.0)
+
+    def finish(number: int) -> int:
+        blocks = GroupBlocks(BLOCK_SIZE, tuple(range(50)))
+        span = Span(0, 50 * BLOCK_SIZE, (blocks,))
+        lease = Lease(TransferId(str(number)), span, (Tail((1,), b""),))
+        book.grant(lease)
+        book.finish(lease)
+        return book.make_way(50 * 100)
+
+    assert sum(map(finish, range(100))) == 0
+    assert num_calls(lambda: finish(100)) < 1000
+    assert len(book) == 100, "the oldest has made way"
+    assert "0" not in book
+    assert book.release("1", "e")
+    assert finish(101) == 0
+    assert finish(102) == 1
+    assert "2" not in book
 
 
 def test_long_prompt_that_waits_is_looked_up_again_more_seldom() -> None:

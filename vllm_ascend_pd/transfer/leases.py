@@ -157,6 +157,9 @@ class LeaseBook:
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._closed: list[Lease] = []
+        # Blocks of those that are computed and no consumer has opened, the oldest first.
+        self._unopened: dict[str, int] = {}
+        self._num_unopened_blocks = 0
         # Transfer ids that were released before they came, and until when that is remembered.
         self._released_early: dict[str, float] = {}
         self._generations = itertools.count(1)
@@ -198,6 +201,9 @@ class LeaseBook:
             lease.ends_at = self._clock() + self._max_lease_s
             lease.first_token_id = first_token_id
             self._renew(lease)
+            if not lease.is_opened:
+                self._unopened[lease.transfer_id] = lease.num_blocks
+                self._num_unopened_blocks += lease.num_blocks
             return True
 
     def revoke(self, lease: Lease) -> bool:
@@ -213,17 +219,13 @@ class LeaseBook:
         """
         over = []
         with self._lock:
-            unopened = [
-                lease
-                for lease in self._leases.values()
-                if lease.state is ProducerState.LEASED and not lease.is_opened
-            ]
-            num_blocks = sum(lease.num_blocks for lease in unopened)
-            for lease in unopened[:-1]:
-                if num_blocks <= max_blocks:
-                    break
-                num_blocks -= lease.num_blocks
-                over.append(lease.transfer_id)
+            num_blocks = self._num_unopened_blocks
+            if num_blocks > max_blocks:
+                for transfer_id in list(self._unopened)[:-1]:
+                    if num_blocks <= max_blocks:
+                        break
+                    num_blocks -= self._unopened[transfer_id]
+                    over.append(transfer_id)
         return sum(self._end(transfer_id, ProducerEvent.DISPLACED) for transfer_id in over)
 
     def revoke_all(self) -> None:
@@ -280,6 +282,7 @@ class LeaseBook:
             return refuse(Cause.HASH_MISMATCH, "the lease holds another prompt's KV")
         with self._lock:
             lease.is_opened = True
+            self._not_unopened(lease)
             self._renew(lease)
         first_token_id, first_token_follows = None, False
         if end == request.end == lease.span.end:  # the same to its end
@@ -357,6 +360,10 @@ class LeaseBook:
         """Under the lock."""
         lease.expires_at = min(self._clock() + self._lease_s, lease.ends_at)
 
+    def _not_unopened(self, lease: Lease) -> None:
+        """Any more, if it was. Under the lock."""
+        self._num_unopened_blocks -= self._unopened.pop(lease.transfer_id, 0)
+
     def _end(self, transfer_id: str, event: ProducerEvent) -> bool:
         with self._lock:
             lease = self._leases.get(transfer_id)
@@ -364,6 +371,7 @@ class LeaseBook:
                 return False
             lease.cause = event.name.lower()
             del self._leases[transfer_id]
+            self._not_unopened(lease)
             self._closed.append(lease)
             return True
 

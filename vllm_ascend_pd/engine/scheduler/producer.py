@@ -91,6 +91,8 @@ class Producer(Part):
         """Whether there may be something to tell the worker with a step."""
         self._expected: dict[str, Request] = {}
         self._prompts: dict[str, _Prompt] = {}
+        self._keys: dict[Lease, str] = {}
+        """Of ``_prompts``."""
         self._held: set[_Prompt] = set()
         self._extended: dict[Lease, Grant] = {}
         """Of running requests; the next step tells the worker."""
@@ -245,6 +247,7 @@ class Producer(Part):
 
     def _keep(self, key: str, lease: Lease) -> _Prompt:
         prompt = self._prompts[key] = _Prompt(lease)
+        self._keys[lease] = key
         self.book.grant(lease)
         self._stats.add("leases_granted")
         return prompt
@@ -370,8 +373,7 @@ class Producer(Part):
         for lease in self.book.take_closed():
             self._revokes.append(lease.ref)
             self._stats.add("leases_closed", label=lease.cause)
-            key = next(k for k, prompt in self._prompts.items() if prompt.lease is lease)
-            prompt = self._prompts.pop(key)
+            prompt = self._prompts.pop(self._keys.pop(lease))
             self._held.discard(prompt)
             self._extended.pop(lease, None)
             self._manager.block_pool.free_blocks(reversed(prompt.pinned))
