@@ -333,7 +333,11 @@ class SharedMemoryTransferEngine(TransferEngine):
                 self._peers[session] = peer
                 self._unreachable_until.pop(session, None)
                 return True
-            self._unreachable_until[session] = time.monotonic() + _RETRY_AFTER_S
+            now = time.monotonic()
+            # Each start of a peer has a session of its own, on other hosts too.
+            for other in [s for s, until in self._unreachable_until.items() if until <= now]:
+                del self._unreachable_until[other]
+            self._unreachable_until[session] = now + _RETRY_AFTER_S
         if peer is not None:
             peer.close()
         return False

@@ -175,6 +175,10 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
             return 0.0
         next_rested = self._live_pages.wake(now)
         next_end = self.peers.tidy(self._live_pages.awaited_peers())
+        if len(self._heard_at) > len(self.peers):
+            for peer in self._heard_at.keys() - self.peers.connections.keys():
+                del self._heard_at[peer]
+                self._rings.forget(peer)
         deadlines = [load.deadline for load in self._active]
         deadlines += [now + next_end] if next_end is not None else []
         deadlines += [self._flight_deadline(flight) for flight in self._in_flight.values()]

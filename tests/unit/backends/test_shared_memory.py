@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ascend_pd.backends import shared_memory
 from vllm_ascend_pd.backends.shared_memory import (
     HostPinning,
     SharedMapping,
@@ -186,6 +187,14 @@ def test_a_stopped_owner_does_not_hold_up_first_contact_for_long(engine, owner):
     assert not engine.reaches(owner.session)
     assert time.monotonic() - started < 5
     os.kill(owner.process.pid, signal.SIGCONT)
+
+
+def test_what_cannot_be_reached_is_not_remembered_for_ever(engine, monkeypatch):
+    """Each start of a peer on another host is one more."""
+    monkeypatch.setattr(shared_memory, "_RETRY_AFTER_S", 0.0)
+    for i in range(20):
+        assert not engine.reaches(f"shm:/tmp/vllm-pd-{i:032x}.sock")
+    assert len(engine._unreachable_until) == 1
 
 
 def test_a_stopped_owner_that_is_known_can_be_written(engine, source, owner):

@@ -33,6 +33,7 @@ from vllm_ascend_pd.backends.staging import StagingPool
 from vllm_ascend_pd.backends.transports import Transports
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import NO_BLOCK, LoadBlocks
+from vllm_ascend_pd.net import peers
 from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
@@ -244,6 +245,18 @@ def test_pages_arrive_and_no_other_is_touched(
     others = [block for block in range(NUM_BLOCKS) if block not in targets]
     np.testing.assert_array_equal(pair.ours.bytes[:, others], before[:, others])
     wait_until(lambda: pair.num_free() == (NUM_SLOTS, NUM_SLOTS))
+
+
+def test_nothing_is_kept_of_a_peer_whose_connection_was_idle(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that starts again is another one, and they do so for weeks."""
+    pair = make_pair()
+    pair.grant(9)
+    assert pair.run(pair.spec((0,), (0,))).cause == ""
+    monkeypatch.setattr(peers, "IDLE_CONNECTION_S", 0.0)
+    wait_until(lambda: bool(pair.loader.submit(lambda: None) or not pair.loader.peers))
+    wait_until(lambda: not pair.loader._heard_at)
 
 
 def test_some_of_a_leases_blocks_can_be_loaded(make_pair: Callable[..., Pair]) -> None:
