@@ -116,7 +116,7 @@ class WorkerHooks(Protocol):
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None: ...
     def loads_under_way(self) -> bool: ...
-    def loads_in_step(self) -> bool: ...
+    def is_at_risk(self) -> bool: ...
     def take_armed_step(self, wait_all: bool) -> AbstractContextManager[object] | None: ...
     def step_output(self) -> AbstractContextManager[KVConnectorOutput | None]: ...
     def end_drafts(self) -> None: ...
@@ -246,13 +246,14 @@ def draw_again(runner: Any, generator: Any, new_request: NewRequestData) -> None
 
 
 def keep_generators(requests: dict[str, CachedRequestState], request_ids: list[str]) -> None:
-    """Before a step that loads KV: what it samples may be dropped, so what it draws is undone.
+    """Once a step, before it samples: what computes on KV that a step loads may be dropped, also in
+    steps that are under way with it. Then what it draws is undone.
 
     Touches:
         vllm/v1/worker/gpu_input_batch.py:CachedRequestState.generator
         vllm/v1/worker/gpu_input_batch.py:CachedRequestState.output_token_ids
     """
-    if worker is None or not worker.loads_in_step():
+    if worker is None or not worker.is_at_risk():
         return
     for request_id in request_ids:
         request = requests[request_id]

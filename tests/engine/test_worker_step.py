@@ -77,7 +77,7 @@ def make_caches(layout: str = "LBHNC") -> tuple[KVCacheConfig, dict[str, torch.T
 class Side:
     """A worker side of both roles, and its pages as ``uint8 [layer, block, byte]``."""
 
-    def __init__(self, pooled: bool = False, drafts: bool = False) -> None:
+    def __init__(self, pooled: bool = False, drafts: bool = False, num_under_way: int = 1) -> None:
         config, self.caches = make_caches()
         self.located: KVCaches = locate(config, self.caches)
         self.engine = FakeTransferEngine()
@@ -109,6 +109,7 @@ class Side:
             self.server,
             self.loader,
             self.pool,
+            num_under_way=num_under_way,
         )
 
     def open_pool(self, copier: BlockCopier, pools: list[StagingPool]) -> PoolIO:
@@ -523,6 +524,28 @@ def test_only_steps_with_loads_or_grants_are_armed(side: Side) -> None:
     assert side.worker.take_armed_step(wait_all=False) is None
     side.worker.begin_step(output_of(StepMeta(loads=(load_spec(side, in_step=False),))))
     assert side.worker.take_armed_step(wait_all=False) is None
+
+
+@pytest.fixture
+def ahead() -> Iterator[Side]:
+    """Two steps are under way at a time."""
+    side = Side(num_under_way=2)
+    yield side
+    side.worker.shutdown()
+    assert side.engine.num_regions() == 0
+
+
+@pytest.mark.parametrize(("name", "expected"), [("side", 1), ("ahead", 2)])
+def test_steps_under_way_with_one_that_loads_are_at_risk(
+    request: pytest.FixtureRequest, name: str, expected: int
+) -> None:
+    side: Side = request.getfixturevalue(name)
+    side.step(GRANT)
+    assert not side.worker.is_at_risk()
+    side.step(StepMeta(loads=(load_spec(side),)))
+    assert [side.worker.is_at_risk() for _ in range(3)].count(True) == expected
+    side.step(StepMeta(loads=(load_spec(side, 2, in_step=False),)))
+    assert not side.worker.is_at_risk()
 
 
 def test_step_without_a_forward_leaves_nothing_to_the_next_forward(side: Side) -> None:

@@ -83,3 +83,28 @@ def test_a_failed_load_draws_no_random_numbers(
     recovered = consumer.metrics().get("recovered_requests", 0) - before
     assert recovered == (load_mode == "step"), "a sample was dropped"
     assert answer.token_ids == single(prompt, 12, **SEEDED).token_ids
+
+
+def test_a_failed_load_of_the_step_before_draws_no_random_numbers(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    """Of requests that share what it should have brought, in the step that is under way already."""
+    slots = {"staging_slot_bytes": 64 * 1024, "staging_slots": 256}
+    producer = engines.shared("kv_producer", faults="ok*", transfer=slots)
+    consumer = engines.shared(
+        "kv_consumer", runs_ahead=True, transfer={**slots, "load_mode": "step"}
+    )
+    prompt = prompt_of(9 * BLOCK_SIZE + 7)
+    known = producer.prefill(prompt)
+    producer.set_faults("fail,ok*")
+    before = consumer.metrics().get("recovered_requests", 0)
+    consumer.add("loads", prompt, 12, known, **SEEDED)
+    while consumer.requests()["loads"]["status"] != "RUNNING":
+        consumer.step()
+    longer = [*prompt, *prompt_of(20, "more")]
+    consumer.add("shares", longer, 12, **SEEDED)
+    answers = consumer.run()
+    producer.set_faults("ok*")
+    assert consumer.metrics().get("recovered_requests", 0) == before + 2
+    assert answers["loads"].token_ids == single(prompt, 12, **SEEDED).token_ids
+    assert answers["shares"].token_ids == single(longer, 12, **SEEDED).token_ids

@@ -43,7 +43,7 @@ def test_what_dropped_samples_drew_is_taken_back(
     monkeypatch: pytest.MonkeyPatch, loads: bool, dropped: int
 ) -> None:
     """With two samples dropped, a step was under way already when the load of one failed."""
-    monkeypatch.setattr(hooks, "worker", SimpleNamespace(loads_in_step=lambda: loads))
+    monkeypatch.setattr(hooks, "worker", SimpleNamespace(is_at_risk=lambda: loads))
     generator = torch.Generator().manual_seed(7)
     request: Any = SimpleNamespace(generator=generator, output_token_ids=[])
     for _ in range(5):

@@ -170,7 +170,8 @@ def _create(
         hooked_layers(kv_cache_config),
     )
     memory = WorkerMemory(transports, pools, live_regions)
-    parts = (layers, memory, grants, trust, server, loader, pool, own.rank)
+    num_under_way = vllm_config.max_concurrent_batches
+    parts = (layers, memory, grants, trust, server, loader, pool, own.rank, num_under_way)
     if isinstance(copier, DeviceBlockCopier):
         return DeviceWorkerSide(copier, *parts)
     return WorkerSide(*parts)

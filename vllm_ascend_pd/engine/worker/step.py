@@ -164,7 +164,9 @@ class WorkerSide:
         loader: PeerLoader | None,
         pool: PoolIO | None = None,
         rank: int = 0,
+        num_under_way: int = 1,
     ) -> None:
+        """``num_under_way`` steps are under way at a time, at most."""
         self.layers = layers
         self._saved = SavedLayers(layers.index, layers.hooked)
         self._memory = memory
@@ -184,6 +186,9 @@ class WorkerSide:
         self._has_loads = False
         self._has_grants = False
         self._packs_ahead = False
+        self._num_under_way = num_under_way
+        self._num_at_risk = 0
+        """Steps, the next one included, that may compute on what a load fails to bring."""
         self._reported_server = server is None
         self.rank = rank
         self._is_suspended = False
@@ -206,17 +211,24 @@ class WorkerSide:
             for load in meta.loads:
                 self._loader.start_load(load)
             self._has_loads = any(load.in_step for load in meta.loads)
-            if self._has_loads and self.layers.read_early:
-                self._loader.wait_all()
+            if self._has_loads:
+                self._num_at_risk = self._num_under_way
+                if self.layers.read_early:
+                    self._loader.wait_all()
         if self.pool is not None:
             for message in meta.saves:
                 self.pool.handle(message)
         self._packs_ahead = self.pool is not None and self.pool.ahead.begin_step(meta.ahead)
         self._armed = self._has_loads or self._has_grants or self._packs_ahead
 
-    def loads_in_step(self) -> bool:
-        """Whether the armed step computes on KV that is loaded, or fails to be, meanwhile."""
-        return self._armed and self._has_loads
+    def is_at_risk(self) -> bool:
+        """Whether what this step samples may be dropped: it loads KV, or the scheduler did not know
+        how such a load would end. Counted are the steps that ask, each of them once.
+        """
+        if not self._num_at_risk:
+            return False
+        self._num_at_risk -= 1
+        return True
 
     def loads_under_way(self) -> bool:
         """Whether the armed step has KV that has not landed yet."""
