@@ -236,7 +236,7 @@ class PoolSide(Part):
         return self.source.take_queued() if self.source.queued else []
 
     def finish(self, request: Request, ending: Ending) -> None:
-        self.saves.forget(request)
+        self.saves.finish(request)
         self.send_held_if_idle()
         origin = self.source.finish(request)
         ending.provenance = ending.provenance or origin

@@ -23,7 +23,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +34,8 @@ from vllm_ascend_pd.engine.scheduler.evictions import Evictions, GoodBlock
 from vllm_ascend_pd.engine.vllm_api.blocks import block_key, split_key
 from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end
 from vllm_ascend_pd.engine.vllm_api.hashes import salt_of_client
+from vllm_ascend_pd.engine.vllm_api.requests import num_landed_tokens
+from vllm_ascend_pd.engine.vllm_api.status import is_completed
 from vllm_ascend_pd.engine.vllm_api.types import Request
 from vllm_ascend_pd.kv.breaker import Breaker, BreakerState
 from vllm_ascend_pd.pool.fold import fold_saved
@@ -267,29 +269,33 @@ class Saves:
 
     def _note_good(self, request: Request, num_computed: int) -> None:
         """The blocks that the request has filled since the last time. It still has all of them,
-        unless it was admitted without: it gives up none before the step after this one.
+        unless it was admitted without: it gives up none before the step after this one. A scheduler
+        that runs ahead enters what is full with the next step of the request, or with its end.
         """
         start = self._saved.get(request.request_id, 0)
         end = min(num_computed, request.num_tokens) // self._block_size
         if not self._config.put_decoded:
             end = min(end, known_end(request) // self._block_size)
-        end = min(end, len(request.block_hashes))
+        end = self._cached_end(request, start, min(end, len(request.block_hashes)))
         if start >= end:
             return
         for group in self._groups:
             for index, block in enumerate(
                 block_table(self._manager, request, group)[start:end], start
             ):
-                if block.is_null:
-                    continue
-                if block.block_hash is None:
-                    # Not in the prefix cache: it has just been found bad, and so what follows, or
-                    # vLLM was asked to cache only some blocks of windows.
-                    if group.keeps_all:
-                        break
-                    continue
-                self._note_good_block(request, index, group, block)
+                # Of windows vLLM may have been asked to cache only some blocks.
+                if not block.is_null and block.block_hash is not None:
+                    self._note_good_block(request, index, group, block)
         self._saved[request.request_id] = end
+
+    def _cached_end(self, request: Request, start: int, end: int) -> int:
+        """Up to where its blocks are in the prefix cache, which all groups enter at once."""
+        for group in self._groups:
+            if group.keeps_all:
+                table = block_table(self._manager, request, group)[start:end]
+                cached = takewhile(lambda block: block.block_hash is not None, table)
+                end = start + sum(1 for _ in cached)
+        return end
 
     def _note_good_block(
         self, request: Request, index: int, group: KVGroup, block: KVCacheBlock
@@ -472,6 +478,12 @@ class Saves:
         """What is on its way counts for nothing: the pool is to be taken for empty."""
         for save in self._under_way.values():
             save.is_forgotten = True
+
+    def finish(self, request: Request) -> None:
+        """The request has ended, and where it ended well, all steps before are known good."""
+        if self._config.put and is_completed(request):
+            self._note_good(request, num_landed_tokens(request))
+        self.forget(request)
 
     def forget(self, request: Request) -> None:
         """The request has ended, or has been preempted."""
