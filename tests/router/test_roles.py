@@ -171,6 +171,52 @@ def test_engines_of_the_other_kind_take_over_when_the_last_of_one_is_gone(role: 
     run(test)
 
 
+def test_answers_stay_where_they_are_while_nobody_is_used_for_them() -> None:
+    """Of two engines for prompts each would send them on to the other, again and again."""
+
+    async def test() -> None:
+        async with of_both_kinds(3) as d:
+            for index, role in enumerate(("prefill", "prefill", "decode")):
+                assert await use(d, index, role) == 204
+            clients = [Client(d, f"r{i}", max_tokens=100) for i in range(2)]
+            for client in clients:
+                await client.has(2)
+            await d.decodes[2].stop()
+            for client in clients:
+                assert is_whole(await client.events(), d.decodes[2])
+            assert answers(d, 0) + answers(d, 1) == 2
+            assert d.count("moves_total", reason="drain", outcome="moved", cause="") == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_answers_of_an_engine_that_switches_move_to_whoever_may_have_them(has_left: bool) -> None:
+    """Also one that is used for prompts, if the source says that it ends."""
+
+    async def test() -> None:
+        async with of_both_kinds(3) as d:
+            for index, role in enumerate(("prefill", "prefill", "decode")):
+                assert await use(d, index, role) == 204
+            client = Client(d, max_tokens=200)
+            await client.has(2)
+            await d.decodes[2].stop()
+            instances = [d.router.registry.get(name(one)) for one in d.decodes]
+            await until(lambda: any(i.num_decoding for i in instances[:2]), "resumed")
+            source = instances[0] if instances[0].num_decoding else instances[1]
+            target = instances[2]
+            if has_left:
+                target = next(i for i in instances[:2] if i is not source)
+                d.router.registry.put(msgspec.structs.replace(source.spec, state="draining"))
+            else:
+                await d.decodes[2].start()
+            await until(lambda: target.num_decoding == 1 and not source.num_decoding, "moved")
+            assert is_whole(await client.rest(), d.decodes[2])
+            assert d.count("moves_total", reason="drain", outcome="moved", cause="") == 1
+
+    run(test)
+
+
 def test_engine_of_one_kind_cannot_do_the_other() -> None:
     async def test() -> None:
         async with deployed(1, 2) as d, RouterOperator(d.url) as operator:

@@ -182,8 +182,12 @@ class Instance:
     @property
     def is_leaving(self) -> bool:
         """What it answers is to go on elsewhere."""
-        is_switching = self.spec.role == "both" and self.used_for == "prefill"
-        return is_switching or self.spec.state == "draining"
+        return self.is_switching or self.spec.state == "draining"
+
+    @property
+    def is_switching(self) -> bool:
+        """What it answers is to go on at one that is used for answers, if there is one."""
+        return self.spec.role == "both" and self.used_for == "prefill"
 
     def does(self, kind: Kind) -> bool:
         """Whether it gets requests of this kind, if it can do it. Who switches from answers to

@@ -375,6 +375,9 @@ class Moves:
         """At the target; ``None`` if it, or any, may get no request."""
         source = move.source.instance
         excluded = {one for one in self.registry if not are_partners(source, one)} | {source}
+        if move.target is None and source.is_available and source.is_switching:
+            # Where nobody is used for answers, they stay: such an engine would send them on, too.
+            excluded |= {one for one in self.registry if one.is_switching}
         routed = replace(
             move.source.job.routed, alone="moved", excluded=excluded, target=move.target
         )
