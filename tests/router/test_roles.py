@@ -217,6 +217,20 @@ def test_answers_of_an_engine_that_switches_move_to_whoever_may_have_them(has_le
     run(test)
 
 
+def test_last_engine_of_a_model_stays_what_it_is() -> None:
+    async def test() -> None:
+        async with of_both_kinds(4) as d:
+            for one in d.decodes[2:]:
+                one.models = ("large", "large-adapter")
+            large = [d.router.registry.get(name(one)) for one in d.decodes[2:]]
+            await until(lambda: all("large" in one.models for one in large), "models read again")
+            assert [await use(d, i, "prefill") for i in range(4)] == [204, 409, 204, 409]
+            assert [await use(d, i, "decode") for i in (1, 3)] == [204, 204]
+            assert [await use(d, i, "decode") for i in (0, 2)] == [409, 409]
+
+    run(test)
+
+
 def test_engine_of_one_kind_cannot_do_the_other() -> None:
     async def test() -> None:
         async with deployed(1, 2) as d, RouterOperator(d.url) as operator:

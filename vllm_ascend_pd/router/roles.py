@@ -159,10 +159,13 @@ def role_obstacle(instances: Iterable[Instance], switching: Instance, role: Role
         can = switching.spec.role
         return f"{name} can only {can}: start it with kv_role kv_both and router.role both"
     other: Kind = "decode" if role == "prefill" else "prefill"
-    works = [EngineWork.of(one) for one in instances if one is not switching and one.is_available]
-    if any(one.does(other) for one in works):
-        return None
-    return f"no engine for {other} would be left without {name}"
+    left = [one for one in instances if one is not switching and one.is_available]
+    left = [one for one in left if EngineWork.of(one).does(other)]
+    for model in switching.models or (None,):
+        if not any(one.serves(model) for one in left):
+            of_model = "" if model is None else f" of model {model!r}"
+            return f"no engine for {other}{of_model} would be left without {name}"
+    return None
 
 
 @dataclass(slots=True)
