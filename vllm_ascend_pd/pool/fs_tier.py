@@ -55,6 +55,24 @@ def make_folder(path: str) -> Path:
     return Path(path)
 
 
+def lock_folder(folder: Path) -> int:
+    """For this process, until the descriptor that is returned is closed.
+
+    Raises:
+        ConfigError: another engine uses it, or nobody can.
+    """
+    try:
+        lock_fd = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise ConfigError(f"pool.ssd.path {folder} cannot be used: {e}") from e
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        os.close(lock_fd)
+        raise ConfigError(f"pool.ssd.path {folder} is used by another engine") from e
+    return lock_fd
+
+
 def _warn_of_others(folder: Path, num_workers: int) -> None:
     """Of what this engine has stored with another parallel size. ``folder``: the first worker's."""
     engine_folder = folder if num_workers == 1 else folder.parent
@@ -85,15 +103,7 @@ class FileTier(Tier):
     def __init__(self, folder: Path, capacity_bytes: int, shares: Shares | None = None) -> None:
         self.folder = folder
         self._numbers = itertools.count()
-        try:
-            self._lock_fd = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as e:
-            raise ConfigError(f"pool.ssd.path {folder} cannot be used: {e}") from e
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            os.close(self._lock_fd)
-            raise ConfigError(f"pool.ssd.path {folder} is used by another engine") from e
+        self._lock_fd = lock_folder(folder)
         self._lock = threading.Lock()  # guards the fields below; no file is touched under it
         self._room = Room(capacity_bytes, shares)
         self._is_open = True

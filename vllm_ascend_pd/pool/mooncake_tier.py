@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +18,15 @@ from vllm_ascend_pd.backends.mooncake_store import (
     StoreOptions,
     prepare_store_env,
 )
-from vllm_ascend_pd.pool.fs_tier import make_folder
+from vllm_ascend_pd.pool.fs_tier import lock_folder, make_folder
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
+
+    from vllm_ascend_pd.config import SsdConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +42,33 @@ class MooncakeTier(Tier):
     is_shared = True
 
     def __init__(
-        self, store: MooncakeStore, capacity_bytes: int, master: EmbeddedMaster | None = None
+        self,
+        store: MooncakeStore,
+        capacity_bytes: int,
+        master: EmbeddedMaster | None = None,
+        held: ExitStack | None = None,
     ) -> None:
-        """``master`` is that of all workers of this engine, if it is this one that keeps it."""
+        """``master`` is that of all workers of this engine, if it is this one that keeps it;
+        ``held``: what is given back when the store is closed."""
         self.store = store
         self.master = master
         self._capacity_bytes = capacity_bytes
+        self._held = held or ExitStack()
 
     @classmethod
     def open(cls, opening: Opening) -> MooncakeTier:
         """A client that contributes memory; the first worker perhaps keeps a master for all."""
         config = opening.config
         ssd = config.ssd if "fs" not in config.tiers else None
-        if ssd is not None:
-            make_folder(ssd.path)
+        with ExitStack() as held:
+            if ssd is not None:
+                # A client takes all files there for its own, and deletes those of others.
+                held.callback(os.close, lock_folder(make_folder(ssd.path)))
+            return cls._open(opening, ssd, held)
+
+    @classmethod
+    def _open(cls, opening: Opening, ssd: SsdConfig | None, held: ExitStack) -> MooncakeTier:
+        config = opening.config
         prepare_store_env(ssd.size if ssd is not None else 0)
         master = None
         if config.master is None and opening.rank == 0:
@@ -79,7 +96,7 @@ class MooncakeTier(Tier):
             segment_bytes / (1 << 30),
             f"SSD {ssd.path}, {ssd.size / (1 << 30):.2f} GiB" if ssd is not None else "no SSD",
         )
-        return cls(store, segment_bytes, master)
+        return cls(store, segment_bytes, master, held.pop_all())
 
     def register(self, addr: int, num_bytes: int) -> None:
         self.store.register(addr, num_bytes)
@@ -132,6 +149,7 @@ class MooncakeTier(Tier):
         self.store.close()
         if self.master is not None:
             self.master.stop()
+        self._held.close()
 
 
 def _columns(values: Sequence[Value]) -> tuple[list[str], list[int], list[int]]:

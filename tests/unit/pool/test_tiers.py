@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 
+from vllm_ascend_pd.backends import mooncake_store
 from vllm_ascend_pd.config import PoolConfig, SsdConfig
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool import fs_tier, memory_tier, registry
+from vllm_ascend_pd.pool import fs_tier, memory_tier, mooncake_tier, registry
 from vllm_ascend_pd.pool.composite_tier import CompositeTier
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.fs_tier import FileTier
 from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
+from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 from vllm_ascend_pd.pool.tier import Opening, Status, Value
 from vllm_ascend_pd.types import Place
 
@@ -297,6 +299,31 @@ def test_values_of_an_older_format_take_room_until_it_is_needed(
 def test_folder_belongs_to_one_engine(files: FileTier, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is used by another engine"):
         FileTier(tmp_path, 8 * SIZE)
+
+
+def test_folder_for_mooncakes_files_belongs_to_one_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its client would take the files of another one for its own, and delete them."""
+
+    class Store:
+        def setup(self, *_: Any, **__: Any) -> int:
+            return 0
+
+        def close(self) -> int:
+            return 0
+
+    monkeypatch.setattr(mooncake_store, "_load_store", lambda: Store)
+    monkeypatch.setattr(mooncake_tier, "prepare_store_env", lambda _: None)
+    ssd = SsdConfig(str(tmp_path / "kv"), 1 << 30)
+    opening = Opening(PoolConfig(master="127.0.0.1:1", dram_size=0, ssd=ssd))
+    tier = MooncakeTier.open(opening)
+    with pytest.raises(ConfigError, match="is used by another engine"):
+        MooncakeTier.open(opening)
+    with pytest.raises(ConfigError, match="is used by another engine"):
+        FileTier.open(opening)
+    tier.close()
+    MooncakeTier.open(opening).close()
 
 
 def test_least_recently_used_files_make_room(files: FileTier, tmp_path: Path) -> None:
