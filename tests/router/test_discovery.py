@@ -9,7 +9,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -22,6 +22,10 @@ from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.router.config import Order
 from vllm_ascend_pd.router.discovery import registered
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery, decode_instances
+from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.router.http_client import EngineClient
 
 
 def described(engine: ScriptedEngine, **changes: Any) -> dict[str, Any]:
@@ -417,6 +421,33 @@ def test_instance_given_twice_is_an_error() -> None:
     config = replace(FAST, prefills=("http://a:1",), decodes=("http://a:1",))
     with pytest.raises(ConfigError, match="twice"):
         StaticDiscovery(config, None).read()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_one"),
+    [
+        (("http://127.0.0.1:1", None), ("http://localhost:1/", None), True),
+        (("http://127.0.0.1:1", None), ("http://[::1]:1", 1), True),
+        (("http://10.0.0.1", None), ("http://10.0.0.1:80", None), True),
+        (("http://10.0.0.1:1", 0), ("http://10.0.0.1:1", 1), False),
+        (("http://10.0.0.1:1", None), ("http://10.0.0.2:1", None), False),
+        (("http://10.0.0.1:1", None), ("http://10.0.0.1:2", None), False),
+    ],
+)
+def test_engine_that_is_known_twice_is_told_of(
+    first: tuple[str, int | None],
+    second: tuple[str, int | None],
+    is_one: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = Registry(lambda spec: Instance(spec, cast("EngineClient", None), 3))
+    for number, (url, rank) in enumerate((first, second)):
+        spec = InstanceSpec(
+            url=url, role="decode", data_parallel_rank=rank, instance_id=f"d{number}", source="s"
+        )
+        for _ in "12":
+            registry.put(spec)
+    assert caplog.text.count("d0 and d1 are one engine") == is_one
 
 
 def test_instance_whose_host_has_no_name_is_an_error() -> None:

@@ -8,11 +8,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from vllm_ascend_pd.kv.breaker import Breaker
-from vllm_ascend_pd.registration import EngineDescription, Role
+from vllm_ascend_pd.registration import EngineDescription, Role, is_loopback
 from vllm_ascend_pd.resume import made_by
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.ranking import affinity_key
@@ -49,6 +50,14 @@ class InstanceSpec(EngineDescription, frozen=True, kw_only=True):
     ) -> InstanceSpec:
         known = {name: getattr(engine, name) for name in EngineDescription.__struct_fields__}
         return cls(instance_id=instance_id, source=source, epoch=epoch, **known)
+
+
+def _server_of(url: str) -> tuple[str, int]:
+    """This host has several names, each of which is as good."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return "localhost" if is_loopback(host) else host, port
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -115,6 +124,7 @@ class Instance:
         """Of a registry's instances a later one has a greater one."""
         self.spec = spec
         self.affinity_key = affinity_key(spec.instance_id)
+        self.server = _server_of(spec.url)
         self.client = client
         self.breaker = Breaker(failure_threshold, MIN_BACKOFF_S, MAX_BACKOFF_S)
         self.breaker.on_change = lambda: self._changed.add(self)
@@ -167,6 +177,11 @@ class Instance:
     @property
     def instance_id(self) -> str:
         return self.spec.instance_id
+
+    def is_at(self, other: Instance) -> bool:
+        """Whether one engine would get what is sent to both."""
+        ranks = self.spec.data_parallel_rank, other.spec.data_parallel_rank
+        return self.server == other.server and (None in ranks or ranks[0] == ranks[1])
 
     @property
     def is_available(self) -> bool:
@@ -296,7 +311,15 @@ class Registry:
             told = self._told[spec.instance_id]
             self.remove(spec.instance_id, "its url, rank or epoch changed")
             self._told[spec.instance_id] = told
-        instance = self._instances[spec.instance_id] = self.make(spec)
+        instance = self.make(spec)
+        for other in self._instances.values():
+            if other.is_at(instance):
+                logger.warning(
+                    "%s and %s are one engine at %s, and taken for two: neither its load nor what"
+                    " is left on it is told right; give it once",
+                    *(other.instance_id, spec.instance_id, spec.url),
+                )
+        self._instances[spec.instance_id] = instance
         self._num_added += 1
         instance.number = self._num_added
         instance.watch(self.changed)
